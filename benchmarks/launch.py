@@ -1,7 +1,8 @@
 """How fast, how frugal and how helpful launching is, beside the peers, from real kernels.
 
-    python benchmarks/launch.py                    everything, 9 repeats, about two hours
+    python benchmarks/launch.py                    everything, 9 repeats, about five hours
     python benchmarks/launch.py --sections df --repeats 2 --no-page
+    python benchmarks/launch.py --sections g --libraries sklearn images --repeats 1 --no-page
     python benchmarks/launch.py --render           the tables again, from the stored result
     python benchmarks/launch.py --check            exit status 1 when a bar does not hold
 
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
-from harness import bars, comparison, endings, home, latency, memory, table
+from harness import bars, comparison, endings, home, latency, libraries, memory, table
 from harness.namespace import can_isolate
 from harness.report import PAGES
 from harness.samples import Results, say
@@ -22,7 +24,7 @@ from harness.subjects import SUBJECTS, Subject
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
-SECTIONS = "abcdef"
+SECTIONS = "abcdefg"
 
 
 def parse() -> argparse.Namespace:
@@ -31,6 +33,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sections", default=SECTIONS, help=f"letters of {SECTIONS}")
     names = [subject.name for subject in SUBJECTS]
     parser.add_argument("--subjects", nargs="+", default=names, choices=names, metavar="NAME")
+    names = [library.name for library in libraries.LIBRARIES]
+    parser.add_argument("--libraries", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "launch.json")
     parser.add_argument("--no-page", action="store_true", help="leave the documentation as it is")
     parser.add_argument("--render", action="store_true", help="measure nothing")
@@ -48,7 +52,8 @@ def choose(names: list[str]) -> list[Subject]:
 
 def measure(results: Results, options: argparse.Namespace) -> None:
     subjects = choose(options.subjects)
-    runs = {"a": latency.run, "b": memory.run, "c": home.run}
+    run_libraries = partial(libraries.run, names=options.libraries)
+    runs = {"a": latency.run, "b": memory.run, "c": home.run, "g": run_libraries}
     if not can_isolate():
         say("no namespaces (they need root, unshare and ip): subjects share this machine's")
     for section in options.sections:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness import home
+from harness import home, libraries
 from harness.subjects import PEER
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ MEMORY_MIB = {FORK: 150.0, TEMPLATE: 400.0}
 MEMCPYS = 1.5
 STOP_S, KILLED_S, ERROR_S = 0.5, 1.0, 3.0
 ERROR_LINES = 40
+LATER_OF_FORK, LATER_OF_PEER, FIRST_OF_FORK = 1.3, 1 / 3, 1.5
+JUST_IMPORTED_S, MEMORY_OF_FORK = 0.4, 1.2
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ def judge(results: Results) -> list[Verdict]:
         "d": _stop,
         "e": _killed,
         "f": _error,
+        "g": _libraries,
     }
     if not any((subject in OURS) for _, subject in results.samples):
         return []
@@ -148,3 +151,48 @@ def _error(results: Results) -> Iterator[Verdict]:
         promise = f"{subject}: the cell's own line and the right rank are shown"
         holds = bool(right) and all(right) and not _trouble(samples)
         yield Verdict("f", promise, f"{sum(right)} of {len(right)}", holds)
+
+
+def _libraries(results: Results) -> Iterator[Verdict]:
+    for library in libraries.LIBRARIES:
+        for state in libraries.STATES:
+            first = libraries.measure(library.name, "first", state)
+            later = libraries.measure(library.name, "later", state)
+            if results.get(first, TEMPLATE) is not None:
+                yield _of_other(results, later, FORK, LATER_OF_FORK)
+                yield _of_other(results, later, PEER, LATER_OF_PEER)
+                yield _of_other(results, first, FORK, FIRST_OF_FORK)
+    found = results.median(libraries.JUST_IMPORTED, TEMPLATE)
+    what = f"{TEMPLATE}: the launch in the cell that imports nbaccel, torch being there"
+    yield at_most("g", what, found, JUST_IMPORTED_S, "s")
+    ours, forked = (_weighed(results, subject) for subject in (TEMPLATE, FORK))
+    for part, kind in (("workers", "PSS of"), ("own", "memory that is shared with nobody in")):
+        ratio = ours[part] / forked[part] if ours and forked else None
+        what = f"{TEMPLATE}: {kind} 4 workers that use transformers"
+        yield at_most("g", what, ratio, MEMORY_OF_FORK, f"of {FORK}'s")
+    beside = ours["others"] if ours else None
+    yield at_most("g", f"{TEMPLATE}: templates beside them", beside, 1, "processes")
+
+
+def _of_other(results: Results, measure: str, other: str, bar: float) -> Verdict:
+    """The template against another subject; one that hangs or fails there is slower."""
+    ours, theirs = results.median(measure, TEMPLATE), results.median(measure, other)
+    _, library, when, state = measure.split()
+    what = f"{TEMPLATE}, {state} kernel: {library}, {when} launches"
+    unit = f"of {other}'s time"
+    if ours is not None and theirs is None:
+        good = not _trouble(results.get(measure, TEMPLATE))
+        return Verdict("g", f"{what}: at most {bar:.3g} {unit}", f"{other} has none", good)
+    return at_most("g", what, None if ours is None or not theirs else ours / theirs, bar, unit)
+
+
+def _weighed(results: Results, subject: str) -> dict[str, float]:
+    """Medians in MiB, and how many processes there are beside kernel and workers."""
+    samples = results.get(libraries.WEIGHED, subject)
+    if samples is None or not samples.facts:
+        return {}
+    return {
+        "workers": statistics.median(fact["parts"]["workers_mib"] for fact in samples.facts),
+        "own": statistics.median(fact["own_mib"] for fact in samples.facts),
+        "others": max(fact["num_others"] for fact in samples.facts),
+    }

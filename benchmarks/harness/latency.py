@@ -88,9 +88,15 @@ class Bench:
             self.remote.must_run(case.after)
 
 
-def take(remote: Remote, call: str, samples: Samples, prelude: str = "") -> None:
+def take(
+    remote: Remote,
+    call: str,
+    samples: Samples,
+    prelude: str = "",
+    hang_after_s: float = HANG_AFTER_S,
+) -> None:
     """One timed call in the kernel; what comes before it in the same cell is not timed."""
-    answer = remote.run(prelude + TIMED.format(call=call), HANG_AFTER_S)
+    answer = remote.run(prelude + TIMED.format(call=call), hang_after_s)
     if answer["ended_at"] is None:
         samples.hangs += 1
         raise SessionLostError("hangs")

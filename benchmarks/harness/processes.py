@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 TAG = "NBACCEL_BENCH_SESSION"
-PSS_FIELDS = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
+PSS_FIELDS = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Private_Clean", "Private_Dirty")
 
 
 def tagged(tag: str, *, without: int) -> list[psutil.Process]:

@@ -18,6 +18,7 @@ from typing import Any
 PACKAGES = (
     *("nbaccel", "torch", "accelerate", "deepspeed", "lightning", "ipykernel", "jupyter_client"),
     *("ipyparallel", "nbdistributed", "jupyter-distributed", "torch_tpu", "torch_xla", "torchao"),
+    *("transformers", "peft", "datasets", "scikit-learn", "pillow"),
 )
 
 

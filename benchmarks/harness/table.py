@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import home
+from harness import home, libraries
 from harness.bars import OURS, Verdict
 from harness.samples import Results, Samples
 from harness.subjects import PEER, SUBJECTS
@@ -28,6 +28,7 @@ TITLES = {
     "d": "(d) Stop → prompt, s",
     "e": "(e) rank 1 killed by SIGKILL while rank 0 waits in an all-reduce",
     "f": "(f) rank 1 raises while rank 0 waits in an all-reduce",
+    "g": "(g) functions that use libraries: call → returned, 2 workers with a gloo group, s",
 }
 
 
@@ -133,6 +134,8 @@ def _rows(section: str) -> list[tuple[str, str, Cell]]:
                 ("… no worker left", f"d {where}", count("num_left", 0)),
             )
         ]
+    if section == "g":
+        return _library_rows()
     measure = "e killed" if section == "e" else "f error"
     told = (
         ("SIGKILL named", measure, count("names_signal"))
@@ -148,13 +151,35 @@ def _rows(section: str) -> list[tuple[str, str, Cell]]:
     ]
 
 
+def _library_rows() -> list[tuple[str, str, Cell]]:
+    rows: list[tuple[str, str, Cell]] = [
+        (
+            f"{library.label}, {when}, {state} kernel",
+            libraries.measure(library.name, when, state),
+            timing,
+        )
+        for library in libraries.LIBRARIES
+        for state in libraries.STATES
+        for when in ("first", "later")
+    ]
+    rows.append(("no-op, in the cell that imports the launcher", libraries.JUST_IMPORTED, timing))
+    memory = "4 workers that use transformers, MiB"
+    rows += [
+        (f"{memory}: PSS of {part}", libraries.WEIGHED, part_of_memory(f"{part}_mib"))
+        for part in ("workers", "others")
+    ]
+    rows.append((f"{memory}: of one, shared with nobody", libraries.WEIGHED, median_of("own_mib")))
+    return rows
+
+
 def as_grid(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _section(results: Results, section: str) -> str:
-    subjects = [s.name for s in SUBJECTS if any(who == s.name for _, who in results.samples)]
+    measured = {who for measure, who in results.samples if measure.split()[0] == section}
+    subjects = [subject.name for subject in SUBJECTS if subject.name in measured]
     grid = []
     for label, measure, cell in _rows(section):
         cells = [cell(results, measure, subject) for subject in subjects]

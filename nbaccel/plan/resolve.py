@@ -237,13 +237,19 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
         unavailable_reason = _catalog.engine(engine_name).unavailable_reason(config)
         if unavailable_reason:
             findings.mistakes.append(unavailable_reason)
+    if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
+        _check_added_rendezvous(config.rdzv_backend, findings)
+    return Choice("engine", engine_name, reason)
+
+
+def _check_added_rendezvous(rdzv_backend: str, findings: _Findings) -> None:
+    """Other packages may add a rendezvous; looking for them reads a file of every package."""
     known_backends = (*_RENDEZVOUS_BACKENDS, *entry_points(group="torchrun.handlers").names)
-    if config.rdzv_backend not in known_backends:
+    if rdzv_backend not in known_backends:
         findings.mistakes.append(
-            f"rdzv_backend={config.rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
+            f"rdzv_backend={rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
             f"could not meet. Give one of {', '.join(known_backends)}; torchrun knows no others."
         )
-    return Choice("engine", engine_name, reason)
 
 
 def _local_view(

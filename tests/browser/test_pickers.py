@@ -10,6 +10,8 @@ import pytest
 from playwright.sync_api import Locator, expect
 
 from nbaccel.config import RunConfig
+from nbaccel.notebook.picker.choices import settings
+from nbaccel.notebook.picker.html import css_name
 from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
 
@@ -44,8 +46,18 @@ CELLS = [
     "launch = configure(model, batch, config=RunConfig(num_processes=1))",
     "notebook_launcher(train, (model,), config=launch)",
     "import time\nprint('running', flush=True)\ntime.sleep(1.5)",
+    "from pathlib import Path\n"
+    "from nbaccel.memory import activations\n"
+    "measure = activations.measure_activations\n"
+    "def hold(*arguments, **options):\n"
+    "    while not Path('seen').exists():\n"
+    "        time.sleep(0.01)\n"
+    "    return measure(*arguments, **options)\n"
+    "activations.measure_activations = hold\n"
+    "slow = configure(model, batch)\n"
+    "activations.measure_activations = measure",
 ]
-SHOW, PRINT, SET, SHOW_SMALL, LAUNCH, BUSY = range(1, 7)
+SHOW, PRINT, SET, SHOW_SMALL, LAUNCH, BUSY, SLOW = range(1, 8)
 
 
 class PickerPage:
@@ -138,6 +150,46 @@ def test_the_same_with_the_keyboard_alone(picker):
     press("x", "d", "d")  # in a notebook these cut and delete the cell
     expect(cells).to_have_count(len(CELLS))
     assert picker.config() == PICKED
+
+
+@IN_LAB
+def test_the_form_is_there_while_the_memory_is_still_being_estimated(picker):
+    page = picker.page
+    page.run_cell(SHOW_SMALL)  # makes the model
+    page.run_cell(BUSY)
+    slow = PickerPage(page, SLOW)
+    page.run_cell(SLOW, wait=False)
+    expect(slow.option("zero_stage", "3")).to_be_visible()
+    expect(slow.find("memory")).to_contain_text("Memory is being estimated")
+    (page.path.parent / "seen").touch()  # the estimate has waited for this
+    expect(slow.find("memory")).to_contain_text("Fits: ")
+    expect(slow.find("bars")).to_contain_text("activations")
+    page.wait_idle()
+
+
+@IN_LAB
+def test_advanced_shows_all_its_fields_and_what_is_changed_there_is_in_the_configuration(picker):
+    panel = picker.find("panel-zero")
+    picker.option("zero_stage", "3").click()
+    is_on(picker.option("zero_stage", "3"))
+    assert panel.locator(".nbaccel-section").count() == 0
+    panel.locator(".nbaccel-opens-advanced").click()
+    inside = panel.locator(".nbaccel-section").first
+    headings = inside.locator(".nbaccel-opens:visible")
+    expect(headings.first).to_be_visible()
+    for number in range(headings.count()):
+        headings.nth(number).click()
+        expect(headings.nth(number)).to_have_attribute("aria-expanded", "true")
+    advanced = [setting for setting in settings("zero") if setting.section]
+    assert len(advanced) > 50
+    expect(inside.locator(".nbaccel-setting")).to_have_count(len(advanced))
+    for setting in advanced:
+        expect(picker.find(css_name(setting.name))).to_have_count(1)
+    line = picker.line("zero_optimization-sub_group_size")
+    line.fill("1e6")
+    line.press("Enter")
+    expect(line).to_have_value("1000000")
+    assert picker.config().deepspeed == {"zero_optimization": {"sub_group_size": 1_000_000}}
 
 
 @IN_LAB

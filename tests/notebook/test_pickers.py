@@ -297,6 +297,71 @@ def test_every_advanced_section_opens(show):
     assert sorted(made) == sorted(every)
 
 
+def test_what_is_shown_first_has_the_common_fields_alone(show):
+    """Every widget is a message to the page, and time until the form is seen."""
+    shown = show(model=net(), config=RunConfig(zero_stage=3))
+    common = [
+        setting.name
+        for panel in shown.picker._panels
+        for setting in shown.view._model.settings(panel)
+        if not setting.section
+    ]
+    assert list(shown.view._fields) == common
+    assert len(list(_below(shown.view.root))) < 150
+    assert not shown.all("nbaccel-section")
+
+
+@needs.DEEPSPEED_ROW
+def test_opening_makes_what_is_below_that_heading_and_nothing_else(show):
+    shown = show(config=RunConfig(zero_stage=3))
+    first, fields = list(_below(shown.view.root)), list(shown.view._fields)
+    shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").value = True
+    advanced = shown.one("nbaccel-panel-zero", "nbaccel-section")
+    headings = [w for w in _below(advanced) if "nbaccel-opens" in w._dom_classes]
+    assert len(headings) > 5
+    assert list(shown.view._fields) == fields
+    # One box around them, and a box with a button for each.
+    assert len(list(_below(shown.view.root))) == len(first) + 1 + 2 * len(headings)
+
+    shown.one("nbaccel-panel-zero", "nbaccel-opens-zero").value = True
+    made = [name for name in shown.view._fields if name not in fields]
+    assert made == [
+        setting.name
+        for setting in shown.view._model.settings("zero")
+        if setting.section == by_name()["zero_optimization.sub_group_size"].section
+    ]
+    all_widgets = list(_below(shown.view.root))
+    shown.one("nbaccel-panel-zero", "nbaccel-opens-zero").value = False
+    shown.one("nbaccel-panel-zero", "nbaccel-opens-zero").value = True
+    assert list(_below(shown.view.root)) == all_widgets, "opened again, nothing is made again"
+    assert set(first) < set(all_widgets), "what was there stays: the keyboard keeps its place"
+
+
+@DEEPSPEED
+def test_what_was_set_before_a_section_is_made_is_right_when_it_is_opened(show, tmp_path):
+    group, rounding = "zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients"
+    shown = show(config=RunConfig(zero_stage=3))
+    shown.picker.choose(group, 1_000_000)
+    assert "set)" in shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").description
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps(
+            {"zero_optimization": {"stage": 3, "sub_group_size": 7, "round_robin_gradients": True}}
+        )
+    )
+    shown.picker.load(path)
+    assert not shown.all(_css(group))
+    shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").value = True
+    section = shown.one("nbaccel-panel-zero", "nbaccel-opens-zero")
+    assert section.description == "ZeRO (2 set)"
+    section.value = True
+    assert shown.field(group).value == "7"
+    assert shown.field(rounding).options[shown.field(rounding).index] == "yes"
+    shown.picker.undo()
+    assert shown.field(group).value == "1000000"
+    assert section.description == "ZeRO (1 set)"
+
+
 def test_each_kind_of_setting_can_be_typed():
     typed_kinds = {setting.kind for setting in by_name().values()} - {"one-of", "truth"}
     assert {str(as_value("7", kind)) for kind in typed_kinds} == {"7", "7.0", "['7']"}
@@ -535,6 +600,61 @@ def test_a_cell_shows_it_once_and_the_next_cell_again(kernel: Kernel):
     again = kernel.run("picker").check()
     assert again.displays[0][view]["model_id"] == model_id
     assert len(kernel.run("picker.show()\npicker").check().displays) == 2
+
+
+TELL_MEASUREMENTS = """
+import threading, torch
+from nbaccel.memory import activations
+from nbaccel.notebook.pickers import Picker
+measure, calls = activations.measure_activations, []
+def told(*arguments, **options):
+    print("measured", flush=True)
+    for call in calls:
+        call()
+    return measure(*arguments, **options)
+activations.measure_activations = told
+picker = Picker(model=torch.nn.Linear(4, 4), sample_batch=torch.randn(2, 4))
+"""
+
+
+@pytest.fixture
+def measured(kernel: Kernel) -> Iterator[Kernel]:
+    """A kernel with a picker, in which each measurement of activations is printed."""
+    kernel.run(TELL_MEASUREMENTS).check()
+    yield kernel
+    kernel.run("activations.measure_activations = measure").check()
+
+
+def test_the_form_is_sent_before_the_memory_is_estimated_and_its_table_has_it_in_the_end(
+    measured: Kernel,
+):
+    running = measured.begin("picker.show()")
+    measured.until(running, "measured")
+    form, table = running[1].displays
+    assert "application/vnd.jupyter.widget-view+json" in form
+    assert "Memory is being estimated …" in table["text/html"]
+    told = measured.finish(running).check()
+    assert len(told.displays) == 3
+    assert "Memory is being estimated" not in told.displays[-1]["text/html"]
+    for words in ("host memory: needs", "activations", "Fits: "):
+        assert words in told.displays[-1]["text/html"]
+        assert words in told.displays[-1]["text/plain"]
+
+
+def test_a_choice_does_not_wait_for_all_estimates(measured: Kernel):
+    """A front end may hand it on in another thread."""
+    choosing = """
+    def choose():
+        picker.choose("num_processes", 2)
+        print("chosen", flush=True)
+    chooser = threading.Thread(target=choose)
+    calls.append(lambda: chooser.ident or chooser.start())
+    picker.show()
+    chooser.join()
+    """
+    said = measured.run(choosing).check().stdout.split()
+    assert said.count("measured") > 1
+    assert said.index("chosen") < len(said) - 1, "the last measurement came after it"
 
 
 def test_the_table_beside_it_follows_at_the_latest_when_the_cell_ends(kernel: Kernel):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -132,6 +133,21 @@ def test_what_needs_torch_elastic_gets_it(settings, named):
     assert plan.engine == "elastic"
     assert plan.start_method == "template"
     assert any(choice.name == "engine" and named in choice.reason for choice in plan.choices)
+
+
+def test_rendezvous_of_other_packages_are_looked_for_only_where_one_is_asked_for(monkeypatch):
+    """A look reads a file of every installed package; a form resolves a plan for each option."""
+    looked = []
+    monkeypatch.setattr(
+        sys.modules["nbaccel.plan.resolve"],  # the function has the module's name in its package
+        "entry_points",
+        lambda *, group: looked.append(group) or EntryPoints([EntryPoint("mine", "a:b", group)]),
+    )
+    plan_of(num_processes=2)
+    plan_of(num_processes=2, rdzv_backend="c10d")
+    assert looked == []
+    plan_of(num_processes=2, rdzv_backend="mine")
+    assert looked == ["torchrun.handlers"]
 
 
 def test_an_unknown_rendezvous_is_refused():

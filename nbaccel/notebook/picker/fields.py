@@ -1,8 +1,8 @@
 """The fields of a picker, its sections, and the panels with memory and configuration.
 
 The only state of a field is text that was typed and refused: it shows what the picker's model
-says (`sync`) and passes on what the user does. Its widgets are made once; later only their values
-change, so the keyboard's focus stays where it is.
+says (`sync`) and passes on what the user does. Its widgets are made once, that of its mistakes
+with the first one; later only their values change, so the keyboard's focus stays where it is.
 """
 
 from __future__ import annotations
@@ -82,14 +82,12 @@ class FoldedSection:
             make_widgets,
         )
         self._is_shown: bool | None = None
-        self.heading = shared_fields.new_toggle(section_title, "")
-        self.heading.add_class("nbaccel-opens").add_class(
-            f"nbaccel-opens-{css_name(section_title)}"
-        )
+        self._shared = shared_fields
+        self._inside: w.VBox | None = None
+        heading_classes = ("nbaccel-opens", f"nbaccel-opens-{css_name(section_title)}")
+        self.heading = shared_fields.new_toggle(section_title, "", *heading_classes)
         self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
-        self._inside = shared_fields.new_box([])
-        self._inside.add_class("nbaccel-section").add_class("nbaccel-hidden")
-        self.box = shared_fields.new_box([self.heading, self._inside])
+        self.box = shared_fields.new_box([self.heading])
         self.sync()
 
     def sync(self) -> None:
@@ -110,9 +108,11 @@ class FoldedSection:
         return setting_value is not None and setting_value != setting.default
 
     def _turn(self, *, is_open: bool) -> None:
-        if is_open and not self._inside.children:
-            self._inside.children = self._make()
-        toggle_class(self._inside, "nbaccel-hidden", not is_open)
+        if is_open and self._inside is None:
+            self._inside = self._shared.new_box(self._make(), "nbaccel-section")
+            self.box.children = (self.heading, self._inside)
+        if self._inside is not None:
+            toggle_class(self._inside, "nbaccel-hidden", not is_open)
 
 
 ChooseValue = Callable[["SettingField", Any], None]
@@ -123,7 +123,10 @@ _TRUTH_WORDS = {True: "yes", False: "no"}
 
 
 class SharedFields:
-    """Layouts and styles that all widgets share: each further one would cost a message."""
+    """Makes widgets with few messages to the page.
+
+    They share layouts and styles, and have their classes and values from the beginning.
+    """
 
     def __init__(self) -> None:
         self.layout = w.Layout()
@@ -133,27 +136,45 @@ class SharedFields:
         self._html, self._button = _new_style(w.HTML), _new_style(w.Button)
         self._toggle = _new_style(w.ToggleButton)
 
-    def new_html(self) -> w.HTML:
-        """Nothing, to be filled."""
-        return w.HTML(layout=self.layout, style=self._html)
+    def new_html(self, html_text: str = "", *css_classes: str) -> w.HTML:
+        """Text; none where it is to be filled."""
+        return w.HTML(html_text, layout=self.layout, style=self._html, **_with(css_classes))
 
-    def new_box(self, children: Sequence[w.Widget]) -> w.VBox:
+    def new_box(self, children: Sequence[w.Widget], *css_classes: str) -> w.VBox:
         """Widgets one below another."""
-        return w.VBox(children, layout=self.layout)
+        return w.VBox(children, layout=self.layout, **_with(css_classes))
 
-    def new_toggle(self, button_text: str, tooltip: str) -> w.ToggleButton:
+    def new_row(self, children: Sequence[w.Widget], *css_classes: str) -> w.HBox:
+        """Widgets side by side."""
+        return w.HBox(children, layout=self.layout, **_with(css_classes))
+
+    def new_toggle(self, button_text: str, tooltip: str, *css_classes: str) -> w.ToggleButton:
         """A button that is on or off."""
         return w.ToggleButton(
-            description=button_text, tooltip=tooltip, layout=self.width, style=self._toggle
+            description=button_text,
+            tooltip=tooltip,
+            layout=self.width,
+            style=self._toggle,
+            **_with(css_classes),
         )
 
     def new_button(
         self, button_text: str, css_class: str, on_press: Callable[[], None]
     ) -> w.Button:
         """A button that does something."""
-        button = w.Button(description=button_text, layout=self.width, style=self._button)
+        button = w.Button(
+            description=button_text,
+            layout=self.width,
+            style=self._button,
+            **_with(("nbaccel-action", css_class)),
+        )
         button.on_click(lambda _: on_press())
-        return button.add_class("nbaccel-action").add_class(css_class)
+        return button
+
+
+def _with(css_classes: Sequence[str]) -> dict[str, Any]:
+    """Classes as an argument, which `repr` of a widget writes as well; `add_class` sends each."""
+    return {"_dom_classes": tuple(css_classes)}
 
 
 def _new_style(widget_class: type[w.Widget], **values: str) -> w.Widget:
@@ -181,9 +202,11 @@ class SettingField:
         self.messages: tuple[str, ...] = ()
         self._model, self._hand_on, self._shared = model, on_choose, shared_fields
         self._is_syncing = False
-        self._note, self._errors = shared_fields.new_html(), shared_fields.new_html()
-        self.box = shared_fields.new_box([*self._controls(), self._note, self._errors])
-        self.box.add_class("nbaccel-setting").add_class(f"nbaccel-{css_name(setting.name)}")
+        self._note = shared_fields.new_html()
+        self._errors: w.HTML | None = None
+        self.box = shared_fields.new_box(
+            [*self._controls(), self._note], "nbaccel-setting", f"nbaccel-{css_name(setting.name)}"
+        )
         self.sync()
 
     def sync(self) -> None:
@@ -194,7 +217,7 @@ class SettingField:
         if is_shown:
             with self._syncing():
                 self._show(self._model.value(setting_name), self._model.refusal(setting_name))
-                self._errors.value = error_html(self.messages)
+                self._show_errors()
 
     def tell(self, messages: tuple[str, ...]) -> None:
         """Show mistakes at this field; an empty tuple removes them.
@@ -203,7 +226,15 @@ class SettingField:
             messages: One per mistake.
         """
         self.messages = messages
-        self._errors.value = error_html(messages)
+        self._show_errors()
+
+    def _show_errors(self) -> None:
+        # Made for the first mistake: most fields never have one, and a widget costs a message.
+        if self._errors is None and self.messages:
+            self._errors = self._shared.new_html()
+            self.box.children = (*self.box.children, self._errors)
+        if self._errors is not None:
+            self._errors.value = error_html(self.messages)
 
     def _controls(self) -> list[w.Widget]:
         raise NotImplementedError
@@ -237,15 +268,18 @@ class OptionsField(SettingField):
     """A few options, each a button; one that cannot be chosen is greyed and says why."""
 
     def _controls(self) -> list[w.Widget]:
-        label_widget = self._shared.new_html()
-        label_widget.value = label_html(self._label())
         self._buttons = [self._button(choice_option) for choice_option in self.setting.options]
-        button_row = w.HBox(self._buttons, layout=self._shared.layout)
-        return [label_widget, button_row.add_class("nbaccel-options")]
+        return [
+            self._shared.new_html(label_html(self._label())),
+            self._shared.new_row(self._buttons, "nbaccel-options"),
+        ]
 
     def _button(self, choice_option: ChoiceOption) -> w.ToggleButton:
-        toggle_button = self._shared.new_toggle(choice_option.label, choice_option.meaning)
-        toggle_button.add_class(f"nbaccel-option-{css_name(choice_option.value)}")
+        toggle_button = self._shared.new_toggle(
+            choice_option.label,
+            choice_option.meaning,
+            f"nbaccel-option-{css_name(choice_option.value)}",
+        )
         toggle_button.observe(
             lambda change: self._pressed(toggle_button, choice_option, change.new), "value"
         )
@@ -493,16 +527,20 @@ class MemoryPanel:
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
         self._model = model
-        heading_widget, self._verdict, self._bars = (shared_fields.new_html() for _ in range(3))
-        heading_widget.value = heading_html("Memory")
-        self._bars.add_class("nbaccel-bars")
-        self.box = shared_fields.new_box([heading_widget, self._verdict, self._bars])
-        self.box.add_class("nbaccel-panel").add_class("nbaccel-memory")
+        self._verdict = shared_fields.new_html()
+        self._bars = shared_fields.new_html("", "nbaccel-bars")
+        self.box = shared_fields.new_box(
+            [shared_fields.new_html(heading_html("Memory")), self._verdict, self._bars],
+            *("nbaccel-panel", "nbaccel-memory"),
+        )
 
     def sync(self) -> None:
         """Show the present state of the model."""
-        self._verdict.value = verdict_html(self._model.verdict)
+        # The bars first: where they do not fit, the verdict takes longer to find a remedy.
         self._bars.value = bars_html(self._model.bars())
+        # Keeps a bar's place, so that nothing moves away from the mouse when it comes.
+        toggle_class(self._bars, "nbaccel-awaited", self._model.is_memory_postponed)
+        self._verdict.value = verdict_html(self._model.verdict)
 
 
 class FacesPanel:
@@ -524,25 +562,28 @@ class FacesPanel:
         face_names = (*self._not_chosen, *_RUN_FACES)
         self._picked = face_names[0]
         self._is_syncing = False
-        heading_widget, label_widget, self._text = (shared_fields.new_html() for _ in range(3))
-        heading_widget.value = heading_html("Configuration")
-        label_widget.value = label_html("Shown as", is_hidden=True)
+        self._text = shared_fields.new_html()
         self._buttons = {
-            face_name: shared_fields.new_toggle(face_name, "")
+            face_name: shared_fields.new_toggle(
+                face_name, "", f"nbaccel-face-{css_name(face_name)}"
+            )
             for face_name in (*face_names, _RESOLVED_FACE)
         }
         for face_name, face_button in self._buttons.items():
-            face_button.add_class(f"nbaccel-face-{css_name(face_name)}")
             face_button.observe(
                 # The default binds this name: a closure would see the last one of the loop.
                 lambda change, face_name=face_name: self._pressed(face_name, change.new),
                 "value",
             )
-        button_row = w.HBox(list(self._buttons.values()), layout=shared_fields.layout)
         self.box = shared_fields.new_box(
-            [heading_widget, label_widget, button_row.add_class("nbaccel-options"), self._text]
+            [
+                shared_fields.new_html(heading_html("Configuration")),
+                shared_fields.new_html(label_html("Shown as", is_hidden=True)),
+                shared_fields.new_row(list(self._buttons.values()), "nbaccel-options"),
+                self._text,
+            ],
+            *("nbaccel-panel", "nbaccel-faces"),
         )
-        self.box.add_class("nbaccel-panel").add_class("nbaccel-faces")
 
     def sync(self) -> None:
         """Show the present state of the model."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,6 +115,7 @@ class PickerModel:
             self._memory_model = MemoryModel(
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
+        self._is_memory_postponed = False
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -324,6 +326,9 @@ class PickerModel:
         self._config = new_config
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
+        self._call_observers()
+
+    def _call_observers(self) -> None:
         # A copy, because a callback may end its own subscription.
         for callback in tuple(self._observers):
             callback()
@@ -331,9 +336,31 @@ class PickerModel:
     # ------------------------------------------------------------------- memory
 
     @property
+    def is_memory_postponed(self) -> bool:
+        """Whether the memory is still to be estimated."""
+        return self._is_memory_postponed
+
+    def postpone_memory(self) -> None:
+        """Estimate no memory until `estimate_memory`, unless that has been done.
+
+        A large model takes seconds, for which what is shown first need not wait.
+        """
+        self._is_memory_postponed = self._memory_model is not None and "need" not in self._known
+
+    def estimate_memory(self) -> None:
+        """Estimate what was postponed, and call back as after a change."""
+        if self._is_memory_postponed:
+            # First, so that an estimate that is interrupted is made at the next change.
+            self._is_memory_postponed = False
+            self._call_observers()
+
+    @property
     def need(self) -> MemoryNeed | None:
-        """The memory of the run; None without a model, or where this machine cannot run it."""
-        return self._once("need", self._measured)[0]
+        """The memory of the run.
+
+        None without a model, as long as it is postponed, or where this machine cannot run it.
+        """
+        return None if self._is_memory_postponed else self._once("need", self._measured)[0]
 
     def _measured(self) -> tuple[MemoryNeed | None, str]:
         """The need, or why it cannot be estimated."""
@@ -366,6 +393,8 @@ class PickerModel:
     @property
     def verdict(self) -> FitVerdict:
         """Whether it fits, with what to do if it does not."""
+        if self._is_memory_postponed:
+            return FitVerdict(None, "Memory is being estimated …")
         return self._once("verdict", self._judge)
 
     def _judge(self) -> FitVerdict:
@@ -469,26 +498,32 @@ class PickerModel:
             raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
         return Suggester(self._memory_model)
 
-    def precompute(self) -> None:
-        """Measure activations of all precisions now, so that no later choice waits for that.
+    def later_estimates(self) -> tuple[Callable[[], None], ...]:
+        """Measures activations for all precisions, so that no later choice waits for that.
 
-        Each is a forward and backward pass without memory: seconds for a large model. A second
-        time it costs nothing.
+        Returns:
+            A function for each measurement, a forward and backward pass without memory: a second
+            for a large model, and nothing where it has been made.
         """
-        if self._memory_model is None or self._memory_model.sample_batch is None:
-            return
-        for variant_config in _config_variants(self):
-            with contextlib.suppress(ConfigError):  # reported when it is chosen
-                batch_sizes = (
-                    settings_form.batch_size(settings_form.document(variant_config) or {})
-                    for settings_form in settings_forms()
-                )
-                self._memory_model.activation_bytes(
-                    variant_config, next(filter(None, batch_sizes), None)
-                )
+        memory_model = self._memory_model
+        if memory_model is None or memory_model.sample_batch is None:
+            return ()
+        return tuple(
+            partial(_measure_activations, memory_model, variant_config)
+            for variant_config in _config_variants(self)
+        )
 
 
 _NO_BATCH = "Activations are not in it: give configure(model, sample_batch)."
+
+
+def _measure_activations(memory_model: MemoryModel, config: RunConfig) -> None:
+    with contextlib.suppress(ConfigError):  # reported when it is chosen
+        batch_sizes = (
+            settings_form.batch_size(settings_form.document(config) or {})
+            for settings_form in settings_forms()
+        )
+        memory_model.activation_bytes(config, next(filter(None, batch_sizes), None))
 
 
 def _config_variants(picker_model: PickerModel) -> Iterator[RunConfig]:

@@ -3,7 +3,8 @@
     cell's outputs   [ widgets, live           ]   hide the table as long as they are there
                      [ table: HTML and text    ]   what GitHub, nbconvert and a reader see
 
-The table is renewed a moment after a change, or at the end of the cell that made it.
+Both are shown before the memory is estimated, which then fills them. The table is renewed a moment
+after a change, or at the end of the cell that made it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ __all__ = ["PickerDisplay", "picker_html", "picker_text"]
 
 # Several changes in a row renew the table once.
 _RENEWAL_PAUSE_S = 0.3
+_LOCK_PAUSE_S = 0.01
 # Units that are not the plural with its `s` removed.
 _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
 _WIDGETS_FROM = 7
@@ -82,9 +85,24 @@ class PickerDisplay:
             self.show()
 
     def _show_widgets(self) -> None:
+        self._show_form()
+        # Waits until the form has been sent: the thread that sends it would get little of the
+        # processor while this one computes.
+        sys.stdout.flush()
+        # What takes seconds for a large model comes after the form, while the user reads it.
+        with self._lock:
+            estimates = (self._model.estimate_memory, *self._model.later_estimates())
+        for make_estimate in estimates:
+            with self._lock:
+                make_estimate()
+            # Else this thread would have the lock again before one that waits with a click.
+            time.sleep(_LOCK_PAUSE_S)
+
+    def _show_form(self) -> None:
         from IPython.display import display
 
         with self._lock:
+            self._model.postpone_memory()
             live_view = self._live_view()
             # `display(widget)` would add the widget's repr as text; the table below is the text.
             mime_bundle = {
@@ -98,8 +116,6 @@ class PickerDisplay:
             display(mime_bundle, raw=True)  # type: ignore[no-untyped-call]
             # One id in all cells that show this picker, so that an update reaches each of them.
             display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
-            # While the user reads the form; clicks wait for the lock.
-            self._model.precompute()
 
     def _live_view(self) -> PickerView:
         if self._view is None:

@@ -63,12 +63,10 @@ class ActionsRow:
         self, model: PickerModel, shared_fields: SharedFields, carry_out: CarryOut
     ) -> None:
         self._model, self._carry_out = model, carry_out
-        title_widget = shared_fields.new_html()
-        title_widget.value = title_html()
+        title_widget = shared_fields.new_html(title_html())
         self._suggest = shared_fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
         self._undo = shared_fields.new_button("Undo", "nbaccel-undo", self._on_undo)
-        self.box = w.HBox([title_widget, self._suggest, self._undo], layout=shared_fields.layout)
-        self.box.add_class("nbaccel-head")
+        self.box = shared_fields.new_row([title_widget, self._suggest, self._undo], "nbaccel-head")
 
     def sync(self) -> None:
         """Disable buttons that have no effect now."""
@@ -134,7 +132,7 @@ class FilesPanel:
             placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
             **text_style,
         )
-        self._errors = self._shared.new_html()
+        self._errors = self._shared.new_html("", "nbaccel-load-errors")
         self._target = w.Text(description="Save to", placeholder="run.yaml", **text_style)
         self._faces = w.Dropdown(
             description="as", layout=self._shared.width, style=self._shared.list
@@ -151,7 +149,7 @@ class FilesPanel:
                 self._paste.add_class("nbaccel-paste"),
                 new_button("Take over", "nbaccel-take-over", self._on_paste),
             ),
-            self._errors.add_class("nbaccel-load-errors"),
+            self._errors,
             self._row(
                 self._target.add_class("nbaccel-target"),
                 self._faces.add_class("nbaccel-save-as"),
@@ -160,7 +158,7 @@ class FilesPanel:
         ]
 
     def _row(self, *widgets: w.Widget) -> w.Widget:
-        return w.HBox(widgets, layout=self._shared.layout).add_class("nbaccel-row")
+        return self._shared.new_row(widgets, "nbaccel-row")
 
     def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
         if not uploaded_files:
@@ -231,13 +229,13 @@ class PickerView:
         self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
-        front_widget, self._messages = self._shared.new_html(), self._shared.new_html()
-        front_widget.value = front_html(hidden_class)
+        front_widget = self._shared.new_html(front_html(hidden_class), "nbaccel-front")
+        self._messages = self._shared.new_html()
         panel_boxes = {panel_name: self._panel(panel_name) for panel_name in panel_names}
         self._parts: list[MemoryPanel | FacesPanel | FilesPanel | ActionsRow] = []
         self.root = self._shared.new_box(
-            [front_widget.add_class("nbaccel-front"), *self._whole(panel_boxes, is_whole=is_whole)]
-        ).add_class("nbaccel-picker")
+            [front_widget, *self._whole(panel_boxes, is_whole=is_whole)], "nbaccel-picker"
+        )
         self.sync()
 
     # ---------------------------------------------------------------- out
@@ -339,24 +337,30 @@ class PickerView:
         self._parts = [memory, faces, files, actions]
         self._sections.append(files.section)
         # Memory is in sight while precision and stage are chosen; what grows comes last.
-        first = self._shared.new_box([panels["precision"], panels["zero"]])
-        second = self._shared.new_box([memory.box, panels["launch"], faces.box])
-        columns = w.HBox(
-            [first.add_class("nbaccel-column"), second.add_class("nbaccel-column")],
-            layout=self._shared.layout,
-        ).add_class("nbaccel-columns")
-        return [actions.box, self._messages, columns, files.section.box]
+        columns = [
+            self._shared.new_box(boxes, "nbaccel-column")
+            for boxes in (
+                (panels["precision"], panels["zero"]),
+                (memory.box, panels["launch"], faces.box),
+            )
+        ]
+        return [
+            actions.box,
+            self._messages,
+            self._shared.new_row(columns, "nbaccel-columns"),
+            files.section.box,
+        ]
 
     def _panel(self, name: str) -> w.Widget:
         settings = self._model.settings(name)
-        heading = self._shared.new_html()
-        heading.value = heading_html(title_of(name))
         sections: dict[str, list[Setting]] = {}
         for setting in settings:
             sections.setdefault(setting.section, []).append(setting)
         first = self._made(sections.pop("", []))
-        box = self._shared.new_box([heading, *first, *self._below(sections)])
-        return box.add_class("nbaccel-panel").add_class(f"nbaccel-panel-{name}")
+        heading = self._shared.new_html(heading_html(title_of(name)))
+        return self._shared.new_box(
+            [heading, *first, *self._below(sections)], "nbaccel-panel", f"nbaccel-panel-{name}"
+        )
 
     def _below(self, sections: dict[str, list[Setting]]) -> list[w.Widget]:
         """Sections that are opened on demand: a few one by one, many below one heading."""

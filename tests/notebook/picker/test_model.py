@@ -32,6 +32,11 @@ def big() -> torch.nn.Module:
         return torch.nn.Sequential(*(torch.nn.Linear(16384, 16384) for _ in range(22)))
 
 
+def measure_all(picker: PickerModel) -> None:
+    for measure in picker.later_estimates():
+        measure()
+
+
 def reasons(picker: PickerModel, name: str) -> dict[str, str]:
     return {offer.option.label: offer.reason for offer in picker.offers(name)}
 
@@ -380,12 +385,65 @@ def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
 
     model, batch = net(64), torch.randn(8, 64)
     picker = PickerModel(model=model, sample_batch=batch, inventory=WITHOUT_GPU)
-    picker.precompute()
+    measure_all(picker)
     monkeypatch.setattr(activations, "measure_activations", None)  # nobody measures any more
-    picker.precompute()
+    measure_all(picker)
     for precision in ("bf16", "fp16", "no"):
         picker.choose("mixed_precision", precision)
         assert picker.estimate.device.activations > 0
+
+
+def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monkeypatch):
+    from nbaccel.memory import activations
+
+    measured = []
+    measure = activations.measure_activations
+    monkeypatch.setattr(
+        activations,
+        "measure_activations",
+        lambda *arguments, **options: measured.append(options) or measure(*arguments, **options),
+    )
+    picker = PickerModel(model=net(64), sample_batch=torch.randn(8, 64), inventory=WITHOUT_GPU)
+    picker.postpone_memory()
+    told = []
+    picker.observe(lambda: told.append(picker.verdict.text))
+    picker.choose("mixed_precision", "bf16")
+    assert (picker.need, picker.bars(), measured) == (None, (), [])
+    assert "Memory is being estimated …" in picker_html(picker)
+    assert "Memory is being estimated …" in picker_text(picker)
+
+    picker.estimate_memory()
+    assert len(measured) == 1
+    assert picker.estimate.device.activations > 0
+    assert [text.partition(" ")[0] for text in told] == ["Memory", "Fits:"]
+    picker.estimate_memory()
+    assert len(told) == 2, "the second time there is nothing to tell"
+
+
+def test_memory_that_is_known_is_not_postponed():
+    picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
+    assert picker.verdict.fits
+    picker.postpone_memory()
+    assert not picker.is_memory_postponed
+    without = PickerModel(inventory=WITHOUT_GPU)
+    without.postpone_memory()
+    assert without.verdict.text == "Memory is not shown."
+
+
+def test_an_estimate_that_was_interrupted_is_made_at_the_next_change():
+    picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
+    picker.postpone_memory()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    end = picker.observe(stop)
+    with pytest.raises(KeyboardInterrupt):
+        picker.estimate_memory()
+    end()
+    picker.choose("mixed_precision", "bf16")
+    assert picker.verdict.fits
+    assert picker.bars()
 
 
 def test_plain_training_holds_what_is_estimated():
