@@ -17,7 +17,14 @@ from nbaccel import env
 from nbaccel._import_patches import patch_module
 from nbaccel.errors import ConfigError
 
-__all__ = ["TRAINER_ENTRIES", "TRAINER_MODULES", "guard_trainers", "is_trainer", "trainer_refusal"]
+__all__ = [
+    "TRAINER_ENTRIES",
+    "TRAINER_MODULES",
+    "guard_trainers",
+    "is_trainer",
+    "tell_rank",
+    "trainer_refusal",
+]
 
 TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 """One package under two names; each has a class `Trainer` of its own."""
@@ -105,3 +112,14 @@ def _guarded_method(entry_name: str, entry_method: Callable[..., Any]) -> Callab
         return entry_method(self, *args, **kwargs)
 
     return guarded
+
+
+def tell_rank(rank: int) -> None:
+    """Set the rank that Lightning has found when it was imported: before this process was forked.
+
+    Args:
+        rank: This worker's.
+    """
+    rank_module = sys.modules.get("lightning_utilities.core.rank_zero")
+    if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:
+        rank_zero_only.rank = rank

@@ -15,7 +15,7 @@ from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call, explained
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Plan, resolve
-from nbaccel.workers import template_prestart
+from nbaccel.workers import template_learning, template_prestart
 
 if TYPE_CHECKING:
     from nbaccel.pool import Pool
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
 if "ipykernel" in sys.modules:
-    # Its imports take seconds: they are done by the time the first cell launches.
-    template_prestart.start_ahead(_catalog.prepare_notebook())
+    # A fork of this process if it is clean; else its imports take seconds, and are done by the time
+    # the first cell launches.
+    template_learning.learner(_catalog.prepare_notebook()).start_ahead()
+    template_learning.follow_cells()
 
 
 class Results(list[Any]):

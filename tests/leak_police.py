@@ -58,6 +58,8 @@ IMPORT_TIME_VARIABLES = {
     "TRITON_CACHE_DIR": "torch's compiler, when first used",
 }
 
+TEMPLATE_NAME = "nbaccel-tmpl"  # nbaccel.workers.reaping.TEMPLATE_NAME, which needs torch
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -114,10 +116,18 @@ def observe() -> World:
 
 
 def _our_processes(tree: list[psutil.Process]) -> Iterator[Identity]:
-    exempt = set(_session_servers())
+    exempt = set(_session_servers()) | set(_templates_of_kernels(tree))
     for process in tree + list(_orphans(tree)):
         if process.pid not in exempt:
             yield Identity(process.pid, process.create_time())
+
+
+def _templates_of_kernels(tree: list[psutil.Process]) -> Iterator[int]:
+    """Templates of kernels that many tests share: each cell may bring a new one."""
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            if process.name() == TEMPLATE_NAME and process.ppid() not in (1, os.getpid()):
+                yield process.pid
 
 
 def _siblings() -> list[psutil.Process]:

@@ -6,6 +6,7 @@ would cost too much to copy, and a fork is safe.
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from nbaccel.workers import fork_safety, worker
 _COPY_LIMIT_BYTES = 256 * 2**20
 """A pickle longer than this costs seconds per launch; a fork would cost nothing."""
 
+_SEARCH_LIMIT_BYTES = 8 * 2**20
+"""A longer pickle is not searched for names."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedCall:
@@ -35,6 +39,22 @@ class PackedCall:
     fd: int | None
     """The payload's memory file, which the owner of this record closes."""
     sources: dict[str, list[str]]
+
+    def mentions(self, package: str) -> bool:
+        """Whether the call may use a package: its name is in the pickle.
+
+        Functions of the notebook travel with their code, so names that they import are there, too.
+
+        Args:
+            package: Its name.
+        """
+        if self.payload is None or self.fd is None:
+            return False
+        first_byte, end_byte = self.payload.pickle
+        if end_byte - first_byte > _SEARCH_LIMIT_BYTES:
+            return True
+        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as payload_bytes:
+            return payload_bytes.find(package.encode(), first_byte, end_byte) >= 0
 
 
 def pack_call(

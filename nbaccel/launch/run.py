@@ -27,6 +27,7 @@ from nbaccel.launch.packing import PackedCall, pack_call
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
 from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
+from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Choice, Plan
 from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.supervision.outcome import CallOutcome, conclude_call
@@ -34,10 +35,17 @@ from nbaccel.transfer import arena
 from nbaccel.transfer.find_modules import find_modules
 from nbaccel.transfer.weight_sync import WeightReceiver
 from nbaccel.units import format_bytes
-from nbaccel.workers import messaging, requirements, worker, worker_output
+from nbaccel.workers import (
+    messaging,
+    requirements,
+    template_learning,
+    worker,
+    worker_output,
+)
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import Starter
 from nbaccel.workers.template import TemplateStarter, dispose
+from nbaccel.workers.template_facts import uses_template, with_imports
 from nbaccel.workers.worker_group import MeetingPlace, WorkerGroup
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
@@ -56,18 +64,27 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
     plan = requirements.check_requirements(plan)
     refuse_built_trainers(plan, function, args)
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
+        waiting_line = WaitingLine(plan.num_processes)
+        clean_up.callback(waiting_line.close)
         if plan.start_method != "fork":
             # A fork has the notebook's modules and imports none anew.
             tell_of_edits()
+        if uses_template(plan):
+            # Before models are shared, which a fork of this process would hold in memory.
+            template_learning.learner(plan.device).before_launch()
         module_sharing = arena.share_modules(find_modules(args))
         packed_call, plan = pack_call(plan, function, args, module_sharing)
         plan = _tell_host_memory(plan, packed_call)
         if packed_call.fd is not None:
             clean_up.callback(os.close, packed_call.fd)
+        if uses_template(plan) and packed_call.payload is not None:
+            learner = template_learning.learner(plan.device)
+            clean_up.enter_context(learner.during_launch(packed_call.mentions, waiting_line.say))
+            plan = with_imports(plan, learner)
         launch_hosts = LaunchHosts(plan)
         clean_up.callback(launch_hosts.close)
         try:
-            return _run_attempts(launch_hosts, packed_call)
+            return _run_attempts(launch_hosts, packed_call, waiting_line)
         except (WorkerFailed, KeyboardInterrupt) as error:
             launch_hosts.give_up(error)
             raise
@@ -118,12 +135,14 @@ def _one_at_a_time() -> Iterator[None]:
         _ONE_AT_A_TIME.release()
 
 
-def _run_attempts(launch_hosts: LaunchHosts, packed_call: PackedCall) -> CallOutcome:
+def _run_attempts(
+    launch_hosts: LaunchHosts, packed_call: PackedCall, waiting_line: WaitingLine
+) -> CallOutcome:
     """Launch, and launch anew after a failure as often as allowed."""
     allowed_restarts, attempt_number = launch_hosts.config.max_restarts, 0
     while True:
         try:
-            call_outcome = _run_attempt(launch_hosts, packed_call, attempt_number)
+            call_outcome = _run_attempt(launch_hosts, packed_call, attempt_number, waiting_line)
         except NodesWait:
             # No failure of this node's: it does not count.
             sys.stderr.write("nbaccel: another node joins: all workers are started anew.\n")
@@ -145,7 +164,10 @@ def _run_attempts(launch_hosts: LaunchHosts, packed_call: PackedCall) -> CallOut
 
 
 def _run_attempt(
-    launch_hosts: LaunchHosts, packed_call: PackedCall, attempt_number: int
+    launch_hosts: LaunchHosts,
+    packed_call: PackedCall,
+    attempt_number: int,
+    waiting_line: WaitingLine,
 ) -> CallOutcome:
     with contextlib.ExitStack() as clean_up:
         plan = launch_hosts.prepare()
@@ -161,14 +183,14 @@ def _run_attempt(
         first_rank = meeting_place.first_rank(plan.num_processes)
         rank_logs = clean_up.enter_context(logs_of_run(plan, first_rank=first_rank))
         was_stopped, closing_lines = _closing_words(packed_call)
-        worker_starter = launch_hosts.starter() or _choose_starter(plan, packed_call)
+        worker_starter = launch_hosts.starter() or _choose_starter(plan, packed_call, waiting_line)
         worker_group = WorkerGroup(plan, worker_starter)
         # Registered last, so that it runs first: the workers end before their files are closed.
         clean_up.callback(worker_group.end)
         _start_workers(worker_group, packed_call, weight_receiver, meeting_place, attempt_number)
         # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
         launch_hosts.close_store()
-        launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs)
+        launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs, waiting_line)
         call_result = launch_supervisor.run()
         launch_hosts.settle(call_result, is_over=launch_supervisor.nodes_wait)
         return conclude_call(
@@ -219,7 +241,10 @@ def _closing_words(packed_call: PackedCall) -> tuple[str, str]:
 
 
 def _make_supervisor(
-    worker_group: WorkerGroup, launch_hosts: LaunchHosts, rank_logs: RankLogs | None
+    worker_group: WorkerGroup,
+    launch_hosts: LaunchHosts,
+    rank_logs: RankLogs | None,
+    waiting_line: WaitingLine,
 ) -> LaunchSupervisor:
     run_config, worker_ranks = (
         worker_group.plan.config,
@@ -234,14 +259,16 @@ def _make_supervisor(
             rank_logs=rank_logs,
         ),
         timeout_s=run_config.timeout,
-        show=DashboardUpdater(worker_ranks, device_name=worker_group.plan.device),
+        show=DashboardUpdater(
+            worker_ranks, device_name=worker_group.plan.device, waiting_line=waiting_line
+        ),
         meeting=launch_hosts.meeting,
     )
 
 
-def _choose_starter(plan: Plan, packed_call: PackedCall) -> Starter:
+def _choose_starter(plan: Plan, packed_call: PackedCall, waiting_line: WaitingLine) -> Starter:
     if packed_call.payload is not None:
-        return TemplateStarter(plan.device)
+        return TemplateStarter(plan.device, waiting_line.say)
     return ForkStarter(worker.InheritedObjects(call=packed_call.call, arenas=packed_call.arenas))
 
 

@@ -12,7 +12,7 @@ from nbaccel.notebook.completion import Completion, Inspection
 from nbaccel.notebook.hints import Hints
 from nbaccel.notebook.magics import MAGIC_NAME, cell_magic, line_magic
 from nbaccel.notebook.session import Readiness, Session
-from nbaccel.workers import template_prestart
+from nbaccel.workers import template_learning, template_prestart
 
 __all__ = ["Extension", "load_extension", "unload_extension"]
 
@@ -35,7 +35,9 @@ class Extension:
         # A template that somebody else started must survive `%unload_ext`.
         self._started_template = template_prestart.current() is None
         # Now, so that its imports are done by the time the first cell is run.
-        template_prestart.start_ahead(_catalog.prepare_notebook())
+        if self._started_template:
+            template_learning.learner(_catalog.prepare_notebook()).start_ahead()
+        template_learning.follow_cells()
         register_magic = self.shell.magics_manager.register_function
         register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)
         register_magic(line_magic(self.session, self._cells), "line", MAGIC_NAME)
@@ -58,6 +60,7 @@ class Extension:
             self.shell.magics_manager.magics[magic_kind].pop(MAGIC_NAME, None)
         self.session.stop()
         if self._started_template:
+            template_learning.unfollow_cells()
             template_prestart.stop()
 
 

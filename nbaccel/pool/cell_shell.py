@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["CellShell", "Completions"]
 
 
-_INLINE_BACKEND = "matplotlib_inline.backend_inline"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completions:
     """What could stand in the code from `start` to `end`."""
@@ -75,7 +72,7 @@ class CellShell:
             rank=rank, publisher=worker_output.publisher_class(send_message)
         )
         warnings.formatwarning = _format_warning
-        _adopt_inline_figures(worker_shell)
+        worker_output.adopt_inline_figures(worker_shell)
         return cls(worker_shell)
 
     @property
@@ -148,14 +145,3 @@ def _format_warning(
     code = line.strip() if line else frames.source_line(caller_frame)
     warning_text = f"{frames.place(caller_frame)}: {category.__name__}: {message}\n"
     return warning_text + (f"  {code}\n" if code else "")
-
-
-def _adopt_inline_figures(worker_shell: WorkerShell) -> None:
-    """Connect figures to this shell, if this process was forked from one that has drawn some."""
-    inline_backend = sys.modules.get(_INLINE_BACKEND)
-    if inline_backend is None:
-        return
-    # The formats are the old shell's.
-    inline_backend.configure_inline_support.current_backend = "unset"
-    inline_backend.InlineBackend.clear_instance()
-    inline_backend.configure_inline_support(worker_shell, f"module://{_INLINE_BACKEND}")

@@ -16,15 +16,17 @@ from nbaccel.launch.packing import judge_fork
 from nbaccel.output import publish
 from nbaccel.output.console import Console
 from nbaccel.output.rank_logs import hidden_streams, logs_of_run
+from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
 from nbaccel.pool.task import RankTasks, TaskResult, TaskSupervisor
 from nbaccel.pool.user_messages import CellDashboardUpdater
 from nbaccel.supervision import outcome
-from nbaccel.workers import messaging, time_limits, worker
+from nbaccel.workers import messaging, template_learning, time_limits, worker
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import Starter
 from nbaccel.workers.template import TemplateStarter
+from nbaccel.workers.template_facts import uses_template, with_imports
 from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import WorkerHandle
 
@@ -70,15 +72,25 @@ class LiveGroup(WorkerGroup):
         """
         if plan.start_method == "fork":
             judge_fork()
-        launch_hosts = LaunchHosts(plan)
-        with contextlib.ExitStack() as undo_start:
+        waiting_line = WaitingLine(plan.num_processes)
+        with contextlib.ExitStack() as undo_start, contextlib.ExitStack() as when_started:
+            when_started.callback(waiting_line.close)
+            if uses_template(plan):
+                learner = template_learning.learner(plan.device)
+                learner.before_launch()
+                # The cells to come may use anything that the notebook has.
+                when_started.enter_context(
+                    learner.during_launch(lambda _package: True, waiting_line.say)
+                )
+                plan = with_imports(plan, learner)
+            launch_hosts = LaunchHosts(plan)
             undo_start.callback(launch_hosts.close)
             plan = launch_hosts.prepare()
             meeting_place = launch_hosts.meet()
             undo_start.callback(launch_hosts.close_store)
             worker_group = cls(
                 plan,
-                launch_hosts.starter() or _local_starter(plan),
+                launch_hosts.starter() or _local_starter(plan, waiting_line),
                 after_end=launch_hosts.close,
             )
             undo_start.callback(worker_group.end)
@@ -227,7 +239,7 @@ class LiveGroup(WorkerGroup):
             os.close(self._sentinels.popitem()[1])
 
 
-def _local_starter(plan: Plan) -> Starter:
+def _local_starter(plan: Plan, waiting_line: WaitingLine) -> Starter:
     if plan.start_method == "fork":
         return ForkStarter(worker.InheritedObjects())
-    return TemplateStarter(plan.device)
+    return TemplateStarter(plan.device, waiting_line.say)

@@ -18,7 +18,8 @@ from nbaccel.plan import Plan
 from nbaccel.pool.states import PoolState, WorkerState
 from nbaccel.pool.task import TaskResult, TaskSupervisor
 from nbaccel.units import count_noun, format_bytes, format_seconds
-from nbaccel.workers import messaging
+from nbaccel.workers import messaging, template_learning
+from nbaccel.workers.template_facts import told_left_out
 from nbaccel.workers.worker_handle import WorkerHandle
 
 __all__ = [
@@ -325,7 +326,8 @@ def status_table(
     ]
     told_lines = f": {end_reason}" if end_reason else ""
     worker_words = plan.headline() if pool_members else f"The next cell starts {plan.headline()}"
-    headline = f"{rank_state.name.lower()}{told_lines}. {worker_words}"
+    left_out = told_left_out(template_learning.learner(plan.device))
+    headline = f"{rank_state.name.lower()}{told_lines}. {worker_words} {left_out}".rstrip()
     return StatusTable(rows, headline=headline)
 
 

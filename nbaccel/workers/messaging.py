@@ -205,6 +205,29 @@ class Dispose:
     """Close the descriptors that come along: freeing much memory takes time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learn:
+    """Import modules in a fork, which becomes a template of its own if it can still be forked.
+
+    Descriptors: the new template's channel, and a memory file for its stderr.
+    """
+
+    packages: dict[str, tuple[str, ...]]
+    """Top-level package → the modules of it that are imported, in the order of the import."""
+    left_out: dict[str, str]
+    """Package → why it is not imported."""
+    environment: dict[str, str]
+    """The notebook's, which some packages read when they are imported."""
+    import_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PauseLearning:
+    """Let a fork that imports wait (a launch runs), or go on."""
+
+    is_paused: bool
+
+
 # ---- template → notebook
 
 
@@ -213,6 +236,22 @@ class Ready:
     """The template has imported everything and can fork."""
 
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Importing:
+    """What the new template is importing now. The first one comes before the first import."""
+
+    package: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The new template has imported everything but these, and can fork."""
+
+    left_out: dict[str, str]
+    """Package → why it was left out."""
 
 
 @dataclass(frozen=True, slots=True)

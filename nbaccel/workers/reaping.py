@@ -23,8 +23,19 @@ import psutil
 from nbaccel.workers import time_limits
 from nbaccel.workers.messaging import Ended
 
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_PR_SET_NAME = 15  # <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36
+TEMPLATE_NAME, WORKER_NAME = "nbaccel-tmpl", "nbaccel-worker"
 _REAP_PAUSE_S = 0.002
+
+
+def take_name(process_name: str) -> None:
+    """Be shown under this name by `ps` and `top`, also in a fork of a process with another one.
+
+    Args:
+        process_name: At most 15 characters.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, process_name.encode(), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
@@ -46,7 +57,7 @@ def end_descendants(kept_ids: Collection[int] = ()) -> list[str]:
     # Repeated, because a process may start another before it dies, and orphans become children.
     while processes_left := [
         descendant_id
-        for child_id in _child_processes(os.getpid(), kept_ids)
+        for child_id in child_processes(os.getpid(), kept_ids)
         for descendant_id in _with_children(child_id)
     ]:
         for process_id in processes_left:
@@ -66,12 +77,18 @@ def end_descendants(kept_ids: Collection[int] = ()) -> list[str]:
 
 
 def _with_children(process_id: int) -> Iterator[int]:
-    for child_id in _child_processes(process_id):
+    for child_id in child_processes(process_id):
         yield from _with_children(child_id)
     yield process_id
 
 
-def _child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int]:
+def child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int]:
+    """Children of a process, those that have ended and were not waited for included.
+
+    Args:
+        process_id: The process.
+        kept_ids: Children that are left out.
+    """
     try:
         # psutil would read about every process of the machine to find them.
         task_folders = list(Path(f"/proc/{process_id}/task").iterdir())

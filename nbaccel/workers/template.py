@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
-import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nbaccel import _catalog
 from nbaccel.errors import StartupFailed
@@ -17,6 +15,8 @@ from nbaccel.transfer import shared_memory
 from nbaccel.workers import messaging, template_prestart, time_limits
 from nbaccel.workers.start_method import LocalProcesses
 from nbaccel.workers.worker import WorkerEnds
+
+_SAY_EVERY_S = 0.1
 
 
 def dispose(fds: Sequence[int]) -> None:
@@ -39,8 +39,11 @@ def dispose(fds: Sequence[int]) -> None:
 def go_on() -> None:
     """Let template processes continue if they were stopped (SIGSTOP): they reap the workers."""
     for template_boot in template_prestart.running():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(template_boot.process.pid, signal.SIGCONT)
+        template_prestart.wake(template_boot)
+
+
+def say_nothing(waited_for: str) -> None:
+    """For starters that nobody waits for in front of a screen."""
 
 
 class TemplateStarter(LocalProcesses):
@@ -48,30 +51,63 @@ class TemplateStarter(LocalProcesses):
 
     Args:
         device: The row of what the workers will compute on.
+        say: Takes what is being waited for, again and again while that lasts.
     """
 
     name = "template"
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, say: Callable[[str], None] = say_nothing) -> None:
         self._template = device if _catalog.known_device(device).own_template else ""
-        self._boot = template_prestart.start(self._template)
-        # A copy of the descriptor: closing this starter must not hang up on the template.
-        self._channel = messaging.Channel(self._boot.socket.dup())
+        self._say = say
         self.status: int | None = None
         """How the template process ended, if it did so by itself."""
         self._tickets = 0
         self._pids: set[int] = set()
-        try:
-            with self._boot.hearing:
-                if not self._boot.ready:
-                    self._receive(messaging.Ready, time_limits.TEMPLATE_S)
-                    self._boot.ready = True
-        except BaseException:  # an interrupt must not leak the descriptor either
-            self._channel.close()
-            raise
+        self._has_forked = False
+        self._connect()
 
     def start(self, ends: WorkerEnds) -> int:
         """Have a worker forked that owns these ends; returns its process id."""
+        try:
+            process_id = self._fork(ends)
+        except StartupFailed:
+            # It was killed, or it hangs: nothing is lost as long as it has no workers.
+            if self._has_forked:
+                raise
+            self.close()
+            self._connect()
+            process_id = self._fork(ends)
+        self._has_forked = True
+        return process_id
+
+    def _connect(self) -> None:
+        """Take the template that there is, or a new one where that does not answer."""
+        was_there = template_prestart.base(self._template) is not None
+        try:
+            self._connect_to(template_prestart.start(self._template))
+        except StartupFailed:
+            # A new one that cannot start says why, and the next would say the same.
+            if not was_there:
+                raise
+            self._connect_to(template_prestart.start(self._template))
+
+    def _connect_to(self, template_boot: template_prestart.TemplateBoot) -> None:
+        self._boot = template_boot
+        # A copy of the descriptor: closing this starter must not hang up on the template.
+        self._channel = messaging.Channel(template_boot.socket.dup())
+        template_boot.use()
+        # Someone may have stopped it (SIGSTOP).
+        template_prestart.wake(template_boot)
+        try:
+            with template_boot.hearing:
+                if not template_boot.ready:
+                    self._receive(messaging.Ready, time_limits.TEMPLATE_S)
+                    template_boot.ready = True
+        except BaseException:  # an interrupt must not leak the descriptor either
+            self.close()
+            raise
+
+    def _fork(self, ends: WorkerEnds) -> int:
         self._tickets += 1
         # Only one starter reads at a time, and keeps what it reads of the other's workers.
         with self._boot.hearing:
@@ -104,8 +140,10 @@ class TemplateStarter(LocalProcesses):
 
     def close(self) -> None:
         """Close this copy of the channel; the template stays."""
-        self._forget(tuple(self._pids))
-        self._channel.close()
+        if self._channel.fileno() >= 0:
+            self._forget(tuple(self._pids))
+            self._channel.close()
+            self._boot.leave()
 
     def _forget(self, process_ids: Iterable[int]) -> None:
         for process_id in process_ids:
@@ -120,12 +158,15 @@ class TemplateStarter(LocalProcesses):
     def _receive(self, message_type: type, timeout_s: float) -> messaging.Forked:
         """The next message of one kind; reports of ended workers are kept for `collect`."""
         receive_deadline = time.monotonic() + timeout_s
-        while self._readable(receive_deadline - time.monotonic()):
+        while (patience_s := receive_deadline - time.monotonic()) > 0:
+            if not self._readable(min(patience_s, _SAY_EVERY_S)):
+                self._say(self._what_it_does())
+                continue
             message = self._next()
             if isinstance(message, message_type):
                 return message  # type: ignore[return-value]
             self._note(message)
-        template_prestart.stop(self._template)
+        self._give_up()
         raise StartupFailed(
             f"The template process did not answer within {timeout_s:.0f} s, so no worker could be "
             "started. The machine may be overloaded or swapping; it has been ended, and the next "
@@ -145,14 +186,22 @@ class TemplateStarter(LocalProcesses):
             raise self._gone() from error
         return message
 
+    def _what_it_does(self) -> str:
+        if self._boot.ready:
+            return "a new process"
+        return "importing torch in the process that workers are forked from (once)"
+
+    def _give_up(self) -> None:
+        """End the template, and let the next one be used."""
+        template_prestart.forget(self._boot)
+        self._boot.end()
+
     def _gone(self) -> StartupFailed:
         error_text = self._boot.error_text().strip()[-2000:]
         # It has closed its end and is about to exit; its status says why.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._boot.process.wait(timeout=1.0)
-        template_prestart.stop(self._template)
-        # `stop` ends the current template, which may be another one by now.
-        self._boot.end()
+        self._give_up()
         self.status = self._boot.status
         exit_reason = "was ended on request (nbaccel.shutdown, or the end of this process)"
         if self.status is not None:

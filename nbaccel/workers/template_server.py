@@ -53,17 +53,52 @@ def serve(
     # To look for garbage takes a tenth of the imports' time, and modules leave none worth it.
     gc.disable()
     import_for_workers(device, in_notebook=in_notebook, extends_torch=extends_torch)
-    from nbaccel.workers import messaging
+    freeze_memory()
+    serve_forks(channel_fd, parent_id)
 
+
+def serve_forks(channel_fd: int, parent_id: int) -> NoReturn:
+    """Report ready, then fork on request until the notebook is gone.
+
+    Args:
+        channel_fd: To the notebook.
+        parent_id: Process id of the notebook.
+    """
+    from nbaccel.workers import messaging
+    from nbaccel.workers.reaping import TEMPLATE_NAME, take_name
+
+    take_name(TEMPLATE_NAME)
     channel = messaging.Channel.from_fd(channel_fd)
     fork_server = _ForkServer(channel, parent_id)
-    freeze_memory()
     channel.send(messaging.Ready(os.getpid()))
-    try:
-        fork_server.loop()
-    finally:
-        fork_server.end_all()
-        os._exit(0)
+    fork_server.serve()
+
+
+def serve_notebook_fork(channel_fd: int, parent_id: int) -> NoReturn:
+    """Serve in a fork of the notebook's process, which has imported what is needed.
+
+    Args:
+        channel_fd: To the notebook.
+        parent_id: Process id of the notebook.
+    """
+    from nbaccel import _accelerate
+    from nbaccel.workers.reaping import adopt_orphans
+
+    # Its state says that this process is the only one.
+    _accelerate.forget()
+    adopt_orphans()
+    rehearse_transfer()
+    gc.freeze()
+    serve_forks(channel_fd, parent_id)
+
+
+def modules_for_workers(*, in_notebook: bool) -> tuple[str, ...]:
+    """Modules that every worker needs, whatever the notebook has imported.
+
+    Args:
+        in_notebook: Whether cells will be run, for which IPython is imported.
+    """
+    return _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ())
 
 
 def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -> None:
@@ -74,7 +109,7 @@ def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -
         in_notebook: Whether cells will be run, for which IPython is imported.
         extends_torch: Whether packages that extend torch are imported, as torch does by itself.
     """
-    for module_name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ()):
+    for module_name in modules_for_workers(in_notebook=in_notebook):
         importlib.import_module(module_name)
     from nbaccel import _catalog
     from nbaccel.workers.reaping import adopt_orphans
@@ -86,7 +121,7 @@ def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -
     if extends_torch:
         _load_extensions({known_device.extension for known_device in known_devices})
     adopt_orphans()
-    _rehearse_transfer()
+    rehearse_transfer()
 
 
 def freeze_memory() -> None:
@@ -111,7 +146,7 @@ def _load_extensions(known_paths: set[str]) -> None:
             sys.stderr.write(f"nbaccel: {entry.value} could not extend torch: {error}\n")
 
 
-def _rehearse_transfer() -> None:
+def rehearse_transfer() -> None:
     """Transfer a small model once, so that workers inherit what Python and torch set up then."""
     from torch import nn
 
@@ -148,11 +183,14 @@ def _die_with(parent_id: int) -> None:
 
 class _ForkServer:
     def __init__(self, channel: object, parent_id: int) -> None:
-        from nbaccel.workers import messaging
+        from nbaccel.workers import messaging, template_candidate
 
         self._wire = messaging
         self._channel: messaging.Channel = channel  # type: ignore[assignment]
         self._workers: set[int] = set()
+        self._candidates = template_candidate.CandidateKeeper(
+            lambda own_channel: _become_template(own_channel, parent_id), self._let_go
+        )
         self._woken, self._waker = socket.socketpair()
         for wakeup_end in (self._woken, self._waker):
             # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
@@ -162,11 +200,21 @@ class _ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._parent = _open_process(parent_id)
 
-    def loop(self) -> None:
-        """Serve until the notebook hangs up or dies."""
+    def serve(self) -> NoReturn:
+        """Serve until the notebook hangs up or dies, and leave."""
+        try:
+            self._loop()
+        finally:
+            self.end_all()
+            os._exit(0)
+
+    def _loop(self) -> None:
         watched_sockets = [self._channel.fileno(), self._woken.fileno(), *self._parent]
         while True:
-            readable_sockets, _, _ = select.select(watched_sockets, [], [])
+            readable_sockets, _, _ = select.select(
+                watched_sockets, [], [], self._candidates.due_in()
+            )
+            self._candidates.end_overdue()
             if self._woken.fileno() in readable_sockets:
                 self._collect()
             if self._channel.fileno() in readable_sockets and not self._serve_one():
@@ -183,6 +231,10 @@ class _ForkServer:
             process_id = self._fork(file_descriptors)
             self._workers.add(process_id)
             self._channel.send(self._wire.Forked(message.ticket, process_id))
+        elif isinstance(message, self._wire.Learn):
+            self._candidates.begin(message, file_descriptors)
+        elif isinstance(message, self._wire.PauseLearning):
+            self._candidates.pause(is_paused=message.is_paused)
         for file_descriptor in file_descriptors:
             os.close(file_descriptor)
         return True
@@ -194,16 +246,23 @@ class _ForkServer:
             return process_id
         from nbaccel.workers import worker
 
-        # A worker that held this end would hide the end of the template from the notebook.
-        self._channel.close()
-        self._woken.close()
-        for file_descriptor in self._parent:
-            os.close(file_descriptor)
+        self._let_go()
         channel, stdout, stderr, stack_file = file_descriptors
         return worker.run_worker(
             worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack_file),
             template_id,
         )
+
+    def _let_go(self) -> None:
+        """Close, in a child, what is this process's."""
+        signal.set_wakeup_fd(-1)
+        # A child that held this end would hide the end of the template from the notebook.
+        self._channel.close()
+        self._woken.close()
+        self._waker.close()
+        self._candidates.close_copies()
+        for file_descriptor in self._parent:
+            os.close(file_descriptor)
 
     def _collect(self) -> None:
         from nbaccel.workers.reaping import end_descendants, reap
@@ -213,12 +272,13 @@ class _ForkServer:
             while self._woken.recv(4096):
                 continue
         # All are looked at, because several SIGCHLD may be merged into one.
-        for process_id in tuple(self._workers):
+        for process_id in tuple(self._workers | self._candidates.process_ids()):
             exit_status = reap(process_id)
             if exit_status is not None:
                 self._workers.discard(process_id)
+                self._candidates.ended(process_id, exit_status.status)
                 # Before the report: the notebook takes it as the end of all the worker had started.
-                end_descendants(kept_ids=self._workers)
+                end_descendants(kept_ids=self._workers | self._candidates.process_ids())
                 # The notebook is gone: the loop is about to return.
                 with contextlib.suppress(OSError):
                     self._channel.send(exit_status)
@@ -228,6 +288,16 @@ class _ForkServer:
         from nbaccel.workers.reaping import end_descendants
 
         end_descendants()
+
+
+def _become_template(channel: object, parent_id: int) -> NoReturn:
+    """Serve as a template of its own; called in a fork of another one."""
+    from nbaccel.workers.reaping import adopt_orphans
+
+    adopt_orphans()
+    fork_server = _ForkServer(channel, parent_id)
+    freeze_memory()
+    fork_server.serve()
 
 
 def _open_process(process_id: int) -> list[int]:

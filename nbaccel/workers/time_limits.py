@@ -9,6 +9,13 @@ TEMPLATE_S = 120.0
 """For the template process to be ready: importing torch from a cold disk can take most of a
 minute."""
 
+IMPORT_S = 60.0
+"""For an import by a template in the background without using the processor: what does so hangs."""
+
+LEARN_S = 30.0
+"""For a launch to wait until the template has imported what the launch uses: afterwards the workers
+import it themselves."""
+
 FORK_S = 20.0
 """For the template to fork a worker, which takes milliseconds where the machine does not swap."""
 

@@ -49,7 +49,7 @@ from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import messaging, metrics_reporter, precision_check, rendezvous, worker_output
-from nbaccel.workers.reaping import adopt_orphans, end_descendants
+from nbaccel.workers.reaping import WORKER_NAME, adopt_orphans, end_descendants, take_name
 
 __all__ = ["own_process", "send_notebook_classes"]
 
@@ -152,6 +152,7 @@ def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
     if os.getppid() != parent_id:
         os._exit(1)
     adopt_orphans()
+    take_name(WORKER_NAME)
     # The wakeup descriptor of a forked kernel belongs to the notebook's event loop.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -223,7 +224,7 @@ def settle_in_process(
         os.chdir(worker_assignment.working_directory)
         # In place, because other modules hold a reference to this list.
         sys.path[:] = worker_assignment.import_path
-    torch.set_num_threads(worker_assignment.threads)
+    _limit_threads(worker_assignment.threads)
     hardware_device = _catalog.device(worker_assignment.device)
     hardware_device.enter_worker(place.local_rank)
     _catalog.enter_worker(worker_assignment.device)
@@ -233,6 +234,7 @@ def settle_in_process(
     send_notebook_classes()
     _transformers.adopt_trainers()
     _lightning.guard_trainers()
+    _lightning.tell_rank(place.rank)
     rendezvous_store = (
         rendezvous.serve_store(place, file_descriptors.pop())
         if worker_assignment.serves_store
@@ -250,6 +252,17 @@ def settle_in_process(
     if worker_context.on_other_host:
         worker_context.go_to(worker_assignment.working_directory)
     return worker_context
+
+
+def _limit_threads(num_threads: int) -> None:
+    """Let libraries compute with so many threads, those that were loaded before the fork included.
+
+    They read their variables when they are loaded, which was not in this worker.
+    """
+    torch.set_num_threads(num_threads)
+    # Whoever computes with other OpenMP runtimes and BLAS libraries (scikit-learn) has it loaded.
+    if (pool_module := sys.modules.get("threadpoolctl")) is not None:
+        pool_module.threadpool_limits(num_threads)
 
 
 def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:

@@ -38,6 +38,7 @@ __all__ = ["LoggingSettings", "as_configured"]
 
 SendMessage = Callable[[Any], None]
 
+_INLINE_BACKEND = "matplotlib_inline.backend_inline"
 _WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 _WIDGET_BAR = (
     *("__init__", "__iter__", "update", "close", "clear", "reset", "display"),
@@ -90,7 +91,7 @@ def without_widgets(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def show_figures() -> None:
     """Show what has been drawn and not shown, as IPython does at the end of a cell."""
-    inline_backend = sys.modules.get("matplotlib_inline.backend_inline")
+    inline_backend = sys.modules.get(_INLINE_BACKEND)
     if inline_backend is not None:
         try:
             inline_backend.flush_figures()
@@ -122,7 +123,23 @@ def _start_shell(shell_class: type[Any], publisher_class: type[Any]) -> None:
             self.display_pub = publisher_class(parent=self)
 
     forget_shells(shell_class)
-    WorkerShell.instance()
+    adopt_inline_figures(WorkerShell.instance())
+    mute_comms()
+
+
+def adopt_inline_figures(worker_shell: Any) -> None:
+    """Connect figures to this shell, if matplotlib was set up for the notebook's before the fork.
+
+    Args:
+        worker_shell: The process's IPython shell.
+    """
+    inline_backend = sys.modules.get(_INLINE_BACKEND)
+    if inline_backend is None:
+        return
+    # The formats are the old shell's.
+    inline_backend.configure_inline_support.current_backend = "unset"
+    inline_backend.InlineBackend.clear_instance()
+    inline_backend.configure_inline_support(worker_shell, f"module://{_INLINE_BACKEND}")
 
 
 def forget_shells(shell_class: type[Any]) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from nbaccel.workers import reaping
 from tests.chaos.scenes import SCENES, SETUP, Scene
 from tests.kernel.kernel import Cell, Kernel, wait_for
 
@@ -182,7 +183,7 @@ class Chaos:
             own = psutil.Process(kernel.pid)
             if party == "kernel":
                 return own
-            templates = [c for c in own.children() if "template_server" in " ".join(c.cmdline())]
+            templates = [c for c in own.children() if c.name() == reaping.TEMPLATE_NAME]
             if not templates:
                 return None
             if party == "template":

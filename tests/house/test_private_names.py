@@ -35,6 +35,10 @@ _ALLOWED = {
     "nbaccel/launch/script.py": {"_run_exitfuncs"},  # atexit's
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
+    "nbaccel/workers/template_from_kernel.py": {
+        # multiprocessing's tracker and whether it runs; of importlib's module specs.
+        *("_resource_tracker", "_fd", "_initializing")
+    },
     "nbaccel/utils/imports.py": {"_get_device_type"},  # of habana_frameworks
 }
 

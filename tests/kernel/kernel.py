@@ -23,6 +23,7 @@ import psutil
 from jupyter_client.manager import KernelManager
 
 from tests.isolation import ROOT
+from tests.leak_police import TEMPLATE_NAME
 
 WAIT_S = 400.0  # for one cell, on a machine that does other things
 POLL_S = 0.05
@@ -142,6 +143,14 @@ class Kernel:
             return []
         return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
+    def templates(self) -> list[psutil.Process]:
+        """Those among them that workers are forked from; each cell may bring a new one."""
+        return [p for p in self.descendants() if _name_of(p) == TEMPLATE_NAME]
+
+    def workers(self) -> list[psutil.Process]:
+        """The others."""
+        return [p for p in self.descendants() if _name_of(p) not in {TEMPLATE_NAME, ""}]
+
     def kill(self) -> None:
         """End the kernel as the out-of-memory killer would."""
         os.kill(self.pid, signal.SIGKILL)
@@ -166,6 +175,13 @@ class Kernel:
             return
         if message["parent_header"].get("msg_id") == ident:
             _note(cell, message["msg_type"], message["content"])
+
+
+def _name_of(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _note(cell: Cell, kind: str, content: dict[str, Any]) -> None:

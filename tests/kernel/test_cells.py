@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from typing import Any
 
 import pytest
 
 from tests.kernel.conftest import SETUP
-from tests.kernel.kernel import Kernel, wait_for
+from tests.kernel.kernel import Cell, Kernel, wait_for
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -172,6 +173,11 @@ def test_display_and_figures_arrive_as_such(kernel: Kernel, method: str) -> None
     assert len(kinds) == 3
 
 
+def figures(cell: Cell) -> list[dict[str, Any]]:
+    """What was drawn: a start that takes its time says so in a display of its own."""
+    return [data for data in cell.displays if "image/png" in data]
+
+
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_pyplot_shows_its_figure(kernel: Kernel, method: str) -> None:
     cell = kernel.run(
@@ -186,7 +192,7 @@ def test_pyplot_shows_its_figure(kernel: Kernel, method: str) -> None:
         notebook_launcher(show, (), 2, start_method={method!r});
         """
     ).check()
-    assert [set(d) & {"image/png"} for d in cell.displays] == [{"image/png"}]
+    assert len(figures(cell)) == 1
 
 
 @pytest.mark.parametrize("method", ["template", "fork"])
@@ -203,7 +209,7 @@ def test_figures_that_nobody_showed_are_shown_at_the_end(kernel: Kernel, method:
         notebook_launcher(draw, (), 2, start_method={method!r});
         """
     ).check()
-    assert [set(d) & {"image/png"} for d in cell.displays] == [{"image/png"}] * 2
+    assert len(figures(cell)) == 2
 
 
 @pytest.mark.parametrize("method", ["template", "fork"])
@@ -298,13 +304,14 @@ def test_the_template_is_ready_soon_after_the_import_and_replaced_when_killed(
     fresh_kernel: Kernel,
 ) -> None:
     fresh_kernel.run(SETUP).check()
-    (template,) = fresh_kernel.descendants()
-    template.kill()
-    assert wait_for(lambda: not template.is_running() or template.status() == "zombie")
+    templates = fresh_kernel.templates()
+    assert templates
+    for template in templates:
+        template.kill()
+    assert wait_for(lambda: not set(templates) & set(fresh_kernel.templates()))
     cell = fresh_kernel.run("print(notebook_launcher(workers.rank, (), 2))").check()
     assert cell.stdout == "[0, 1]\n"
-    (other,) = fresh_kernel.descendants()
-    assert other.pid != template.pid
+    assert set(fresh_kernel.templates()) - set(templates)
 
 
 @pytest.mark.parametrize("method", ["template", "fork"])

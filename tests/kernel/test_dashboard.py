@@ -191,7 +191,7 @@ def live() -> Iterator[Kernel]:
 @pytest.mark.parametrize("code", [LAUNCH, CELL], ids=["launch", "cell"])
 def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
     live.run("before = state(); import ipywidgets").check()
-    processes = {p.pid for p in live.descendants()}
+    processes = {p.pid for p in live.workers()}
     front_end = FrontEnd(live)
     run = front_end.begin(code)
     run.until(lambda r: any(s.get("_model_name") == "ButtonModel" for s in r.open.values()))
@@ -211,7 +211,7 @@ def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code:
     assert "stopped after" in run.shown["text/plain"]
     assert "<details>" in run.shown["text/html"]
     front_end.close_subshell()
-    assert wait_for(lambda: {p.pid for p in live.descendants()} == processes)
+    assert wait_for(lambda: {p.pid for p in live.workers()} == processes)
     found = live.run("after = state(); print(before == after, before, after)").check().stdout
     assert found.startswith("True"), found
 

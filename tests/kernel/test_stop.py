@@ -37,17 +37,17 @@ notebook_launcher(stuck, (net,), 2, start_method={method!r})
 @pytest.mark.parametrize("method", ["template", "fork"])
 @pytest.mark.parametrize("what", STUCK)
 def test_stop_ends_the_cell(kernel: Kernel, what: str, method: str) -> None:
-    before = {p.pid for p in kernel.descendants()}
+    before = {p.pid for p in kernel.workers()}
     running = kernel.begin(CELL.format(what=STUCK[what], method=method))
     kernel.until(running, "[0-1] stuck now")
-    assert len(kernel.descendants()) >= len(before) + 2
+    assert len(kernel.workers()) >= len(before) + 2
     pressed = time.monotonic()
     kernel.interrupt()
     cell = kernel.finish(running)
     took = time.monotonic() - pressed
     assert cell.error == "KeyboardInterrupt"
     assert took < BOUND_S
-    assert wait_for(lambda: {p.pid for p in kernel.descendants()} == before)
+    assert wait_for(lambda: {p.pid for p in kernel.workers()} == before)
     check = "assert torch.equal(net.weight, value); print(notebook_launcher(workers.rank, (), 2))"
     assert kernel.run(check).check().stdout == "[0, 1]\n"
 

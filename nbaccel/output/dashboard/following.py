@@ -21,6 +21,7 @@ from nbaccel.failures.failure import RankActivity
 from nbaccel.output import publish
 from nbaccel.output.dashboard.board import RankStatus
 from nbaccel.output.dashboard.display import Dashboard
+from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.workers.messaging import Metrics
 from nbaccel.workers.process_use import ProcessUse
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
@@ -33,6 +34,8 @@ _STATE_WORDS = {
     HandleState.ALIVE: "starting",
     HandleState.RUNNING: "running",
 }
+
+_STARTING = frozenset({HandleState.FORKED, HandleState.ALIVE})
 
 
 class WatchedCall(Protocol):
@@ -64,10 +67,16 @@ class DashboardUpdater:
         worker_ranks: The ranks that are shown.
         device_name: What the workers compute on.
         always_shown: Whether lines are shown even where output seems to go to a file.
+        waiting_line: Says that the workers are not there yet, until they are.
     """
 
     def __init__(
-        self, worker_ranks: Sequence[int], *, device_name: str, always_shown: bool = False
+        self,
+        worker_ranks: Sequence[int],
+        *,
+        device_name: str,
+        always_shown: bool = False,
+        waiting_line: WaitingLine | None = None,
     ) -> None:
         is_wanted = always_shown or publish.has_cells() or publish.is_watched()
         self._dashboard = Dashboard(
@@ -83,10 +92,12 @@ class DashboardUpdater:
         self._clears = 0
         self._whereabouts = WaitingRanks()
         self._is_wanted = is_wanted
+        self._waiting_line = waiting_line
 
     def due_in(self) -> float:
         """Seconds until `look` has something to do."""
-        return self._dashboard.due_in()
+        waiting_s = float("inf") if self._waiting_line is None else self._waiting_line.due_in()
+        return min(self._dashboard.due_in(), waiting_s)
 
     def hear(self, worker_rank: int, worker_message: Metrics) -> None:
         """A rank has reported metrics of its training."""
@@ -102,11 +113,23 @@ class DashboardUpdater:
         if watched_call.clears != self._clears:
             self._clears = watched_call.clears
             self._dashboard.cleared()
+        self._tell_of_start(watched_call)
         if self._dashboard.wants_a_look:
             self._dashboard.update(self._rows(watched_call))
             self.looked(watched_call)
         else:
             self._dashboard.refresh()
+
+    def _tell_of_start(self, watched_call: WatchedCall) -> None:
+        """Say that workers are being set up, until they run or the dashboard shows it."""
+        if self._waiting_line is None:
+            return
+        is_starting = any(member.state in _STARTING for member in watched_call.members)
+        if is_starting and not self._dashboard.wants_a_look:
+            self._waiting_line.say("setting them up")
+        else:
+            self._waiting_line.close()
+            self._waiting_line = None
 
     def _rows(self, watched_call: WatchedCall) -> list[RankStatus]:
         # A pool's workers that do not have the task are not shown.

@@ -1,0 +1,88 @@
+"""One line that says what a start of workers waits for, and goes away when they run."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from nbaccel.output import publish
+from nbaccel.units import count_noun
+
+__all__ = ["WaitingLine"]
+
+
+FIRST_S = 0.5
+"""A start that takes less leaves no trace."""
+_CLEAR_TO_END = "\r\x1b[K"  # ECMA-48: erase in line
+
+
+class WaitingLine:
+    """The line of one start of workers.
+
+    Args:
+        num_workers: How many are started.
+        read_clock: Seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self, num_workers: int, *, read_clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._headline = f"starting {count_noun(num_workers, 'worker')}"
+        self._clock = read_clock
+        self._began_at = read_clock()
+        self._id = uuid.uuid4().hex
+        self._in_place = publish.has_cells()
+        self._is_wanted = self._in_place or sys.stderr.isatty()
+        self._shown = ""
+        self._is_over = False
+
+    def due_in(self) -> float:
+        """Seconds until there is something to show; infinite afterwards."""
+        if self._shown or self._is_over:
+            return float("inf")
+        return max(0.0, self._began_at + FIRST_S - self._clock())
+
+    def say(self, waited_for: str) -> None:
+        """Show what is being waited for, if it has taken long enough. Cheap to call often.
+
+        Args:
+            waited_for: In a few words; empty for nothing in particular.
+        """
+        text = f"{self._headline}: {waited_for} …" if waited_for else f"{self._headline} …"
+        if (
+            self._is_over
+            or not self._is_wanted
+            or text == self._shown
+            or self._clock() < self._began_at + FIRST_S
+        ):
+            return
+        self._show(text)
+        self._shown = text
+
+    def close(self) -> None:
+        """Remove it."""
+        if self._shown and not self._is_over:
+            self._show("")
+        self._is_over = True
+
+    def _show(self, text: str) -> None:
+        if not self._in_place:
+            sys.stderr.write(f"{_CLEAR_TO_END}nbaccel: {text}" if text else _CLEAR_TO_END)
+            sys.stderr.flush()
+            return
+        content: dict[str, Any] = {
+            "data": {"text/plain": text, "text/html": _as_html(text)},
+            "metadata": {},
+            "transient": {"display_id": self._id},
+        }
+        if self._shown:
+            content["update"] = True
+        publish.publish_display(content)
+
+
+def _as_html(text: str) -> str:
+    return f'<span style="opacity:0.7">{html.escape(text)}</span>' if text else ""

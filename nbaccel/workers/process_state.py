@@ -1,0 +1,134 @@
+"""What of a process a fork of it could not live with: compared before and after an import."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel import _catalog
+from nbaccel.units import count_noun
+from nbaccel.workers.reaping import child_processes
+
+__all__ = ["ProcessState", "native_threads", "trial_fork"]
+
+
+# Those above are glibc's own: it handles two of them as soon as a process has a thread.
+_STANDARD_SIGNALS = (1 << 31) - 1
+_SIGNAL_MASKS = ("SigBlk", "SigIgn", "SigCgt")
+
+_SETTLE_S = 0.3
+_LOOK_S = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessState:
+    """Threads, signal handlers, connections, children and devices of this process.
+
+    Attributes:
+        num_threads: Threads that a fork does not take along.
+        handlers: What Python does on each signal.
+        masks: Signals that are blocked, ignored and handled, C code's included.
+        connections: Open sockets of the network.
+        children: Process ids.
+        device_facts: What devices say against a fork.
+    """
+
+    num_threads: int
+    handlers: tuple[Any, ...]
+    masks: tuple[int, ...]
+    connections: frozenset[str]
+    children: frozenset[int]
+    device_facts: frozenset[str]
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        """That of this process. It has to be single-threaded but for threads of libraries."""
+        return cls(
+            num_threads=_lasting_threads(),
+            handlers=tuple(map(signal.getsignal, sorted(signal.valid_signals()))),
+            masks=_signal_masks(),
+            connections=frozenset(_network_sockets()),
+            children=frozenset(child_processes(os.getpid())),
+            device_facts=frozenset(
+                hazard_fact
+                for known_device in _catalog.known_devices()
+                for hazard_fact in known_device.hazards()
+            ),
+        )
+
+    def changes_since(self, earlier: ProcessState) -> list[str]:
+        """What a fork could not live with, and was not there earlier: clauses with "it".
+
+        Args:
+            earlier: The state before.
+        """
+        found_changes = []
+        if new_threads := self.num_threads - earlier.num_threads:
+            found_changes.append(f"it starts {count_noun(new_threads, 'thread')}")
+        if self.handlers != earlier.handlers or self.masks != earlier.masks:
+            found_changes.append("it changes how signals are handled")
+        if new_connections := self.connections - earlier.connections:
+            found_changes.append(
+                f"it opens {count_noun(len(new_connections), 'network connection')}"
+            )
+        if new_children := self.children - earlier.children:
+            found_changes.append(f"it starts other programs ({len(new_children)})")
+        found_changes += sorted(self.device_facts - earlier.device_facts)
+        return found_changes
+
+
+def native_threads() -> list[int]:
+    """Ids of all threads of this process, those of C code included."""
+    return [int(thread_id) for thread_id in os.listdir("/proc/self/task")]
+
+
+def trial_fork() -> None:
+    """Fork a child that leaves at once.
+
+    Libraries that can be forked end their threads before that and start them again when they are
+    needed (pthread_atfork): OpenBLAS, which numpy and scipy bring, does. What is left afterwards
+    are threads of others.
+    """
+    child_id = os.fork()
+    if child_id == 0:
+        os._exit(0)
+    # Other code of this process may have waited for it.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child_id, 0)
+
+
+def _lasting_threads() -> int:
+    if len(native_threads()) > 1:
+        trial_fork()
+    # A thread that has been joined is still listed until the system has removed it.
+    settle_deadline = time.monotonic() + _SETTLE_S
+    while (num_threads := len(native_threads())) > 1 and time.monotonic() < settle_deadline:
+        time.sleep(_LOOK_S)
+    return num_threads
+
+
+def _signal_masks() -> tuple[int, ...]:
+    with open("/proc/self/status") as status_file:
+        status_fields = dict(
+            status_line.split(":", 1) for status_line in status_file if ":" in status_line
+        )
+    return tuple(int(status_fields[name], 16) & _STANDARD_SIGNALS for name in _SIGNAL_MASKS)
+
+
+def _network_sockets() -> list[str]:
+    found_sockets = []
+    for descriptor_name in os.listdir("/proc/self/fd"):
+        # The descriptor of the folder itself is closed by now.
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{descriptor_name}")
+            if target.startswith("socket:"):
+                # A copy: the object closes its descriptor.
+                with socket.socket(fileno=os.dup(int(descriptor_name))) as open_socket:
+                    if open_socket.family in (socket.AF_INET, socket.AF_INET6):
+                        found_sockets.append(target)
+    return found_sockets

@@ -1,0 +1,429 @@
+"""What the notebook has imported, the template has too: decided here, in the notebook's process.
+
+    after a cell that has imported packages ─┬─ this process is clean ─► a fork of it is the base
+    before a launch ─────────────────────────┘
+    afterwards, and where it is not clean ───► the base forks a candidate, which imports them
+    an installed file has been changed ──────► what has the old version is not used any more
+
+Modules of the user's own folders are never learned: workers import the version of the moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel import _catalog, env
+from nbaccel.errors import ConfigError
+from nbaccel.workers import installed_modules, template_prestart, time_limits, working_folder
+from nbaccel.workers.installed_modules import FileStamp
+from nbaccel.workers.template_prestart import TemplateBoot
+
+__all__ = ["SWITCH", "TemplateLearner", "follow_cells", "learner", "unfollow_cells"]
+
+
+SWITCH = "NBACCEL_TEMPLATE_IMPORTS"
+"""Environment variable: with 0, templates are fresh interpreters and import torch only."""
+_NEEDED_HERE = (
+    "nbaccel.workers.worker",
+    "nbaccel.pool.cell_worker",
+    "nbaccel.launch.run",
+    "nbaccel.pool.worker_pool",
+    "nbaccel.workers.template_server",
+    "nbaccel.workers.template_candidate",
+    "numpy.random",
+)
+"""What a launch imports in any case: before the fork, so that it is there once."""
+_SAY_EVERY_S = 0.1
+_STATUS_S = 0.5
+
+
+@dataclass(kw_only=True)
+class _NextTemplate:
+    """A template in the making."""
+
+    boot: TemplateBoot
+    base: TemplateBoot
+    importing: str = ""
+    is_paused: bool = False
+
+
+class TemplateLearner:
+    """Keeps a template of this process up to date with the notebook.
+
+    Args:
+        device: The device whose library the template imports; empty for none of its own.
+
+    Attributes:
+        left_out: Package → why the template does not import it, so that each worker does.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        self._device = device
+        self._candidate: _NextTemplate | None = None
+        self.left_out: dict[str, str] = {}
+
+    def start_ahead(self) -> None:
+        """Start the first template, as a fork of this process if that is possible."""
+        # Importing nbaccel must work all the same: a launch says what is missing.
+        with contextlib.suppress(OSError, AttributeError, ImportError, ConfigError):
+            if self._may_learn() and self._fork_this_process():
+                return
+        template_prestart.start_ahead(self._device)
+
+    def after_cell(self, _cell_result: object = None) -> None:
+        """Let the template learn what the last cell has imported, in the background."""
+        # The end of a cell must not raise: what is wrong here, the next launch says.
+        with contextlib.suppress(OSError, AttributeError, ConfigError):
+            self._hear_candidate()
+            if not self._may_learn() or self._best() is None:
+                return
+            if self._lacks() and not self._drop_outdated():
+                self._fork_this_process()
+            if self._lacks() or (self._is_bare() and self._candidate is None):
+                self._begin()
+
+    def before_launch(self) -> None:
+        """Use no outdated template; fork this process if it has what the template lacks."""
+        self._hear_candidate()
+        if not self._may_learn():
+            return
+        self._drop_outdated()
+        if self._lacks() or template_prestart.base(self._device) is None:
+            self._fork_this_process()
+
+    @contextlib.contextmanager
+    def during_launch(
+        self, needs: Callable[[str], bool], say: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Wait until the template has what a launch uses; nothing is learned during the block.
+
+        Args:
+            needs: Whether the launch may use a package.
+            say: Takes what is being waited for, again and again.
+        """
+        self._await_needed(needs, say)
+        self._pause(is_paused=True)
+        try:
+            yield
+        finally:
+            self._pause(is_paused=False)
+
+    def learned_packages(self) -> list[str]:
+        """Packages that workers have from their start because the notebook has them."""
+        return sorted({module_name.partition(".")[0] for module_name in self._known_stamps()})
+
+    # ---- what is lacking
+
+    def _may_learn(self) -> bool:
+        # Messages to the template need torch in this process, which would take seconds.
+        return (
+            "torch" in sys.modules
+            and sys.platform.startswith("linux")
+            and _shell() is not None
+            and env.flag(SWITCH) is not False
+        )
+
+    def _best(self) -> TemplateBoot | None:
+        return template_prestart.learned(self._device) or template_prestart.base(self._device)
+
+    def _known_stamps(self) -> Mapping[str, FileStamp | None]:
+        template_boot = self._best()
+        return template_boot.stamps if template_boot is not None else {}
+
+    def _lacked_packages(self, known_names: Mapping[str, Any]) -> list[str]:
+        """Packages with modules that are not among these; nbaccel's own alone are not worth it."""
+        return list(
+            dict.fromkeys(
+                package
+                for module_name in installed_modules.installed_modules()
+                if module_name not in known_names
+                and (package := module_name.partition(".")[0]) not in self.left_out
+                and package != "nbaccel"
+            )
+        )
+
+    def _lacks(self) -> bool:
+        """Whether the notebook has modules that no template was asked to import."""
+        candidate = self._candidate
+        known_names = candidate.boot.stamps if candidate is not None else self._known_stamps()
+        return bool(self._lacked_packages(known_names))
+
+    def _is_bare(self) -> bool:
+        """Whether the only template is a fork of this process, which lacks what workers need."""
+        base_boot = template_prestart.base(self._device)
+        return (
+            base_boot is not None
+            and base_boot.is_of_this_process
+            and template_prestart.learned(self._device) is None
+        )
+
+    def _drop_outdated(self) -> bool:
+        """Use no template any more with a file that has been changed since; whether that was so."""
+        template_boot = self._best()
+        if template_boot is None or not template_boot.stamps:
+            return False
+        files = installed_modules.installed_modules()
+        known_files = {name: files[name] for name in template_boot.stamps if name in files}
+        changed_packages = {
+            module_name.partition(".")[0]
+            for module_name, stamp in installed_modules.stamps_of(known_files).items()
+            if template_boot.stamps[module_name] != stamp
+        }
+        if not changed_packages:
+            return False
+        self._drop_candidate()
+        template_prestart.drop_learned(self._device)
+        base_boot = template_prestart.base(self._device)
+        if base_boot is not None and base_boot.is_of_this_process:
+            # This process has the old version, too: no fork of it will do.
+            template_prestart.start_anew(self._device)
+        for package in changed_packages & self.left_out.keys():
+            del self.left_out[package]
+        return True
+
+    # ---- a fork of this process
+
+    def _fork_this_process(self) -> bool:
+        """Let a fork of this process be the base, if it is clean; whether that was done."""
+        from nbaccel.failures.process_death import uninterrupted
+        from nbaccel.workers import template_from_kernel
+        from nbaccel.workers.template_handles import ForkedProcess
+
+        if self._device or template_from_kernel.why_not(_notebook_variables()):
+            return False
+        for module_name in _NEEDED_HERE:
+            importlib.import_module(module_name)
+        stamps = template_from_kernel.imported_stamps()
+        if stamps is None:
+            return False
+        from nbaccel.workers.template_server import serve_notebook_fork
+
+        parent_id = os.getpid()
+        with uninterrupted():
+            own_socket, template_socket, error_file = template_prestart.open_ends()
+            with template_socket:
+                process_id = template_from_kernel.fork_notebook(
+                    lambda: serve_notebook_fork(template_socket.fileno(), parent_id),
+                    kept_descriptors=(template_socket.fileno(),),
+                    error_file=error_file,
+                )
+            if process_id is None:
+                own_socket.close()
+                os.close(error_file)
+                return False
+            self._drop_candidate()
+            template_prestart.adopt(
+                self._device,
+                TemplateBoot(
+                    process=ForkedProcess(process_id),
+                    socket=own_socket,
+                    errors=error_file,
+                    owner=parent_id,
+                    stamps=stamps,
+                    is_of_this_process=True,
+                ),
+            )
+        return True
+
+    # ---- a candidate
+
+    def _begin(self) -> None:
+        """Have the base fork a candidate that imports all that the notebook has imported."""
+        from nbaccel.workers import messaging, template_server
+
+        base_boot = template_prestart.start_base(self._device)
+        self._drop_candidate()
+        # Someone may have stopped it (SIGSTOP).
+        template_prestart.wake(base_boot)
+        files = installed_modules.installed_modules()
+        packages = installed_modules.by_package(
+            dict.fromkeys(template_server.modules_for_workers(in_notebook=True), "") | dict(files)
+        )
+        own_socket, template_socket, error_file = template_prestart.open_ends()
+        candidate_boot = TemplateBoot(
+            process=_NotYet(),
+            socket=own_socket,
+            errors=error_file,
+            owner=os.getpid(),
+            stamps=installed_modules.stamps_of(files),
+        )
+        self._candidate = _NextTemplate(boot=candidate_boot, base=base_boot)
+        with template_socket:
+            try:
+                _send(
+                    base_boot,
+                    messaging.Learn(
+                        packages=packages,
+                        left_out=self.left_out,
+                        environment=env.snapshot(),
+                        import_path=tuple(working_folder.installed_first()),
+                    ),
+                    (template_socket.fileno(), error_file),
+                )
+            except OSError:
+                self._drop_candidate()
+
+    def _hear_candidate(self) -> None:
+        """Read what the candidate has said; use it if it is ready."""
+        while (candidate := self._candidate) is not None:
+            if candidate.boot.owner != os.getpid():
+                self._candidate = None
+                return
+            if not select.select([candidate.boot.socket], [], [], 0.0)[0]:
+                return
+            self._note(candidate)
+
+    def _note(self, candidate: _NextTemplate) -> None:
+        from nbaccel.workers import messaging
+        from nbaccel.workers.template_handles import DescendantProcess
+
+        with contextlib.closing(messaging.Channel(candidate.boot.socket.dup())) as channel:
+            try:
+                message, _ = channel.receive()
+            except EOFError:
+                # The base has ended, or has given it up.
+                self._drop_candidate()
+                return
+        if isinstance(message, messaging.Importing):
+            candidate.importing = message.package
+            base_boot, process_id = candidate.base, message.pid
+            if candidate.boot.process.pid != process_id:
+                candidate.boot.process = DescendantProcess(
+                    process_id, lambda: _reported_status(base_boot, process_id)
+                )
+        elif isinstance(message, messaging.Learned):
+            self._candidate = None
+            self.left_out = dict(message.left_out)
+            candidate.boot.ready = True
+            candidate.boot.base = candidate.base
+            candidate.base.use()
+            candidate.base.ended[candidate.boot.process.pid] = None
+            template_prestart.adopt_learned(self._device, candidate.boot)
+
+    def _drop_candidate(self) -> None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None and candidate.boot.owner == os.getpid():
+            candidate.boot.end()
+
+    def _await_needed(self, needs: Callable[[str], bool], say: Callable[[str], None]) -> None:
+        if not self._may_learn() or not any(
+            needs(package) for package in self._lacked_packages(self._known_stamps())
+        ):
+            return
+        if self._lacks() or self._candidate is None:
+            self._begin()
+        self._pause(is_paused=False)
+        deadline = time.monotonic() + time_limits.LEARN_S
+        while (candidate := self._candidate) is not None and time.monotonic() < deadline:
+            say(f"importing {candidate.importing or 'what the notebook has imported'}")
+            select.select([candidate.boot.socket], [], [], _SAY_EVERY_S)
+            self._hear_candidate()
+
+    def _pause(self, *, is_paused: bool) -> None:
+        candidate = self._candidate
+        if candidate is None or candidate.is_paused == is_paused:
+            return
+        from nbaccel.workers import messaging
+
+        candidate.is_paused = is_paused
+        # The base has ended, and the candidate with it.
+        with contextlib.suppress(OSError):
+            _send(candidate.base, messaging.PauseLearning(is_paused), ())
+
+
+class _NotYet:
+    """Stands for the process of a candidate that has said nothing yet; its base watches it."""
+
+    pid = 0
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None:
+        """Its base ends it: a new candidate takes its place, or the base itself ends."""
+
+
+def _send(template_boot: TemplateBoot, message: object, file_descriptors: tuple[int, ...]) -> None:
+    from nbaccel.workers import messaging
+
+    with contextlib.closing(messaging.Channel(template_boot.socket.dup())) as channel:
+        channel.send(message, file_descriptors)
+
+
+def _reported_status(base_boot: TemplateBoot, process_id: int) -> int | None:
+    """How a fork of the base has ended, as the base reports it."""
+    from nbaccel.workers import messaging
+
+    deadline = time.monotonic() + _STATUS_S
+    with base_boot.hearing:
+        # Only of those that have become templates an entry is kept.
+        if base_boot.socket.fileno() < 0 or process_id not in base_boot.ended:
+            return None
+        with contextlib.closing(messaging.Channel(base_boot.socket.dup())) as channel:
+            while base_boot.ended.get(process_id) is None:
+                patience_s = max(0.0, deadline - time.monotonic())
+                if not select.select([channel], [], [], patience_s)[0]:
+                    return None
+                try:
+                    message, _ = channel.receive()
+                except EOFError:
+                    return None
+                if isinstance(message, messaging.Ready):
+                    base_boot.ready = True
+                elif isinstance(message, messaging.Ended) and message.pid in base_boot.ended:
+                    base_boot.ended[message.pid] = message
+    return int(base_boot.ended.pop(process_id).status)
+
+
+def _shell() -> Any:
+    ipython_module = sys.modules.get("IPython")
+    return ipython_module.get_ipython() if ipython_module is not None else None
+
+
+def _notebook_variables() -> Mapping[str, Any]:
+    return getattr(_shell(), "user_ns", {})
+
+
+# What templates know is a fact of the process, like the templates themselves.
+_LEARNERS: dict[str, TemplateLearner] = {}
+
+
+def learner(device: str = "") -> TemplateLearner:
+    """The learner of this process's template for a device.
+
+    Args:
+        device: The row of what workers compute on; empty for one without a template of its own.
+    """
+    has_own = bool(device) and _catalog.known_device(device).own_template
+    template_name = device if has_own else ""
+    return _LEARNERS.setdefault(template_name, TemplateLearner(template_name))
+
+
+def follow_cells() -> None:
+    """Learn after each cell from now on, where there are cells."""
+    shell = _shell()
+    if shell is not None and _after_cell not in shell.events.callbacks["post_run_cell"]:
+        shell.events.register("post_run_cell", _after_cell)
+
+
+def unfollow_cells() -> None:
+    """Undo :func:`follow_cells`."""
+    shell = _shell()
+    if shell is not None and _after_cell in shell.events.callbacks["post_run_cell"]:
+        shell.events.unregister("post_run_cell", _after_cell)
+
+
+def _after_cell(cell_result: object = None) -> None:
+    for known_learner in tuple(_LEARNERS.values()):
+        known_learner.after_cell(cell_result)

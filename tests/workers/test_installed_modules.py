@@ -1,0 +1,89 @@
+"""Which modules are installed packages', which are the user's own, and what has changed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nbaccel.workers import installed_modules
+from nbaccel.workers.installed_modules import by_package, is_as_imported, stamps_of
+
+OLD, NEW = "VERSION = 1\n", "VERSION = 2222\n"
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Path]]:
+    """A module beside the notebook, and one that `pip install --target` has put somewhere."""
+    folders = {"nb_beside": tmp_path / "beside", "nb_targeted": tmp_path / "target"}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(OLD)
+        monkeypatch.syspath_prepend(str(folder))
+    (folders["nb_targeted"] / "nb_targeted-1.0.dist-info").mkdir()
+    installed_modules._is_installed.cache_clear()
+    for name in folders:
+        importlib.import_module(name)
+    yield {name: folder / f"{name}.py" for name, folder in folders.items()}
+    for name in folders:
+        del sys.modules[name]
+
+
+def test_installed_packages_and_own_modules_are_told_apart(imported: dict[str, Path]) -> None:
+    installed, local = installed_modules.installed_modules(), installed_modules.local_modules()
+    assert {"torch", "torch.nn.functional", "numpy", "nb_targeted"} <= set(installed)
+    assert all((torch, np))
+    assert {"nb_beside", __name__} <= local
+    assert not {"json", "os", "asyncio", "zmq", "ipykernel"} & set(installed)
+    assert not {"json", "os", "torch"} & local
+    assert "nbaccel.launch.run" not in installed, "only the notebook launches"
+
+
+def test_a_package_comes_before_those_that_import_it() -> None:
+    files = dict.fromkeys(["outer", "outer.part", "inner", "outer.late", "inner.part"], "")
+    assert list(by_package(files).items()) == [
+        ("inner", ("inner", "inner.part")),
+        ("outer", ("outer", "outer.part", "outer.late")),
+    ]
+
+
+def test_a_changed_and_a_lost_file_are_seen(imported: dict[str, Path]) -> None:
+    path = imported["nb_targeted"]
+    before = stamps_of({"nb_targeted": str(path)})
+    assert stamps_of({"nb_targeted": str(path)}) == before
+    path.write_text(NEW)
+    assert stamps_of({"nb_targeted": str(path)}) != before
+    path.unlink()
+    assert stamps_of({"nb_targeted": str(path)}) == {"nb_targeted": None}
+
+
+def test_what_was_installed_after_the_start_is_judged_by_its_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "nb_installed_late.py"
+    path.write_text(OLD)
+    importlib.import_module("nb_installed_late")
+    try:
+        started_at = time.time() - 3600.0
+        (stamp,) = stamps_of({"m": str(path)}).values()
+        assert stamp is not None
+        assert is_as_imported("nb_installed_late", str(path), stamp, started_at)
+        path.write_text(NEW)
+        (stamp,) = stamps_of({"m": str(path)}).values()
+        assert stamp is not None
+        assert not is_as_imported("nb_installed_late", str(path), stamp, started_at)
+        os.utime(path, (started_at - 5.0, started_at - 5.0))
+        (stamp,) = stamps_of({"m": str(path)}).values()
+        assert stamp is not None
+        assert is_as_imported("nb_installed_late", str(path), stamp, started_at), "older than all"
+    finally:
+        del sys.modules["nb_installed_late"]
