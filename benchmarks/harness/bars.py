@@ -19,6 +19,7 @@ STATES = ("fresh", "used")
 HANDOVER_S = 0.010
 MEMORY_MIB = {FORK: 150.0, TEMPLATE: 400.0}
 MEMCPYS = 1.5
+MEMCPYS_BY_HAND = 3.0  # read page by page in another process, and not in one piece
 STOP_S, KILLED_S, ERROR_S = 0.5, 1.0, 3.0
 ERROR_LINES = 40
 LATER_OF_FORK, LATER_OF_PEER, FIRST_OF_FORK = 1.3, 1 / 3, 1.5
@@ -113,6 +114,9 @@ def _home(results: Results) -> Iterator[Verdict]:
         what = f"{subject}, weights changed by an optimizer, copied back"
         found = home.in_copies(results, subject, "sgd")
         yield at_most("c", what, found, MEMCPYS, "memcpys")
+        what = f"{subject}, weights changed by hand, copied back"
+        found = home.in_copies(results, subject, "hand")
+        yield at_most("c", what, found, MEMCPYS_BY_HAND, "memcpys")
 
 
 def _stop(results: Results) -> Iterator[Verdict]:

@@ -6,6 +6,10 @@ other). If it does so too late, a peer that waits for it in a collective waits f
 learning that it is gone. So a rank that has returned stays until all have; and if that takes long,
 until no other is seen setting up a group. Then it exits, and a peer that still depends on it fails
 at once, with its name.
+
+[Note: weights in memory] Where the notebook reads weights in rank 0's memory, watching ends as soon
+as all have returned, with rank 0 still there; `see_off` watches the exits, once they are read. If
+rank 0 may exit before the others have returned, it first writes them to the staging files.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from nbaccel.errors import LaunchInterrupted
 from nbaccel.failures.failure import RankActivity
 from nbaccel.hosts.node_meeting import NodeMeeting
 from nbaccel.output.console import Console
@@ -72,17 +77,54 @@ class LaunchSupervisor(Supervisor):
             self.give_up()
 
     def run(self) -> CallResult:
-        """Wait until every worker has ended."""
+        """Wait until every worker has ended, or its weights can be read."""
         self.watch()
+        if any(map(self._keeps, self.members)):
+            # While the weights are read, the others can exit.
+            self._exits.release(member for member in self.members if not self._keeps(member))
         return CallResult(**self.facts())
+
+    def see_off(self) -> None:
+        """The weights were read: wait until every worker has ended.
+
+        Raises:
+            LaunchInterrupted: The user pressed Stop meanwhile; all workers have ended.
+        """
+        for member in self.members:
+            member.note_read()
+        if self.is_over():
+            return
+        self.listen()
+        if self._interrupted:
+            raise LaunchInterrupted(
+                f"the function had returned on all {len(self.members)} ranks; the notebook's "
+                "model has the new weights"
+            )
+
+    def _keeps(self, member: WorkerHandle) -> bool:
+        """Whether the call has succeeded, and a worker stays until its weights are read."""
+        return (
+            member.state is HandleState.RETURNED
+            and member.holds_weights
+            and not (self._interrupted or self._timed_out)
+            and not any(other.is_busy or other.returned is None for other in self.members)
+        )
 
     def begin(self) -> None:
         """Handle workers that have died while the others were started."""
         self.on_sentinel()
 
     def is_over(self) -> bool:
-        """Whether all have ended."""
-        return all(member.has_ended for member in self.members)
+        """Whether all have ended, or have returned and one's weights are to be read."""
+        return all(member.has_ended for member in self.members) or any(
+            map(self._keeps, self.members)
+        )
+
+    def close_output(self) -> None:
+        """Read what workers have printed that still live."""
+        for member in self.members:
+            if not member.has_ended:
+                self.drain_output(member)
 
     def at_work(self) -> Iterable[WorkerHandle]:
         """Workers whose function may be running."""
@@ -111,6 +153,8 @@ class LaunchSupervisor(Supervisor):
         super().on_message(member, worker_message, file_descriptors)
         if isinstance(worker_message, messaging.Started):
             member.begin_work()
+        elif isinstance(worker_message, messaging.WeightsStaged):
+            member.take_weights(worker_message)
         elif isinstance(worker_message, (messaging.Returned, messaging.Failed)):
             member.finish_call()
             self._exits.note_return()
@@ -119,10 +163,14 @@ class LaunchSupervisor(Supervisor):
 
     def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
         """A worker is gone: a failure, unless it had finished or was stopped."""
-        if not member.is_busy or member.is_stopped:
+        loses_weights = member.holds_weights and self._ladder is None
+        if not (member.is_busy or loses_weights) or member.is_stopped:
             member.end()
             return
-        member.end(member.record_of_death(exit_status, self._group.oom_kills))
+        member.end(
+            member.record_of_death(exit_status, self._group.oom_kills),
+            loses_result=loses_weights,
+        )
         if self._ladder is None:
             self.give_up(failed=True)
 
@@ -176,7 +224,7 @@ class ExitBarrier:
             return None
         busy_members = self._at_work()
         if not busy_members:
-            self._release(current_time)
+            self.release(self._waiting())
         elif not self._are_asked:
             for member in busy_members:
                 # Or the old dump would be taken for the answer.
@@ -209,7 +257,7 @@ class ExitBarrier:
         if self._waiting():
             # A rank that sets up a group may still need the connections of one that has returned.
             if not (is_connecting or is_starting):
-                self._release(current_time)
+                self.release(self._waiting())
             return None
         if self._released_at is None or current_time < self._released_at + time_limits.EXIT_ALONE_S:
             return None
@@ -231,8 +279,9 @@ class ExitBarrier:
             f"ever.{waiting_lines}"
         )
 
-    def _release(self, current_time: float) -> None:
-        self._released_at = self._released_at or current_time
-        for member in self._waiting():
+    def release(self, members: Iterable[WorkerHandle]) -> None:
+        """Let workers that have returned exit."""
+        self._released_at = self._released_at or time.monotonic()
+        for member in members:
             self._released.add(member.rank)
-            member.let_leave()
+            member.let_leave(stages_weights=member.holds_weights)

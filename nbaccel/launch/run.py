@@ -33,7 +33,7 @@ from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.supervision.outcome import CallOutcome, conclude_call
 from nbaccel.transfer import arena
 from nbaccel.transfer.find_modules import find_modules
-from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.units import format_bytes
 from nbaccel.workers import (
     messaging,
@@ -193,13 +193,15 @@ def _run_attempt(
         launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs, waiting_line)
         call_result = launch_supervisor.run()
         launch_hosts.settle(call_result, is_over=launch_supervisor.nodes_wait)
-        return conclude_call(
+        call_outcome = conclude_call(
             plan,
             call_result,
             weight_receiver,
             was_stopped=f"all {plan.num_processes} workers have been stopped{was_stopped}",
             closing_lines=closing_lines,
         )
+        launch_supervisor.see_off()
+        return call_outcome
 
 
 # ------------------------------------------------------------------------- starting
@@ -228,7 +230,11 @@ def _start_workers(
     worker_group.prepare_files([used_arena.fd for used_arena in packed_call.arenas.values()])
     for worker_assignment in assigned_workers:
         worker_job, file_descriptors = job_of(
-            worker_group.plan, packed_call, weight_receiver, worker_assignment.assignment
+            worker_group.plan,
+            packed_call,
+            weight_receiver,
+            worker_assignment.assignment,
+            reads_memory=worker_group.reads_memory_of(worker_assignment.handle),
         )
         worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
 
@@ -277,6 +283,8 @@ def job_of(
     packed_call: PackedCall,
     weight_receiver: WeightReceiver,
     worker_assignment: messaging.WorkerAssignment | None,
+    *,
+    reads_memory: bool = False,
 ) -> tuple[messaging.Job, list[int]]:
     """The call as a worker gets it, with the descriptors that belong to it.
 
@@ -285,6 +293,7 @@ def job_of(
         packed_call: The call.
         weight_receiver: Where trained weights go.
         worker_assignment: The worker's assignment; None for one that has it already.
+        reads_memory: Whether the notebook reads trained weights in the worker's memory.
     """
     staging_fds = weight_receiver.staging
     # In the order of `messaging.Job`: arenas, staging files, payload.
@@ -305,6 +314,7 @@ def job_of(
         logging=worker_output.as_configured(),
         mixed_precision=plan.config.mixed_precision,
         share_back=plan.config.share_back,
+        reads_memory=reads_memory,
     )
     return worker_job, file_descriptors if packed_call.fd is None else [
         *file_descriptors,

@@ -31,6 +31,8 @@ class Cells:
         self._shell = ipython_shell
         self._serial = itertools.count(1)
         self._raw = ""
+        self._stack: list[tuple[str, int]] | None = None
+        """The user's lines in the present call stack, where they are known already."""
 
     def load(self) -> None:
         """Register for events and transform cells."""
@@ -68,13 +70,15 @@ class Cells:
         return cell_source
 
     def _note(self, execution_info: ExecutionInfo) -> None:
+        self._stack = None
         self._raw = execution_info.raw_cell or ""
 
     def _count(self) -> int:
         """The number that the running cell is shown with."""
         # IPython 9 increments its counter before it runs a cell, earlier ones do so afterwards. The
         # name that the running cell was compiled under has the right number in both.
-        cell_numbers = (cell_number(file_name) for file_name, _ in _user_lines())
+        user_lines, self._stack = self._stack or _user_lines(), None
+        cell_numbers = (cell_number(file_name) for file_name, _ in user_lines)
         known_numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
         return next(known_numbers, int(self._shell.execution_count))
 
@@ -96,7 +100,8 @@ class Cells:
 
     def as_written(self) -> None:
         """Let errors show the magic's line as written, not the call that IPython makes of it."""
-        for file_name, line_number in _user_lines():
+        self._stack = list(_user_lines())
+        for file_name, line_number in self._stack:
             cache_entry = linecache.cache.get(file_name)
             # An entry that linecache fills in later has one item and no lines yet.
             if cache_entry is None or len(cache_entry) != 4 or line_number > len(cache_entry[2]):
@@ -150,8 +155,10 @@ def _user_lines() -> Iterator[tuple[str, int]]:
     user_frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
     while user_frame is not None:
         frame_code = user_frame.f_code
+        # First the sign that all names of such code have: a stack has dozens of functions.
         if (
-            is_module(frame_code.co_name)
+            frame_code.co_name[0] == "<"
+            and is_module(frame_code.co_name)
             and not Frame(file=frame_code.co_filename, line=0, function="").is_library
         ):
             yield frame_code.co_filename, user_frame.f_lineno

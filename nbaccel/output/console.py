@@ -31,7 +31,7 @@ import itertools
 import re
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
@@ -219,11 +219,10 @@ class Console:
         is_paced = publish.has_cells() if paced is None else paced
         self._pace = OutputPace(time.monotonic()) if is_paced else None
         backlog_limit = MAX_LINE_CHARS if is_paced else None
-        self._sources = {
-            (worker_rank, stream_name): LineAssembler(backlog_limit)
-            for worker_rank in ranks
-            for stream_name in ("stdout", "stderr")
-        }
+        # Made when something is printed: most cells print nothing.
+        self._sources: defaultdict[tuple[int, str], LineAssembler] = defaultdict(
+            lambda: LineAssembler(backlog_limit)
+        )
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
         self._tails: dict[int, deque[str]] = {
             worker_rank: deque(maxlen=_LAST_LINES) for worker_rank in ranks
@@ -275,7 +274,8 @@ class Console:
         self._waiting.close(worker_rank)
 
     def _finish(self, worker_rank: int, stream: str) -> None:
-        rest_line = self._sources[worker_rank, stream].finish()
+        rank_source = self._sources.get((worker_rank, stream))
+        rest_line = rank_source.finish() if rank_source is not None else None
         if rest_line is not None:
             self._queue(worker_rank, stream, [rest_line])
 
@@ -425,10 +425,12 @@ class Console:
         self._erase()
 
     def _bar(self) -> tuple[str, str]:
-        # The lowest rank's, because the sources are in the order of the ranks.
-        for (worker_rank, stream), rank_source in self._sources.items():
-            if rank_source.bar and (worker_rank, stream) not in self._hidden:
-                return self._prefix([worker_rank]) + rank_source.bar, stream
+        # The lowest rank's.
+        for worker_rank in self._ranks if self._sources else ():
+            for stream in ("stdout", "stderr"):
+                rank_source = self._sources.get((worker_rank, stream))
+                if rank_source and rank_source.bar and (worker_rank, stream) not in self._hidden:
+                    return self._prefix([worker_rank]) + rank_source.bar, stream
         return "", self._drawn_on
 
     def _erase(self, keep_bar: str = "") -> None:

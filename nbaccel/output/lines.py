@@ -72,7 +72,11 @@ class LineAssembler:
 
     def finish(self) -> str | None:
         """The line that has no end yet, if there is one; it is removed."""
-        self._add(self._decoder.decode(b"", final=True))
+        rest_text = self._decoder.decode(b"", final=True)
+        if not (rest_text or self._last or self._under or self._is_rewritten):
+            self.bar = ""
+            return None
+        self._add(rest_text)
         is_empty = not self._last and not self._under
         output_line, self.bar = self._take(), ""
         return None if is_empty else output_line

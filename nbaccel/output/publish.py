@@ -45,7 +45,7 @@ def publish_display(display_content: Mapping[str, Any]) -> None:
     """
     running_shell = _running_shell()
     if running_shell is not None:
-        running_shell.display_pub.publish(**display_content)
+        ipython_private.publish_display(running_shell.display_pub, display_content)
     elif (plain_text := display_content["data"].get("text/plain")) is not None:
         sys.stdout.write(f"{plain_text}\n")
 

@@ -183,7 +183,8 @@ class _CellWorker:
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
         self._busy = True
         weight_report, whole_files = self._names.write_weights(
-            dict(zip(current_task.arenas, file_descriptors, strict=True))
+            dict(zip(current_task.arenas, file_descriptors, strict=True)),
+            is_read=current_task.reads_memory,
         )
         self._busy = False
         answer_message = messages.Staged(report=weight_report, whole=tuple(whole_files))

@@ -162,17 +162,16 @@ class LiveGroup(WorkerGroup):
             What became of it.
         """
         self.prepare_files([fd for _, task_fds in pool_tasks.values() for fd in task_fds])
-        show = (
-            CellDashboardUpdater(list(pool_tasks), device_name=self.plan.device)
-            if is_shown
-            else None
-        )
+
+        def make_show() -> CellDashboardUpdater:
+            return CellDashboardUpdater(list(pool_tasks), device_name=self.plan.device)
+
         return self._watch(
             list(pool_tasks),
             pool_tasks,
             task_number=next(self._numbers),
             timeout_s=timeout_s,
-            show=show,
+            make_show=make_show if is_shown else None,
         )
 
     def everyone(self, task_body: Any, file_descriptors: Sequence[int] = ()) -> TaskResult:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nbaccel.pool.cell_source import CellSource
+from nbaccel.record_pickling import quickly_pickled
 from nbaccel.workers import messaging
 
 __all__ = [
@@ -64,6 +65,7 @@ class JoinPool:
 # ---- notebook → worker: tasks
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """Something to do. Descriptors: what its body says."""
@@ -73,6 +75,7 @@ class Task:
     body: Any
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCell:
     """Run the code of a cell in the worker's namespace. Idle has the value to show."""
@@ -86,6 +89,7 @@ class RunCell:
     """How the notebook has configured it; see `workers.worker_output`."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BindNames:
     """Bind names that the notebook has. Descriptors: those of `update`, a `NamespaceUpdate`."""
@@ -122,12 +126,15 @@ class Pull:
     names: tuple[str, ...]
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteWeights:
     """Write changed weights into staging files. Descriptors: these files. Answered by Staged."""
 
     arenas: tuple[str, ...]
     """Keys of the arenas that the staging files belong to, in their order."""
+    reads_memory: bool = False
+    """Whether the notebook reads what lies in the worker's memory there, before Settle."""
 
     def file_hints(self) -> messaging.FileHints:
         """What it means for memory files."""
@@ -182,6 +189,7 @@ class Inspect:
 # ---- worker → notebook
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
     """A task is done: the worker waits for the next one."""
@@ -200,6 +208,7 @@ class Idle:
     """Whether this worker is in a process group."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
     """This rank has written its part of the changed weights. Descriptors: those of `whole`."""

@@ -23,7 +23,7 @@ from nbaccel.pool.task import TaskResult
 from nbaccel.supervision.outcome import CallOutcome, conclude_call
 from nbaccel.transfer import arena
 from nbaccel.transfer.find_modules import find_modules
-from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.workers.template import dispose
 
 __all__ = ["PoolCall", "prepare_call"]

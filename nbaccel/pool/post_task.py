@@ -19,9 +19,10 @@ from nbaccel.pool.live_group import LiveGroup
 from nbaccel.pool.task import TaskResult
 from nbaccel.supervision import outcome
 from nbaccel.transfer import arena
+from nbaccel.transfer.memory_pieces import MemoryUnread
 from nbaccel.transfer.module_registry import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
-from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.workers.template import dispose
 
 __all__ = ["PostTask", "TaskTrouble", "staged"]
@@ -35,14 +36,18 @@ class TaskTrouble:
         told: What is known of the weights.
         result: How the task that failed ended.
         no_room: What the notebook's own process could not do, where that was the cause.
+        unread: Why weights could not be read in a worker's memory, where that was the cause.
     """
 
     told: str
     result: TaskResult | None = None
     no_room: OSError | None = None
+    unread: MemoryUnread | None = None
 
     def error(self, plan: Plan) -> BaseException | None:
         """What has to be raised because of it."""
+        if self.unread is not None:
+            return outcome.weights_unread(self.unread, self.told)
         if self.result is None:
             return WorkerFailed(user_messages.no_room(self.told, self.no_room))
         closing_lines = user_messages.after_cell(self.result, self.told)
@@ -124,8 +129,13 @@ class PostTask:
         try:
             with staged(module_records, shared_arenas) as weight_receiver:
                 rank_files = [weight_receiver.staging[arena_key] for arena_key in shared_arenas]
+                rank_0 = self._workers.members[0]
                 staging_result = self._workers.everyone(
-                    messages.WriteWeights(arenas=tuple(shared_arenas)), rank_files
+                    messages.WriteWeights(
+                        arenas=tuple(shared_arenas),
+                        reads_memory=self._workers.reads_memory_of(rank_0),
+                    ),
+                    rank_files,
                 )
                 try:
                     if not staging_result.went_well:
@@ -135,6 +145,8 @@ class PostTask:
                 finally:
                     # Closed by the template process: freeing gigabytes would delay the next cell.
                     dispose(staging_result.take_files())
+        except MemoryUnread as error:
+            return TaskTrouble(told=user_messages.on_the_way(module_paths), unread=error)
         # No memory or no descriptors: nothing has been written yet.
         except OSError as error:
             return TaskTrouble(told=user_messages.on_the_way(module_paths), no_room=error)
@@ -155,7 +167,9 @@ class PostTask:
         differing_models = weight_receiver.differing(weight_reports)
         # Otherwise these new values would count as the notebook's change and be sent to all ranks.
         with self._namespace_sync.taking_weights(module_records):
-            weight_receiver.apply(weight_reports, staging_result.whole_files)
+            weight_receiver.apply(
+                weight_reports, staging_result.whole_files, self._workers.members[0].pid
+            )
         for weight_report in weight_reports:
             for module_path, stranded_reason in weight_report.stranded.items():
                 self._tell(module_path, user_messages.stays_behind(module_path, stranded_reason))

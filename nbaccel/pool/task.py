@@ -7,7 +7,7 @@ task up; the user has stopped it; a worker was lost, and with it the pool.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ class TaskSupervisor(Supervisor):
         task_number: The task's number, which the ranks' Idle repeats.
         console: Where output goes.
         timeout_s: Seconds after which the task is ended; None for no limit.
-        show: Shows the ranks' progress; None for no display.
+        make_show: Makes what shows the ranks' progress; None for no display.
     """
 
     def __init__(
@@ -102,11 +102,10 @@ class TaskSupervisor(Supervisor):
         task_number: int,
         console: Console,
         timeout_s: float | None = None,
-        show: CallDisplay | None = None,
+        make_show: Callable[[], CallDisplay] | None = None,
     ) -> None:
-        super().__init__(
-            worker_group, KEEP_WORKERS, console=console, timeout_s=timeout_s, show=show
-        )
+        super().__init__(worker_group, KEEP_WORKERS, console=console, timeout_s=timeout_s)
+        self._make_show = make_show
         self._tasks = rank_tasks
         self._number = task_number
         self._ranks = set(ranks)
@@ -146,13 +145,27 @@ class TaskSupervisor(Supervisor):
 
     # ---- what follows for live workers
 
-    def begin(self) -> None:
-        """Send the tasks. From now on an interrupt is passed to the workers."""
-        for worker_rank, (task_body, file_descriptors) in self._tasks.items():
-            # The worker may have ended meanwhile; its sentinel says so.
-            with contextlib.suppress(OSError):
-                rank_task = messages.Task(number=self._number, body=task_body)
-                self.members[worker_rank].channel.send(rank_task, file_descriptors)
+    def on_caught(self) -> None:
+        """Send the tasks: the workers are at work while the rest is made ready to hear them."""
+        ranks_by_body: dict[int, list[int]] = {}
+        for worker_rank, (task_body, _) in self._tasks.items():
+            ranks_by_body.setdefault(id(task_body), []).append(worker_rank)
+        # Ranks mostly have the very same task, which is pickled once.
+        for worker_ranks in ranks_by_body.values():
+            task_body, _ = self._tasks[worker_ranks[0]]
+            packet_bytes, spill_files = messaging.pack_message(
+                messages.Task(number=self._number, body=task_body)
+            )
+            with shared_memory.closing_files(*spill_files):
+                for worker_rank in worker_ranks:
+                    _, file_descriptors = self._tasks[worker_rank]
+                    # The worker may have ended meanwhile; its sentinel says so.
+                    with contextlib.suppress(OSError):
+                        self.members[worker_rank].channel.send_packed(
+                            packet_bytes, [*file_descriptors, *spill_files]
+                        )
+        if self._make_show is not None:
+            self._show = self._make_show()
 
     def is_over(self) -> bool:
         """Whether all ranks have finished; after a loss, whether all workers have ended."""
@@ -172,9 +185,9 @@ class TaskSupervisor(Supervisor):
 
     def close_output(self) -> None:
         """Read what the task has printed; what comes later belongs to no task."""
+        self.drain_readable()
         for member in self.members:
             if not member.has_ended:
-                self.drain_output(member)
                 self._console.close(member.rank)
 
     def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:

@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import io
 import linecache
+import re
 import sys
 import tokenize
 from collections.abc import Callable, Coroutine
@@ -41,11 +42,24 @@ __all__ = ["WorkerShell"]
 
 _TIMED_FILE_NAMES = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles
 
+# Of magics, commands and help anywhere in a line, and of quoted calls at its start.
+_IPYTHON_SIGNS = re.compile(r"[%!?]|^\s*[,;/]", re.MULTILINE)
+
 _TRUSTED_NAMES = {("torch", "nn"), ("numpy",), ("pandas",), ("torch", "Tensor")}
 
 
 class _LineKeepingTransformer(TransformerManager):
     """Keeps the number of lines: IPython joins those of a command that goes on on the next one."""
+
+    _of_ipython = TransformerManager().token_transformers  # type: ignore[no-untyped-call]
+
+    def do_token_transforms(self, lines: list[str]) -> list[str]:
+        """Leave code alone that has nothing of IPython's syntax, without reading it by tokens."""
+        if self.token_transformers == self._of_ipython and not _IPYTHON_SIGNS.search(
+            "".join(lines)
+        ):
+            return lines
+        return list(super().do_token_transforms(lines))  # type: ignore[no-untyped-call]
 
     def do_one_token_transform(self, lines: list[str]) -> tuple[bool, list[str]]:
         has_changed, new_lines = super().do_one_token_transform(lines)  # type: ignore[no-untyped-call]
@@ -129,6 +143,8 @@ _LAYOUT_TOKENS = frozenset((tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, t
 
 
 def _ends_in_semicolon(code: str) -> bool:
+    if ";" not in code:
+        return False
     code_tokens = tokenize.generate_tokens(io.StringIO(code).readline)
     # Lines of IPython's own syntax do not tokenize.
     with contextlib.suppress(tokenize.TokenError, SyntaxError):

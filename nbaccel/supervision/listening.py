@@ -82,6 +82,9 @@ class WorkerListener:
         """The notebook was interrupted."""
         raise NotImplementedError
 
+    def on_caught(self) -> None:
+        """Interrupts are caught from now on, and what workers say is heard soon."""
+
     # ---- from outside
 
     def interrupt(self) -> None:
@@ -121,13 +124,20 @@ class WorkerListener:
         Args:
             sentinels: Descriptors that become readable when a worker may have ended.
         """
+        if self._selector.get_map() is None:
+            # It listens a second time.
+            self._selector = selectors.DefaultSelector()
         with self._wake.open() as wake_pipe:
+            self.on_caught()
             register_input = self._selector.register
             register_input(wake_pipe, selectors.EVENT_READ, wake_pipe)
             for file_descriptor in sentinels:
                 register_input(file_descriptor, selectors.EVENT_READ, None)
             for member in self.members:
-                register_input(member.channel, selectors.EVENT_READ, member)
+                if member.has_ended:
+                    continue
+                if not member.hung_up:
+                    register_input(member.channel, selectors.EVENT_READ, member)
                 for file_descriptor in member.pipes:
                     register_input(file_descriptor, selectors.EVENT_READ, member)
             if self._show is not None:
@@ -197,6 +207,18 @@ class WorkerListener:
                 and self._hear_output(member, file_descriptor)
             ):
                 bytes_left -= _READ_BYTES
+
+    def drain_readable(self) -> None:
+        """Read all that living workers have printed so far, by one question for all pipes."""
+        # The pipes of members that wait are not in the selector.
+        talking_members = {member.rank: member for member in self._paused.values()}
+        for selector_key, _ in self._selector.select(0):
+            member = selector_key.data
+            if isinstance(member, WorkerHandle) and selector_key.fileobj is not member.channel:
+                talking_members[member.rank] = member
+        for member in talking_members.values():
+            if not member.has_ended:
+                self.drain_output(member)
 
     def _hear_message(self, member: WorkerHandle) -> None:
         try:

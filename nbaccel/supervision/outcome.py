@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -18,11 +19,13 @@ from nbaccel.output import publish
 from nbaccel.plan import Plan
 from nbaccel.supervision.supervisor import CallResult
 from nbaccel.transfer import pickling
-from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.transfer.memory_pieces import MemoryUnread
+from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.transfer.weight_sync import WeightReport
 from nbaccel.units import count_noun, format_seconds
 from nbaccel.workers.worker_handle import WorkerHandle
 
-__all__ = ["CallOutcome", "conclude_call"]
+__all__ = ["CallOutcome", "conclude_call", "weights_unread"]
 
 
 _LATEST_FAILURE: list[failure.FailureRecord] = []
@@ -312,7 +315,7 @@ def conclude_call(
     differing_models = weight_receiver.differing(weight_reports)
     # A model with half of the new weights would be useless.
     with uninterrupted():
-        weight_receiver.apply(weight_reports)
+        _apply_weights(call_result, weight_receiver, weight_reports, closing_lines)
     rank_values, lost_results = call_results(call_result.members)
     state_dicts = {
         module_path: state_dict
@@ -351,3 +354,36 @@ def conclude_call(
     for report_line in differing_models.values():
         warnings.warn(report_line, stacklevel=log_level)
     return CallOutcome(values=rank_values, plan=call_plan, state_dicts=state_dicts)
+
+
+def _apply_weights(
+    call_result: CallResult,
+    weight_receiver: WeightReceiver,
+    weight_reports: Sequence[WeightReport],
+    closing_lines: str,
+) -> None:
+    holders = [member for member in call_result.members if member.holds_weights]
+    try:
+        weight_receiver.apply(weight_reports, process_id=holders[0].pid if holders else None)
+    except MemoryUnread as error:
+        raise weights_unread(error, closing_lines) from error
+
+
+def weights_unread(error: MemoryUnread, closing_lines: str) -> WorkerFailed:
+    """The error when weights could not be read in a worker's memory.
+
+    Args:
+        error: What the system said.
+        closing_lines: What became of the model, if it is as before.
+    """
+    if error.errno == errno.EIO:
+        # See [Note: one call] in `memory_pieces`: only a system without memory does this.
+        closing_lines = (
+            "The notebook's model has some of the new weights and some of the old ones. Load its "
+            "state_dict again before you use it."
+        )
+    return WorkerFailed(
+        f"The trained weights could not be read in the memory of rank 0: {error.strerror}. It "
+        f"waited with them, and has ended or lost its memory (killed because memory is short?). "
+        f"{closing_lines}"
+    )

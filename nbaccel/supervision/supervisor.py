@@ -78,7 +78,6 @@ class Supervisor(WorkerListener):
 
     def begin(self) -> None:
         """The workers are listened to from now on."""
-        raise NotImplementedError
 
     def is_over(self) -> bool:
         """Whether the call is over."""
@@ -124,23 +123,28 @@ class Supervisor(WorkerListener):
     def watch(self) -> None:
         """Wait until the call is over."""
         try:
-            with self.listening(self.sentinels()):
-                self.begin()
-                while not self.is_over() and self._do_what_is_due():
-                    self.hear(self._patience())
-                self.close_output()
-                self.show_rest()
-            self._console.tick(is_final=True)
+            self.listen()
         finally:
-            if self._show is not None:
+            call_display, self._show = self._show, None
+            if call_display is not None:
                 # The front end must not be left with an unfinished display.
                 with process_death.uninterrupted():
-                    self._show.end(
+                    call_display.end(
                         self,
                         has_failed=any(member.returned is None for member in self.participants()),
                         was_interrupted=self._interrupted,
                         timed_out=self._timed_out,
                     )
+
+    def listen(self) -> None:
+        """Hear the workers until the call is over, and show what they have printed."""
+        with self.listening(self.sentinels()):
+            self.begin()
+            while not self.is_over() and self._do_what_is_due():
+                self.hear(self._patience())
+            self.close_output()
+            self.show_rest()
+        self._console.tick(is_final=True)
 
     def facts(self) -> dict[str, Any]:
         """The fields of a `CallResult`."""

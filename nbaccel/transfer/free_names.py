@@ -51,6 +51,7 @@ class Names:
     """Read only inside functions, or in the text given to magics."""
 
 
+@functools.lru_cache(maxsize=4096)
 def is_users(read_name: str) -> bool:
     """Whether a name belongs to the user, not to Python or IPython (`_`, `In`, `__name__`)."""
     return read_name not in _IPYTHON_NAMES and not _IPYTHON_NAME_PATTERN.fullmatch(read_name)

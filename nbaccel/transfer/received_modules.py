@@ -17,11 +17,10 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import (
@@ -32,6 +31,7 @@ from torch.optim.optimizer import (
 from nbaccel import torch_private
 from nbaccel.errors import InternalError
 from nbaccel.transfer import (
+    memory_pieces,
     sharded_tensors,
     shared_memory,
     training_in_place,
@@ -42,10 +42,6 @@ from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
 from nbaccel.transfer.namespace_update import Update
 
 __all__ = ["ReceivedModules"]
-
-
-_COMPARED_BYTES = 1 << 20  # compared at a time: small enough to stay in the cache
-_WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -289,13 +285,15 @@ class ReceivedModules:
             yield arena_slot, module_tensor, local_arena.mapping
 
     def write_weights(
-        self, staging_files: Mapping[str, int]
+        self, staging_files: Mapping[str, int], *, is_read: bool = False
     ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
         """Write what this rank owes of the changed modules into staging files.
 
         Args:
             staging_files: Descriptors of the notebook's staging files by key of the arena. A module
                 that lies in other arenas as well is not copied back.
+            is_read: Whether the notebook reads weights in this process's memory, before it says
+                that they can be settled.
 
         Returns:
             What was written, and the files of this rank's own that hold whole arenas, by key: their
@@ -320,6 +318,8 @@ class ReceivedModules:
                 self._modules[key][0].path: self._origins[key] for key in changed_keys
             },
             keeps_states=False,
+            arena_files={key: self._arenas[key].fd for key in used_arenas},
+            is_read=is_read,
         ).write()
         if self._rank != 0:
             written_ranges = self._written()
@@ -348,7 +348,9 @@ class ReceivedModules:
             # The private mapping would show this worker's own pages.
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             own_bytes = local_arena.mapping.bytes()
-            for first_byte, end_byte in _equal_runs(own_bytes, notebook_bytes, page_spans):
+            for first_byte, end_byte in memory_pieces.equal_runs(
+                own_bytes, notebook_bytes, page_spans
+            ):
                 local_arena.mapping.give_back(first_byte, end_byte)
 
     def _move_back(self, arena_key: str, local_arena: _LocalArena) -> None:
@@ -360,7 +362,7 @@ class ReceivedModules:
             kept_ranges = [
                 # Copied, because replacing the mapping takes these pages away.
                 (byte_range, own_bytes[slice(*byte_range)].copy())
-                for byte_range in _different_runs(own_bytes, notebook_bytes)
+                for byte_range in memory_pieces.different_runs(own_bytes, notebook_bytes)
             ]
         local_arena.mapping.replace(local_arena.fd, is_private=True)
         for (first_byte, end_byte), new_values in kept_ranges:
@@ -455,44 +457,6 @@ def _give_back_range(local_arena: _LocalArena, first_byte: int, end_byte: int) -
             shared_memory.read_at(
                 local_arena.fd, local_arena.mapping.view(low_byte, high_byte), low_byte
             )
-
-
-def _equal_runs(
-    own_bytes: np.ndarray[Any, Any],
-    notebook_bytes: np.ndarray[Any, Any],
-    page_spans: Sequence[shared_memory.ByteRange],
-) -> Iterator[shared_memory.ByteRange]:
-    """The runs of whole pages in these spans that are the same in both."""
-    for span_start, span_end in page_spans:
-        for first_byte in range(span_start, span_end, _COMPARED_BYTES):
-            end_byte = min(first_byte + _COMPARED_BYTES, span_end)
-            if np.array_equal(
-                # Compared as 8-byte words: NumPy's array of results is an eighth as long then.
-                _as_words(own_bytes[first_byte:end_byte]),
-                _as_words(notebook_bytes[first_byte:end_byte]),
-            ):
-                yield first_byte, end_byte
-                continue
-            for low_byte in range(first_byte, end_byte, shared_memory.PAGE_BYTES):
-                high_byte = min(low_byte + shared_memory.PAGE_BYTES, end_byte)
-                if np.array_equal(
-                    own_bytes[low_byte:high_byte], notebook_bytes[low_byte:high_byte]
-                ):
-                    yield low_byte, high_byte
-
-
-def _different_runs(
-    own_bytes: np.ndarray[Any, Any], notebook_bytes: np.ndarray[Any, Any]
-) -> Iterator[shared_memory.ByteRange]:
-    """The runs of whole pages that are not the same in both."""
-    return shared_memory.gaps_between(
-        shared_memory.merge_ranges(_equal_runs(own_bytes, notebook_bytes, [(0, own_bytes.size)])),
-        own_bytes.size,
-    )
-
-
-def _as_words(raw_bytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return raw_bytes.view(np.uint64) if raw_bytes.size % _WORD_BYTES == 0 else raw_bytes
 
 
 def _report_steps(received_modules: ReceivedModules) -> None:

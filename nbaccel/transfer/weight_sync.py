@@ -1,5 +1,7 @@
 """How trained weights are copied back: workers write staging files, the notebook reads them.
 
+The workers' side is here, the notebook's in `weight_receiver`.
+
 [Note: writing weights back] Every arena has a *staging* file of the same size and layout, made by
 the notebook process for one launch. It is sparse: pages that are not written cost nothing. Workers
 put trained values there; the notebook's arena is not touched before all ranks have returned. Then
@@ -18,6 +20,11 @@ the file that its rank 0 trains in is made by the worker itself, and travels to 
 the report. Such a file holds a whole arena; everything else goes to the staging files that the
 notebook made, for all ranks.
 
+[Note: read in place] What no optimizer trained lies in pages of rank 0's own, and a staging file
+would cost new memory for all of it. So rank 0 says where they lie and waits, and the notebook reads
+them from its memory: once, and only pages that differ. Where the notebook may not read a worker's
+memory, or rank 0 leaves before the others have returned, they go through the staging file.
+
 A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
 to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
@@ -33,23 +40,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel.failures.process_death import uninterrupted
-from nbaccel.transfer import sharded_tensors, shared_memory, training_in_place, weight_checks
+from nbaccel.transfer import (
+    memory_pieces,
+    sharded_tensors,
+    shared_memory,
+    training_in_place,
+    weight_checks,
+)
 from nbaccel.transfer.arena import (
-    Arena,
+    PLAIN,
     Sharing,
     Slot,
     is_in_arena,
-    module_version,
     named_tensors,
-    refresh_devices,
 )
 from nbaccel.units import first_few
 
-__all__ = ["WeightReceiver"]
+__all__ = ["Manifest", "WeightReport", "WeightWriter", "module_manifests"]
 
 
 _PART_REMEDY = (
@@ -80,6 +89,8 @@ class WeightReport:
     own_bytes: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
     """Exactly the bytes that this rank put into the staging files it was given: of a sharded
     tensor its own piece. Who copies these files to another host copies no others."""
+    in_memory: list[memory_pieces.MemoryPiece] = field(default_factory=list)
+    """What the notebook has to read in this rank's memory: [Note: read in place]."""
     stranded: dict[str, str] = field(default_factory=dict)
     """Path of a module whose weights could not be written back → why."""
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -123,6 +134,9 @@ class WeightWriter:
         original_tensors: The modules' tensors as they came; by default as they are now.
         keeps_states: Whether the report has the weights of modules that are not written back
             unchanged.
+        arena_files: Descriptors of the arenas, by key: what equals them is not copied.
+        is_read: Whether the notebook reads this process's memory. It has to wait for that, with the
+            modules as they are.
     """
 
     def __init__(
@@ -137,6 +151,8 @@ class WeightWriter:
         in_files: Mapping[str, int] | None = None,
         original_tensors: Mapping[str, weight_checks.OriginalTensors] | None = None,
         keeps_states: bool = True,
+        arena_files: Mapping[str, int] | None = None,
+        is_read: bool = False,
     ) -> None:
         self._rank = own_rank
         self._num_nodes = num_nodes
@@ -145,6 +161,9 @@ class WeightWriter:
         self._staging = staging_files
         self._in_files = dict(in_files or {})
         self._keeps_states = keeps_states
+        self._arena_files = arena_files or {}
+        self._is_read = is_read
+        self._pieces: list[memory_pieces.MemoryPiece] = []
         self._origins = original_tensors or {
             module_manifest.path: weight_checks.original_tensors_of(module)
             for module_manifest, module in shared_modules
@@ -216,7 +235,24 @@ class WeightWriter:
         # After the loop: private pages must not overwrite the tensors that were written in it.
         if self._rank == 0:
             self._write_arenas(weight_report, kept_slots, written_ranges)
+        weight_report.in_memory, rest_pieces = memory_pieces.fit_in_one_call(self._pieces)
+        self._stage(rest_pieces, weight_report)
         return weight_report
+
+    def stage_memory(self, weight_report: WeightReport) -> WeightReport:
+        """Put into the staging files what the notebook was to read in this process's memory."""
+        self._stage(weight_report.in_memory, weight_report)
+        weight_report.in_memory = []
+        return weight_report
+
+    def _stage(
+        self, staged_pieces: Iterable[memory_pieces.MemoryPiece], weight_report: WeightReport
+    ) -> None:
+        for arena_key, first_byte, end_byte, address in staged_pieces:
+            source_bytes = shared_memory.bytes_at(address, end_byte - first_byte)
+            shared_memory.write_at(self._staging[arena_key], source_bytes, first_byte)
+            weight_report.written.setdefault(arena_key, []).append((first_byte, end_byte))
+            weight_report.own_bytes.setdefault(arena_key, []).append((first_byte, end_byte))
 
     def _take_fingerprints(
         self,
@@ -275,8 +311,20 @@ class WeightWriter:
                 if kept_key == arena_key
             ]
             taken_ranges += weight_report.written.get(arena_key, [])
-            for first_byte, end_byte in written_ranges[arena_key]:
-                self._write_around(arena_key, (first_byte, end_byte), taken_ranges, weight_report)
+            taken_ranges += [
+                (piece.start, piece.end) for piece in self._pieces if piece.arena_key == arena_key
+            ]
+            for byte_span in self._changed(arena_key, written_ranges[arena_key]):
+                self._write_around(arena_key, byte_span, taken_ranges, weight_report)
+
+    def _changed(
+        self, arena_key: str, byte_ranges: Sequence[shared_memory.ByteRange]
+    ) -> Sequence[shared_memory.ByteRange]:
+        if arena_key not in self._arena_files:
+            return byte_ranges
+        return memory_pieces.changed_ranges(
+            self._mappings[arena_key], self._arena_files[arena_key], byte_ranges
+        )
 
     def _own_trained_file(self, arena_key: str, weight_report: WeightReport) -> None:
         """Report as this rank's what it has trained in, without the other ranks' pieces."""
@@ -309,15 +357,21 @@ class WeightWriter:
             )
             for range_start, range_end in taken_ranges
         )
-        for first_byte, end_byte in list(
-            shared_memory.gaps_between(shifted_ranges, byte_span[1] - byte_span[0])
-        ):
-            file_range = (byte_span[0] + first_byte, byte_span[0] + end_byte)
-            shared_memory.write_at(
-                self._staging[arena_key], arena_mapping.view(*file_range), file_range[0]
+        own_pieces = [
+            memory_pieces.MemoryPiece(
+                arena_key,
+                byte_span[0] + first_byte,
+                byte_span[0] + end_byte,
+                arena_mapping.address + byte_span[0] + first_byte,
             )
-            weight_report.written.setdefault(arena_key, []).append(file_range)
-            weight_report.own_bytes.setdefault(arena_key, []).append(file_range)
+            for first_byte, end_byte in shared_memory.gaps_between(
+                shifted_ranges, byte_span[1] - byte_span[0]
+            )
+        ]
+        if self._is_read:
+            self._pieces += own_pieces
+        else:
+            self._stage(own_pieces, weight_report)
 
     def _write_departed(
         self,
@@ -342,6 +396,12 @@ class WeightWriter:
             ):
                 continue
             written_places.add(tensor_place)
+            if self._can_be_read(arena_key, arena_slot, current_tensor):
+                slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+                self._pieces.append(
+                    memory_pieces.MemoryPiece(arena_key, *slot_range, current_tensor.data_ptr())
+                )
+                continue
             if not is_sharded and (arena_key, arena_slot.start) not in seeded_storages:
                 # Seeding a second time would undo what is written below.
                 seeded_storages.add((arena_key, arena_slot.start))
@@ -364,6 +424,21 @@ class WeightWriter:
             if is_sharded:
                 slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
                 self._sharded.setdefault(arena_key, []).append(slot_range)
+
+    def _can_be_read(self, arena_key: str, arena_slot: Slot, current_tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is, byte by byte, what belongs into the slot's storage."""
+        return (
+            self._is_read
+            and arena_key not in self._in_files
+            and type(current_tensor) in PLAIN
+            and current_tensor.device.type == "cpu"
+            and current_tensor.layout is torch.strided
+            and current_tensor.dtype == arena_slot.dtype
+            and current_tensor.stride() == arena_slot.stride
+            and current_tensor.is_contiguous()
+            and current_tensor.nbytes == arena_slot.nbytes
+            and not (current_tensor.is_conj() or current_tensor.is_neg())
+        )
 
     def _put_pieces(
         self,
@@ -469,194 +544,3 @@ def _value_on_cpu(current_tensor: Any) -> torch.Tensor:
     if sharded_tensors.is_dtensor(current_tensor):
         piece_values = current_tensor.detach().to_local()
     return piece_values.cpu()
-
-
-class WeightReceiver:
-    """The notebook's side: owns the staging files of one launch and applies them at the end.
-
-    Args:
-        module_sharing: The modules.
-        shared_arenas: The arenas that get staging files, by key.
-    """
-
-    def __init__(self, module_sharing: Sharing, shared_arenas: Mapping[str, Arena]) -> None:
-        self._sharing = module_sharing
-        self._versions = _module_versions(module_sharing)
-        self._arenas = shared_arenas
-        self.staging: dict[str, int] = {}
-        # An interrupt between creating a file and storing its descriptor would leak it.
-        with uninterrupted():
-            try:
-                for arena_key, arena in shared_arenas.items():
-                    self.staging[arena_key] = shared_memory.create_file("staging", arena.nbytes)
-            except OSError:
-                self.close()
-                raise
-
-    def apply(
-        self, weight_reports: Iterable[WeightReport], whole_files: Mapping[str, int] | None = None
-    ) -> None:
-        """Copy the trained values into the notebook's modules. Call once all ranks have returned.
-
-        Args:
-            weight_reports: What the ranks wrote.
-            whole_files: Descriptors of the files that hold complete arenas, where a rank owns them.
-        """
-        merged_report = WeightReport()
-        for weight_report in weight_reports:
-            merged_report.complete |= weight_report.complete
-            merged_report.stranded |= weight_report.stranded
-            for arena_key, byte_ranges in weight_report.written.items():
-                merged_report.written.setdefault(arena_key, []).extend(byte_ranges)
-        for arena_key, arena in self._arenas.items():
-            self._apply_one(arena_key, arena, merged_report, (whole_files or {}).get(arena_key))
-        # After the arenas: tensors on devices are filled from their host copies there.
-        refresh_devices(self._sharing, merged_report.stranded)
-        if merged_report.complete or merged_report.written:
-            self._note_change(merged_report)
-
-    def disturbed(self) -> list[str]:
-        """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
-        current_versions = _module_versions(self._sharing)
-        return [
-            module_path
-            for module_path, version_before in self._versions.items()
-            if current_versions[module_path] != version_before
-        ]
-
-    def differing(self, weight_reports: Sequence[WeightReport]) -> dict[str, str]:
-        """Which ranks trained another model than rank 0, whose weights the notebook gets.
-
-        Ask before `apply`: ranks that have what the notebook had have trained nothing.
-
-        Returns:
-            Path of the module → message for the user. Rank 0 alone may train.
-        """
-        messages_by_path = {}
-        for module in self._sharing.modules:
-            rank_digests = {
-                weight_report.rank: weight_report.fingerprints.get(module.path, "")
-                for weight_report in weight_reports
-            }
-            differing_ranks = weight_checks.differing_ranks(rank_digests)
-            # A rank whose weights equal the notebook's has trained nothing that could be lost.
-            if differing_ranks:
-                notebook_digest = weight_checks.digest_of(module.module)
-                differing_ranks = [
-                    rank_number
-                    for rank_number in differing_ranks
-                    if rank_digests[rank_number] != notebook_digest
-                ]
-            if differing_ranks:
-                trained_by_0 = bool(rank_digests.get(0))
-                messages_by_path[module.path] = _differing_models_message(
-                    module.path, differing_ranks, rank_0_trained=trained_by_0
-                )
-        return messages_by_path
-
-    def _note_change(self, merged_report: WeightReport) -> None:
-        """Let torch know that the tensors have new values, as if an operation had written them.
-
-        A graph that still needs the old ones says so then, and a pool's workers adopt the new.
-        """
-        for module in self._sharing.modules:
-            if module.path not in merged_report.stranded:
-                module_tensors = dict(named_tensors(module.module))
-                written_tensors = [
-                    module_tensors[arena_slot.name] for _, arena_slot in module.slots
-                ]
-                increment_version(
-                    [
-                        module_tensor
-                        for module_tensor in written_tensors
-                        # Inference tensors have no version counter; torch raises for them.
-                        if not module_tensor.is_inference()
-                    ]
-                )
-
-    def _apply_one(
-        self, arena_key: str, arena: Arena, merged_report: WeightReport, whole_file: int | None
-    ) -> None:
-        whole_range = [(0, arena.nbytes)]
-        written_ranges = shared_memory.merge_ranges(merged_report.written.get(arena_key, []))
-        if whole_file is not None or arena_key in merged_report.complete or written_ranges:
-            arena.leave_file()
-        if whole_file is not None:
-            # First, because departed and sharded tensors are in the staging file, which is read
-            # after it.
-            self._read(whole_file, arena, whole_range, merged_report)
-        elif arena_key in merged_report.complete:
-            written_ranges = whole_range
-        self._read(self.staging[arena_key], arena, written_ranges, merged_report)
-
-    def _read(
-        self,
-        file_descriptor: int,
-        arena: Arena,
-        byte_ranges: list[shared_memory.ByteRange],
-        merged_report: WeightReport,
-    ) -> None:
-        for first_byte, end_byte in shared_memory.ranges_without(
-            byte_ranges, self._stranded_ranges(arena, merged_report.stranded)
-        ):
-            shared_memory.read_at(file_descriptor, arena.view(first_byte, end_byte), first_byte)
-
-    def _stranded_ranges(
-        self, arena: Arena, stranded_modules: Mapping[str, str]
-    ) -> list[shared_memory.ByteRange]:
-        return shared_memory.merge_ranges(
-            (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-            for module in self._sharing.modules
-            if module.path in stranded_modules
-            for tensor_arena, arena_slot in module.slots
-            if tensor_arena is arena
-        )
-
-    def close(self, close_files: Callable[[Sequence[int]], None] = shared_memory.close_all) -> None:
-        """Close the staging files.
-
-        Args:
-            close_files: Closes descriptors. Freeing gigabytes takes a tenth of a second each:
-                better where the user does not wait for it.
-        """
-        with uninterrupted():
-            # Cleared before closing: a second close could hit another file with the same number.
-            file_descriptors = list(self.staging.values())
-            self.staging.clear()
-            close_files(file_descriptors)
-
-
-def _module_versions(module_sharing: Sharing) -> dict[str, int]:
-    return {
-        shared_module.path: module_version(shared_module.module)
-        for shared_module in module_sharing.modules
-    }
-
-
-def _differing_models_message(
-    module_path: str, differing_ranks: Sequence[int], *, rank_0_trained: bool
-) -> str:
-    """The line about ranks that trained another model than rank 0.
-
-    Args:
-        module_path: The module, as the user would write it.
-        differing_ranks: These ranks.
-        rank_0_trained: Whether rank 0 trained the module at all.
-    """
-    rank_names = (
-        f"rank{'s' if len(differing_ranks) > 1 else ''} {', '.join(map(str, differing_ranks))}"
-    )
-    if not rank_0_trained:
-        return (
-            f"{rank_names} trained {module_path} and rank 0 did not. The notebook gets rank 0's "
-            "weights, so what was trained is lost. Train on rank 0, or return the "
-            "state_dict from the other ranks."
-        )
-    return (
-        f"The ranks trained different models: {rank_names} ended with other weights of "
-        f"{module_path} than rank 0, and the notebook has rank 0's. Nothing averaged the "
-        "gradients. Wrap the model in DistributedDataParallel, or pass it through "
-        "Accelerator.prepare. (In "
-        "DistributedDataParallel already? Then some parameters took no part in the loss: "
-        "find_unused_parameters=True.)"
-    )

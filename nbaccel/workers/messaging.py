@@ -68,14 +68,25 @@ class Channel:
         Raises:
             OSError: If the other end is gone.
         """
-        if len(file_descriptors) > _MAX_FDS:
+        packet_bytes, spill_files = pack_message(message)
+        with shared_memory.closing_files(*spill_files):
+            self.send_packed(packet_bytes, [*file_descriptors, *spill_files])
+
+    def send_packed(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> None:
+        """Send what `pack_message` made of a message, which several ends may get.
+
+        Args:
+            packet_bytes: The packet.
+            file_descriptors: The message's, and behind them the file of one that is long.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        if len(file_descriptors) > _MAX_FDS + 1:
             raise ValueError(
                 f"{len(file_descriptors)} descriptors in one message; {_MAX_FDS} is the most"
             )
-        packet_bytes, spill_files = pack_message(message)
-        with shared_memory.closing_files(*spill_files):
-            # Last, so that the receiver can take it off the end of the list.
-            socket.send_fds(self._sock, [packet_bytes], [*file_descriptors, *spill_files])
+        socket.send_fds(self._sock, [packet_bytes], file_descriptors)
 
     def try_send(self, message: Any) -> bool:
         """Send a short message unless that would mean to wait.
@@ -344,6 +355,8 @@ class Job:
     """How the notebook has configured it; see `worker_output`."""
     mixed_precision: str
     share_back: bool
+    reads_memory: bool = False
+    """Whether the notebook reads weights in the worker's memory, once all ranks have returned."""
 
     handler: ClassVar[str] = "nbaccel.workers.worker:serve_job"
     """What a worker runs whose first message this is, as module:function."""
@@ -357,6 +370,10 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Leave:
     """Exit. A worker that has returned stays until then: [Note: exit barrier] in launch/."""
+
+    stages_weights: bool = False
+    """Whether it first writes to the staging files what was to be read in its memory, because the
+    others have not returned. Answered by WeightsStaged."""
 
 
 # ---- notebook → worker: to the second thread of a pool's worker, which answers at once
@@ -447,6 +464,14 @@ class Returned:
     """Why the value could not be sent, if so."""
     home: Any
     """`WeightReport`: which trained weights lie in the staging files."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsStaged:
+    """What was to be read in this worker's memory lies in the staging files now."""
+
+    home: Any
+    """`WeightReport`, in the place of that of `Returned`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import enum
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nbaccel import frames
 from nbaccel.failures import failure
@@ -26,7 +26,7 @@ class HandleState(enum.Enum):
     FORKED = "forked; has sent no message yet"
     ALIVE = "runs Python and listens to signals; unpacks its job"
     RUNNING = "has called the user's function"
-    RETURNED = "has handed over its result; its weights are in the staging files"
+    RETURNED = "has handed over its result; its weights are in the staging files, or in its memory"
     FAILED = "has handed over its exception"
     GONE = "has ended and been reaped"
 
@@ -66,6 +66,8 @@ class WorkerHandle:
     """Its end of the channel is closed, or it is gone."""
     leftovers: set[LeftoverFolders] = field(default_factory=set)
     """What it would leave on disk if it were killed."""
+    is_read: bool = False
+    """The notebook has read the weights in its memory."""
     is_stopped: bool = False
     """The notebook has stopped its call, so how it ends says nothing about the user's code."""
 
@@ -78,6 +80,16 @@ class WorkerHandle:
     def is_busy(self) -> bool:
         """Whether its function may still be running."""
         return self.state in (HandleState.FORKED, HandleState.ALIVE, HandleState.RUNNING)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether weights lie in its memory that the notebook has to read there."""
+        return (
+            self.returned is not None
+            and self.returned.home is not None
+            and bool(self.returned.home.in_memory)
+            and not self.is_read
+        )
 
     @property
     def stack(self) -> tuple[frames.Frame, ...]:
@@ -128,7 +140,7 @@ class WorkerHandle:
         """Drop what is known of its last call."""
         self._close_payloads()
         self.returned = self.record = self.whereabouts = None
-        self.is_stopped = False
+        self.is_stopped = self.is_read = False
 
     def begin_call(self) -> None:
         """It has a call."""
@@ -140,6 +152,15 @@ class WorkerHandle:
     def take_result(self, message: messaging.Returned, file_descriptors: list[int]) -> None:
         """It has handed over what its function returned."""
         self.returned, self.result_fd = message, file_descriptors[0] if file_descriptors else None
+
+    def take_weights(self, message: messaging.WeightsStaged) -> None:
+        """It has written its weights where they are safe without it."""
+        if self.returned is not None:
+            self.returned = replace(self.returned, home=message.home)
+
+    def note_read(self) -> None:
+        """The notebook has read the weights in its memory."""
+        self.is_read = True
 
     def take_failure(
         self, message: messaging.Failed, file_descriptors: list[int], record: failure.FailureRecord
@@ -244,11 +265,15 @@ class WorkerHandle:
         self.is_stopped = True
         self.starter.kill(self.pid)
 
-    def let_leave(self) -> None:
-        """Let it exit: its work is over."""
+    def let_leave(self, *, stages_weights: bool = False) -> None:
+        """Let it exit: its work is over.
+
+        Args:
+            stages_weights: Whether it first writes to the staging files what its memory holds.
+        """
         # It may have exited by itself.
         with contextlib.suppress(OSError):
-            self.channel.send(messaging.Leave())
+            self.channel.send(messaging.Leave(stages_weights))
 
     def wake(self) -> None:
         """Let it continue if it was stopped (SIGSTOP)."""

@@ -31,6 +31,7 @@ from typing import Any
 import cloudpickle
 
 from nbaccel.frames import Frame
+from nbaccel.record_pickling import quickly_pickled
 from nbaccel.workers.messaging import ClearOutput, Display
 
 __all__ = ["LoggingSettings", "as_configured"]
@@ -183,6 +184,7 @@ class _TextBars(MetaPathFinder, Loader):
 _STANDARD_ERROR, _STANDARD_OUTPUT = "stderr", "stdout"
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _HandlerSettings:
     """A handler, without what belongs to one process."""
@@ -211,6 +213,7 @@ class _HandlerSettings:
         return log_handler
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LoggerSettings:
     """What was set at one logger."""
@@ -223,32 +226,32 @@ class _LoggerSettings:
 
 _AS_MADE = _LoggerSettings(level=logging.NOTSET)
 
+# Where an installed package lies does not change in the life of a process, and a cell asks for all.
+_LIBRARY_LOGGERS: set[str] = set()
+
 
 def as_configured() -> bytes:
     """How logging is configured in this process."""
-    logger_names: list[str | None] = [None, *list(logging.root.manager.loggerDict)]
-    configured_loggers = {
-        logger_name: _describe_logger(logger_name)
-        for logger_name in logger_names
-        if _is_logger(logger_name)
-    }
-    carried_loggers = {
-        logger_name: logger_settings
-        for logger_name, logger_settings in configured_loggers.items()
-        if logger_name is None or logger_settings != _AS_MADE
-    }
+    carried_loggers: dict[str | None, _LoggerSettings | int] = {None: _describe(logging.root)}
+    # A copy, because another thread may make a logger meanwhile.
+    for logger_name, python_logger in list(logging.root.manager.loggerDict.items()):
+        # Libraries make hundreds, most of which nobody has configured.
+        if not isinstance(python_logger, logging.Logger) or not (
+            python_logger.level
+            or python_logger.handlers
+            or python_logger.disabled
+            or not python_logger.propagate
+        ):
+            continue
+        if logger_name not in _LIBRARY_LOGGERS and not _is_librarys(logger_name):
+            carried_loggers[logger_name] = _describe(python_logger)
+        elif python_logger.level:
+            carried_loggers[logger_name] = python_logger.level
     # Pickled here, so that workers can compare it as bytes and skip what has not changed.
     return pickle.dumps((logging.root.manager.disable, carried_loggers))
 
 
-def _is_logger(name: str | None) -> bool:
-    return name is None or isinstance(logging.root.manager.loggerDict[name], logging.Logger)
-
-
-def _describe_logger(name: str | None) -> _LoggerSettings:
-    python_logger = logging.getLogger(name)
-    if name is not None and _is_librarys(name):
-        return _LoggerSettings(level=python_logger.level)
+def _describe(python_logger: logging.Logger) -> _LoggerSettings:
     return _LoggerSettings(
         level=python_logger.level,
         propagate=python_logger.propagate,
@@ -262,11 +265,14 @@ def _is_librarys(name: str) -> bool:
     package_name = name.partition(".")[0]
     module = sys.modules.get(package_name) or sys.modules.get(package_name.lower())
     package_file = getattr(module, "__file__", None) or ""
-    return (
+    is_library = (
         package_name != "__main__"
         and package_file != ""
         and Frame(file=package_file, line=0, function="").is_library
     )
+    if is_library:
+        _LIBRARY_LOGGERS.add(name)
+    return is_library
 
 
 def _handler_settings(python_logger: logging.Logger) -> Iterator[_HandlerSettings]:
@@ -314,8 +320,12 @@ def _append_only(log_handler: Any) -> None:
 
 
 def _pickled_or_empty(pickled_value: Any) -> bytes:
+    if not pickled_value:
+        return b""
+    # cloudpickle takes ten times as long, and each cell asks.
+    by_name = type(pickled_value) is logging.Formatter
     try:
-        pickled_settings: bytes = cloudpickle.dumps(pickled_value)
+        pickled_settings: bytes = (pickle if by_name else cloudpickle).dumps(pickled_value)
     # The handler works without its formatter.
     except Exception:  # the user's own class may raise anything
         return b""
@@ -349,7 +359,13 @@ class LoggingSettings:
         for name in self._names - wanted_settings.keys():
             _configure(logging.getLogger(name), _AS_MADE)
         for name, logger_settings in wanted_settings.items():
-            _configure(logging.getLogger(name), logger_settings)
+            # Of a library's logger there is the level only.
+            _configure(
+                logging.getLogger(name),
+                _LoggerSettings(level=logger_settings)
+                if isinstance(logger_settings, int)
+                else logger_settings,
+            )
         self._names = set(wanted_settings)
 
 

@@ -18,6 +18,8 @@ from torch import nn
 
 from nbaccel import Pool, WorkerDied, WorkerFailed
 from nbaccel.pool import PoolState
+from nbaccel.transfer import shared_memory
+from nbaccel.transfer.shared_memory import PAGE_BYTES
 from tests.process import descriptors
 
 TRAIN = """
@@ -55,8 +57,17 @@ def last(self):
 home.WeightWriter.write = last
 """
 
+NUM_BYTES = 2 * (256 * 256 + 256) * 4
+"""Of the model."""
+
 NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, -1))\n"
 ROOM = "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook may not read a worker's memory, as in some containers."""
+    monkeypatch.setattr(shared_memory, "can_read_process", lambda process_id: False)
 
 
 @pytest.fixture
@@ -78,13 +89,25 @@ def equal(module: nn.Module, expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("train", "end"),
-    [(TRAIN, DIE_AT_THE_END), (FILL, DIE_AT_THE_END), (FILL, DIE_HALF_WAY)],
-    ids=["optimizer", "by hand", "half way"],
+    ("train", "end", "is_read"),
+    [
+        (TRAIN, DIE_AT_THE_END, True),
+        (FILL, DIE_AT_THE_END, True),
+        (FILL, DIE_AT_THE_END, False),
+        (FILL, DIE_HALF_WAY, False),
+    ],
+    ids=["optimizer", "by hand", "by hand, staged", "half way"],
 )
 def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
-    fresh: Pool, model: nn.Module, train: str, end: str
+    fresh: Pool,
+    model: nn.Module,
+    train: str,
+    end: str,
+    is_read: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if not is_read:
+        request.getfixturevalue("unread")
     old = values(model)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         fresh.run(train + end.format(signal="SIGKILL"), ranks=[0])
@@ -104,6 +127,7 @@ def test_what_out_asks_for_does_not_hide_it(fresh: Pool, model: nn.Module) -> No
     assert equal(model, old)
 
 
+@pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
 def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
     fresh: Pool, model: nn.Module, train: str
@@ -117,6 +141,60 @@ def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
     assert equal(model, old)
     fresh.run(ROOM)
     assert equal(model, [v - 0.5 for v in old])
+
+
+@pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
+def test_weights_that_are_read_where_they_lie_need_no_room(
+    fresh: Pool, model: nn.Module, train: str
+) -> None:
+    old = values(model)
+    fresh.run(NO_ROOM + train)
+    fresh.run(ROOM)
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_what_a_cell_changes_by_hand_is_read_once_and_equal_pages_not(
+    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, moves, read = values(model), [], shared_memory.read_process
+
+    def noted(process_id: int, byte_moves: Any) -> int:
+        moves.append([size for _, _, size in byte_moves])
+        return read(process_id, byte_moves)
+
+    fresh.run("model")
+    monkeypatch.setattr(shared_memory, "read_process", noted)
+    fresh.run(FILL)
+    assert [sum(sizes) for sizes in moves] == [1, NUM_BYTES], "may it be read; and all of it, once"
+    moves.clear()
+    fresh.run("with torch.no_grad():\n    for p in model.parameters(): p.mul_(1)")
+    assert [sum(sizes) for sizes in moves] == [1], "all pages were written, and none has changed"
+    moves.clear()
+    fresh.run("with torch.no_grad(): model[1].weight[0, 0] = 7.0")
+    assert [sum(sizes) for sizes in moves] == [1, PAGE_BYTES]
+    old[2][0, 0] = 7.5
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_a_rank_0_that_ends_before_its_weights_are_read_leaves_the_model_old(
+    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, read = values(model), shared_memory.read_process
+
+    def too_late(process_id: int, byte_moves: Any) -> int:
+        if len(byte_moves) > 1 or byte_moves[0][2] > 1:
+            os.kill(process_id, signal.SIGKILL)
+            while psutil.pid_exists(process_id) and (
+                psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+            ):
+                time.sleep(0.01)
+        return read(process_id, byte_moves)
+
+    monkeypatch.setattr(shared_memory, "read_process", too_late)
+    with pytest.raises(WorkerFailed, match="could not be read in the memory of rank 0") as caught:
+        fresh.run(FILL)
+    assert "model is as before the cell, all of the weights old and none new" in str(caught.value)
+    assert equal(model, old)
 
 
 def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(
@@ -203,7 +281,8 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
     assert equal(model, [v - 0.5 for v in old])
 
 
-def test_random_kills_tear_nothing(fresh: Pool, model: nn.Module) -> None:
+@pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
+def test_random_kills_tear_nothing(fresh: Pool, model: nn.Module, train: str) -> None:
     """At moments that nobody has chosen: all old or all new, and never silent."""
     old = values(model)
     for i in range(12):
@@ -212,7 +291,7 @@ def test_random_kills_tear_nothing(fresh: Pool, model: nn.Module) -> None:
         killer.start()
         told = False
         try:
-            fresh.run(TRAIN)
+            fresh.run(train)
         except WorkerFailed:
             told = True
         killer.join()

@@ -14,13 +14,13 @@ from torch import nn
 
 from nbaccel.transfer import arena, pickling, shared_memory, weight_sync
 from nbaccel.transfer.find_modules import find_modules
-from nbaccel.transfer.weight_sync import WeightReceiver
+from nbaccel.transfer.weight_receiver import WeightReceiver
 
 
 class Worker:
     """One rank's copy of the arguments, and its way home."""
 
-    def __init__(self, trip: Trip, rank: int) -> None:
+    def __init__(self, trip: Trip, rank: int, *, is_read: bool) -> None:
         self.mappings = {
             key: shared_memory.Mapping(found.fd, found.nbytes, is_private=True)
             for key, found in trip.arenas.items()
@@ -32,6 +32,8 @@ class Worker:
             shared_modules=modules,
             arena_mappings=self.mappings,
             staging_files=trip.weight_receiver.staging,
+            arena_files={key: found.fd for key, found in trip.arenas.items()},
+            is_read=is_read,
         )
 
 
@@ -49,13 +51,13 @@ class Trip:
         self.arenas = dict(sender.arenas)
         self.weight_receiver = WeightReceiver(self.sharing, self.arenas)
 
-    def worker(self, rank: int = 0) -> Worker:
-        return Worker(self, rank)
+    def worker(self, rank: int = 0, *, is_read: bool = False) -> Worker:
+        return Worker(self, rank, is_read=is_read)
 
     def come_home(self, *workers: Worker) -> weight_sync.WeightReport:
         """All ranks have returned; the first worker's report is given back."""
         reports = [worker.homebound.write() for worker in workers]
-        self.weight_receiver.apply(reports)
+        self.weight_receiver.apply(reports, process_id=os.getpid())
         return reports[0]
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from nbaccel.failures import process_death
-from nbaccel.transfer import shared_memory
-from nbaccel.transfer import weight_sync as homecoming_module
+from nbaccel.transfer import memory_pieces, shared_memory
+from nbaccel.transfer import weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.shared_memory import PAGE_BYTES
 from nbaccel.workers import messaging, template, template_prestart
@@ -136,6 +136,108 @@ def test_a_change_without_an_optimizer_comes_home(launch: Launch) -> None:
             p.add_(1)
     trip.come_home(worker)
     assert_equal(module, values(worker.args[0]))
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "staged"])
+def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(
+    launch: Launch, is_read: bool
+) -> None:
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))  # 4 pages each
+    trip = launch(module)
+    worker = trip.worker(is_read=is_read)
+    (staging,) = trip.weight_receiver.staging.values()
+    with torch.no_grad():
+        for number, p in enumerate(worker.args[0].parameters()):
+            p.add_(1 if number in (1, 2) else 0)
+    (mapping,) = worker.mappings.values()
+    assert shared_memory.total_bytes(mapping.written()) == 24 * PAGE_BYTES, "all were written"
+    report = trip.come_home(worker)
+    pieces = sum(piece.end - piece.start for piece in report.in_memory)
+    through_file = sum(map(shared_memory.total_bytes, report.written.values()))
+    assert (pieces, through_file) == ((8 * PAGE_BYTES, 0) if is_read else (0, 8 * PAGE_BYTES))
+    assert disk_bytes(staging) == through_file
+    assert_equal(module, values(worker.args[0]))
+
+
+def test_a_tensor_put_in_by_hand_is_read_where_it_lies(launch: Launch) -> None:
+    module = Net()
+    trip = launch(module)
+    worker = trip.worker(is_read=True)
+    (staging,) = trip.weight_receiver.staging.values()
+    there = worker.args[0]
+    with torch.no_grad():
+        there.base.weight.zero_()  # written in its place first, and then replaced
+    there.base.weight.data = torch.full((256, 256), 3.0)
+    report = trip.come_home(worker)
+    assert [piece.address for piece in report.in_memory] == [there.base.weight.data_ptr()]
+    assert disk_bytes(staging) == 0
+    assert_equal(module, values(there))
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [torch.full((256, 256), 3.0).double(), torch.full((256, 256), 3.0).t()],
+    ids=["another dtype", "transposed"],
+)
+def test_a_tensor_that_lies_otherwise_than_the_notebooks_goes_through_the_file(
+    launch: Launch, replaced: torch.Tensor
+) -> None:
+    module = Net()
+    trip = launch(module)
+    worker = trip.worker(is_read=True)
+    replaced[0, 1] = 5.0
+    worker.args[0].base.weight = nn.Parameter(replaced)
+    report = trip.come_home(worker)
+    assert not report.in_memory
+    assert torch.equal(module.base.weight.detach(), replaced.float())
+
+
+def test_what_does_not_fit_into_one_call_goes_through_the_file(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "CALL_BYTES", 8 * PAGE_BYTES)
+    module = Net()
+    trip = launch(module)
+    worker = trip.worker(is_read=True)
+    (staging,) = trip.weight_receiver.staging.values()
+    with torch.no_grad():
+        worker.args[0].base.weight.add_(1)
+    report = trip.come_home(worker)
+    assert sum(piece.end - piece.start for piece in report.in_memory) == 8 * PAGE_BYTES
+    assert disk_bytes(staging) >= 55 * PAGE_BYTES
+    assert_equal(module, values(worker.args[0]))
+
+
+def test_a_worker_that_cannot_wait_stages_what_was_to_be_read(launch: Launch) -> None:
+    module = Net()
+    trip = launch(module)
+    worker = trip.worker(is_read=True)
+    with torch.no_grad():
+        worker.args[0].base.weight.add_(1)
+    report = worker.homebound.stage_memory(worker.homebound.write())
+    assert not report.in_memory
+    expected = values(worker.args[0])
+    trip.weight_receiver.apply([report])
+    assert_equal(module, expected)
+
+
+def test_weights_that_cannot_be_read_leave_the_model_as_it_was(launch: Launch) -> None:
+    one, other = Net(), Net()
+    before, trip = values(one), launch(one, other)
+    worker = trip.worker(is_read=True)
+    with torch.no_grad():
+        worker.args[0].base.weight.add_(1)
+        worker.args[1].base.weight.data = torch.ones(256, 256).double()  # through the file
+    report = worker.homebound.write()
+    assert report.in_memory
+    assert report.written
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    with pytest.raises(memory_pieces.MemoryUnread):
+        trip.weight_receiver.apply([report], process_id=gone)
+    assert_equal(one, before)
 
 
 def test_nothing_written_is_nothing_copied(launch: Launch) -> None:
@@ -389,7 +491,7 @@ def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkey
 
     trip = launch(Net())
     (arena,) = trip.arenas.values()
-    monkeypatch.setattr(homecoming_module.shared_memory, "create_file", create)
+    monkeypatch.setattr(receiver_module.shared_memory, "create_file", create)
     with pytest.raises(OSError, match="too many"):
-        homecoming_module.WeightReceiver(trip.sharing, {"a": arena, "b": arena})
+        receiver_module.WeightReceiver(trip.sharing, {"a": arena, "b": arena})
     assert not is_open(made[0])

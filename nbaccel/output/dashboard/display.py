@@ -23,6 +23,7 @@ known before a button is shown.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -85,7 +86,6 @@ class Dashboard:
         self._next = self.board.began + FIRST_S
         self._lines = _less_and_less()
         self._next_line = next(self._lines)
-        self._id = uuid.uuid4().hex
         self._panel: StopPanel | None = None
         self._shows_panel = False
         self._was_shown = False  # whether something has been shown
@@ -100,10 +100,20 @@ class Dashboard:
         """Seconds until `update` or `refresh` shows something."""
         return max(0.0, min(self._next, self._news_due()) - self._clock())
 
+    @functools.cached_property
+    def _id(self) -> str:
+        """Of the output that is replaced."""
+        return uuid.uuid4().hex
+
     @property
     def wants_a_look(self) -> bool:
         """Whether it is time to look at the ranks, and to `update`."""
         return self._clock() >= self._next
+
+    @property
+    def was_shown(self) -> bool:
+        """Whether something has been shown, so that there will be a summary."""
+        return self._was_shown
 
     def _news_due(self) -> float:
         """Only a panel is updated early; an output that is replaced as a whole may flicker."""

@@ -87,7 +87,8 @@ class DashboardUpdater:
             is_wanted=is_wanted,
         )
         self._ranks = frozenset(worker_ranks)
-        self._scales = MemoryMeter(_catalog.device(device_name))
+        self._device_name = device_name
+        self._scales: MemoryMeter | None = None
         self._watched: WatchedCall | None = None
         self._clears = 0
         self._whereabouts = WaitingRanks()
@@ -135,6 +136,9 @@ class DashboardUpdater:
         # A pool's workers that do not have the task are not shown.
         members = [member for member in watched_call.members if member.rank in self._ranks]
         tail_lines = watched_call.last_lines()
+        if self._scales is None:
+            # Not before: nearly all cells end before there is anything to show.
+            self._scales = MemoryMeter(_catalog.device(self._device_name))
         on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])
         return [
             self.row(
@@ -186,10 +190,14 @@ class DashboardUpdater:
             **ending_words: As `Dashboard.finish` has it.
         """
         try:
-            self._dashboard.finish(self._rows(watched_call), **ending_words)
+            # Nearly all cells end well before anything is shown: nothing is to be looked up then.
+            is_wanted = self._dashboard.was_shown or any(ending_words.values())
+            rank_rows = self._rows(watched_call) if is_wanted else ()
+            self._dashboard.finish(rank_rows, **ending_words)
         finally:
             self._watched = None
-            self._scales.close()
+            if self._scales is not None:
+                self._scales.close()
 
     def _say(self, notice_text: str) -> None:
         if self._watched is not None:
