@@ -90,6 +90,7 @@ docs: $(VENV)/.docs  ## build the documentation into build/docs; a warning is an
 bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights against the peers (takes hours; wants a quiet machine)
 	@$(BIN)/python benchmarks/launch.py
 	@$(BIN)/python benchmarks/step.py
+	@$(BIN)/python benchmarks/collectives.py
 	@$(BIN)/python benchmarks/pool.py
 	@$(BIN)/python benchmarks/zero_to_fp32.py
 	@$(BIN)/python benchmarks/zero_memory.py

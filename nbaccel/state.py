@@ -106,7 +106,7 @@ class PartialState(ProcessInfo):
 
     @property
     def debug(self) -> bool:
-        """Whether ``ACCELERATE_DEBUG_MODE`` is set. Collectives are checked in any case."""
+        """Whether ``ACCELERATE_DEBUG_MODE`` is set. Collectives are checked without it, too."""
         return bool(env.flag("ACCELERATE_DEBUG_MODE")) if self._debug is None else self._debug
 
     @debug.setter

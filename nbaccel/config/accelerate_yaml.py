@@ -251,7 +251,7 @@ def _read_debug(reading: FileReading, key: str, value: Any) -> None:
         reading.variables["ACCELERATE_DEBUG_MODE"] = "true"
         reading.use(key, value, "variables: ACCELERATE_DEBUG_MODE")
     else:
-        reading.leave(key, value, "the default; collectives are checked in any case")
+        reading.leave(key, value, "the default; NBACCEL_COLLECTIVE_CHECK=off turns checks off")
 
 
 def _read_tpu_env(reading: FileReading, key: str, value: Any) -> None:

@@ -46,7 +46,7 @@ from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.pool.messages import GroupWanted
 from nbaccel.topology import Topology
-from nbaccel.train import distributed
+from nbaccel.train import call_check, distributed
 from nbaccel.train.in_sync import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
 from nbaccel.workers import rendezvous
@@ -112,6 +112,7 @@ class ProcessGroups:
 
         def destroy_process_group(group: Any = None) -> None:
             torch_destroy_process_group(group)
+            call_check.forget_left_groups()
             if not dist.is_initialized():
                 self._close_sockets()
                 sharded_tensors.forget_process_groups()
@@ -145,7 +146,8 @@ class ProcessGroups:
 
     def sequence(self) -> tuple[tuple[str, int], ...]:
         """How many collectives each group has begun: equal on all ranks that are in step."""
-        group_counts = []
+        # Most of nbaccel's own are none of torch's: they are made in shared memory.
+        group_counts = [("calls of nbaccel", call_check.calls_begun())]
         for process_group, group_name in torch_private.process_group_names().items():
             # Raised by a backend that does not count its collectives.
             with contextlib.suppress(RuntimeError):

@@ -1,266 +1,32 @@
 """Collectives over trees of tensors; before each, the processes check that all make the same call.
 
 A collective that only some processes call hangs; one that they call with different shapes returns
-garbage (gloo) or kills the process. So before each of nbaccel's own collectives every process
-writes into the rendezvous store what it is about to do, and reads what the others wrote:
-
-    process 0   call 12: gather  float32 (8, 10)  train.py:31
-    process 1   call 12: gather  float32 (7, 10)  train.py:31    → all raise, with both shapes
-    process 2   call 11: …                  → after a while: who is missing, last seen where
-
-The store is TCP on the host: it synchronises no GPU. Each process has two keys, for even and odd
-calls: a process in call `n` has read all of call `n - 1`, so no entry is overwritten unread. And
-the keys of a missing process still say where it was last.
+garbage (gloo) or kills the process. So before each of nbaccel's own collectives the processes
+compare their calls (`call_check`). Where they share memory, tensors of the host go along with the
+comparison (`host_tensors`), and nothing is left for the group to do.
 
 Everything works with one process too, where it changes nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
-import math
-import secrets
-import sys
-import time
-import weakref
+import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from nbaccel import frames, torch_private
 from nbaccel.abc.place import Place
-from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, ConfigError
+from nbaccel.errors import CollectiveMismatch, ConfigError
+from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
+from nbaccel.train.host_tensors import COPIED_TYPES, NUMBER_TYPES, HostTensors
 from nbaccel.train.trees import leaves, map_leaves, map_tensors, slice_rows
-from nbaccel.units import format_seconds
 
-__all__ = ["DEFAULT_TIMEOUT_S", "CollectiveCheck", "Collectives", "default_group_check"]
-
-
-DEFAULT_TIMEOUT_S = 600.0
-_WARN_AFTER_S = 30.0
-_MOST_POLL_S = 0.02  # at most, between two reads of the store
-# Of the time already waited: a short wait ends with little delay, a long one uses little CPU.
-_POLL_SHARE = 0.1
-
-# Weak keys: a check ends with its group, and a new group at the same address gets a new one.
-_CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def default_group_check() -> CollectiveCheck:
-    """The check of the default process group; the first use is itself a collective."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # a live worker joins the group here
-    process_group: Any = dist.group.WORLD
-    if process_group not in _CHECKS_BY_GROUP:
-        _CHECKS_BY_GROUP[process_group] = CollectiveCheck(rank, world_size)
-    return _CHECKS_BY_GROUP[process_group]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _AnnouncedCall:
-    """The entry of one process in the store."""
-
-    call_number: int
-    collective_name: str
-    detail: Any
-    file_name: str
-    line_number: int
-    function_name: str
-
-    def describe(self) -> str:
-        if self.call_number < 0:
-            return "not seen in any collective of nbaccel yet"
-        source_frame = frames.Frame(
-            file=self.file_name, line=self.line_number, function=self.function_name
-        )
-        code_line = frames.source_line(source_frame)
-        return f"{self.collective_name}, {frames.place(source_frame)}" + (
-            f": {code_line}" if code_line else ""
-        )
-
-
-class CollectiveCheck:
-    """Compares the calls of the processes of one group.
-
-    Made by :func:`default_group_check`, together with the other processes.
-
-    Args:
-        rank: This process's number.
-        world_size: How many there are.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._call_number = 0
-        # A store outlives a process group; a second group on it must not find the first one's keys.
-        shared_token = [secrets.token_hex(4)]
-        dist.broadcast_object_list(shared_token, src=0)
-        default_store = torch_private.default_store()  # the store the group itself uses
-        self._call_store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"nbaccel/{shared_token[0]}", default_store
-        )
-        # `multi_get` blocks until all its keys exist. With these entries it returns even if a
-        # process never reaches a collective, so that process can be named.
-        for parity in (0, 1):
-            self._call_store.set(f"{parity}/{rank}", json.dumps([-1, "", None, "", 0, ""]))
-
-    def announce(
-        self,
-        what: str,
-        detail: Any = None,
-        *,
-        same: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> list[Any]:
-        """Announce this process's call, and read what the others announced.
-
-        Args:
-            what: Name of the collective.
-            detail: Further information for the others; JSON.
-            same: Whether all details must be equal.
-            timeout_s: How long to wait for a process before giving up, in seconds.
-
-        Returns:
-            The details of all processes, by rank.
-
-        Raises:
-            CollectiveMismatch: Others do something else, or (`same`) with another detail.
-            CollectiveTimeout: A process did not call in time, or has ended.
-        """
-        call_number, self._call_number = self._call_number, self._call_number + 1
-        own_entry = json.dumps([call_number, what, detail, *_user_frame()])
-        try:
-            self._call_store.set(f"{call_number % 2}/{self._rank}", own_entry)
-            all_entries = self._await_others(call_number, own_entry, timeout_s)
-        except dist.DistNetworkError as error:
-            raise CollectiveTimeout(
-                f"Process {self._rank} is in {_parse_call(own_entry).describe()}, but process 0 "
-                "has left: its function returned or it died, and with it the store through which "
-                "processes meet. Every process must call every collective equally often; look "
-                "for an `if` or a `break` around this line that process 0 does not take."
-            ) from error
-        # After all have come: a mismatch is raised on every process, so none is left waiting.
-        self._check_agreement(all_entries, same)
-        return [entry.detail for entry in all_entries]
-
-    def _await_others(
-        self, call_number: int, own_entry: str, timeout_s: float
-    ) -> list[_AnnouncedCall]:
-        start_time = time.monotonic()
-        # A timeout below a minute still gets its warning before the error.
-        worry_s = min(_WARN_AFTER_S, timeout_s / 2)
-        while True:
-            all_entries = self._read_calls(call_number % 2)
-            if all(entry.call_number == call_number for entry in all_entries):
-                return all_entries
-            waited_s = time.monotonic() - start_time
-            if waited_s >= timeout_s:
-                raise CollectiveTimeout(self._describe_missing(all_entries, own_entry, waited_s))
-            if waited_s >= worry_s:
-                worry_s = math.inf
-                sys.stderr.write(
-                    f"nbaccel: {self._describe_missing(all_entries, own_entry, waited_s)}\n"
-                )
-            time.sleep(min(_MOST_POLL_S, waited_s * _POLL_SHARE))
-
-    def _read_calls(self, parity: int) -> list[_AnnouncedCall]:
-        store_keys = [f"{parity}/{rank}" for rank in range(self._world_size)]
-        return [_parse_call(entry_json) for entry_json in self._call_store.multi_get(store_keys)]
-
-    def _describe_missing(
-        self, all_entries: list[_AnnouncedCall], own_json: str, waited_s: float
-    ) -> str:
-        own_entry = _parse_call(own_json)
-        # A late process wrote its last entry under the key of the other parity, or is calls behind.
-        previous_entries = self._read_calls(1 - own_entry.call_number % 2)
-        missing_ranks = [
-            rank
-            for rank, entry in enumerate(all_entries)
-            if entry.call_number != own_entry.call_number
-        ]
-        message_lines = [
-            f"process {self._rank} has waited {format_seconds(waited_s)} in "
-            f"{own_entry.describe()}.",
-            f"{len(missing_ranks)} of {self._world_size} processes did not come:",
-        ]
-        for rank in missing_ranks:
-            last_entry = max(
-                (all_entries[rank], previous_entries[rank]), key=lambda entry: entry.call_number
-            )
-            seen_prefix = "last seen in " if last_entry.call_number >= 0 else ""
-            message_lines.append(f"  process {rank}: {seen_prefix}{last_entry.describe()}")
-        message_lines.append(
-            "A collective must be called by all processes, equally often. Look for an `if` or a "
-            "`break` that only some of them take, or a process that is merely slow (then give "
-            "InitProcessGroupKwargs(timeout=...))."
-        )
-        return "\n".join(message_lines)
-
-    def _check_agreement(self, all_entries: list[_AnnouncedCall], must_be_same: bool) -> None:
-        collective_names = {entry.collective_name for entry in all_entries}
-        if len(collective_names) > 1:
-            raise CollectiveMismatch(
-                "The processes call different collectives at the same time:\n"
-                + "\n".join(
-                    f"  process {rank}: {entry.describe()}"
-                    for rank, entry in enumerate(all_entries)
-                )
-                + "\nThey would wait for each other for ever. Let all of them run the same calls."
-            )
-        if must_be_same and any(entry.detail != all_entries[0].detail for entry in all_entries):
-            raise CollectiveMismatch(
-                f"{all_entries[0].collective_name} got other data on some processes:\n"
-                + "\n".join(
-                    f"  process {rank}: {_describe_detail(entry.detail)} ({entry.describe()})"
-                    for rank, entry in enumerate(all_entries)
-                )
-                + "\nThe result would be garbage. Make them equal first: "
-                "accelerator.pad_across_processes(tensor, dim=0), or gather_object for what has "
-                "no fixed size."
-            )
-
-
-def _parse_call(entry_json: bytes | str) -> _AnnouncedCall:
-    call_number, collective_name, detail, file_name, line_number, function_name = json.loads(
-        entry_json
-    )
-    return _AnnouncedCall(
-        call_number=call_number,
-        collective_name=collective_name,
-        detail=detail,
-        file_name=file_name,
-        line_number=line_number,
-        function_name=function_name,
-    )
-
-
-def _describe_detail(entry_detail: Any) -> str:
-    if isinstance(entry_detail, list) and entry_detail and isinstance(entry_detail[0], list):
-        return ", ".join(f"{dtype} {tuple(shape)}" for dtype, shape in entry_detail)
-    return str(entry_detail)
-
-
-def _user_frame() -> tuple[str, int, str]:
-    """File, line and function of the innermost code that is not in a library."""
-    python_frame = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
-    # The outermost frame is not tested: it is the answer where all code is in libraries.
-    while python_frame.f_back is not None:
-        source_frame = frames.Frame(
-            file=python_frame.f_code.co_filename,
-            line=python_frame.f_lineno,
-            function=python_frame.f_code.co_name,
-        )
-        if not source_frame.is_library:
-            return source_frame.file, source_frame.line, source_frame.function
-        python_frame = python_frame.f_back
-    return python_frame.f_code.co_filename, python_frame.f_lineno, python_frame.f_code.co_name
+__all__ = ["DEFAULT_TIMEOUT_S", "Collectives"]
 
 
 # Torch 2.13 has a new name for it and warns of the old one.
@@ -293,8 +59,28 @@ class Collectives:
         self.place = place
         self._timeout_s = timeout_s
 
-    def _announce_call(self, what: str, detail: Any = None, *, same: bool = False) -> list[Any]:
-        return default_group_check().announce(what, detail, same=same, timeout_s=self._timeout_s)
+    def _announce_call(self, what: str, detail: Any = None) -> list[Any]:
+        return default_group_check().announce(what, detail, timeout_s=self._timeout_s)
+
+    def _compare_calls(
+        self, what: str, detail: Any = None, data: Sequence[memoryview] | None = None
+    ) -> list[memoryview] | None:
+        return default_group_check().compare(what, detail, data, timeout_s=self._timeout_s)
+
+    def _host_tensors(
+        self, what: str, tree: Any, dtypes: frozenset[torch.dtype] = COPIED_TYPES
+    ) -> HostTensors:
+        exchange = functools.partial(self._compare_calls, what)
+        return HostTensors(tree, exchange, default_group_check().data_bytes, dtypes)
+
+    @staticmethod
+    def _as_data(item: Any) -> list[memoryview] | None:
+        """An object's bytes, if they can go along with a call."""
+        data_bytes = default_group_check().data_bytes
+        if data_bytes == 0:
+            return None
+        pickled = pickle.dumps(item)
+        return [memoryview(pickled)] if len(pickled) <= data_bytes else None
 
     def barrier(self, what: str = "wait_for_everyone") -> None:
         """Wait until every process is here."""
@@ -303,7 +89,7 @@ class Collectives:
             self._announce_call(what)
 
     def answers(self, what: str, detail: Any) -> list[Any]:
-        """Exchange a small JSON value through the store: no tensor, no device.
+        """Exchange a small JSON value as a call's detail: no tensor, no device.
 
         Returns:
             The values of all processes, by rank.
@@ -326,7 +112,10 @@ class Collectives:
         """
         if self.place.is_alone:
             return tree
-        self._announce_call("gather", _tensor_signature(tree, "gather"), same=True)
+        signature = _tensor_signature(tree, "gather")
+        host_tensors = self._host_tensors("gather", tree)
+        if host_tensors.begin(signature):
+            return host_tensors.gathered()
         return map_tensors(self._gather_one, tree)
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -379,7 +168,9 @@ class Collectives:
         """Every process's picklable object, by rank."""
         if self.place.is_alone:
             return [item]
-        self._announce_call(what)
+        data = self._compare_calls(what, None, self._as_data(item))
+        if data is not None:
+            return [pickle.loads(piece) for piece in data]
         objects_by_rank: list[Any] = [None] * self.place.world_size
         dist.all_gather_object(objects_by_rank, item)
         return objects_by_rank
@@ -405,21 +196,33 @@ class Collectives:
                 f"reduce(reduction={reduction!r}) is unknown: the "
                 f"processes' values cannot be combined. Give one of {', '.join(_REDUCTIONS)}."
             )
-        if not self.place.is_alone:
-            self._announce_call("reduce", _tensor_signature(tree, "reduce"), same=True)
-        return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
+        combined = self._combine(tree, reduction)
+        return map_tensors(lambda tensor: self._scale_one(tensor, reduction, scale), combined)
 
-    def _reduce_one(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+    def _combine(self, tree: Any, reduction: str) -> Any:
+        """Sums or maxima over all processes, in new tensors."""
+        if not self.place.is_alone:
+            signature = _tensor_signature(tree, "reduce")
+            dtypes = frozenset() if reduction == "none" else NUMBER_TYPES
+            host_tensors = self._host_tensors("reduce", tree, dtypes)
+            if host_tensors.begin(signature):
+                return host_tensors.combined(self.place.rank, is_maximum=reduction == "max")
+        return map_tensors(lambda tensor: self._combine_one(tensor, reduction), tree)
+
+    def _combine_one(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         # `all_reduce` writes into its argument: without the copy the caller's tensor would change.
-        reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if not self.place.is_alone and reduction != "none":
-            reduce_op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
-            reduced = _where_group_works(reduced)
-            dist.all_reduce(reduced, reduce_op)
-            reduced = reduced.to(tensor.device)
+        combined = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self.place.is_alone or reduction == "none":
+            return combined
+        reduce_op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        combined = _where_group_works(combined)
+        dist.all_reduce(combined, reduce_op)
+        return combined.to(tensor.device)
+
+    def _scale_one(self, combined: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
         if reduction == "mean":
-            reduced = reduced / self.place.world_size
-        return reduced if scale == 1.0 else reduced * scale
+            combined = combined / self.place.world_size
+        return combined if scale == 1.0 else combined * scale
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
         """Copy one process's tensors into those of all processes, in place.
@@ -431,13 +234,23 @@ class Collectives:
         Returns:
             The tree that was given.
         """
-        if not self.place.is_alone:
-            self._announce_call("broadcast", _tensor_signature(tree, "broadcast"), same=True)
-            for tensor in leaves(tree):
-                sent = _where_group_works(tensor)
-                dist.broadcast(sent, from_process)
-                if sent is not tensor:
-                    tensor.copy_(sent)
+        if self.place.is_alone:
+            return tree
+        signature = _tensor_signature(tree, "broadcast")
+        is_sender = self.place.rank == from_process
+        host_tensors = self._host_tensors("broadcast", tree)
+        if host_tensors.begin(signature, is_sent=is_sender):
+            received = leaves(host_tensors.received(from_process))
+            for tensor, sent in zip(leaves(tree), received, strict=True):
+                if not is_sender:
+                    # In place as the group does it, also where the tensor requires a gradient.
+                    tensor.detach().copy_(sent)
+            return tree
+        for tensor in leaves(tree):
+            sent = _where_group_works(tensor)
+            dist.broadcast(sent, from_process)
+            if sent is not tensor:
+                tensor.copy_(sent)
         return tree
 
     def broadcast_object(self, item: Any, from_process: int = 0) -> Any:
@@ -454,9 +267,15 @@ class Collectives:
         Returns:
             The list that was given.
         """
-        if not self.place.is_alone:
-            self._announce_call("broadcast_object_list", len(items), same=True)
+        if self.place.is_alone:
+            return items
+        is_sender = self.place.rank == from_process
+        own_data = self._as_data(items) if is_sender else []
+        data = self._compare_calls("broadcast_object_list", len(items), own_data)
+        if data is None:
             dist.broadcast_object_list(items, src=from_process)
+        elif not is_sender:
+            items[:] = pickle.loads(data[from_process])
         return items
 
     def pad_across_processes(

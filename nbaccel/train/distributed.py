@@ -22,6 +22,7 @@ from nbaccel.capabilities import driven_devices
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.topology import DEVICE_VARIABLE
+from nbaccel.train import call_check
 from nbaccel.train.collectives import DEFAULT_TIMEOUT_S, Collectives
 
 __all__ = [
@@ -260,3 +261,4 @@ def leave_process_group(collectives: Collectives) -> None:
     # A notebook's worker keeps it: later lines of the cell may use it, and it ends with the worker.
     if not env.flag("FORK_LAUNCHED"):
         dist.destroy_process_group()
+        call_check.forget_left_groups()

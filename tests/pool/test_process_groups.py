@@ -117,6 +117,31 @@ def test_an_accelerator_gathers_in_the_new_groups() -> None:
         assert pool.pull("found") == {"found": [[0.0, 1.0]] * 2}
 
 
+@pytest.mark.parametrize("call", ["wait_for_everyone()", "gather(torch.ones(1))"])
+def test_ranks_that_made_different_numbers_of_calls_meet_again(call: str) -> None:
+    """Calls in shared memory are no collectives of torch, whose numbers stay equal."""
+    with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
+        pool.run(
+            "import torch\nfrom nbaccel import Accelerator\naccelerator = Accelerator()\n"
+            "rank = accelerator.process_index\naccelerator.wait_for_everyone()"
+        )
+        with pytest.raises(ValueError, match="odd"):
+            pool.run(f"if rank: raise ValueError('odd')\naccelerator.{call}")
+        pool.run(f"accelerator.{call}\nfound = accelerator.gather(torch.tensor([rank])).tolist()")
+        assert pool.pull("found") == {"found": [[0, 1]] * 2}
+        # A rank that goes on without the others, and is not waiting when the other one fails.
+        with pytest.raises(ValueError, match="odd"):
+            pool.run(
+                "import time\nfrom nbaccel.errors import CollectiveTimeout\n"
+                "from nbaccel.train.collectives import Collectives\n"
+                "if rank:\n    time.sleep(1)\n    raise ValueError('odd')\n"
+                "try:\n    Collectives(accelerator.state._place, 0.2).barrier()\n"
+                "except CollectiveTimeout:\n    pass"
+            )
+        pool.run("found = accelerator.gather(torch.tensor([rank + 1])).tolist()")
+        assert pool.pull("found") == {"found": [[1, 2]] * 2}
+
+
 def test_it_goes_on_a_second_time_and_keeps_what_hangs_on_the_wrapper() -> None:
     with Pool(2, namespace={"model": net()}, timeout=TIMEOUT_S) as pool:
         pool.run(PLAIN)

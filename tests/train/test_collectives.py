@@ -2,31 +2,27 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nbaccel import WorkerFailed, notebook_launcher
+from nbaccel import WorkerFailed
 from nbaccel.abc.place import Place
 from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, ConfigError
+from nbaccel.train.call_check import default_group_check
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
+from tests.train.ranks import TWO_HOSTS, together
 
 ALONE = Collectives(Place(device=torch.device("cpu")))
+EACH_ROUTE = pytest.mark.parametrize("route", ["memory", "store", "off"])
+COMPARING = pytest.mark.parametrize("route", ["memory", "store"])
 
 
-def together(body: Callable[[Collectives], Any], *, timeout_s: float = 30, n: int = 2) -> list[Any]:
-    """What `body` returns on each of `n` processes."""
-
-    def run() -> Any:
-        return body(Collectives(init_process(cpu=True), timeout_s))
-
-    return notebook_launcher(run, num_processes=n)
-
-
-def test_tensors_are_joined_in_order_of_rank_whatever_holds_them() -> None:
+@EACH_ROUTE
+def test_tensors_are_joined_in_order_of_rank_whatever_holds_them(route: str) -> None:
     def body(c: Collectives) -> Any:
         rank = c.place.rank
         return c.gather(
@@ -38,7 +34,7 @@ def test_tensors_are_joined_in_order_of_rank_whatever_holds_them() -> None:
             }
         )
 
-    for found in together(body):
+    for found in together(body, route=route):
         assert found["rows"].tolist() == [[0] * 3] * 2 + [[1] * 3] * 2
         assert found["scalar"].tolist() == [0.5, 1.5]
         assert found["truth"][0].tolist() == [True, False]
@@ -46,31 +42,55 @@ def test_tensors_are_joined_in_order_of_rank_whatever_holds_them() -> None:
         assert found["turned"][3:].tolist() == [[10, 13], [11, 14], [12, 15]]
 
 
+@pytest.mark.parametrize("route", ["memory", "store"])
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "float8_e4m3fn", "bfloat16", "bool"])
-def test_tensors_of_every_dtype_are_joined(dtype: str) -> None:
+def test_tensors_of_every_dtype_are_joined(dtype: str, route: str) -> None:
     def body(c: Collectives) -> Any:
         mine = torch.tensor([[c.place.rank], [1]]).to(getattr(torch, dtype))
         found = c.gather(mine)
         return str(found.dtype), found.to(torch.int64).tolist()
 
-    assert list(together(body)) == [(f"torch.{dtype}", [[0], [1], [1], [1]])] * 2
+    found = together(body, route=route)
+    assert list(found) == [(f"torch.{dtype}", [[0], [1], [1], [1]])] * 2
 
 
-def test_objects_are_joined_in_order_of_rank() -> None:
-    found = together(lambda c: c.gather_object([c.place.rank] * (c.place.rank + 1)))
-    assert list(found) == [[0, 1, 1]] * 2
+def test_views_are_joined_as_they_look() -> None:
+    def body(c: Collectives) -> Any:
+        mine = torch.tensor([1 + 2j])
+        single = torch.arange(6).view(2, 3)[1:, 1:2]  # whose stride nobody looks at
+        tree = {"conj": mine.conj(), "negative": mine.conj().imag, "single": single}
+        return c.gather(tree)
+
+    for found in together(body):
+        assert found["conj"].tolist() == [1 - 2j] * 2
+        assert found["negative"].tolist() == [-2] * 2
+        assert found["single"].tolist() == [[4]] * 2
 
 
+@EACH_ROUTE
+@pytest.mark.parametrize("num_items", [1, 1 << 20])
+def test_objects_are_joined_in_order_of_rank(route: str, num_items: int) -> None:
+    """The longer list has no room beside a call."""
+
+    def body(c: Collectives) -> Any:
+        found = c.gather_object([c.place.rank] * (num_items + c.place.rank))
+        return len(found), sum(found), found[0], found[-1]
+
+    expected = (2 * num_items + 1, num_items + 1, 0, 1)
+    assert list(together(body, route=route)) == [expected] * 2
+
+
+@EACH_ROUTE
 @pytest.mark.parametrize(
     ("reduction", "expected"),
     [("sum", [3, 5]), ("mean", [1.5, 2.5]), ("max", [2, 4]), ("none", None)],
 )
-def test_reductions_combine_element_by_element(reduction: str, expected: Any) -> None:
+def test_reductions_combine_element_by_element(reduction: str, expected: Any, route: str) -> None:
     def body(c: Collectives) -> Any:
         mine = torch.tensor([1, 1]) if c.place.rank == 0 else torch.tensor([2, 4])
         return c.reduce({"x": mine}, reduction)["x"].tolist()
 
-    found = together(body)
+    found = together(body, route=route)
     assert list(found) == ([expected] * 2 if expected else [[1, 1], [2, 4]])
 
 
@@ -80,13 +100,14 @@ def test_the_scale_of_a_reduction_holds_on_every_device() -> None:
     assert list(found) == [[0.5, 0.5]] * 2
 
 
-def test_a_broadcast_fills_everybodys_tensors_in_place() -> None:
+@EACH_ROUTE
+def test_a_broadcast_fills_everybodys_tensors_in_place(route: str) -> None:
     def body(c: Collectives) -> Any:
-        mine = torch.full((2,), float(c.place.rank))
+        mine = torch.nn.Parameter(torch.full((2,), float(c.place.rank)))
         found = c.broadcast([mine], from_process=1)
         return found[0] is mine, mine.tolist(), c.broadcast_object({"from": c.place.rank})
 
-    assert list(together(body)) == [(True, [1, 1], {"from": 0})] * 2
+    assert list(together(body, route=route)) == [(True, [1, 1], {"from": 0})] * 2
 
 
 @pytest.mark.parametrize(
@@ -148,15 +169,17 @@ def test_an_unknown_reduction_is_refused() -> None:
 # ------------------------------------------------------------------------- going wrong
 
 
-def test_uneven_tensors_raise_with_every_shape_where_gloo_returns_garbage() -> None:
+@COMPARING
+def test_uneven_tensors_raise_with_every_shape_where_gloo_returns_garbage(route: str) -> None:
     with pytest.raises(WorkerFailed, match=r"process 0: float32 \(1, 4\)") as caught:
-        together(lambda c: c.gather(torch.ones(c.place.rank + 1, 4)))
+        together(lambda c: c.gather(torch.ones(c.place.rank + 1, 4)), route=route)
     assert "process 1: float32 (2, 4)" in str(caught.value)
     assert "pad_across_processes" in str(caught.value)
     assert isinstance(caught.value, CollectiveMismatch)
 
 
-def test_different_collectives_raise_on_all_processes() -> None:
+@COMPARING
+def test_different_collectives_raise_on_all_processes(route: str) -> None:
     def body(c: Collectives) -> Any:
         x = torch.ones(2)
         try:
@@ -164,13 +187,16 @@ def test_different_collectives_raise_on_all_processes() -> None:
         except CollectiveMismatch as error:
             return str(error)
 
-    for text in together(body):
+    for text in together(body, route=route):
         assert "process 0: reduce, test_collectives.py:" in text
         assert "process 1: gather, test_collectives.py:" in text
         assert "return c.gather(x) if c.place.rank else c.reduce(x)" in text
 
 
-def test_a_process_that_does_not_come_is_named_with_the_line_it_was_last_seen_at() -> None:
+@COMPARING
+def test_a_process_that_does_not_come_is_named_with_the_line_it_was_last_seen_at(
+    route: str,
+) -> None:
     def body(c: Collectives) -> Any:
         c.barrier("warm up")
         if c.place.rank == 1:
@@ -182,13 +208,16 @@ def test_a_process_that_does_not_come_is_named_with_the_line_it_was_last_seen_at
             return str(error)
         return "came"
 
-    text, _ = together(body, timeout_s=0.6)
+    text, _ = together(body, timeout_s=0.6, route=route)
     assert re.search(r"process 0 has waited 6\d\d ms in gather, test_collectives.py:\d+", text)
     assert "1 of 2 processes did not come:" in text
     assert "process 1: last seen in warm up, test_collectives.py:" in text
 
 
-def test_a_long_wait_is_told_before_it_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+@COMPARING
+def test_a_long_wait_is_told_before_it_is_given_up(
+    capfd: pytest.CaptureFixture[str], route: str
+) -> None:
     def body(c: Collectives) -> str:
         c.barrier("warm up")
         if c.place.rank == 1:
@@ -196,12 +225,13 @@ def test_a_long_wait_is_told_before_it_is_given_up(capfd: pytest.CaptureFixture[
         c.barrier("late")
         return "came"
 
-    assert list(together(body, timeout_s=2)) == ["came", "came"]
+    assert list(together(body, timeout_s=2, route=route)) == ["came", "came"]
     shown = capfd.readouterr()
     assert "process 0 has waited 1.0 s in late" in shown.out + shown.err
 
 
-def test_a_process_that_has_never_come_is_told_so() -> None:
+@COMPARING
+def test_a_process_that_has_never_come_is_told_so(route: str) -> None:
     def body(c: Collectives) -> Any:
         c.answers("first", 0)
         other = Collectives(c.place, 0.4)
@@ -215,7 +245,7 @@ def test_a_process_that_has_never_come_is_told_so() -> None:
             return str(error)
         return "came"
 
-    _, text = together(body)
+    _, text = together(body, route=route)
     assert "process 0: last seen in first" in text
 
 
@@ -232,11 +262,178 @@ def test_a_leaf_without_a_shape_is_refused_by_name() -> None:
         assert "gather_object" in text
 
 
-def test_collectives_of_a_second_group_on_the_same_store_start_afresh() -> None:
+@COMPARING
+def test_collectives_of_a_second_group_on_the_same_store_start_afresh(route: str) -> None:
     def body(c: Collectives) -> Any:
         first = c.gather(torch.tensor([c.place.rank])).tolist()
         torch.distributed.destroy_process_group()
         again = Collectives(init_process(cpu=True), 10)
+        assert default_group_check().calls_begun == 0
         return first, again.gather(torch.tensor([c.place.rank + 10])).tolist()
 
-    assert list(together(body)) == [([0, 1], [10, 11])] * 2
+    assert list(together(body, route=route)) == [([0, 1], [10, 11])] * 2
+
+
+# ------------------------------------------------------------------------- many, and large
+
+
+@pytest.mark.parametrize("route", ["memory", TWO_HOSTS])
+def test_eight_processes_get_what_torch_gives(route: str) -> None:
+    def body(c: Collectives) -> Any:
+        rank, found = c.place.rank, {}
+        mine = torch.arange(6.0).view(2, 3) + rank
+        summed, rows = mine.clone(), [torch.empty(2, 3) for _ in range(8)]
+        torch.distributed.all_reduce(summed)
+        torch.distributed.all_gather(rows, mine)
+        found["gather"] = torch.equal(c.gather(mine), torch.cat(rows))
+        found["reduce"] = torch.equal(c.reduce(mine, "sum"), summed)
+        found["broadcast"] = c.broadcast(torch.tensor([rank]), 5).tolist()
+        found["answers"] = c.answers("who", {"rank": rank})
+        c.barrier()
+        with pytest.raises(CollectiveMismatch) as caught:
+            c.gather(torch.ones(rank // 7 + 1))
+        found["named"] = [f"process {named}: float32" in str(caught.value) for named in range(8)]
+        c.barrier()
+        return found
+
+    expected = {
+        "named": [True] * 8,
+        "gather": True,
+        "reduce": True,
+        "broadcast": [5],
+        "answers": [{"rank": rank} for rank in range(8)],
+    }
+    assert list(together(body, n=8, route=route)) == [expected] * 8
+
+
+def test_tensors_that_need_several_rounds_get_what_torch_gives() -> None:
+    """3 processes divide no round evenly; a round ends inside of a tensor, and begins there."""
+
+    def body(c: Collectives) -> Any:
+        generator = torch.Generator().manual_seed(c.place.rank)
+        tree = {
+            "odd": torch.randint(100, (7,), generator=generator, dtype=torch.uint8),
+            "long": torch.randint(100, (300_001,), generator=generator, dtype=torch.float64),
+            "turned": torch.randint(100, (500, 700), generator=generator, dtype=torch.int32).t(),
+            "scalar": torch.tensor(c.place.rank),
+        }
+        summed = {name: tensor.clone() for name, tensor in tree.items()}
+        largest = {name: tensor.clone() for name, tensor in tree.items()}
+        joined, sent = {}, {name: tensor.clone() for name, tensor in tree.items()}
+        for name, tensor in tree.items():
+            rows = [torch.empty_like(tensor).contiguous() for _ in range(3)]
+            torch.distributed.all_gather(rows, tensor.contiguous())
+            joined[name] = torch.cat([row[None] if row.dim() == 0 else row for row in rows])
+            for results, operation in ((summed, "SUM"), (largest, "MAX")):
+                results[name] = results[name].contiguous()
+                reduce_op = getattr(torch.distributed.ReduceOp, operation)
+                torch.distributed.all_reduce(results[name], reduce_op)
+        c.broadcast(sent, 2)
+        second = joined["turned"][1400:]
+        return [
+            default_group_check().data_bytes < tree["long"].nbytes,
+            all(torch.equal(c.gather(tree)[name], joined[name]) for name in tree),
+            all(torch.equal(c.reduce(tree, "sum")[name], summed[name]) for name in tree),
+            all(torch.equal(c.reduce(tree, "max")[name], largest[name]) for name in tree),
+            torch.equal(sent["turned"], second),
+            sent["scalar"].item(),
+        ]
+
+    assert list(together(body, n=3)) == [[True, True, True, True, True, 2]] * 3
+
+
+def test_another_default_device_and_trees_without_tensors_change_nothing() -> None:
+    def body(c: Collectives) -> Any:
+        mine = torch.ones(2)
+        torch.set_default_device("meta")
+        try:
+            found = [c.gather(mine), c.reduce(mine, "sum"), c.broadcast(mine)]
+            return (
+                [tensor.tolist() for tensor in found],
+                c.gather({}),
+                c.reduce([]),
+                c.broadcast(()),
+            )
+        finally:
+            torch.set_default_device(None)
+
+    assert list(together(body)) == [([[1] * 4, [2, 2], [1, 1]], {}, [], ())] * 2
+
+
+@pytest.mark.parametrize("length", [100, 500_000])
+def test_a_sum_is_the_same_to_the_bit_on_all_processes(length: int) -> None:
+    """In one round, and in several, where each process adds up a part."""
+
+    def body(c: Collectives) -> bool:
+        generator = torch.Generator().manual_seed(c.place.rank)
+        found = c.reduce(torch.randn(length, generator=generator), "mean")
+        return all(torch.equal(found, other) for other in c.all_objects(found))
+
+    assert list(together(body, n=4)) == [True] * 4
+
+
+@pytest.mark.parametrize("route", ["memory", "store", TWO_HOSTS])
+def test_answers_of_any_length_are_exchanged_and_forgotten(route: str) -> None:
+    def body(c: Collectives) -> Any:
+        keys: set[str] = set()
+        lengths = []
+        for turn in range(6):
+            told = c.answers("long", "x" * (200_000 + 10 * turn + c.place.rank))
+            lengths.append([len(text) - 200_000 for text in told])
+            exchange = default_group_check()._exchange
+            keys |= set(exchange._long_keys)
+        # A text is deleted two calls later.
+        c.barrier()
+        c.barrier()
+        return lengths, len(keys), [key for key in keys if exchange._store.check([key])]
+
+    has_texts = {"memory": 24, "store": 0, TWO_HOSTS: 24 + 12}
+    found = together(body, n=4, route=route)
+    assert sum(num_keys for _, num_keys, _ in found) == has_texts[route]
+    for lengths, _, left_keys in found:
+        assert lengths == [[10 * turn + rank for rank in range(4)] for turn in range(6)]
+        assert left_keys == []
+
+
+# ------------------------------------------------------------------------- on several hosts
+
+
+def test_a_mismatch_is_told_on_all_processes_of_all_hosts() -> None:
+    def body(c: Collectives) -> Any:
+        messages = []
+        for rows in (c.place.rank // 3 + 1, 1):
+            try:
+                messages.append(c.gather(torch.ones(rows, 2)).shape[0])
+            except CollectiveMismatch as error:
+                messages.append(str(error))
+        return messages
+
+    for text, after in together(body, n=4, route=TWO_HOSTS):
+        assert "process 0: float32 (1, 2)" in text
+        assert "process 3: float32 (2, 2)" in text
+        assert after == 4
+
+
+@pytest.mark.parametrize("absent", [0, 1, 3])
+def test_only_the_process_that_does_not_come_is_named_on_all_hosts(
+    tmp_path: Path, absent: int
+) -> None:
+    """Process 0 speaks for its host, process 1 does not, and 3 is on the other one."""
+
+    def body(c: Collectives) -> Any:
+        c.barrier("warm up")
+        text = "came"
+        if c.place.rank == absent:
+            while len(list(tmp_path.iterdir())) < 3:
+                time.sleep(0.01)
+        else:
+            with pytest.raises(CollectiveTimeout) as caught:
+                c.barrier("next")
+            text = str(caught.value)
+        (tmp_path / str(c.place.rank)).touch()
+        return text
+
+    for rank, text in enumerate(together(body, n=4, timeout_s=1.5, route=TWO_HOSTS)):
+        if rank != absent:
+            assert "1 of 4 processes did not come:" in text
+            assert f"process {absent}: last seen in warm up, test_collectives.py:" in text
