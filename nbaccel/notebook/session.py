@@ -19,6 +19,8 @@ from nbaccel.pool.cell_source import CellSource
 from nbaccel.pool.planning import plan_pool
 from nbaccel.pool.states import PoolState
 from nbaccel.units import format_bytes
+from nbaccel.workers import template_learning
+from nbaccel.workers.template_facts import told_left_out
 
 if TYPE_CHECKING:
     from nbaccel.notebook.pickers import Picker
@@ -239,8 +241,10 @@ class Session:
 
     def told_absence(self) -> str:
         """The text where there are no workers."""
-        headline = plan_pool(self.config).headline()
-        return f"No workers yet. The first %%accelerate cell starts {headline}."
+        plan = plan_pool(self.config)
+        left_out = told_left_out(template_learning.learner(plan.device))
+        first_cell = f"The first %%accelerate cell starts {plan.headline()}."
+        return f"No workers yet. {first_cell} {left_out}".rstrip()
 
     def _ready(self, magic_line: MagicLine) -> Pool:
         """The pool that serves a cell with this line."""

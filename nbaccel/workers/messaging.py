@@ -251,7 +251,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Importing:
-    """What the new template is importing now. The first one comes before the first import."""
+    """What the new template is importing now; the first one, before it has begun, is empty."""
 
     package: str
     pid: int

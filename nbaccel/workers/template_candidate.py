@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 
@@ -259,6 +259,8 @@ def _settle(template_id: int, error_file: int, message: messaging.Learn) -> None
 def _import_all(message: messaging.Learn, notes: _Notes, channel: messaging.Channel) -> None:
     """Import everything, or end this process where it cannot be forked afterwards."""
     left_out = dict(message.left_out)
+    # In any case, also where nothing has to be imported: the notebook learns who this is.
+    channel.send(messaging.Importing("", os.getpid()))
     with _bounded_memory() as allowed_bytes:
         for package, module_names in message.packages.items():
             if package in left_out:
@@ -329,13 +331,3 @@ def _bounded_memory() -> Iterator[int]:
         yield allowed_bytes
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
-
-
-def as_learned(message: messaging.Learn) -> dict[str, Any]:
-    """What of a message this process lacks: nothing has to be imported if it is empty."""
-    return {
-        package: module_names
-        for package, module_names in message.packages.items()
-        if package not in message.left_out
-        and any(module_name not in sys.modules for module_name in module_names)
-    }
