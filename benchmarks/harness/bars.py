@@ -175,7 +175,8 @@ def _libraries(results: Results) -> Iterator[Verdict]:
         what = f"{TEMPLATE}: {kind} 4 workers that use transformers"
         yield at_most("g", what, ratio, MEMORY_OF_FORK, f"of {FORK}'s")
     beside = ours["others"] if ours else None
-    yield at_most("g", f"{TEMPLATE}: templates beside them", beside, 1, "processes")
+    # The one that workers are forked from, and the one that it was forked from, which collects it.
+    yield at_most("g", f"{TEMPLATE}: templates beside them", beside, 2, "processes")
 
 
 def _of_other(results: Results, measure: str, other: str, bar: float) -> Verdict:

@@ -1,6 +1,6 @@
 """(g) Launches of functions that use the libraries people train with.
 
-    kernel:  bodies │ import of library and launcher │ first launch │ pause │ later │ later
+    kernel:  bodies │ import of library and launcher │ (use) │ first launch │ pause │ later │ later
 
 Each library, state of the kernel and subject has a kernel of its own, and the subjects take turns
 with each library. The first launch is in the cell right after the imports; the pause stands for
@@ -117,16 +117,17 @@ def _try(results: Results, subject: Subject, library: Library, state: str) -> No
 
 
 def _kernel(subject: Subject, cell: str, *, is_used: bool = False) -> Remote:
-    """A kernel with library and launcher imported, not waited for."""
+    """A kernel with library and launcher imported, and perhaps used: not waited for."""
     remote = Remote()
     try:
         remote.must_run(bodies())
-        if is_used:
-            remote.must_run(USED)
         remote.settle()
         imports = (CELLS / "libraries" / cell).read_text()
         remote.must_run(imports, timeout_s=IMPORT_S)
         remote.must_run(launcher_cell(subject))
+        if is_used:
+            # After the imports, which notebooks have in their first cell.
+            remote.must_run(USED)
     except BaseException:
         remote.close()
         raise
