@@ -30,6 +30,9 @@ class Clicker:
         said = b""
         while len(said) < self._ranks:
             said += os.read(self.reads, 8)
+        # A button is there a second later; these ranks may run before anybody listens to them.
+        while self._seen.shows[-1]._watched is None:
+            time.sleep(0.01)
         self.clicked = time.monotonic()
         for _ in range(self._clicks):
             self._seen.shows[-1]._interrupt()
