@@ -97,6 +97,7 @@ class ReceivedModules:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have been looked at since weights were last copied back."""
         self._handed_over: frozenset[str] = frozenset()
+        self._writer: weight_sync.WeightWriter | None = None
         """Keys of the arenas of which every byte was in the last report."""
         _report_steps(self)
 
@@ -306,7 +307,8 @@ class ReceivedModules:
         ]
         used_arenas = self._used_by(changed_keys)
         own_files = {key: self._in_files[key] for key in used_arenas if key in self._in_files}
-        weight_report = weight_sync.WeightWriter(
+        # Kept until the notebook has read what it refers to.
+        self._writer = weight_sync.WeightWriter(
             own_rank=self._rank,
             shared_modules=[self._modules[key] for key in changed_keys],
             arena_mappings={key: self._arenas[key].mapping for key in used_arenas},
@@ -320,7 +322,8 @@ class ReceivedModules:
             keeps_states=False,
             arena_files={key: self._arenas[key].fd for key in used_arenas},
             is_read=is_read,
-        ).write()
+        )
+        weight_report = self._writer.write()
         if self._rank != 0:
             written_ranges = self._written()
             self._reported |= {key: self._own_digest(key, written_ranges) for key in changed_keys}
@@ -336,6 +339,7 @@ class ReceivedModules:
 
     def settle(self) -> None:
         """The notebook has the weights: give back private pages that are equal to the arena's."""
+        self._writer = None
         for key in self._modules:
             self._notebook_states[key] = self._departed_state(key)
         self._has_stepped = False

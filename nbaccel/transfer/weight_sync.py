@@ -164,6 +164,8 @@ class WeightWriter:
         self._arena_files = arena_files or {}
         self._is_read = is_read
         self._pieces: list[memory_pieces.MemoryPiece] = []
+        # Alive as long as this writer, so that the notebook can read what the pieces refer to.
+        self._read_tensors: list[torch.Tensor] = []
         self._origins = original_tensors or {
             module_manifest.path: weight_checks.original_tensors_of(module)
             for module_manifest, module in shared_modules
@@ -396,8 +398,11 @@ class WeightWriter:
             ):
                 continue
             written_places.add(tensor_place)
-            if self._can_be_read(arena_key, arena_slot, current_tensor):
+            # Of what an engine shards (ZeRO, FSDP), its own copy counts, and this one may be stale.
+            if not is_sharded and self._can_be_read(arena_key, arena_slot, current_tensor):
                 slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+                # User code may drop it before the notebook has read it.
+                self._read_tensors.append(current_tensor)
                 self._pieces.append(
                     memory_pieces.MemoryPiece(arena_key, *slot_range, current_tensor.data_ptr())
                 )
