@@ -15,7 +15,7 @@ from nbaccel.units import count_noun
 __all__ = ["WaitingLine"]
 
 
-FIRST_S = 0.5
+SHOWN_AFTER_S = 0.5
 """A start that takes less leaves no trace."""
 _CLEAR_TO_END = "\r\x1b[K"  # ECMA-48: erase in line
 
@@ -44,7 +44,7 @@ class WaitingLine:
         """Seconds until there is something to show; infinite afterwards."""
         if self._shown or self._is_over:
             return float("inf")
-        return max(0.0, self._began_at + FIRST_S - self._clock())
+        return max(0.0, self._began_at + SHOWN_AFTER_S - self._clock())
 
     def say(self, waited_for: str) -> None:
         """Show what is being waited for, if it has taken long enough. Cheap to call often.
@@ -57,7 +57,7 @@ class WaitingLine:
             self._is_over
             or not self._is_wanted
             or text == self._shown
-            or self._clock() < self._began_at + FIRST_S
+            or self._clock() < self._began_at + SHOWN_AFTER_S
         ):
             return
         self._show(text)

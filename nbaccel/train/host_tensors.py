@@ -132,7 +132,7 @@ class HostTensors:
         received = [_new_tensor(tensor.shape, tensor.dtype) for tensor in self._tensors]
         targets = [_bytes_of(tensor) for tensor in received]
         for segments, data in self._rounds():
-            _copy(data[from_process], segments, targets)
+            _copy_segments(data[from_process], segments, targets)
         return self._as_tree(received)
 
     def combined(self, rank: int, *, is_maximum: bool) -> Any:
@@ -147,13 +147,13 @@ class HostTensors:
         for segments, data in self._rounds():
             if self._num_rounds == 1:
                 whole = self._combine_part(segments, data, is_maximum)
-                _copy(whole, segments, targets)
+                _copy_segments(whole, segments, targets)
                 continue
             # Each process adds up one part of a long round, and all get it from there.
             parts = self._parts(segments, len(data))
             own_part = self._combine_part(parts[rank], data, is_maximum)
             for part, sent in zip(parts, self._exchange_again([own_part]), strict=True):
-                _copy(sent, part, targets, base=part[0].place if part else 0)
+                _copy_segments(sent, part, targets, base=part[0].place if part else 0)
         return self._as_tree(combined)
 
     def _combine_part(
@@ -256,7 +256,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _copy(
+def _copy_segments(
     sent: memoryview, segments: Sequence[_Segment], targets: Sequence[memoryview], base: int = 0
 ) -> None:
     """Copy what one process has sent to the tensors it belongs to.

@@ -82,7 +82,7 @@ def stamps_of(files: Mapping[str, str]) -> dict[str, FileStamp | None]:
     Args:
         files: Name → path.
     """
-    return {module_name: _stamp_of(file_path) for module_name, file_path in files.items()}
+    return {module_name: _version_of(file_path) for module_name, file_path in files.items()}
 
 
 def is_as_imported(module_name: str, file_path: str, stamp: FileStamp, started_at: float) -> bool:
@@ -166,7 +166,7 @@ def _standard_folders() -> tuple[str, ...]:
     return tuple(sysconfig.get_path(path_name) for path_name in ("stdlib", "platstdlib"))
 
 
-def _stamp_of(file_path: str) -> FileStamp | None:
+def _version_of(file_path: str) -> FileStamp | None:
     try:
         file_status = os.stat(file_path)
     except OSError:

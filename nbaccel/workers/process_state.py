@@ -22,7 +22,7 @@ _STANDARD_SIGNALS = (1 << 31) - 1
 _SIGNAL_MASKS = ("SigBlk", "SigIgn", "SigCgt")
 
 _SETTLE_S = 0.3
-_LOOK_S = 0.002
+_SETTLE_STEP_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def _lasting_threads() -> int:
     # A thread that has been joined is still listed until the system has removed it.
     settle_deadline = time.monotonic() + _SETTLE_S
     while (num_threads := len(native_threads())) > 1 and time.monotonic() < settle_deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_SETTLE_STEP_S)
     return num_threads
 
 

@@ -39,7 +39,7 @@ def dispose(fds: Sequence[int]) -> None:
 def go_on() -> None:
     """Let template processes continue if they were stopped (SIGSTOP): they reap the workers."""
     for template_boot in template_prestart.running():
-        template_prestart.wake(template_boot)
+        template_prestart.let_continue(template_boot)
 
 
 def say_nothing(waited_for: str) -> None:
@@ -97,7 +97,7 @@ class TemplateStarter(LocalProcesses):
         self._channel = messaging.Channel(template_boot.socket.dup())
         template_boot.use()
         # Someone may have stopped it (SIGSTOP).
-        template_prestart.wake(template_boot)
+        template_prestart.let_continue(template_boot)
         try:
             with template_boot.hearing:
                 if not template_boot.ready:
@@ -193,7 +193,7 @@ class TemplateStarter(LocalProcesses):
 
     def _give_up(self) -> None:
         """End the template, and let the next one be used."""
-        template_prestart.forget(self._boot)
+        template_prestart.drop_ended(self._boot)
         self._boot.end()
 
     def _gone(self) -> StartupFailed:

@@ -146,7 +146,7 @@ def _variable_bytes(namespace: Mapping[str, Any]) -> int:
     for value in tuple(namespace.values()):
         if isinstance(value, (type, types.ModuleType)):
             continue
-        for held_object in (value, *_parameters_of(value)):
+        for held_object in (value, *_weights_in(value)):
             # Any object of the user's: asking it may raise anything.
             with contextlib.suppress(Exception):
                 held_bytes = held_object.nbytes
@@ -156,7 +156,7 @@ def _variable_bytes(namespace: Mapping[str, Any]) -> int:
     return num_bytes
 
 
-def _parameters_of(value: Any) -> tuple[Any, ...]:
+def _weights_in(value: Any) -> tuple[Any, ...]:
     torch_module = sys.modules.get("torch")
     if torch_module is not None and isinstance(value, torch_module.nn.Module):
         return tuple(value.parameters())

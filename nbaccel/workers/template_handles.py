@@ -14,7 +14,7 @@ import psutil
 __all__ = ["DescendantProcess", "ForkedProcess"]
 
 
-_LOOK_S = 0.05
+_ZOMBIE_STEP_S = 0.05
 
 
 class ForkedProcess:
@@ -91,7 +91,7 @@ class DescendantProcess:
             if deadline is not None and time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             with contextlib.suppress(psutil.Error):
-                psutil.Process(self.pid).wait(_LOOK_S)
+                psutil.Process(self.pid).wait(_ZOMBIE_STEP_S)
         return exit_status
 
     def kill(self) -> None:

@@ -43,7 +43,7 @@ _NEEDED_HERE = (
 )
 """What a launch imports in any case: before the fork, so that it is there once."""
 _NOTHING: Mapping[str, FileStamp | None] = {}
-_SAY_EVERY_S = 0.1
+_WAIT_STEP_S = 0.1
 _STATUS_S = 0.5
 
 
@@ -288,7 +288,7 @@ class TemplateLearner:
         base_boot = template_prestart.start_base(self._device)
         self._drop_candidate()
         # Someone may have stopped it (SIGSTOP).
-        template_prestart.wake(base_boot)
+        template_prestart.let_continue(base_boot)
         files = installed_modules.installed_modules()
         packages = installed_modules.by_package(
             dict.fromkeys(template_server.modules_for_workers(in_notebook=True), "") | dict(files)
@@ -370,7 +370,7 @@ class TemplateLearner:
         deadline = time.monotonic() + time_limits.LEARN_S
         while (candidate := self._candidate) is not None and time.monotonic() < deadline:
             say(f"importing {candidate.importing or 'what the notebook has imported'}")
-            select.select([candidate.boot.socket], [], [], _SAY_EVERY_S)
+            select.select([candidate.boot.socket], [], [], _WAIT_STEP_S)
             self._hear_candidate()
 
     def _pause(self, *, is_paused: bool) -> None:

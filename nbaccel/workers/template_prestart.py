@@ -275,7 +275,7 @@ def drop_learned(device: str) -> None:
         learned_boot.replace()
 
 
-def forget(template_boot: TemplateBoot) -> None:
+def drop_ended(template_boot: TemplateBoot) -> None:
     """Use a template no more: it has ended, or it does not answer.
 
     Args:
@@ -338,7 +338,7 @@ def learned(device: str) -> TemplateBoot | None:
     return template_boot if template_boot is not None and template_boot.is_running() else None
 
 
-def wake(template_boot: TemplateBoot) -> None:
+def let_continue(template_boot: TemplateBoot) -> None:
     """Let a template process continue if it was stopped (SIGSTOP).
 
     Args:
