@@ -13,8 +13,10 @@ from tests.kernel.kernel import Kernel, wait_for
 
 NOTE = """
 import os
+import threading
 with open(os.environ["NB_TEST_IMPORTS"], "a") as notes, open("/proc/self/comm") as name:
-    notes.write(f"{__name__} {name.read().strip()}\\n")
+    priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    notes.write(f"{__name__} {name.read().strip()} {priority}\\n")
 VERSION = 1
 """
 # Each behaves in the notebook, and does what its name says in a template.
@@ -23,6 +25,7 @@ PACKAGES = {
     "calm_one": "",
     "calm_two": "",
     "calm_three": "",
+    "calm_four": "",
     "needs_calm": "import calm_three",
     "makes_a_thread": (
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
@@ -32,17 +35,25 @@ PACKAGES = {
     "goes_online": "import socket\nS = socket.create_server(('127.0.0.1', 0))",
     "starts_a_program": "import subprocess\nP = subprocess.Popen(['sleep', '100'])",
     "takes_its_time": "import time\ntime.sleep(1.5)",
+    "takes_long": "import time\ntime.sleep(6)",
+    "takes_memory": "X = bytearray(300 * 2**20)",
     "hangs": "import time\ntime.sleep(3600)",
     "crashes": "import os\nos.abort()",
     "fails": "raise RuntimeError('not in here')",
 }
-BAD = [name for name in PACKAGES if not name.startswith(("calm", "needs_calm", "takes_its_time"))]
+BAD = [
+    name
+    for name in PACKAGES
+    if not name.startswith(("calm", "needs_calm", "takes_its_time", "takes_long"))
+]
 PACKAGES |= {f"calm_after_{name}": "" for name in BAD}
 SETUP = """
 import os, sys, time
 import torch
 from nbaccel.workers import time_limits
-time_limits.IMPORT_S, time_limits.LEARN_S = 4.0, 8.0  # a fork of this process has them, too
+from nbaccel.workers import template_candidate
+time_limits.IMPORT_S, time_limits.LEARN_S = 7.0, 8.0  # a fork of this process has them, too
+template_candidate._MOST_BYTES = 2**28
 from nbaccel import Pool, notebook_launcher
 from nbaccel.workers import template_prestart
 from nbaccel.workers.template_learning import learner
@@ -193,8 +204,9 @@ def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(
         ("takes_signals", "it changes how signals are handled"),
         ("goes_online", "it opens 1 network connection"),
         ("starts_a_program", "it starts other programs (1)"),
-        ("hangs", "its import does nothing for 4 s"),
+        ("hangs", "its import does nothing for 7 s"),
         ("crashes", "its import ended the process"),
+        ("takes_memory", "it needs more than 256.0 MiB"),
         ("fails", "its import fails (RuntimeError: not in here)"),
     ],
 )
@@ -241,6 +253,34 @@ def test_a_launch_waits_for_what_it_uses_and_says_so(used: Kernel, packages: Pat
     told = [data["text/plain"] for data in cell.displays]
     assert "starting 2 workers: importing takes_its_time …" in told
     assert told[-1] == "", "it has gone away"
+
+
+def test_it_is_imported_at_the_lowest_priority_and_workers_have_their_own(
+    used: Kernel, packages: Path
+) -> None:
+    say(used, "import calm_four")
+    say(used, "learn()")
+    lines = [line.split() for line in (packages / "imports").read_text().splitlines()]
+    assert [priority for name, _, priority in lines if name == "calm_four"] == ["0", "19"]
+    assert say(used, "print(notebook_launcher(lambda: os.nice(0), (), 2))") == "[0, 0]"
+
+
+def test_nothing_is_imported_while_a_launch_runs(used: Kernel, packages: Path) -> None:
+    say(used, "import takes_long")
+    states = say(
+        used,
+        """
+        def look():
+            import psutil
+            time.sleep(0.5)
+            return [p.status() for p in psutil.process_iter() if p.name() == "nbaccel-tmpl"]
+        print(notebook_launcher(look, (), 2)[0])
+        """,
+    )
+    assert "stopped" in states
+    assert "takes_long" not in say(used, "print(learner().learned_packages())")
+    say(used, "learn()")
+    assert "takes_long" in say(used, "print(learner().learned_packages())")
 
 
 def test_a_changed_file_is_noticed_and_the_new_version_learned(
