@@ -76,8 +76,9 @@ def changed_ranges(
     page_bytes = shared_memory.PAGE_BYTES
     is_small = shared_memory.total_bytes(written_ranges) <= _CLOSELY_COMPARED_BYTES
     block_bytes = page_bytes if is_small else page_bytes * _BLOCK_PAGES
-    # The private mapping would show this worker's own pages.
-    file_bytes = shared_memory.Mapping(file_descriptor, mapping.nbytes, is_private=False).bytes()
+    # A mapping of its own, because the worker's shows the worker's pages. Private, because the file
+    # may be a checkpoint that is open for reading only; nothing is written through it.
+    file_bytes = shared_memory.Mapping(file_descriptor, mapping.nbytes, is_private=True).bytes()
     own_bytes = mapping.bytes()
     kept_ranges: list[shared_memory.ByteRange] = []
     for first_byte, end_byte in written_ranges:
