@@ -268,8 +268,8 @@ class Mapping:
             )
 
     def __del__(self) -> None:
-        # Not there where a subclass failed before it got this far.
-        if getattr(self, "address", 0):
+        # Not there where a subclass failed before it got this far, or while Python shuts down.
+        if getattr(self, "address", 0) and _c_library is not None:
             _c_library().munmap(self.address, self.nbytes)
 
 

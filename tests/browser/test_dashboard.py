@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from playwright.sync_api import expect
 from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
 from tests.kernel.kernel import wait_for
+from tests.leak_police import TEMPLATE_NAME
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -58,9 +60,13 @@ def page(request: pytest.FixtureRequest, open_notebook: Open) -> Iterator[Notebo
 
 
 def workers(page: NotebookPage) -> set[int]:
-    """The kernel's living descendants, those of the pool among them."""
-    kernel = psutil.Process(int(page.text(0).split()[-1]))
-    return {p.pid for p in kernel.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    """The kernel's living descendants but templates, of which each cell may bring another."""
+    found = set()
+    for process in psutil.Process(int(page.text(0).split()[-1])).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and process.name() != TEMPLATE_NAME:
+                found.add(process.pid)
+    return found
 
 
 @pytest.mark.parametrize("number", [LAUNCH, CELL], ids=["launch", "cell"])
