@@ -183,12 +183,19 @@ class Chaos:
             own = psutil.Process(kernel.pid)
             if party == "kernel":
                 return own
-            templates = [c for c in own.children() if c.name() == reaping.TEMPLATE_NAME]
+            # A template may be a fork of another one, and the workers are children of the last.
+            named = {
+                name: sorted(
+                    (p for p in own.children(recursive=True) if p.name() == name),
+                    key=lambda p: p.pid,
+                )
+                for name in (reaping.TEMPLATE_NAME, reaping.WORKER_NAME)
+            }
+            templates, workers = named[reaping.TEMPLATE_NAME], named[reaping.WORKER_NAME]
             if not templates:
                 return None
             if party == "template":
                 return templates[-1]
-            workers = sorted((w for t in templates for w in t.children()), key=lambda p: p.pid)
             number = int(party.split()[1])
             return workers[number] if number < len(workers) else None
         return None
