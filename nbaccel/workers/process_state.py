@@ -14,13 +14,14 @@ from nbaccel import _catalog
 from nbaccel.units import count_noun
 from nbaccel.workers.reaping import child_processes
 
-__all__ = ["ProcessState", "native_threads", "trial_fork"]
+__all__ = ["ProcessState", "name_of_thread", "native_threads", "trial_fork"]
 
 
 # Those above are glibc's own: it handles two of them as soon as a process has a thread.
 _STANDARD_SIGNALS = (1 << 31) - 1
 _SIGNAL_MASKS = ("SigBlk", "SigIgn", "SigCgt")
 
+_STARTED_ANEW = "jemalloc_bg_thd"
 _SETTLE_S = 0.3
 _SETTLE_STEP_S = 0.002
 
@@ -83,8 +84,28 @@ class ProcessState:
 
 
 def native_threads() -> list[int]:
-    """Ids of all threads of this process, those of C code included."""
-    return [int(thread_id) for thread_id in os.listdir("/proc/self/task")]
+    """Ids of the threads of this process, those of C code included.
+
+    Without jemalloc's (pyarrow brings it), which it ends before a fork and starts anew at once.
+    """
+    return [
+        int(thread_id)
+        for thread_id in os.listdir("/proc/self/task")
+        if not name_of_thread(int(thread_id)).startswith(_STARTED_ANEW)
+    ]
+
+
+def name_of_thread(thread_id: int) -> str:
+    """What the system calls a thread; empty for one that has ended.
+
+    Args:
+        thread_id: Its native id.
+    """
+    try:
+        with open(f"/proc/self/task/{thread_id}/comm") as name_file:
+            return name_file.read().strip()
+    except OSError:
+        return ""
 
 
 def trial_fork() -> None:

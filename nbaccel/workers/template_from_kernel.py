@@ -41,7 +41,7 @@ __all__ = ["fork_notebook", "imported_stamps", "why_not"]
 _MOST_ANONYMOUS_BYTES = 2**30
 _MOST_VARIABLE_BYTES = 64 * 2**20
 """The fork would keep the memory of variables that the notebook gives up later."""
-_OF_A_KERNEL = ("ZMQbg",)
+_OF_A_KERNEL = "ZMQbg"
 _SHARED_MEMORY_FILE = "/memfd:nbaccel-"
 
 
@@ -174,17 +174,10 @@ def _foreign_threads() -> list[int]:
     return [
         thread_id
         for thread_id in process_state.native_threads()
-        if thread_id not in python_threads and not _name_of(thread_id).startswith(_OF_A_KERNEL)
+        if thread_id not in python_threads
+        # Empty: it has ended meanwhile.
+        and not (process_state.name_of_thread(thread_id) or _OF_A_KERNEL).startswith(_OF_A_KERNEL)
     ]
-
-
-def _name_of(thread_id: int) -> str:
-    try:
-        with open(f"/proc/self/task/{thread_id}/comm") as name_file:
-            return name_file.read().strip()
-    # It has ended.
-    except OSError:
-        return _OF_A_KERNEL[0]
 
 
 # ---- in the fork
