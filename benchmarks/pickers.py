@@ -16,6 +16,7 @@ import sys
 from harness import picker_paint
 from harness.pickers import Form
 from harness.report import Report, verdict, versions
+from harness.revision import REPOSITORY, checkout_of
 from harness.samples import Results, say
 
 # What is pressed, in this order: each from the state that the one before has left.
@@ -54,10 +55,10 @@ def measure(results: Results, num_rounds: int) -> None:
 
 
 def _measure_paint(results: Results, num_rounds: int) -> None:
-    with picker_paint.other_revision(BEFORE) as other:
+    with checkout_of(BEFORE) as other:
         for number in range(num_rounds):
             say(f"seen in a browser: round {number + 1} of {num_rounds}")
-            checkouts = [("nbaccel", picker_paint.REPOSITORY), ("before", other)]
+            checkouts = [("nbaccel", REPOSITORY), ("before", other)]
             for who, checkout in reversed(checkouts) if number % 2 else checkouts:
                 try:
                     seen = picker_paint.run(checkout)

@@ -21,7 +21,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from harness.revision import REPOSITORY, checkout_of
+
 LAUNCHES, CALLS = 4, 300
 BLOCKS, STEPS = 15, 100
 """Steps are timed in blocks, of which the median counts: what else the machine does hits a few."""
@@ -108,20 +109,14 @@ def main() -> None:
         print(json.dumps(measure()))
         return
     ratios: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder) / "other"
-        git = ["git", "-C", str(REPOSITORY), "worktree"]
-        subprocess.run([*git, "add", "--detach", str(other), options.revision], check=True)
-        try:
-            for pair in range(options.pairs):
-                if pair % 2:
-                    theirs, ours = _run(other), _run(REPOSITORY)
-                else:
-                    ours, theirs = _run(REPOSITORY), _run(other)
-                for what, seconds in ours.items():
-                    ratios[what].append(seconds / theirs[what])
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
+    with checkout_of(options.revision) as other:
+        for pair in range(options.pairs):
+            if pair % 2:
+                theirs, ours = _run(other), _run(REPOSITORY)
+            else:
+                ours, theirs = _run(REPOSITORY), _run(other)
+            for what, seconds in ours.items():
+                ratios[what].append(seconds / theirs[what])
     print(f"| | this checkout / {options.revision} | least, largest |")
     print("|---|--:|--:|")
     for what, values in ratios.items():

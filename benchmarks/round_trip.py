@@ -24,11 +24,11 @@ from pathlib import Path
 
 from harness.live import TOOLS
 from harness.report import Report
+from harness.revision import REPOSITORY, checkout_of
 from harness.samples import Results, say
 from harness.table import as_grid
 from jupyter_client.manager import KernelManager
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 NEW, OLD, PIPE = "this checkout", "before", "a pipe"
 CELLS = {"nothing to show": "_ = 1+1", "with results": "1+1"}
 WARM_UP, TRIPS, PIPE_TRIPS = 50, 60, 200
@@ -179,18 +179,6 @@ def pipe_trips(to_there: int, from_there: int) -> list[float]:
 def undisturbed(seconds: list[float]) -> float:
     """The fastest tenth's limit: the others had to wait for what else the machine was doing."""
     return statistics.quantiles(seconds, n=10)[0]
-
-
-@contextmanager
-def checkout_of(revision: str) -> Iterator[Path]:
-    git = ["git", "-C", str(REPOSITORY), "worktree"]
-    with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder) / "other"
-        subprocess.run([*git, "add", "--detach", str(other), revision], check=True)
-        try:
-            yield other
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
 
 
 def measure(results: Results, revision: str, num_rounds: int) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "is_module",
     "of_traceback",
     "place",
+    "running_shell",
     "source",
     "source_line",
     "user_frame",
@@ -135,7 +136,7 @@ def cell_number(compiled_name: str) -> int | None:
     Returns:
         The number; None where no cell that this process has run is called so.
     """
-    ipython_shell = _ipython_shell()
+    ipython_shell = running_shell()
     compiler = getattr(ipython_shell, "compile", None)
     cell_numbers = ipython_private.cell_numbers(compiler)
     if cell_numbers is not None:
@@ -212,13 +213,14 @@ def has_magic(magic_name: str) -> bool:
     Args:
         magic_name: The magic's name.
     """
-    magics_manager = getattr(_ipython_shell(), "magics_manager", None)
+    magics_manager = getattr(running_shell(), "magics_manager", None)
     magic_function = (
         magics_manager.magics["line"].get(magic_name) if magics_manager is not None else None
     )
     return getattr(magic_function, "__module__", "").startswith("nbaccel.notebook.")
 
 
-def _ipython_shell() -> object | None:
+def running_shell() -> Any:
+    """IPython's shell in this process, or None; IPython is not imported for it."""
     ipython_module = sys.modules.get("IPython")
     return ipython_module.get_ipython() if ipython_module is not None else None

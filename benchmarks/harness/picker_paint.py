@@ -13,12 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 200.0
 SETUP = """
 import torch, nbaccel
@@ -114,19 +111,6 @@ def run(checkout: Path) -> dict[str, float]:
         timeout=LIMIT_S,
     )
     return dict(json.loads(finished.stdout.splitlines()[-1]))
-
-
-@contextmanager
-def other_revision(revision: str) -> Iterator[Path]:
-    """Another revision of this repository, checked out for as long as it is needed."""
-    git = ["git", "-C", str(REPOSITORY), "worktree"]
-    with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder) / "other"
-        subprocess.run([*git, "add", "--detach", str(other), revision], check=True)
-        try:
-            yield other
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbaccel import ipython_private
+from nbaccel import frames, ipython_private
 from nbaccel.units import number_ranges
 
 __all__ = ["PublishBundle", "show_results"]
@@ -43,7 +43,7 @@ def publish_display(display_content: Mapping[str, Any]) -> None:
         display_content: `data` and `metadata` by media type; `transient` and `update` as IPython
             has them.
     """
-    running_shell = _running_shell()
+    running_shell = frames.running_shell()
     if running_shell is not None:
         ipython_private.publish_display(running_shell.display_pub, display_content)
     elif (plain_text := display_content["data"].get("text/plain")) is not None:
@@ -56,7 +56,7 @@ def clear(*, wait_for_new: bool) -> None:
     Args:
         wait_for_new: Not before there is something new to show.
     """
-    running_shell = _running_shell()
+    running_shell = frames.running_shell()
     if running_shell is not None:
         running_shell.display_pub.clear_output(wait=wait_for_new)
 
@@ -69,7 +69,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
     Args:
         error_class: A class with `_render_traceback_`. Handlers of the user's stay as they are.
     """
-    running_shell = _running_shell()
+    running_shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
     if running_shell is None or any(
         not hasattr(custom_class, _RENDER_METHOD)
@@ -95,17 +95,12 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
 
 def has_cells() -> bool:
     """Whether output can be changed after it was shown: there is a kernel, and a browser at it."""
-    return getattr(_running_shell(), "kernel", None) is not None
+    return getattr(frames.running_shell(), "kernel", None) is not None
 
 
 def is_watched() -> bool:
     """Whether output goes to a notebook or a terminal, not to a file or another program."""
-    return _running_shell() is not None or sys.stderr.isatty()
-
-
-def _running_shell() -> Any:
-    ipython_module = sys.modules.get("IPython")
-    return ipython_module.get_ipython() if ipython_module is not None else None
+    return frames.running_shell() is not None or sys.stderr.isatty()
 
 
 PublishBundle = Callable[[Mapping[str, Any]], None]

@@ -14,7 +14,7 @@ from nbaccel import _catalog
 from nbaccel.units import count_noun
 from nbaccel.workers.reaping import child_processes
 
-__all__ = ["ProcessState", "name_of_thread", "native_threads", "trial_fork"]
+__all__ = ["ProcessState", "name_of_thread", "native_threads"]
 
 
 # Those above are glibc's own: it handles two of them as soon as a process has a thread.
@@ -108,7 +108,7 @@ def name_of_thread(thread_id: int) -> str:
         return ""
 
 
-def trial_fork() -> None:
+def _trial_fork() -> None:
     """Fork a child that leaves at once.
 
     Libraries that can be forked end their threads before that and start them again when they are
@@ -125,7 +125,7 @@ def trial_fork() -> None:
 
 def _lasting_threads() -> int:
     if len(native_threads()) > 1:
-        trial_fork()
+        _trial_fork()
     # A thread that has been joined is still listed until the system has removed it.
     settle_deadline = time.monotonic() + _SETTLE_S
     while (num_threads := len(native_threads())) > 1 and time.monotonic() < settle_deadline:

@@ -23,7 +23,8 @@ import psutil
 from nbaccel.workers import time_limits
 from nbaccel.workers.messaging import Ended
 
-_PR_SET_NAME = 15  # <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 TEMPLATE_NAME, WORKER_NAME = "nbaccel-tmpl", "nbaccel-worker"
 _REAP_PAUSE_S = 0.002
@@ -36,6 +37,16 @@ def take_name(process_name: str) -> None:
         process_name: At most 15 characters.
     """
     ctypes.CDLL(None).prctl(_PR_SET_NAME, process_name.encode(), 0, 0, 0)
+
+
+def end_with_parent(*, is_wanted: bool = True) -> None:
+    """Have this process killed when the thread that forked it ends.
+
+    Args:
+        is_wanted: False takes that back.
+    """
+    death_signal = signal.SIGKILL if is_wanted else 0
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
 
 
 def adopt_orphans() -> None:

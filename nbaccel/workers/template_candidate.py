@@ -12,7 +12,6 @@ template survives any way it may end, a crash or a hang inside a package include
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import mmap
@@ -33,6 +32,7 @@ from nbaccel.failures import failure
 from nbaccel.units import format_bytes
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.process_state import ProcessState
+from nbaccel.workers.reaping import end_with_parent
 
 __all__ = ["CandidateKeeper"]
 
@@ -46,7 +46,6 @@ _PROGRESS_S = 0.05
 _LOWEST_PRIORITY = 19
 # Imports are deeply nested, and a thread's stack may be small (ulimit -s unlimited: 2 MiB).
 _IMPORT_STACK_BYTES = 16 * 2**20
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass
@@ -57,23 +56,23 @@ class _Notes:
 
     def write(self, *, package: str, left_out: dict[str, str], is_template: bool = False) -> None:
         """Replace them; the process may end at any moment after that."""
-        text = json.dumps([package, time.monotonic(), left_out, is_template]).encode()
+        text = json.dumps([package, left_out, is_template]).encode()
         # The length last: what is read before belongs to the old text, or does not parse.
         if len(text) < _NOTES_BYTES - 8:
             self.memory[:8] = bytes(8)
             self.memory[8 : 8 + len(text)] = text
             self.memory[:8] = len(text).to_bytes(8, "little")
 
-    def read(self) -> tuple[str, float, dict[str, str], bool]:
-        """The package that is being imported, since when, those left out, and whether all is done.
+    def read(self) -> tuple[str, dict[str, str], bool]:
+        """The package that is being imported, those left out, and whether all is done.
 
         Nothing was written, or half of it: as if nothing had begun.
         """
         num_bytes = int.from_bytes(self.memory[:8], "little")
         if not num_bytes:
-            return "", time.monotonic(), {}, False
-        package, since, left_out, is_template = json.loads(self.memory[8 : 8 + num_bytes])
-        return package, since, left_out, is_template
+            return "", {}, False
+        package, left_out, is_template = json.loads(self.memory[8 : 8 + num_bytes])
+        return package, left_out, is_template
 
 
 @dataclass
@@ -93,11 +92,11 @@ class _Candidate:
         Processor time counts as getting on: at the lowest priority an import may take minutes
         beside a cell that computes.
         """
-        package, since, _, _ = self.notes.read()
+        package, _, _ = self.notes.read()
         used_s = _processor_time(self.process_id)
         last_package, last_used_s = self.looked_at
         if package != last_package or used_s > last_used_s + _PROGRESS_S:
-            self.looked_at, self.got_on_at = (package, used_s), max(time.monotonic(), since)
+            self.looked_at, self.got_on_at = (package, used_s), time.monotonic()
         return time.monotonic() - self.got_on_at > time_limits.IMPORT_S
 
     def was_paused(self) -> None:
@@ -119,7 +118,7 @@ class CandidateKeeper:
         self._become_template = become_template
         self._in_child = in_child
         self._candidates: dict[int, _Candidate] = {}
-        self._paused_at: float | None = None
+        self._is_paused = False
 
     def process_ids(self) -> set[int]:
         """Candidates, and the templates that they have become."""
@@ -139,7 +138,7 @@ class CandidateKeeper:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(candidate.process_id, 0)
         # What was stopped for a launch has ended above; a new one is stopped by the next message.
-        self._paused_at = None
+        self._is_paused = False
         own_copies = tuple(os.dup(file_descriptor) for file_descriptor in file_descriptors)
         self._fork(message, own_copies)
 
@@ -150,9 +149,9 @@ class CandidateKeeper:
 
     def pause(self, *, is_paused: bool) -> None:
         """Stop candidates that import, or let them go on."""
-        if is_paused == (self._paused_at is not None):
+        if is_paused == self._is_paused:
             return
-        self._paused_at = time.monotonic() if is_paused else None
+        self._is_paused = is_paused
         for candidate in self._importing():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(candidate.process_id, signal.SIGSTOP if is_paused else signal.SIGCONT)
@@ -165,7 +164,7 @@ class CandidateKeeper:
     def end_overdue(self) -> None:
         """Kill candidates that hang in an import."""
         for candidate in self._importing():
-            if self._paused_at is None and candidate.hangs():
+            if not self._is_paused and candidate.hangs():
                 candidate.was_killed = True
                 _kill(candidate.process_id)
 
@@ -179,7 +178,7 @@ class CandidateKeeper:
         candidate = self._candidates.pop(process_id, None)
         if candidate is None:
             return
-        package, _, left_out, is_template = candidate.notes.read()
+        package, left_out, is_template = candidate.notes.read()
         if package and package not in left_out:
             left_out[package] = (
                 f"its import does nothing for {time_limits.IMPORT_S:.0f} s"
@@ -247,7 +246,7 @@ def _kill(process_id: int) -> None:
 
 def _settle(template_id: int, error_file: int, message: messaging.Learn) -> None:
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != template_id:
         os._exit(1)
     os.dup2(error_file, 2)
@@ -284,7 +283,7 @@ def _import_all(message: messaging.Learn, notes: _Notes, channel: messaging.Chan
                     f"its import fails ({type(import_error).__name__}: {import_error})"
                 )[:_REASON_CHARS]
     # It outlives the template that it came from, if that is killed: the notebook has its channel.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    end_with_parent(is_wanted=False)
     notes.write(package="", left_out=left_out, is_template=True)
     channel.send(messaging.Learned(left_out))
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel import _catalog, env
+from nbaccel import _catalog, env, frames
 from nbaccel.errors import ConfigError
 from nbaccel.workers import installed_modules, template_prestart, time_limits, working_folder
 from nbaccel.workers.installed_modules import FileStamp
@@ -179,7 +179,7 @@ class TemplateLearner:
         return (
             "torch" in sys.modules
             and sys.platform.startswith("linux")
-            and _shell() is not None
+            and frames.running_shell() is not None
             and env.flag(SWITCH) is not False
         )
 
@@ -432,13 +432,8 @@ def _reported_status(base_boot: TemplateBoot, process_id: int) -> int | None:
     return int(base_boot.ended.pop(process_id).status)
 
 
-def _shell() -> Any:
-    ipython_module = sys.modules.get("IPython")
-    return ipython_module.get_ipython() if ipython_module is not None else None
-
-
 def _notebook_variables() -> Mapping[str, Any]:
-    return getattr(_shell(), "user_ns", {})
+    return getattr(frames.running_shell(), "user_ns", {})
 
 
 # What templates know is a fact of the process, like the templates themselves.
@@ -458,14 +453,14 @@ def learner(device: str = "") -> TemplateLearner:
 
 def follow_cells() -> None:
     """Learn after each cell from now on, where there are cells."""
-    shell = _shell()
+    shell = frames.running_shell()
     if shell is not None and _after_cell not in shell.events.callbacks["post_run_cell"]:
         shell.events.register("post_run_cell", _after_cell)
 
 
 def unfollow_cells() -> None:
     """Undo :func:`follow_cells`."""
-    shell = _shell()
+    shell = frames.running_shell()
     if shell is not None and _after_cell in shell.events.callbacks["post_run_cell"]:
         shell.events.unregister("post_run_cell", _after_cell)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import linecache
@@ -49,15 +48,19 @@ from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import messaging, metrics_reporter, precision_check, rendezvous, worker_output
-from nbaccel.workers.reaping import WORKER_NAME, adopt_orphans, end_descendants, take_name
+from nbaccel.workers.reaping import (
+    WORKER_NAME,
+    adopt_orphans,
+    end_descendants,
+    end_with_parent,
+    take_name,
+)
 
 __all__ = ["own_process", "send_notebook_classes"]
 
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # macOS has none, and no workers either
 """Makes a worker write its stack; user code is unlikely to use this signal."""
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>; Python has no name for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +150,7 @@ def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
     """Set up session, streams and signals of a new process, before anything can print or hang."""
     # Ctrl-C in a terminal must reach the notebook only, and the group can then be killed as one.
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     # The parent may have died before the line above took effect: no signal would ever come.
     if os.getppid() != parent_id:
         os._exit(1)

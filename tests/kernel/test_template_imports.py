@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import leak_police
 from tests.kernel.kernel import Kernel, wait_for
 
 NOTE = """
@@ -178,10 +179,10 @@ def test_a_worker_reaches_nothing_of_the_notebook_by_name(clean: Kernel) -> None
         """,
     )
     assert said == "(False, False, False, False, False, []) True"
+    say(clean, "learn()")  # none of them ends while it is looked at
     for process in clean.templates():
         # Its channels and the pairs that wake it, of its candidates too; a kernel has dozens.
-        targets = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-        assert sum(target.startswith("socket:") for target in targets) <= 8
+        assert len(leak_police._sockets(process.pid)) <= 8
 
 
 def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(
