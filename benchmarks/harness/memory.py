@@ -23,6 +23,7 @@ WORLD_SIZES = (2, 4)
 TIMEOUT_S = 90.0
 NUM_TRIES = 3
 MIB = 2**20
+TEMPLATE_NAME = "nbaccel-tmpl"  # of the process, as nbaccel.workers.reaping names it
 
 
 def measure(num_processes: int) -> str:
@@ -115,9 +116,10 @@ def parts(sample: list[dict[str, Any]], folder: str) -> dict[str, Any]:
     workers = {int(path.read_text()) for path in Path(folder).glob("pid-*")}
     groups: dict[str, list[dict[str, Any]]] = {"workers": [], "kernel": [], "others": []}
     for row in sample:
-        is_kernel = "ipykernel_launcher" in row["command"] and row["pid"] not in workers
+        is_kernel = "ipykernel_launcher" in row["command"] and row["name"] != TEMPLATE_NAME
         name = "workers" if row["pid"] in workers else "kernel" if is_kernel else "others"
         groups[name].append(row)
     sizes: dict[str, Any] = {f"{name}_mib": total(rows) for name, rows in groups.items()}
     sizes |= {f"{kind}_mib": total(sample, kind) for kind in ("Pss_Anon", "Pss_File", "Pss_Shmem")}
-    return {**sizes, "other_processes": [row["command"][:80] for row in groups["others"]]}
+    others = [f"{row['name']}: {row['command'][:80]}" for row in groups["others"]]
+    return {**sizes, "other_processes": others}

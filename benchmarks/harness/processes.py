@@ -73,7 +73,9 @@ def measure_memory(tag: str) -> list[dict[str, object]]:
     for process in tagged(tag, without=os.getpid()):
         with suppress(OSError, psutil.Error):
             command = " ".join(process.cmdline())[:200]
-            rows.append({"pid": process.pid, "command": command, **pss_bytes(process.pid)})
+            # A template and its workers are forks of the kernel: their command is the kernel's.
+            row = {"pid": process.pid, "command": command, "name": process.name()}
+            rows.append({**row, **pss_bytes(process.pid)})
     return rows
 
 
