@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,9 +41,12 @@ __all__ = [
     "mapped",
     "measure_activations",
     "num_samples",
+    "on_fake_copy",
     "resized",
 ]
 
+
+_Result = TypeVar("_Result")
 
 if TYPE_CHECKING:
     _Mode = Any
@@ -313,6 +316,24 @@ def measure_activations(
         real = copy.deepcopy(model).to(dtype=dtype)
         batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
         return _run(real, batch, gradient_checkpointing)
+
+
+def on_fake_copy(
+    model: nn.Module, sample_batch: Any, run: Callable[[nn.Module, Any], _Result]
+) -> _Result:
+    """Run something with a copy of a model whose tensors have shapes and no memory.
+
+    Args:
+        model: The model, on any device or on ``meta``; it stays as it is.
+        sample_batch: A batch for the model.
+        run: Given the copy and such a batch.
+
+    Returns:
+        What it returned.
+    """
+    with _undisturbed(), torch_private.fake_tensor_mode()(allow_non_fake_inputs=True):
+        fake_batch = mapped(sample_batch, lambda t: torch.empty(t.shape, dtype=t.dtype))
+        return run(_fake_copy(model, None), fake_batch)
 
 
 def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activations:

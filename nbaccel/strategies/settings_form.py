@@ -19,8 +19,16 @@ from nbaccel.plan.launch_plan import Choice
 if TYPE_CHECKING:
     from nbaccel.memory.estimate import MemoryEstimate
     from nbaccel.memory.model_size import Shape
+    from nbaccel.memory.step_time import Traffic
 
-__all__ = ["ChoiceOption", "Edit", "FilledConfig", "Setting", "SettingsForm", "Suggestion"]
+__all__ = [
+    "ChoiceOption",
+    "Edit",
+    "FilledConfig",
+    "Setting",
+    "SettingsForm",
+    "TrainingWay",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +112,22 @@ class FilledConfig:
     choices: tuple[Choice, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """Settings to take.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingWay:
+    """One way to train: what is held where, and what is sent for it.
 
     Attributes:
-        config: The settings.
-        headline: The settings in one line.
-        remarks: Remarks for the user.
+        name: As people call it: ``ZeRO-2, optimizer on the CPU``.
+        configs: Runs of that way. The first is the fastest, and each needs less memory than the
+            one before it.
+        traffic: What is sent between processes, to the host and to the disk.
+        refusal: Why it cannot be taken: a clause; empty where it can.
     """
 
-    config: RunConfig
-    headline: str
-    remarks: tuple[str, ...] = ()
+    name: str
+    configs: tuple[RunConfig, ...]
+    traffic: Traffic
+    refusal: str = ""
 
 
 class SettingsForm(ABC):
@@ -270,47 +281,25 @@ class SettingsForm(ABC):
         """
 
     @abstractmethod
-    def leaner(
-        self, config: RunConfig, *, can_checkpoint: bool, checkpoints: bool
-    ) -> Iterator[tuple[str, RunConfig]]:
-        """Ways to train with less memory, the fastest first.
+    def ways(
+        self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
+    ) -> Iterator[TrainingWay]:
+        """The ways to train with this strategy, the fastest first.
 
         Args:
-            config: The chosen settings.
-            can_checkpoint: Whether the model can turn gradient checkpointing on.
-            checkpoints: Whether it is on already.
+            config: The chosen settings, which are kept where a way does not decide them.
+            shape: The model's sizes.
+            on_host: Whether the device computes in host memory, so that nothing can leave it for
+                the host.
+            can_checkpoint: Whether the model can turn activation checkpointing on.
 
         Yields:
-            How it is called, and the run.
+            The ways.
         """
 
     @abstractmethod
-    def advised(
-        self,
-        config: RunConfig,
-        plan: Plan,
-        model: Any,
-        sample_batch: Any,
-        *,
-        checkpoints: bool,
-        inventory: Inventory,
-    ) -> Suggestion | None:
-        """The fastest run that fits, by the strategy's own advisor.
-
-        Args:
-            config: The chosen settings: precision and processes are kept.
-            plan: The plan of it.
-            model: The module.
-            sample_batch: A batch of one process, or None.
-            checkpoints: Whether its gradient checkpointing is on already.
-            inventory: The machine.
-
-        Returns:
-            The suggestion; None where the strategy's library is not installed.
-
-        Raises:
-            ConfigError: Nothing fits.
-        """
+    def way_of(self, config: RunConfig) -> str:
+        """The name, among `ways`, of how a run trains that has chosen the strategy."""
 
     @property
     @abstractmethod

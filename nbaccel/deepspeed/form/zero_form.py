@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nbaccel._optional import is_installed
 from nbaccel._origin import install_line
-from nbaccel.capabilities import device_row, precision_row
+from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig, nested_keys
-from nbaccel.config.engine import BATCH_SIZES, engine_config
+from nbaccel.config.engine import engine_config
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.advisor.ladder import LadderStep, ladder
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.form.auto_filling import filled_in
 from nbaccel.deepspeed.form.key_edits import with_key, with_stage
@@ -24,14 +22,21 @@ from nbaccel.deepspeed.form.key_refusals import (
     place_refusal,
 )
 from nbaccel.deepspeed.form.key_settings import COMMON, EVERYDAY, OVERLAP, key_settings
+from nbaccel.deepspeed.form.training_ways import training_ways, way_name
 from nbaccel.deepspeed.known_keys import misspelt_keys
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
-from nbaccel.deepspeed.zero_memory import estimate_memory, nvme_folders
+from nbaccel.deepspeed.zero_config import ZeroConfig, old_forms
+from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import Shape
 from nbaccel.plan import Inventory, Plan
-from nbaccel.strategies.settings_form import Edit, FilledConfig, Setting, SettingsForm, Suggestion
+from nbaccel.strategies.settings_form import (
+    Edit,
+    FilledConfig,
+    Setting,
+    SettingsForm,
+    TrainingWay,
+)
 
 __all__ = ["DeepSpeedForm"]
 
@@ -158,87 +163,15 @@ class DeepSpeedForm(SettingsForm):
             return ""
         return f"DeepSpeed is not installed: {install_line('deepspeed')}"
 
-    def leaner(
-        self, config: RunConfig, *, can_checkpoint: bool, checkpoints: bool
-    ) -> Iterator[tuple[str, RunConfig]]:
-        """See :meth:`SettingsForm.leaner`."""
-        if config.mixed_precision not in library.row().precisions:
-            return
-        for ladder_step in ladder(has_switch=can_checkpoint, is_on=checkpoints):
-            if not ladder_step.stage or (ladder_step.uses_nvme and _nvme_folder(config) is None):
-                continue  # without a stage it is not DeepSpeed that trains
-            checkpointing_note = (
-                ", gradient checkpointing" if ladder_step.gradient_checkpointing else ""
-            )
-            step_name = f"{ladder_step.name[:1].upper()}{ladder_step.name[1:]}{checkpointing_note}"
-            yield (
-                step_name,
-                _with_step(
-                    config, ladder_step, _base_settings(config), None, checkpoints=checkpoints
-                ),
-            )
+    def ways(
+        self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
+    ) -> Iterator[TrainingWay]:
+        """See :meth:`SettingsForm.ways`."""
+        return training_ways(config, shape, on_host=on_host, can_checkpoint=can_checkpoint)
 
-    def advised(
-        self,
-        config: RunConfig,
-        plan: Plan,
-        model: Any,
-        sample_batch: Any,
-        *,
-        checkpoints: bool,
-        inventory: Inventory,
-    ) -> Suggestion | None:
-        """See :meth:`SettingsForm.advised`."""
-        if self.missing_library:
-            return None
-        memory_advice = _load_advisor()(
-            model,
-            sample_batch,
-            config=_base_settings(config) or None,
-            num_processes=plan.num_processes,
-            num_nodes=config.num_nodes,
-            nvme_path=_nvme_folder(config),
-            precision=_precision_of(config),
-            inventory=inventory,
-        )
-        chosen_rung = memory_advice.chosen
-        if chosen_rung is None or chosen_rung.config is None:
-            raise ConfigError(
-                f"{memory_advice.headline()}. Training would run out of memory with {config}. "
-                "Use a smaller batch, more devices, or a smaller model."
-            )
-        config_settings = copy.deepcopy(dict(chosen_rung.config))
-        dropped_warnings = ["Activations are not in it"]  # the form's verdict says it, too
-        if "optimizer" not in (config.deepspeed or {}):
-            config_settings.pop("optimizer", None)  # only for the estimate: the code makes one
-            dropped_warnings.append("torch_adam")
-        batch_size, accumulation_steps = chosen_rung.batch_size, chosen_rung.accumulation_steps
-        config_settings = {
-            config_key: key_value
-            for config_key, key_value in config_settings.items()
-            if config_key not in BATCH_SIZES  # the data loader decides about them
-        }
-        form_remarks = [
-            warning_text
-            for warning_text in memory_advice.warnings
-            if not any(text_part in warning_text for text_part in dropped_warnings)
-        ]
-        if accumulation_steps > 1 and accumulation_steps != (
-            config.gradient_accumulation_steps or 1
-        ):
-            form_remarks.append(
-                f"Give your data loader batch_size={batch_size}: {accumulation_steps} make a step."
-            )
-        suggested_config = _with_step(
-            config,
-            chosen_rung.step,
-            config_settings,
-            accumulation_steps if accumulation_steps > 1 else None,
-            checkpoints=checkpoints,
-        )
-        return Suggestion(
-            suggested_config, f"Suggested: {memory_advice.headline()}", tuple(form_remarks)
-        )
+    def way_of(self, config: RunConfig) -> str:
+        """See :meth:`SettingsForm.way_of`."""
+        return way_name(config)
 
     def read(
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
@@ -280,65 +213,3 @@ def _checked_without_library(settings: Mapping[str, Any]) -> ZeroConfig:
     if key_mistakes:
         raise ConfigError(*key_mistakes)
     return zero_config
-
-
-def _with_step(
-    run_config: RunConfig,
-    ladder_step: LadderStep,
-    config_settings: dict[str, Any],
-    accumulation_steps: int | None,
-    *,
-    checkpoints: bool,
-) -> RunConfig:
-    model_has_it = ladder_step.gradient_checkpointing and not checkpoints
-    run_changes: dict[str, Any] = {"activation_checkpointing": model_has_it}
-    if accumulation_steps is not None:
-        run_changes["gradient_accumulation_steps"] = accumulation_steps
-    if not ladder_step.stage:
-        return run_config.changed(zero_stage=None, deepspeed=None, **run_changes)
-    config_settings = copy.deepcopy(config_settings)
-    # The run's precision decides: a section that turns one on would contradict a later choice.
-    for half_section in ("fp16", "bf16"):
-        config_section = config_settings.get(half_section)
-        if isinstance(config_section, dict):
-            config_section.pop("enabled", None)
-            if not config_section or config_section == {"auto_cast": True}:
-                del config_settings[half_section]
-    zero_section = config_settings.setdefault(ZERO, {})
-    zero_section.pop("stage", None)
-    for section_name, offload_place in (
-        ("offload_optimizer", ladder_step.offload_optimizer),
-        ("offload_param", ladder_step.offload_param),
-    ):
-        if offload_place != "none" and section_name not in zero_section:
-            zero_section[section_name] = {"device": offload_place}
-            if offload_place == "nvme":
-                zero_section[section_name]["nvme_path"] = _nvme_folder(run_config)
-    return run_config.changed(
-        zero_stage=ladder_step.stage, deepspeed=config_settings, **run_changes
-    )
-
-
-def _base_settings(run_config: RunConfig) -> dict[str, Any]:
-    """The chosen settings without those that the ladder decides."""
-    config_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))
-    for section_name in ("offload_optimizer", "offload_param"):
-        nested_keys.drop_at(config_settings, f"{ZERO}.{section_name}")
-    return config_settings
-
-
-def _load_advisor() -> Any:
-    """The function `advise`: it imports torch, which an estimate from plain numbers spares."""
-    from nbaccel.deepspeed.advisor.advise import advise
-
-    return advise
-
-
-def _nvme_folder(run_config: RunConfig) -> str | None:
-    return next(map(str, nvme_folders(run_config.deepspeed)), None)
-
-
-def _precision_of(run_config: RunConfig) -> str:
-    """The advisor's name of it; models that a library computes in 8 bits are in bfloat16."""
-    row = precision_row(run_config.mixed_precision)
-    return "bf16" if row.has_backends else {"no": "fp32"}.get(row.name, row.name)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel import _catalog
+from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
 from nbaccel.disk import nearest_folder
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
+from nbaccel.memory.fsdp_memory import WrappedSizes, fsdp_estimate, wrapped_sizes
 from nbaccel.memory.model_size import Shape, measure
 from nbaccel.memory.model_states import ShortFormats, model_states, short_formats
 from nbaccel.plan import Inventory, Plan
@@ -30,6 +32,8 @@ __all__ = [
     "told_together",
 ]
 
+
+_FSDP_NAME = "fsdp"
 
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
 """The contents of memory, in the order of the bars; ``moment`` is freed within the step."""
@@ -122,6 +126,36 @@ class MemoryModel:
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
     _shape: Shape | None = None
     _states: dict[tuple[int, ShortFormats | None], Bytes] = field(default_factory=dict)
+    _wrapped: dict[str, WrappedSizes] = field(default_factory=dict)
+    _operations: float | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the model."""
+        if self._shape is None:
+            self._shape = measure(self.model)  # kept: counting a large model takes a while
+        return self._shape
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in the batch; None without one."""
+        if self.sample_batch is None:
+            return None
+        from nbaccel.memory.activations import num_samples
+
+        return num_samples(self.sample_batch)
+
+    def operations_per_sample(self) -> float | None:
+        """Floating-point operations of a forward pass with one sample; None without a batch."""
+        if self.sample_batch is None:
+            return None
+        if self._operations is None:
+            # Not at the top: it imports torch.
+            from nbaccel.memory.operations import forward_operations
+
+            counted = forward_operations(self.model, self.sample_batch)
+            self._operations = counted / max(1, self.num_samples or 1)
+        return self._operations
 
     def need(
         self,
@@ -129,6 +163,8 @@ class MemoryModel:
         plan: Plan,
         chosen_form: SettingsForm | None,
         strategy_document: Mapping[str, Any],
+        *,
+        samples: int | None = None,
     ) -> MemoryNeed:
         """What a run needs.
 
@@ -137,6 +173,8 @@ class MemoryModel:
             plan: The plan of these for this machine.
             chosen_form: The strategy that has a configuration of its own; None where none has.
             strategy_document: That configuration, filled in.
+            samples: Samples of one process in one forward pass, where the configuration does not
+                say so; None: those of the batch.
 
         Returns:
             The need.
@@ -146,29 +184,42 @@ class MemoryModel:
         """
         machine = self.inventory
         machine = replace(machine, gpus=_catalog.device(plan.device).units(machine))
-        if self._shape is None:
-            self._shape = measure(self.model)  # kept: counting a large model takes a while
+        told_samples = None if chosen_form is None else chosen_form.batch_size(strategy_document)
         estimate_inputs: dict[str, Any] = {
             "num_processes": plan.num_processes,
             "num_nodes": config.num_nodes,
-            "activation_bytes": self.activation_bytes(
-                config, None if chosen_form is None else chosen_form.batch_size(strategy_document)
-            ),
+            "activation_bytes": self.activation_bytes(config, told_samples or samples),
             "inventory": machine,
         }
         if chosen_form is not None:
-            memory_estimate = chosen_form.estimate(
-                self._shape, strategy_document, **estimate_inputs
-            )
+            memory_estimate = chosen_form.estimate(self.shape, strategy_document, **estimate_inputs)
+        elif plan.strategy == _FSDP_NAME:
+            memory_estimate = self._sharded(config, plan, estimate_inputs)
         else:
             formats = short_formats(config, plan.device)
             memory_estimate = replicated(
-                self._shape,
+                self.shape,
                 states=self._states_at(plan.num_processes * config.num_nodes, formats),
                 level="" if formats is None else formats.level,
                 **estimate_inputs,
             )
         return MemoryNeed(estimate=memory_estimate, bars=bars_of(memory_estimate, machine))
+
+    def _sharded(
+        self, config: RunConfig, plan: Plan, estimate_inputs: Mapping[str, Any]
+    ) -> MemoryEstimate:
+        settings = dict(config.fsdp or {})
+        wrapped_key = repr(sorted(settings.items()))
+        if wrapped_key not in self._wrapped:
+            self._wrapped[wrapped_key] = wrapped_sizes(self.model, settings)
+        return fsdp_estimate(
+            self.shape,
+            self._wrapped[wrapped_key],
+            compute_bytes=4 if config.mixed_precision == "no" else 2,
+            offloads=bool(settings.get("cpu_offload"))
+            and not device_row(plan.device).in_host_memory,
+            **estimate_inputs,
+        )
 
     def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
         """Parameters, gradients and optimizer: counted once for each level."""
@@ -199,6 +250,12 @@ class MemoryModel:
         # serves them all.
         precision = "fp32" if config.mixed_precision == "no" else "bf16"
         cache_key = (sample_count, precision, config.activation_checkpointing)
+        own_samples = num_samples(self.sample_batch)
+        if cache_key not in self._activations and sample_count > own_samples:
+            # In proportion: what does not grow with the batch is counted too often then, and a
+            # measurement of a large model takes a second.
+            own_bytes = self.activation_bytes(config, own_samples)
+            return -(-own_bytes * sample_count // max(1, own_samples))
         if cache_key not in self._activations:
             from nbaccel.memory.activations import measure_activations
 

@@ -21,6 +21,7 @@ from nbaccel.config.mistakes import closest
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.notebook.picker import availability
+from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
 from nbaccel.notebook.picker.edits import edit_config, value_of
 from nbaccel.notebook.picker.exporters import (
@@ -42,7 +43,7 @@ from nbaccel.notebook.picker.questions import (
     describe_model,
     machine_parts,
 )
-from nbaccel.notebook.picker.suggesting import Suggester, refusal_of
+from nbaccel.notebook.picker.suggesting import Proposal, Suggester, refusal_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.strategies.settings_form import FilledConfig, SettingsForm
@@ -118,11 +119,12 @@ class PickerModel:
         self.remarks: tuple[str, ...] = ()
         self._config = RunConfig() if config is None else run_config_of(config)
         self._module = model
-        self._memory_model = None
+        self._memory_model, self._finder = None, None
         if model is not None:
             self._memory_model = MemoryModel(
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
+            self._finder = CandidateFinder(self._memory_model)
         self._is_memory_postponed = False
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
@@ -561,18 +563,84 @@ class PickerModel:
         Raises:
             ConfigError: Nothing fits, or nothing can be suggested; everything stays as it was.
         """
+        proposal = self.proposals()[0]
+        self.take_proposal(proposal)
+        return f"Suggested: {proposal.title}"
+
+    def proposals(self) -> tuple[Proposal, ...]:
+        """Settings to take, the fastest first: one to three.
+
+        Raises:
+            ConfigError: Nothing fits, or nothing can be suggested.
+        """
         if self.suggest_refusal:
             raise ConfigError(
                 f"Nothing can be suggested for {self._config}: {self.suggest_refusal}."
             )
-        suggestion = self._suggester().suggest(self._config)
-        self._become(suggestion.config, (suggestion.headline, *suggestion.remarks))
-        return suggestion.headline
+        return self._once("proposals", lambda: self._suggester().proposals(self._config))
+
+    def take_proposal(self, proposal: Proposal) -> None:
+        """Take one of the `proposals`, as one change.
+
+        Args:
+            proposal: The one.
+        """
+        self._become(
+            proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
+        )
 
     def _suggester(self) -> Suggester:
-        if self._memory_model is None:
+        memory_model, finder = self._memory_model, self._finder
+        if memory_model is None or finder is None:
             raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
-        return Suggester(self._memory_model)
+        return Suggester(memory_model, finder)
+
+    # ------------------------------------------------------------------- ways to train
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The ways to train the model here, with their memory and time of a step.
+
+        Returns:
+            The simplest first; none without a model, as long as memory is postponed, or where this
+            machine cannot run what is chosen.
+        """
+        finder = self._finder
+        if finder is None or self._is_memory_postponed or self.plan is None:
+            return ()
+        return self._once("candidates", lambda: self._find_candidates(finder))
+
+    def _find_candidates(self, finder: CandidateFinder) -> tuple[Candidate, ...]:
+        try:
+            return finder.find(self._config)
+        except NbaccelError:  # reported by `problems`, or by the verdict
+            return ()
+
+    def take(self, name: str) -> None:
+        """Train in one of the ways of `candidates`, as one change.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            ConfigError: There is none of that name, or it cannot be taken here.
+        """
+        named = {candidate.name: candidate for candidate in self.candidates()}
+        if name not in named:
+            raise ConfigError(
+                f"There is no way to train called {name!r}: nothing would change."
+                f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
+            )
+        if named[name].refusal:
+            raise ConfigError(
+                f"{name!r} cannot be taken: {named[name].refusal}. Training would fail. Take "
+                "another."
+            )
+        candidate = named[name]
+        self._become(candidate.config, () if candidate.fits else (f"{name}: {candidate.verdict}",))
+
+    def precisions(self) -> tuple[OptionOffer, ...]:
+        """The precisions, those that this machine does not train in with the reason."""
+        return self.offers("mixed_precision")
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures activations for all precisions, so that no later choice waits for that.

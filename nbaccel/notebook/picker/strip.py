@@ -27,8 +27,9 @@ from nbaccel.notebook.picker.strip_html import (
 )
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.candidates import Candidate, Proposal
+    from nbaccel.notebook.picker.candidates import Candidate
     from nbaccel.notebook.picker.model import PickerModel
+    from nbaccel.notebook.picker.suggesting import Proposal
 
 __all__ = ["CandidateStrip", "ProposalsPanel", "TakenLine"]
 

@@ -11,9 +11,10 @@ from nbaccel.notebook.picker.memory_model import SEGMENT_KINDS, SEGMENT_NAMES
 from nbaccel.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.candidates import Candidate, Proposal
+    from nbaccel.notebook.picker.candidates import Candidate
     from nbaccel.notebook.picker.memory_model import BarSegment, MemoryBar
     from nbaccel.notebook.picker.model import FitVerdict, PickerModel
+    from nbaccel.notebook.picker.suggesting import Proposal
 
 __all__ = [
     "device_bar",
@@ -207,10 +208,9 @@ def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: s
         )
         clauses += [reason, _step_sentence(candidate)]
     clauses.append(samples_text)
-    bar = None if candidate is None else device_bar(candidate)
     bar_html = ""
-    if bar is not None:
-        bar_html = f'<div class="nbaccel-taken-bar">{_track(bar, strip_scale([candidate]))}</div>'  # type: ignore[list-item]
+    if candidate is not None and (bar := device_bar(candidate)) is not None:
+        bar_html = f'<div class="nbaccel-taken-bar">{_track(bar, strip_scale([candidate]))}</div>'
     fits_class = {True: "nbaccel-fits", False: "nbaccel-lacks", None: ""}[verdict.fits]
     sign = {True: "✓ ", False: "✗ ", None: ""}[verdict.fits]
     return (

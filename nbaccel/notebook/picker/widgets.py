@@ -26,9 +26,9 @@ from nbaccel.notebook.picker.strip import CandidateStrip, ProposalsPanel, TakenL
 from nbaccel.notebook.picker.strip_html import machine_html, trained_html, use_html
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.candidates import Proposal
     from nbaccel.notebook.picker.choices import Setting
     from nbaccel.notebook.picker.model import PickerModel
+    from nbaccel.notebook.picker.suggesting import Proposal
 
 
 __all__ = ["ActionsRow", "PickerView"]
@@ -105,9 +105,7 @@ class ActionsRow:
         self._proposals.show(self._model.proposals())
 
     def _take(self, proposal: Proposal) -> None:
-        self._carry_out(
-            lambda: self._model.replace(proposal.config), done=f"Taken: {proposal.title}."
-        )
+        self._carry_out(lambda: self._model.take_proposal(proposal))
 
 
 _ON_WHAT = ("num_processes", "mixed_precision")

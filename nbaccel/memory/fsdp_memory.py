@@ -1,0 +1,140 @@
+"""What torch's ``fully_shard`` (FSDP2) needs: shards of everything, and whole layers for a moment.
+
+Each process keeps one part of parameters, gradients and optimizer states, in the parameters' own
+format (Rajbhandari et al. 2020, ZeRO, section 5.3; the same as ZeRO-3). The layers that are wrapped
+on their own are gathered for their forward and backward pass, in the format of the computation, and
+the next one is gathered ahead. What no wrapped layer holds belongs to the model itself, which stays
+gathered from the forward to the backward pass (torch's documentation of ``reshard_after_forward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbaccel import _catalog
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes
+from nbaccel.plan import Inventory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nbaccel.memory.model_size import Shape
+
+__all__ = ["WrappedSizes", "fsdp_estimate", "wrapped_sizes"]
+
+_GATHERED_LAYERS = 2
+"""The one that computes and the one that is gathered ahead (torch's default prefetching)."""
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrappedSizes:
+    """How a model is cut into layers that are gathered together.
+
+    Attributes:
+        kept_bytes: All parameters, in their own formats.
+        trained_bytes: Those that get gradients.
+        largest_layer: Parameters of the largest wrapped layer; 0 where none is wrapped.
+        root: Parameters that no wrapped layer holds.
+    """
+
+    kept_bytes: int
+    trained_bytes: int
+    largest_layer: int
+    root: int
+
+
+def wrapped_sizes(model: nn.Module, settings: Mapping[str, Any] | None = None) -> WrappedSizes:
+    """Find the layers that ``prepare`` would wrap.
+
+    Args:
+        model: The model; it may be on ``meta``.
+        settings: ``RunConfig.fsdp``; None: the defaults.
+
+    Returns:
+        Their sizes.
+
+    Raises:
+        ConfigError: The settings do not fit the model.
+    """
+    # Not at the top: it imports torch, which a form without a model need not wait for.
+    from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
+    from nbaccel.strategies.choosing import choose_modules
+
+    plugin = FullyShardedDataParallelPlugin(**dict(settings or {}))
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    held_by_layers: set[int] = set()
+    largest_layer = 0
+    for layer in choose_modules(model, plugin):
+        own_keys = {id(parameter) for parameter in layer.parameters()} - held_by_layers
+        held_by_layers |= own_keys
+        largest_layer = max(largest_layer, sum(sizes[key] for key in own_keys))
+    byte_sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+    return WrappedSizes(
+        kept_bytes=sum(size for size, _ in byte_sizes),
+        trained_bytes=sum(size for size, is_trained in byte_sizes if is_trained),
+        largest_layer=largest_layer,
+        root=sum(size for key, size in sizes.items() if key not in held_by_layers),
+    )
+
+
+def fsdp_estimate(
+    shape: Shape,
+    sizes: WrappedSizes,
+    *,
+    compute_bytes: int,
+    offloads: bool,
+    num_processes: int,
+    num_nodes: int,
+    activation_bytes: int,
+    inventory: Inventory,
+) -> MemoryEstimate:
+    """Sharded training with Adam.
+
+    Args:
+        shape: The model's sizes.
+        sizes: How it is cut into layers.
+        compute_bytes: Bytes of one parameter in the format that layers compute in.
+        offloads: Whether shards and optimizer are in host memory (``cpu_offload``).
+        num_processes: Processes on each host.
+        num_nodes: Hosts.
+        activation_bytes: Bytes of activations on a device.
+        inventory: The machine.
+
+    Returns:
+        The estimate.
+    """
+    world_size = num_processes * num_nodes
+    shards = Bytes(
+        parameters=-(-sizes.kept_bytes // world_size),
+        gradients=-(-sizes.trained_bytes // world_size),
+        optimizer=-(-2 * sizes.trained_bytes // world_size),  # Adam's two moments
+    )
+    gathered = Bytes()
+    # A single process gathers nothing: its shard is the whole parameter.
+    if world_size > 1 or offloads:
+        layer_bytes = compute_bytes * sizes.largest_layer
+        gathered = Bytes(
+            buckets=compute_bytes * sizes.root,
+            # Gradients of a layer are whole, and copied once more in float32 to be reduced.
+            in_backward=_GATHERED_LAYERS * layer_bytes
+            + layer_bytes
+            + _FLOAT32_BYTES * sizes.largest_layer,
+        )
+    gpus = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
+    on_device = gathered + Bytes(activations=activation_bytes)
+    return MemoryEstimate(
+        device=on_device if offloads else shards + on_device,
+        host=shards * num_processes if offloads else Bytes(),
+        nvme=Bytes(),
+        shape=shape,
+        strategy="FSDP, parameters and optimizer on cpu" if offloads else "FSDP",
+        settings=None,
+        num_processes=num_processes,
+        num_nodes=num_nodes,
+        device_free=min((gpu.free_bytes for gpu in gpus), default=None),
+        host_free=inventory.host_available_bytes,
+        notes=common_notes(activation_bytes, on_cpu=not gpus),
+    )

@@ -1,0 +1,369 @@
+"""The ways to train a model here, each with its memory and the time of a step.
+
+Every way is a run of its own: the chosen settings with another strategy. Of a strategy's variants
+(activations computed again, less gathered at once) the first that fits is taken, so that a way that
+fits at all is shown as fitting.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbaccel.capabilities import device_row
+from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError, NbaccelError
+from nbaccel.memory.step_time import StepTime, StepWork, Traffic, estimate_step
+from nbaccel.notebook.picker.choices import settings_forms
+from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed, told_together
+from nbaccel.plan import Plan, resolve
+from nbaccel.strategies import gradient_checkpointing
+from nbaccel.strategies.settings_form import TrainingWay
+from nbaccel.units import format_bytes
+
+__all__ = ["Candidate", "CandidateFinder", "beside", "way_of"]
+
+_FSDP = "fsdp"
+_SAME_SPEED = 1.05
+"""Estimates that differ by less say nothing: the simpler way is the better one then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        name: As people call it: ``ZeRO-2, optimizer on the CPU``.
+        config: The settings that it means.
+        need: Its memory; None where it cannot be estimated.
+        refusal: Why it cannot be taken here: a clause; empty where it can.
+        step_s: Estimated seconds of one optimizer step; None where the speed is not known.
+        step_words: What that is made of, in a clause.
+        is_taken: Whether it is what is chosen now.
+        is_best: Whether it is the fastest that fits.
+        reason: Why it is the best, or what it costs beside the best: a clause.
+    """
+
+    name: str
+    config: RunConfig
+    need: MemoryNeed | None = None
+    refusal: str = ""
+    step_s: float | None = None
+    step_words: str = ""
+    is_taken: bool = False
+    is_best: bool = False
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the machine has the memory; None where nothing is known."""
+        return None if self.need is None else not self.need.lacking
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Whether it fits, and nothing speaks against it."""
+        return bool(self.fits) and not self.refusal
+
+    @property
+    def spare(self) -> int:
+        """Bytes that stay free where it is tightest; negative: the bytes that are missing."""
+        if self.need is None:
+            return 0
+        if self.need.lacking:
+            return -max(memory_bar.lacking for memory_bar in self.need.bars)
+        used_bars = [memory_bar for memory_bar in self.need.bars if memory_bar.needed]
+        return min(map(_free_after, used_bars), default=0)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in a few words: ``3.3 GiB free``."""
+        if self.need is None:
+            return "not known"
+        if not self.need.lacking:
+            return f"{format_bytes(self.spare)} free"
+        short_bars = [memory_bar for memory_bar in self.need.bars if memory_bar.lacking]
+        return ", ".join(
+            told_together(
+                short_bars, lambda memory_bar: f"{format_bytes(memory_bar.lacking)} too little"
+            )
+        )
+
+
+def _free_after(memory_bar: MemoryBar) -> int:
+    return sum(segment.bytes for segment in memory_bar.segments if segment.kind == "free")
+
+
+def way_of(config: RunConfig, *, world_size: int) -> str:
+    """The name of the way to train that a run takes.
+
+    Args:
+        config: The run.
+        world_size: Its processes in all.
+    """
+    for settings_form in settings_forms():
+        if settings_form.is_chosen(config):
+            return settings_form.way_of(config)
+    if config.strategy == _FSDP:
+        return _FSDP_ON_HOST if (config.fsdp or {}).get("cpu_offload") else _FSDP_NAME
+    return _copies_name(world_size)
+
+
+_FSDP_NAME = "FSDP"
+_FSDP_ON_HOST = "FSDP, all on the CPU"
+
+
+def _copies_name(world_size: int) -> str:
+    return "one copy each (DDP)" if world_size > 1 else "one process"
+
+
+@dataclass
+class CandidateFinder:
+    """Finds the ways to train one model.
+
+    Args:
+        memory_model: Measures them.
+    """
+
+    memory_model: MemoryModel
+
+    @functools.cached_property
+    def can_checkpoint(self) -> bool:
+        """Whether the model can turn activation checkpointing on, and has not done so."""
+        model = self.memory_model.model
+        return gradient_checkpointing.can_checkpoint_gradients(
+            model
+        ) and not gradient_checkpointing.checkpoints_gradients(model)
+
+    def find(
+        self, config: RunConfig, *, samples: int | None = None, passes: int | None = None
+    ) -> tuple[Candidate, ...]:
+        """All ways to train, the simplest first.
+
+        Args:
+            config: The chosen settings: precision, processes and what a way does not decide.
+            samples: Samples of one process in one forward pass; None: those of the batch.
+            passes: Forward passes of an optimizer step; None: as the settings say.
+
+        Returns:
+            The ways; one of them is the best, unless none fits.
+
+        Raises:
+            NbaccelError: The machine cannot run the settings.
+        """
+        plan = resolve(config, self.memory_model.inventory)
+        taken_name = way_of(config, world_size=plan.world_size)
+        found_candidates = [
+            self._candidate(way, config, taken_name, samples, passes)
+            for way in self._ways(config, plan)
+        ]
+        return tuple(_judged(found_candidates))
+
+    # ------------------------------------------------------------------- the ways
+
+    def _ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:
+        plain_config = config.changed(strategy="auto", zero_stage=None, deepspeed=None, fsdp=None)
+        on_host = device_row(plan.device).in_host_memory
+        yield TrainingWay(
+            name=_copies_name(plan.world_size),
+            configs=self._recomputing(plain_config),
+            traffic=Traffic(),
+        )
+        sharded_config = config.changed(
+            strategy=_FSDP, zero_stage=None, deepspeed=None, fsdp=_fsdp_settings(config, False)
+        )
+        refusal = "" if plan.world_size > 1 else "needs two processes or more"
+        yield TrainingWay(
+            name=_FSDP_NAME,
+            configs=self._recomputing(sharded_config),
+            traffic=Traffic(shards_parameters=True),
+            refusal=refusal,
+        )
+        if not on_host:
+            yield TrainingWay(
+                name=_FSDP_ON_HOST,
+                configs=self._recomputing(
+                    sharded_config.changed(fsdp=_fsdp_settings(config, True))
+                ),
+                traffic=Traffic(
+                    shards_parameters=True, optimizer_place="cpu", parameter_place="cpu"
+                ),
+                refusal=refusal,
+            )
+        for settings_form in settings_forms():
+            yield from settings_form.ways(
+                config,
+                self.memory_model.shape,
+                on_host=on_host,
+                can_checkpoint=self.can_checkpoint,
+            )
+
+    def _recomputing(self, config: RunConfig) -> tuple[RunConfig, ...]:
+        if config.activation_checkpointing or not self.can_checkpoint:
+            return (config,)
+        return config, config.changed(activation_checkpointing=True)
+
+    # ------------------------------------------------------------------- one way
+
+    def _candidate(
+        self,
+        way: TrainingWay,
+        config: RunConfig,
+        taken_name: str,
+        samples: int | None,
+        passes: int | None,
+    ) -> Candidate:
+        if is_taken := way.name == taken_name:
+            # What was changed since by hand is what is shown.
+            way = replace(way, configs=(config,), refusal="")
+        candidate = Candidate(name=way.name, config=way.configs[0], refusal=way.refusal)
+        for variant_config in way.configs:
+            try:
+                plan = resolve(variant_config, self.memory_model.inventory)
+                need = self._need(variant_config, plan, samples)
+            except NbaccelError as error:
+                told_refusal = way.refusal or _first_mistake(error)
+                candidate = replace(candidate, refusal=told_refusal)
+                continue
+            step_time = self._step_time(variant_config, plan, way.traffic, samples, passes)
+            candidate = replace(
+                candidate,
+                config=variant_config,
+                need=need,
+                refusal=way.refusal,
+                step_s=None if step_time is None else step_time.total,
+                step_words="" if step_time is None else step_time.words,
+            )
+            if not need.lacking:
+                break
+        return replace(candidate, is_taken=is_taken)
+
+    def _need(self, config: RunConfig, plan: Plan, samples: int | None) -> MemoryNeed:
+        memory_model = self.memory_model
+        chosen_form = next(
+            (form for form in settings_forms() if form.is_chosen(config)),
+            None,
+        )
+        document = None
+        if chosen_form is not None:
+            document = chosen_form.filled_in(
+                config, plan, memory_model.model, memory_model.sample_batch
+            ).config
+        return memory_model.need(config, plan, chosen_form, document or {}, samples=samples)
+
+    def _step_time(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        traffic: Traffic,
+        samples: int | None,
+        passes: int | None,
+    ) -> StepTime | None:
+        memory_model = self.memory_model
+        per_sample = memory_model.operations_per_sample()
+        if per_sample is None or device_row(plan.device).name not in ("cpu", "cuda"):
+            return None
+        shape = memory_model.shape
+        work = StepWork(
+            forward_flops=per_sample * (samples or memory_model.num_samples or 1),
+            recomputes=config.activation_checkpointing,
+            passes=passes or config.gradient_accumulation_steps or 1,
+            trained=shape.trainable,
+            total=shape.total,
+            value_bytes=4 if config.mixed_precision == "no" else 2,
+            precision=config.mixed_precision,
+        )
+        machine = memory_model.inventory
+        if device_row(plan.device).in_host_memory:
+            machine = replace(machine, gpus=())
+        return estimate_step(
+            work,
+            traffic,
+            machine,
+            num_processes=plan.num_processes,
+            num_nodes=config.num_nodes,
+        )
+
+
+def _fsdp_settings(config: RunConfig, offloads: bool) -> dict[str, Any] | None:
+    settings: dict[str, Any] = {
+        key: value for key, value in (config.fsdp or {}).items() if key != "cpu_offload"
+    }
+    if offloads:
+        settings["cpu_offload"] = True
+    return settings or None
+
+
+def _first_mistake(error: NbaccelError) -> str:
+    """What is wrong, in a clause, without what to do about it."""
+    mistake_text = error.mistakes[0] if isinstance(error, ConfigError) else str(error)
+    return mistake_text.partition(". ")[0].rstrip(".")
+
+
+# ----------------------------------------------------------------------- which is best
+
+
+def _judged(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    best = _best_of(candidates)
+    for candidate in candidates:
+        if candidate is best:
+            yield replace(candidate, is_best=True, reason=_best_reason(candidate, candidates))
+        else:
+            yield replace(candidate, reason=beside(candidate, best))
+
+
+def _best_of(candidates: Sequence[Candidate]) -> Candidate | None:
+    fitting = [candidate for candidate in candidates if candidate.can_be_taken]
+    known_times = [candidate.step_s for candidate in fitting if candidate.step_s is not None]
+    if not known_times:
+        return fitting[0] if fitting else None
+    limit_s = min(known_times) * _SAME_SPEED
+    return next(
+        candidate
+        for candidate in fitting
+        if candidate.step_s is not None and candidate.step_s <= limit_s
+    )
+
+
+def _best_reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
+    others = [candidate for candidate in candidates if candidate.can_be_taken]
+    room_words = f"fits with {format_bytes(best.spare)} to spare"
+    recompute_words = (
+        "; activations are computed again" if best.config.activation_checkpointing else ""
+    )
+    if len(others) == 1:
+        return f"{room_words}; nothing else does{recompute_words}"
+    if best.step_s is None:
+        return f"{room_words}; the simplest that does{recompute_words}"
+    is_alone = not any(
+        other is not best and other.step_s is not None and other.step_s <= best.step_s * _SAME_SPEED
+        for other in others
+    )
+    speed_words = (
+        "the fastest that does" if is_alone else "no other is faster, and it is the simplest"
+    )
+    return f"{room_words}; {speed_words}{recompute_words}"
+
+
+def beside(candidate: Candidate, best: Candidate | None) -> str:
+    """What a way costs beside the best: a clause; empty where nothing is known.
+
+    Args:
+        candidate: The way.
+        best: The fastest that fits; None where none does.
+    """
+    if candidate.refusal:
+        return candidate.refusal
+    if not candidate.fits:
+        return candidate.verdict
+    if best is None or best.step_s is None or candidate.step_s is None:
+        return ""
+    times_longer = candidate.step_s / best.step_s
+    more_free = candidate.spare - best.spare
+    room_words = f", {format_bytes(more_free)} more free" if more_free > 0 else ""
+    if candidate.config.activation_checkpointing and not best.config.activation_checkpointing:
+        room_words += "; activations are computed again"
+    if times_longer <= _SAME_SPEED:
+        return f"as fast{room_words}"
+    return f"a step takes {times_longer:.1f} times as long{room_words}"
