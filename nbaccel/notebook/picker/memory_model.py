@@ -38,7 +38,7 @@ _FSDP_NAME = "fsdp"
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
 """The contents of memory, in the order of the bars; ``moment`` is freed within the step."""
 
-SEGMENT_NAMES = {"others": "in use by others", "moment": "temporary"}
+SEGMENT_NAMES = {"others": "in use by others", "buckets": "buffers", "moment": "temporary"}
 """Names of kinds that the word itself does not explain."""
 
 

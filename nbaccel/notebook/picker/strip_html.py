@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 _NO_MODEL = "configure(model, batch)"
+_FITS_CLASSES = {True: "nbaccel-fits", False: "nbaccel-lacks", None: ""}
+_FITS_SIGNS = {True: "✓ ", False: "✗ ", None: ""}
+_SHORTEST_S = 0.001
 _MOST_CAPACITIES = 1.7  # a bar may be so many times what there is; longer ones are cut
 
 
@@ -132,32 +135,55 @@ def strip_html(candidates: Sequence[Candidate]) -> str:
 
 
 def _row_html(candidate: Candidate, full_width: int) -> str:
-    row_class = "nbaccel-taken-row" if candidate.is_taken else ""
-    fits_class = {True: "nbaccel-fits", False: "nbaccel-lacks", None: ""}[candidate.fits]
-    best_html = '<span class="nbaccel-best">★ best</span>' if candidate.is_best else ""
+    fits_class = "" if candidate.refusal else _FITS_CLASSES[candidate.fits]
     bar = device_bar(candidate)
     track_html = '<span class="nbaccel-track"></span>' if bar is None else _track(bar, full_width)
-    step_title = escape(candidate.step_words)
+    if candidate.refusal:
+        words_html = f'<span class="nbaccel-refused">{escape(candidate.refusal)}</span>'
+    else:
+        best_html = ' <span class="nbaccel-best">★ best</span>' if candidate.is_best else ""
+        words_html = (
+            f'<span class="nbaccel-word">{escape(verdict_text(candidate))}</span>'
+            f'<span class="nbaccel-step">{escape(step_text(candidate))}{best_html}</span>'
+        )
     return (
-        f'<div class="nbaccel-strip-row {row_class} {fits_class}">'
-        f'<span class="nbaccel-name-place"></span>{track_html}'
-        f'<span class="nbaccel-word">{escape(verdict_text(candidate))}</span>'
-        f'<span class="nbaccel-step" title="{step_title}">{escape(step_text(candidate))}'
-        f" {best_html}</span></div>"
+        f'<div class="nbaccel-strip-row {fits_class}"><span class="nbaccel-name-place"></span>'
+        f"{track_html}{words_html}</div>"
     )
 
 
 def verdict_text(candidate: Candidate) -> str:
-    """Whether it fits, in words and with a sign: ``✓ 3.3 GiB free``."""
+    """Whether it fits, in a few words and with a sign: ``✓ 3.3 GiB free``.
+
+    Args:
+        candidate: The candidate.
+
+    Returns:
+        The words; where something is lacking, the first place where it is.
+    """
     if candidate.refusal:
         return candidate.refusal
-    sign = {True: "✓ ", False: "✗ ", None: ""}[candidate.fits]
-    return f"{sign}{candidate.verdict}"
+    bars = () if candidate.need is None else candidate.need.bars
+    for bar in bars:
+        if bar.lacking:
+            place = "" if bar is bars[0] else f" on {bar.label.partition(' · ')[0]}"
+            return f"✗ {format_bytes(bar.lacking)} too little{place}"
+    return f"✓ {candidate.verdict}" if candidate.fits else candidate.verdict
 
 
 def step_text(candidate: Candidate) -> str:
-    """The estimated time of a step: ``1.9 s/step``; a dash where it is not known."""
-    return "—" if candidate.step_s is None else f"≈ {format_seconds(candidate.step_s)}/step"
+    """The estimated time of a step: ``≈ 1.9 s/step``; a dash where it is not known.
+
+    Args:
+        candidate: The candidate.
+    """
+    if candidate.step_s is None:
+        return "—"
+    return (
+        f"≈ {format_seconds(candidate.step_s)}/step"
+        if candidate.step_s >= _SHORTEST_S
+        else "< 1 ms/step"
+    )
 
 
 def _track(bar: MemoryBar, full_width: int) -> str:
@@ -211,8 +237,7 @@ def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: s
     bar_html = ""
     if candidate is not None and (bar := device_bar(candidate)) is not None:
         bar_html = f'<div class="nbaccel-taken-bar">{_track(bar, strip_scale([candidate]))}</div>'
-    fits_class = {True: "nbaccel-fits", False: "nbaccel-lacks", None: ""}[verdict.fits]
-    sign = {True: "✓ ", False: "✗ ", None: ""}[verdict.fits]
+    fits_class, sign = _FITS_CLASSES[verdict.fits], _FITS_SIGNS[verdict.fits]
     return (
         f'<div class="nbaccel-taken {fits_class}" role="status">'
         f'<b role="heading" aria-level="3">{escape(name)}</b> '
@@ -226,6 +251,8 @@ def _step_sentence(candidate: Candidate) -> str:
     if candidate.step_s is None:
         return ""
     words = f" ({candidate.step_words})" if candidate.step_words else ""
+    if candidate.step_s < _SHORTEST_S:
+        return f"Less than 1 ms a step{words}."
     return f"About {format_seconds(candidate.step_s)} a step{words}."
 
 
