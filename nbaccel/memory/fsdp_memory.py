@@ -116,12 +116,11 @@ def fsdp_estimate(
     # A single process gathers nothing: its shard is the whole parameter.
     if world_size > 1 or offloads:
         layer_bytes = compute_bytes * sizes.largest_layer
+        # Gradients are whole until they are reduced, from a copy in float32.
+        layer_moment = (_GATHERED_LAYERS + 1) * layer_bytes + _FLOAT32_BYTES * sizes.largest_layer
+        root_moment = (compute_bytes + _FLOAT32_BYTES) * sizes.root
         gathered = Bytes(
-            buckets=compute_bytes * sizes.root,
-            # Gradients of a layer are whole, and copied once more in float32 to be reduced.
-            in_backward=_GATHERED_LAYERS * layer_bytes
-            + layer_bytes
-            + _FLOAT32_BYTES * sizes.largest_layer,
+            buckets=compute_bytes * sizes.root, in_backward=max(layer_moment, root_moment)
         )
     gpus = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
     on_device = gathered + Bytes(activations=activation_bytes)

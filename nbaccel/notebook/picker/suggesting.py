@@ -181,14 +181,15 @@ class Suggester:
         return _Start(config, resolve(config, machine), tuple(why))
 
     def _fitting_copies(self, config: RunConfig, cores: int) -> int:
-        """One process per core, or as many as host memory has room for."""
+        """One process per core, or as many as host memory has room for a copy each."""
         count = cores
-        while count > 1:
-            candidates = self._finder.find(config.changed(num_processes=count))
-            if any(candidate.can_be_taken for candidate in candidates):
+        while count >= 1:
+            copies = self._finder.find(config.changed(num_processes=count))[0]
+            if copies.can_be_taken:
                 return count
             count //= 2
-        return 1
+        # Not even one copy: then the model is divided among all of them.
+        return cores
 
     def _precision(self, config: RunConfig, plan: Plan) -> tuple[str, str]:
         """The fastest precision that needs no care; the chosen one where one was chosen."""

@@ -342,9 +342,9 @@ def test_what_does_not_fit_says_how_much_and_what_would():
 
     assert verdict.fits is False
     assert verdict.text.endswith("GiB too little on each of cuda:0 to cuda:1.")
-    assert verdict.remedy == "ZeRO-2, optimizer on CPU would fit: press Suggest."
-    picker.choose("zero_stage", 2)
-    picker.choose(OPTIMIZER_PLACE, "cpu")
+    name, _, would = verdict.remedy.partition(" would ")
+    assert would == "fit."
+    picker.take(name)
     assert picker.verdict.fits is True
 
 
@@ -507,26 +507,29 @@ def test_suggest_takes_the_fastest_that_fits_as_one_change():
 
     headline = picker.suggest()
 
-    assert picker.config.uses_deepspeed
     assert picker.verdict.fits is True
     assert picker.config.mixed_precision == "bf16", "what was chosen is kept"
     assert picker.config.num_processes == 2
     assert headline in picker.remarks
-    assert "optimizer" not in picker.config.deepspeed
+    assert [found.is_taken for found in picker.candidates() if found.is_best] == [True]
     picker.undo()
     assert picker.config == before
 
 
 @needs.DEEPSPEED_ROW
-def test_suggest_by_estimates_where_deepspeed_is_not_there(monkeypatch):
-    from nbaccel.deepspeed.form import zero_form
+def test_what_is_not_installed_is_shown_with_what_to_install_and_not_suggested(monkeypatch):
+    from nbaccel.deepspeed.form import key_refusals
 
-    monkeypatch.setattr(zero_form, "is_installed", lambda name: False)
+    monkeypatch.setattr(key_refusals, "is_installed", lambda name: False)
     picker = PickerModel(RunConfig(num_processes=2), model=big(), inventory=with_gpus(2))
-    headline = picker.suggest()
-    assert "by estimate" in headline
+    zero = next(found for found in picker.candidates() if found.name == "ZeRO-3")
+    assert "pip install" in zero.refusal
+    assert zero.need is not None, "its memory is shown all the same"
+    with pytest.raises(ConfigError, match="pip install"):
+        picker.take("ZeRO-3")
+    picker.suggest()
+    assert not picker.config.uses_deepspeed
     assert picker.verdict.fits is True
-    assert any("pip install" in remark for remark in picker.remarks)
 
 
 def test_suggest_says_when_nothing_fits():
@@ -537,7 +540,7 @@ def test_suggest_says_when_nothing_fits():
     with pytest.raises(ConfigError, match="Nothing fits"):
         picker.suggest()
     assert picker.config == before
-    assert "Nothing on the ladder fits" in picker.verdict.remedy
+    assert picker.verdict.remedy.startswith("Nothing fits")
 
 
 # ------------------------------------------------------------------------------ faces
