@@ -348,7 +348,7 @@ def choices_tables() -> str:
         [
             "## Shown first",
             markdown_table(table_head, [_table_row(setting) for setting in common_settings]),
-            f"## Under “Advanced”: {len(other_settings)} more",
+            f"## In the list of all settings: {len(other_settings)} more",
             markdown_table(table_head, [_table_row(setting) for setting in other_settings]),
         ]
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ipywidgets as w
 
 from nbaccel.notebook.picker.html import css_name, error_html, label_html, note_html
-from nbaccel.notebook.picker.outcomes import outcome_of
+from nbaccel.notebook.picker.outcomes import default_text_of, outcome_of
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import ChoiceOption, Setting
@@ -337,8 +337,8 @@ class ListField(SettingField):
         ]
         if not self.setting.may_be_open and self.setting.default in _TRUTH_WORDS:
             return named_truths  # such a field always holds one of the two
-        outcome = outcome_of(self._model, self.setting)
-        default_label = f"{_OPEN_LABEL} ({outcome.value})" if outcome.value else _OPEN_LABEL
+        default_text = default_text_of(self._model, self.setting)
+        default_label = f"{_OPEN_LABEL} ({default_text})" if default_text else _OPEN_LABEL
         auto_option = [("auto", "auto")] if self.setting.takes_auto else []
         return [(default_label, None), *named_truths, *auto_option]
 

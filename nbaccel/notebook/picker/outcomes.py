@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import Setting
     from nbaccel.notebook.picker.model import PickerModel
 
-__all__ = ["SettingOutcome", "outcome_of", "value_with_unit"]
+__all__ = ["SettingOutcome", "default_text_of", "outcome_of", "value_with_unit"]
 
 _OPEN_VALUES = (None, "auto", "")
 # Units that are not the plural with its `s` removed.
@@ -53,13 +53,25 @@ def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
             is_decided = choice.value not in _OPEN_VALUES
             value_text = value_with_unit(choice.value, setting.unit) if is_decided else ""
             return SettingOutcome(value_text, choice.reason)
+    default_text = default_text_of(model, setting)
+    return SettingOutcome(default_text, "default") if default_text else SettingOutcome()
+
+
+def default_text_of(model: PickerModel, setting: Setting) -> str:
+    """The value that a setting has by default, with its unit.
+
+    Args:
+        model: The picker's model, on whose configuration a default may depend.
+        setting: The setting.
+
+    Returns:
+        The value; empty where only the training decides.
+    """
     owning_form = form_of(setting.name)
     default = setting.default
     if owning_form is not None:
         default = owning_form.default_of(model.config, setting)
-    if default in _OPEN_VALUES:
-        return SettingOutcome()
-    return SettingOutcome(value_with_unit(default, setting.unit), "default")
+    return "" if default in _OPEN_VALUES else value_with_unit(default, setting.unit)
 
 
 def value_with_unit(setting_value: Any, unit_name: str) -> str:

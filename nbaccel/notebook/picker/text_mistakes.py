@@ -53,7 +53,7 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
         # The end of a line makes it text for the reader, even if it looks like a path.
         check(text + "\n")
     except ConfigError as error:
-        syntax_mistake = _syntax_mistake(error)
+        syntax_mistake = _syntax_mistake(error, text.count("\n") + 1)
         if syntax_mistake is not None:
             return (syntax_mistake,)
         lines = key_lines(text)
@@ -80,11 +80,11 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     return dict(_json_keys(text) if is_json else _yaml_keys(text))
 
 
-def _syntax_mistake(error: ConfigError) -> TextMistake | None:
+def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
     cause = error.__cause__
     if isinstance(cause, json.JSONDecodeError):
-        message = f"{cause.msg} (column {cause.colno})."
-        return TextMistake(line=cause.lineno, message=message)
+        place = f"column {cause.colno}" if cause.lineno <= num_lines else "at the end"
+        return TextMistake(line=min(cause.lineno, num_lines), message=f"{cause.msg} ({place}).")
     if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
         return TextMistake(line=int(line_match[1]), message=error.mistakes[0])
     return None
