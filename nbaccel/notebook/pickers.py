@@ -16,7 +16,8 @@ from nbaccel._optional import require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.picker_display import PickerDisplay, picker_text
+from nbaccel.notebook.picker.picker_display import PickerDisplay
+from nbaccel.notebook.picker.static_table import picker_text
 
 # First, because its message says what to install.
 require("traitlets", extra="notebook", why="A picker")

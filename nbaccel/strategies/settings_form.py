@@ -66,6 +66,7 @@ class Setting:
         default: The value where nothing is chosen; None where that depends.
         takes_auto: Whether ``"auto"`` may stand there.
         may_be_open: Whether nothing need stand there, also where there is a default.
+        docs_link: Where its library documents it; empty where nowhere.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Setting:
     default: Any = None
     takes_auto: bool = False
     may_be_open: bool = False
+    docs_link: str = ""
 
 
 @dataclass(slots=True)
@@ -138,12 +140,14 @@ class SettingsForm(ABC):
         not_chosen: Why there is none while the strategy is not chosen.
         common: Names of the choices that come first in its panel, in order; settings of
             `RunConfig` that belong there are among them.
+        everyday: Names of the few choices that are shown as soon as the strategy is taken.
     """
 
     title: ClassVar[str]
     file_name: ClassVar[str]
     not_chosen: ClassVar[str]
     common: ClassVar[tuple[str, ...]]
+    everyday: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def settings(self) -> Iterator[Setting]:
@@ -171,6 +175,18 @@ class SettingsForm(ABC):
     @abstractmethod
     def value_of(self, config: RunConfig, setting: Setting) -> Any:
         """What a run holds for a choice of `settings`; None where it is left open."""
+
+    def default_of(self, config: RunConfig, setting: Setting) -> Any:
+        """What a choice comes to while it is left open.
+
+        Args:
+            config: The run, on which a default may depend.
+            setting: The choice, one of `settings`.
+
+        Returns:
+            The value; None where only the training decides.
+        """
+        return setting.default
 
     @abstractmethod
     def edited(

@@ -89,7 +89,7 @@ def with_key(run_config: RunConfig, config_key: str, key_value: Any) -> Edit:
         part_name = config_key.partition(".")[0]
         dummy_name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[part_name]
         edit_remarks += (
-            f"DeepSpeed makes the {part_name}: prepare a {dummy_name} in place of yours.",
+            f"DeepSpeed makes the {part_name}: give prepare a {dummy_name} in its place.",
         )
     # Without a type its parameters have no meaning.
     elif config_key in ("optimizer.type", "scheduler.type"):

@@ -18,10 +18,20 @@ from nbaccel.deepspeed.field_types import section_of
 from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig
 from nbaccel.strategies.settings_form import ChoiceOption, Setting
 
-__all__ = ["COMMON", "DEFAULTS", "OPTIMIZER_PLACE", "PARAM_PLACE", "PLACES", "key_settings"]
+__all__ = [
+    "COMMON",
+    "DEFAULTS",
+    "EVERYDAY",
+    "OPTIMIZER_PLACE",
+    "OVERLAP",
+    "PARAM_PLACE",
+    "PLACES",
+    "key_settings",
+]
 
 OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
 PARAM_PLACE = f"{ZERO}.offload_param.device"
+OVERLAP = f"{ZERO}.overlap_comm"
 
 COMMON = (
     "zero_stage",
@@ -33,12 +43,20 @@ COMMON = (
     "gradient_accumulation_steps",
     "gradient_clipping",
     "activation_checkpointing",
-    f"{ZERO}.overlap_comm",
+    OVERLAP,
     f"{ZERO}.reduce_bucket_size",
     f"{ZERO}.allgather_bucket_size",
     f"{ZERO}.stage3_prefetch_bucket_size",
     "optimizer.type",
     "scheduler.type",
+)
+EVERYDAY = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "activation_checkpointing",
+    f"{ZERO}.offload_optimizer.nvme_path",
+    f"{ZERO}.offload_param.nvme_path",
 )
 LABELS = {
     "zero_stage": "ZeRO stage",
@@ -48,7 +66,7 @@ LABELS = {
     f"{ZERO}.offload_param.nvme_path": "Folder for parameters",
     "train_micro_batch_size_per_gpu": "Batch per process",
     "gradient_clipping": "Gradient clipping",
-    f"{ZERO}.overlap_comm": "Overlap communication",
+    OVERLAP: "Overlap communication",
     f"{ZERO}.reduce_bucket_size": "Reduce bucket",
     f"{ZERO}.allgather_bucket_size": "All-gather bucket",
     f"{ZERO}.stage3_prefetch_bucket_size": "Prefetch bucket",
@@ -109,7 +127,7 @@ UNIT_OF = {
 # library.
 DEFAULTS = {
     "gradient_clipping": 1.0,
-    f"{ZERO}.overlap_comm": None,  # true at stage 3 only
+    OVERLAP: None,  # true at stage 3 only
     f"{ZERO}.reduce_bucket_size": 500_000_000,
     f"{ZERO}.allgather_bucket_size": 500_000_000,
     f"{ZERO}.stage3_prefetch_bucket_size": 50_000_000,
@@ -137,7 +155,22 @@ PLACES = (
 )
 OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "Muon", "SGD")
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-YOURS = ChoiceOption(None, "yours", "The one that your code makes.")
+FROM_CODE = ChoiceOption(None, "in the code", "The training code makes it.")
+_DOCS_PAGE = "https://www.deepspeed.ai/docs/config-json/"
+# Headings of that page, by the first part of a key.
+_DOCS_HEADINGS = {
+    "train_batch_size": "batch-size-related-parameters",
+    "train_micro_batch_size_per_gpu": "batch-size-related-parameters",
+    "optimizer": "optimizer-parameters",
+    "scheduler": "scheduler-parameters",
+    "gradient_clipping": "gradient-clipping",
+    "fp16": "fp16-training-options",
+    "bf16": "bfloat16-training-options",
+    "zero_optimization": "zero-optimizations-for-fp16-training",
+    "aio": "asynchronous-io",
+    "flops_profiler": "flops-profiler",
+    "activation_checkpointing": "activation-checkpointing",
+}
 
 
 def key_settings() -> Iterator[Setting]:
@@ -156,6 +189,7 @@ def key_settings() -> Iterator[Setting]:
         options=STAGES,
         run_field="zero_stage",
         strategy_key=f"{ZERO}.stage",
+        docs_link=_docs_link(f"{ZERO}.stage"),
     )
     yield from _of_section(ZeroConfig, "")
 
@@ -180,11 +214,11 @@ def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Settin
         OPTIMIZER_PLACE: PLACES,
         PARAM_PLACE: PLACES,
         "optimizer.type": (
-            YOURS,
+            FROM_CODE,
             *(ChoiceOption(field_name, field_name) for field_name in OPTIMIZERS),
         ),
         "scheduler.type": (
-            YOURS,
+            FROM_CODE,
             *(ChoiceOption(field_name, field_name) for field_name in SCHEDULES),
         ),
     }
@@ -210,7 +244,13 @@ def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Settin
         default=DEFAULTS.get(key_path),
         takes_auto=key_path in AUTO_KEYS,
         may_be_open=True,
+        docs_link=_docs_link(key_path),
     )
+
+
+def _docs_link(key_path: str) -> str:
+    heading = _DOCS_HEADINGS.get(key_path.partition(".")[0], "")
+    return f"{_DOCS_PAGE}#{heading}" if heading else _DOCS_PAGE
 
 
 def _meaning_of_key(key_path: str, model_field: FieldInfo) -> str:

@@ -21,7 +21,7 @@ from nbaccel.deepspeed.form.key_refusals import (
     key_refusal,
     place_refusal,
 )
-from nbaccel.deepspeed.form.key_settings import COMMON, key_settings
+from nbaccel.deepspeed.form.key_settings import COMMON, EVERYDAY, OVERLAP, key_settings
 from nbaccel.deepspeed.form.training_ways import training_ways, way_name
 from nbaccel.deepspeed.known_keys import misspelt_keys
 from nbaccel.deepspeed.zero_config import ZeroConfig, old_forms
@@ -40,6 +40,7 @@ from nbaccel.strategies.settings_form import (
 
 __all__ = ["DeepSpeedForm"]
 
+_STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
 _KEY_OF_RUN_FIELD = {
     "mixed_precision": "bf16.enabled, fp16.enabled",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -53,6 +54,7 @@ class DeepSpeedForm(SettingsForm):
     file_name = "DeepSpeed JSON"
     not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
     common = COMMON
+    everyday = EVERYDAY
 
     def settings(self) -> Iterator[Setting]:
         """See :meth:`SettingsForm.settings`."""
@@ -77,6 +79,12 @@ class DeepSpeedForm(SettingsForm):
         key_value = nested_keys.value_at(config.deepspeed, setting.strategy_key)
         # "none" and no key are one choice: on the device.
         return None if setting.name in PLACE_KEYS and key_value == "none" else key_value
+
+    def default_of(self, config: RunConfig, setting: Setting) -> Any:
+        """See :meth:`SettingsForm.default_of`."""
+        if setting.name == OVERLAP:
+            return (config.zero_stage or 0) >= _STAGE_OF_PARAMETERS
+        return setting.default
 
     def edited(
         self, config: RunConfig, setting: Setting, value: Any, *, before: RunConfig | None

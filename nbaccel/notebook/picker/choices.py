@@ -32,6 +32,7 @@ __all__ = [
     "form_of",
     "settings",
     "settings_forms",
+    "taken_settings",
     "title_of",
 ]
 
@@ -50,6 +51,12 @@ _COMMON_FIELDS = {
         "use_port",
     ),
 }
+_EVERYDAY_FIELDS = (
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "fp8.backend",
+    "fp8.recipe",
+)
 _FIELD_LABELS = {
     "mixed_precision": "Precision",
     "gradient_accumulation_steps": "Accumulation",
@@ -90,6 +97,17 @@ _UNIT_OF = {
     "threads_per_process": "threads",
     "timeout": "s",
     "monitor_interval": "s",
+}
+# Where what a setting turns on is documented; nbaccel's own settings are in its documentation.
+_DOCS_LINKS = {
+    "mixed_precision": "https://docs.pytorch.org/docs/stable/amp.html",
+    "activation_checkpointing": "https://docs.pytorch.org/docs/stable/checkpoint.html",
+    "gradient_accumulation_steps": (
+        "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
+    ),
+    "num_nodes": "https://docs.pytorch.org/docs/stable/elastic/run.html",
+    "rdzv_backend": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
+    "rdzv_endpoint": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
 }
 GEMM_PASSES = {
     "fprop": "forward",
@@ -174,6 +192,14 @@ def by_name() -> dict[str, Setting]:
     return {setting.name: setting for panel_name in PANELS for setting in settings(panel_name)}
 
 
+@cache
+def taken_settings() -> tuple[Setting, ...]:
+    """The few settings that are shown of whatever is taken, those of its strategy first."""
+    everyday_names = [name for settings_form in settings_forms() for name in settings_form.everyday]
+    names = dict.fromkeys((*everyday_names, *_EVERYDAY_FIELDS))
+    return tuple(by_name()[name] for name in names)
+
+
 def _of_precision() -> Iterator[Setting]:
     model_field = RunConfig.model_fields["mixed_precision"]
     precision_labels = {"no": "fp32"}
@@ -196,6 +222,7 @@ def _of_precision() -> Iterator[Setting]:
             settings_form.key_of("mixed_precision") for settings_form in settings_forms()
         ),
         default="no",
+        docs_link=_DOCS_LINKS["mixed_precision"],
     )
     for field_name, fp8_field in Fp8Config.model_fields.items():
         # One field of three truth values; the form shows each of them.
@@ -247,7 +274,7 @@ def _of_launch() -> Iterator[Setting]:
                 ChoiceOption(option_word, option_word, _as_sentence(option_meaning))
                 for option_word, option_meaning in field_rows[field_name]
             )
-            auto_option = ChoiceOption("auto", "auto", "What the plan chooses.")
+            auto_option = ChoiceOption("auto", "auto", "Chosen to suit this machine.")
             setting = replace(setting, options=(auto_option, *field_options))
         yield setting
 
@@ -273,6 +300,7 @@ def _of_model(
         ),
         run_field=field_name,
         default=model_field.default,
+        docs_link=_DOCS_LINKS.get(field_name, ""),
     )
 
 
@@ -293,7 +321,7 @@ def _meaning_of(field_name: str, model_field: FieldInfo) -> str:
     """The field's description; for None, which it mentions, a form has an empty field."""
     return _FIELD_MEANINGS.get(field_name) or (model_field.description or "").replace(
         "; None ", "; empty "
-    )
+    ).replace("lets the plan choose", "chooses what suits this machine")
 
 
 def _label_of(field_name: str) -> str:
@@ -320,7 +348,7 @@ def choices_tables() -> str:
         [
             "## Shown first",
             markdown_table(table_head, [_table_row(setting) for setting in common_settings]),
-            f"## Under “Advanced”: {len(other_settings)} more",
+            f"## In the list of all settings: {len(other_settings)} more",
             markdown_table(table_head, [_table_row(setting) for setting in other_settings]),
         ]
     )

@@ -1,4 +1,4 @@
-"""The fields of a picker, its sections, and the panels with memory and configuration.
+"""The fields of a picker: one setting each, with what it comes to and what it means.
 
 The only state of a field is text that was typed and refused: it shows what the picker's model
 says (`sync`) and passes on what the user does. Its widgets are made once, that of its mistakes
@@ -11,22 +11,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker.choices import settings_forms
-from nbaccel.notebook.picker.html import (
-    bars_html,
-    css_name,
-    error_html,
-    face_html,
-    heading_html,
-    label_html,
-    note_html,
-    resolved_html,
-    verdict_html,
-)
+from nbaccel.notebook.picker.html import css_name, error_html, label_html, note_html
+from nbaccel.notebook.picker.outcomes import default_text_of, outcome_of
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import ChoiceOption, Setting
@@ -35,11 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChooseValue",
-    "FacesPanel",
-    "FoldedSection",
+    "FieldLook",
     "LineField",
     "ListField",
-    "MemoryPanel",
     "OptionsField",
     "SettingField",
     "SharedFields",
@@ -50,76 +38,16 @@ __all__ = [
 ]
 
 
-class FoldedSection:
-    """Settings below a heading.
-
-    The heading is a button, which the keyboard reaches and opens in every front end.
-
-    Args:
-        section_title: The heading.
-        settings: What is in it; it is hidden while none of them means anything.
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-        make_widgets: Makes what is in it, when it is opened first.
-
-    Attributes:
-        box: The widget to show.
-        heading: The button.
-    """
-
-    def __init__(
-        self,
-        section_title: str,
-        settings: Sequence[Setting],
-        model: PickerModel,
-        shared_fields: SharedFields,
-        make_widgets: Callable[[], list[w.Widget]],
-    ) -> None:
-        self._title, self._settings, self._model, self._make = (
-            section_title,
-            settings,
-            model,
-            make_widgets,
-        )
-        self._is_shown: bool | None = None
-        self._shared = shared_fields
-        self._inside: w.VBox | None = None
-        heading_classes = ("nbaccel-opens", f"nbaccel-opens-{css_name(section_title)}")
-        self.heading = shared_fields.new_toggle(section_title, "", *heading_classes)
-        self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
-        self.box = shared_fields.new_box([self.heading])
-        self.sync()
-
-    def sync(self) -> None:
-        """Show it where it means something, with the number of settings made in it."""
-        if not self._settings:
-            return
-        is_shown = any(self._model.is_shown(setting.name) for setting in self._settings)
-        toggle_class(self.box, "nbaccel-hidden", not is_shown)
-        # Not on the first call, where `_is_shown` is None: sections begin closed.
-        if is_shown and self._is_shown is False:
-            self.heading.value = True  # what was just chosen has its settings here
-        self._is_shown = is_shown
-        num_set = sum(self._is_set(setting) for setting in self._settings) if is_shown else 0
-        self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
-
-    def _is_set(self, setting: Setting) -> bool:
-        setting_value = self._model.value(setting.name)
-        return setting_value is not None and setting_value != setting.default
-
-    def _turn(self, *, is_open: bool) -> None:
-        if is_open and self._inside is None:
-            self._inside = self._shared.new_box(self._make(), "nbaccel-section")
-            self.box.children = (self.heading, self._inside)
-        if self._inside is not None:
-            toggle_class(self._inside, "nbaccel-hidden", not is_open)
-
-
 ChooseValue = Callable[["SettingField", Any], None]
+FieldLook = Literal["whole", "usable", "brief"]
+"""How much of a field is shown: ``usable`` hides it while it cannot be set; ``brief`` also hides
+options that cannot be chosen, and says only what an open value comes to."""
 _MAX_BUTTONS = 5  # more options than these are a list, unless their words are short
 _ROW_CHARS = 30
 _GROUPED_DIGITS = re.compile(r"\d{1,3}(,\d{3})+")  # 500,000,000
 _TRUTH_WORDS = {True: "yes", False: "no"}
+_EMPTY_CLAUSE = re.compile(r"; empty [^;]*")
+_OPEN_LABEL = "default"
 
 
 class SharedFields:
@@ -189,6 +117,7 @@ class SettingField:
         setting: The choice.
         box: The widget to show.
         messages: Mistakes in what was typed or chosen here.
+        is_visible: Whether it is shown as things are.
     """
 
     def __init__(
@@ -197,12 +126,15 @@ class SettingField:
         model: PickerModel,
         on_choose: ChooseValue,
         shared_fields: SharedFields,
+        look: FieldLook = "whole",
     ) -> None:
         self.setting = setting
         self.messages: tuple[str, ...] = ()
+        self.is_visible = True
+        self._look = look
         self._model, self._hand_on, self._shared = model, on_choose, shared_fields
         self._is_syncing = False
-        self._note = shared_fields.new_html()
+        self._note = shared_fields.new_html("", "nbaccel-field-note")
         self._errors: w.HTML | None = None
         self.box = shared_fields.new_box(
             [*self._controls(), self._note], "nbaccel-setting", f"nbaccel-{css_name(setting.name)}"
@@ -212,11 +144,14 @@ class SettingField:
     def sync(self) -> None:
         """Show the state of the model."""
         setting_name = self.setting.name
-        is_shown = self._model.is_shown(setting_name)
-        toggle_class(self.box, "nbaccel-hidden", not is_shown)
-        if is_shown:
+        refusal = self._model.refusal(setting_name)
+        self.is_visible = self._model.is_shown(setting_name) and (
+            self._look == "whole" or not refusal
+        )
+        toggle_class(self.box, "nbaccel-hidden", not self.is_visible)
+        if self.is_visible:
             with self._syncing():
-                self._show(self._model.value(setting_name), self._model.refusal(setting_name))
+                self._show(self._model.value(setting_name), refusal)
                 self._show_errors()
 
     def tell(self, messages: tuple[str, ...]) -> None:
@@ -231,7 +166,7 @@ class SettingField:
     def _show_errors(self) -> None:
         # Made for the first mistake: most fields never have one, and a widget costs a message.
         if self._errors is None and self.messages:
-            self._errors = self._shared.new_html()
+            self._errors = self._shared.new_html("", "nbaccel-field-errors")
             self.box.children = (*self.box.children, self._errors)
         if self._errors is not None:
             self._errors.value = error_html(self.messages)
@@ -255,6 +190,33 @@ class SettingField:
         finally:
             self._is_syncing = was_syncing
 
+    def _explain(
+        self,
+        refusal: str,
+        *,
+        meaning: str = "",
+        reasons: Sequence[str] = (),
+        shows_outcome: bool = False,
+    ) -> str:
+        """The note: what an open value comes to, what it means, where to read about it.
+
+        With `shows_outcome` the field itself shows the value, so that only its reason is told.
+        """
+        outcome = outcome_of(self._model, self.setting)
+        if self._look == "brief":
+            return note_html("", outcome=outcome.reason, reasons=reasons)
+        meaning = meaning or self.setting.meaning
+        if self._look == "usable":
+            # The value beside it shows what an empty field is, and room is for one line.
+            meaning = _EMPTY_CLAUSE.sub("", meaning.partition(". ")[0].rstrip(".")) + "."
+        return note_html(
+            meaning,
+            outcome=outcome.reason if shows_outcome and outcome.value else outcome.told(),
+            docs_link=self.setting.docs_link,
+            refusal=refusal,
+            reasons=reasons,
+        )
+
     def _label(self) -> str:
         setting_label, setting_unit = self.setting.label, self.setting.unit
         return (
@@ -270,7 +232,7 @@ class OptionsField(SettingField):
     def _controls(self) -> list[w.Widget]:
         self._buttons = [self._button(choice_option) for choice_option in self.setting.options]
         return [
-            self._shared.new_html(label_html(self._label())),
+            self._shared.new_html(label_html(self._label()), "nbaccel-field-label"),
             self._shared.new_row(self._buttons, "nbaccel-options"),
         ]
 
@@ -305,6 +267,8 @@ class OptionsField(SettingField):
             toggle_button.value = is_on
             toggle_button.disabled = bool(refusal or option_offer.reason)
             toggle_button.tooltip = refusal or option_offer.reason or option_offer.option.meaning
+            if self._look == "brief":
+                toggle_class(toggle_button, "nbaccel-hidden", bool(option_offer.reason))
             if is_on:
                 chosen_meaning = option_offer.option.meaning
             if option_offer.reason:
@@ -315,9 +279,7 @@ class OptionsField(SettingField):
             f"{', '.join(option_labels)}: {reason}"
             for reason, option_labels in labels_by_reason.items()
         ]
-        self._note.value = note_html(
-            chosen_meaning or self.setting.meaning, refusal=refusal, reasons=reason_lines
-        )
+        self._note.value = self._explain(refusal, meaning=chosen_meaning, reasons=reason_lines)
 
 
 class ListField(SettingField):
@@ -341,7 +303,7 @@ class ListField(SettingField):
         list_options, reason_lines = self._offered()
         if shown_value not in [known_value for _, known_value in list_options]:
             # A file may hold a value that cannot be chosen on this machine.
-            list_options.append((as_text(shown_value) or "default", shown_value))
+            list_options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
         self._values = [known_value for _, known_value in list_options]
         option_labels = tuple(option_label for option_label, _ in list_options)
         # Setting `options` resets the selection, so it is done only where they differ.
@@ -349,7 +311,9 @@ class ListField(SettingField):
             self._list.options = option_labels
         self._list.index = self._values.index(shown_value)
         self._list.disabled = bool(refusal)
-        self._note.value = note_html(self.setting.meaning, refusal=refusal, reasons=reason_lines)
+        self._note.value = self._explain(
+            refusal, reasons=reason_lines, shows_outcome=self.setting.kind == "truth"
+        )
 
     def _offered(self) -> tuple[list[tuple[str, Any]], list[str]]:
         if self.setting.kind == "truth":
@@ -371,10 +335,10 @@ class ListField(SettingField):
         named_truths: list[tuple[str, Any]] = [
             (truth_word, truth_value) for truth_value, truth_word in _TRUTH_WORDS.items()
         ]
-        default_word = _TRUTH_WORDS.get(self.setting.default)
-        if not self.setting.may_be_open and default_word is not None:
+        if not self.setting.may_be_open and self.setting.default in _TRUTH_WORDS:
             return named_truths  # such a field always holds one of the two
-        default_label = "default" if default_word is None else f"default ({default_word})"
+        default_text = default_text_of(self._model, self.setting)
+        default_label = f"{_OPEN_LABEL} ({default_text})" if default_text else _OPEN_LABEL
         auto_option = [("auto", "auto")] if self.setting.takes_auto else []
         return [(default_label, None), *named_truths, *auto_option]
 
@@ -383,12 +347,8 @@ class LineField(SettingField):
     """A number, text, words or a table, typed; empty means the default."""
 
     def _controls(self) -> list[w.Widget]:
-        default_value = self.setting.default
         self._line = w.Text(
             description=self._label(),
-            placeholder="default"
-            if default_value in (None, "")
-            else f"default: {_readable_default(default_value)}",
             # Only when the field is left: half a number would be refused while it is typed.
             continuous_update=False,
             layout=self._shared.width,
@@ -406,11 +366,16 @@ class LineField(SettingField):
         if not self.messages:  # refused text stays, to be corrected
             self._line.value = as_text(shown_value)
         self._line.disabled = bool(refusal)
-        self._note.value = note_html(self.setting.meaning, refusal=refusal)
+        self._line.placeholder = outcome_of(self._model, self.setting).value or _OPEN_LABEL
+        self._note.value = self._explain(refusal, shows_outcome=True)
 
 
 def field_for(
-    setting: Setting, model: PickerModel, on_choose: ChooseValue, shared_fields: SharedFields
+    setting: Setting,
+    model: PickerModel,
+    on_choose: ChooseValue,
+    shared_fields: SharedFields,
+    look: FieldLook = "whole",
 ) -> SettingField:
     """The field that fits a choice.
 
@@ -419,18 +384,19 @@ def field_for(
         model: The picker's model.
         on_choose: Called with the field and a value when the user gives one.
         shared_fields: Layouts and styles.
+        look: How much of it is shown.
 
     Returns:
         The field.
     """
-    if setting.kind == "one-of":
+    field_class: type[SettingField] = LineField
+    if setting.kind == "truth":
+        field_class = ListField
+    elif setting.kind == "one-of":
         option_labels = [choice_option.label for choice_option in setting.options]
         fits_row = len(option_labels) <= _MAX_BUTTONS or len("".join(option_labels)) <= _ROW_CHARS
-        is_row = fits_row and not setting.section
-        return (OptionsField if is_row else ListField)(setting, model, on_choose, shared_fields)
-    if setting.kind == "truth":
-        return ListField(setting, model, on_choose, shared_fields)
-    return LineField(setting, model, on_choose, shared_fields)
+        field_class = OptionsField if fits_row and not setting.section else ListField
+    return field_class(setting, model, on_choose, shared_fields, look)
 
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
@@ -491,11 +457,6 @@ def as_value(typed_text: str, setting_kind: str) -> Any:
         return typed_text
 
 
-def _readable_default(default_value: Any) -> str:
-    # Not isinstance: a bool is an int, too.
-    return f"{default_value:,}" if type(default_value) is int else as_text(default_value)
-
-
 def _whole_number(number_text: str) -> int | float:
     if _GROUPED_DIGITS.fullmatch(number_text):
         number_text = number_text.replace(",", "")
@@ -508,104 +469,3 @@ def _whole_number(number_text: str) -> int | float:
 
 def _typed_words(typed_text: str) -> list[str]:
     return [typed_word.strip() for typed_word in typed_text.split(",") if typed_word.strip()]
-
-
-_RUN_FACES = ("YAML", "Command line", "Python")
-_RESOLVED_FACE = "Resolved"
-
-
-class MemoryPanel:
-    """Whether it fits, and a bar per place.
-
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-
-    Attributes:
-        box: The widget to show.
-    """
-
-    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
-        self._model = model
-        self._verdict = shared_fields.new_html()
-        self._bars = shared_fields.new_html("", "nbaccel-bars")
-        self.box = shared_fields.new_box(
-            [shared_fields.new_html(heading_html("Memory")), self._verdict, self._bars],
-            *("nbaccel-panel", "nbaccel-memory"),
-        )
-
-    def sync(self) -> None:
-        """Show the present state of the model."""
-        # The bars first: where they do not fit, the verdict takes longer to find a remedy.
-        self._bars.value = bars_html(self._model.bars())
-        # Keeps a bar's place, so that nothing moves away from the mouse when it comes.
-        toggle_class(self._bars, "nbaccel-awaited", self._model.is_memory_postponed)
-        self._verdict.value = verdict_html(self._model.verdict)
-
-
-class FacesPanel:
-    """The configuration in one language at a time, and the plan's decisions.
-
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-
-    Attributes:
-        box: The widget to show.
-    """
-
-    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
-        self._model = model
-        self._not_chosen = {
-            settings_form.file_name: settings_form.not_chosen for settings_form in settings_forms()
-        }
-        face_names = (*self._not_chosen, *_RUN_FACES)
-        self._picked = face_names[0]
-        self._is_syncing = False
-        self._text = shared_fields.new_html()
-        self._buttons = {
-            face_name: shared_fields.new_toggle(
-                face_name, "", f"nbaccel-face-{css_name(face_name)}"
-            )
-            for face_name in (*face_names, _RESOLVED_FACE)
-        }
-        for face_name, face_button in self._buttons.items():
-            face_button.observe(
-                # The default binds this name: a closure would see the last one of the loop.
-                lambda change, face_name=face_name: self._pressed(face_name, change.new),
-                "value",
-            )
-        self.box = shared_fields.new_box(
-            [
-                shared_fields.new_html(heading_html("Configuration")),
-                shared_fields.new_html(label_html("Shown as", is_hidden=True)),
-                shared_fields.new_row(list(self._buttons.values()), "nbaccel-options"),
-                self._text,
-            ],
-            *("nbaccel-panel", "nbaccel-faces"),
-        )
-
-    def sync(self) -> None:
-        """Show the present state of the model."""
-        faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
-        # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
-        shown_name = (
-            self._picked
-            if self._picked in faces_by_name or self._picked == _RESOLVED_FACE
-            else "YAML"
-        )
-        self._is_syncing = True
-        for face_name, face_button in self._buttons.items():
-            is_missing = face_name not in faces_by_name and face_name != _RESOLVED_FACE
-            face_button.value, face_button.disabled = face_name == shown_name, is_missing
-            face_button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
-        self._is_syncing = False
-        if shown_name == _RESOLVED_FACE:
-            self._text.value = resolved_html(self._model.resolved())
-        else:
-            self._text.value = face_html(faces_by_name[shown_name])
-
-    def _pressed(self, face_name: str, is_on: bool) -> None:
-        if not self._is_syncing:
-            self._picked = face_name if is_on else self._picked
-            self.sync()

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from nbaccel.notebook.picker.memory_model import SEGMENT_NAMES
 from nbaccel.plan.launch_plan import Choice
-from nbaccel.units import format_bytes
+from nbaccel.units import count_noun, format_bytes
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.exporters import ConfigFace
     from nbaccel.notebook.picker.memory_model import BarSegment, MemoryBar
     from nbaccel.notebook.picker.model import FitVerdict
+    from nbaccel.notebook.picker.text_mistakes import TextMistake
 
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
     "note_html",
     "remarks_html",
     "resolved_html",
-    "title_html",
+    "text_mistakes_html",
     "verdict_html",
 ]
 
@@ -45,6 +46,15 @@ _COPY_SCRIPT = (
     "if (navigator.clipboard) {"
     "navigator.clipboard.writeText(text.textContent).then(done, select)} else select();"
 )
+
+_SELECT_LINE_SCRIPT = (
+    "const area = this.closest('.nbaccel-editor').querySelector('textarea'),"
+    " lines = area.value.split('\\n'), number = Number(this.dataset.line) - 1,"
+    " start = lines.slice(0, number).join('\\n').length + (number > 0 ? 1 : 0);"
+    "area.focus(); area.setSelectionRange(start, start + (lines[number] || '').length);"
+    "area.scrollTop = area.scrollHeight * Math.max(0, number - 3) / lines.length;"
+)
+_MAX_LINE_CHARS = 60
 
 
 def front_html(hidden_class: str) -> str:
@@ -86,11 +96,6 @@ def css_name(setting_name: object) -> str:
 
 
 # ---------------------------------------------------------------------- beside a field
-def title_html() -> str:
-    """The name of the whole."""
-    return '<span class="nbaccel-title">How to train</span>'
-
-
 def heading_html(heading_text: str) -> str:
     """A panel's name.
 
@@ -113,21 +118,44 @@ def label_html(label_text: str, *, is_hidden: bool = False) -> str:
     return f'<span class="nbaccel-label{hidden_class}">{escape(label_text)}</span>'
 
 
-def note_html(setting_meaning: str, *, refusal: str = "", reasons: Sequence[str] = ()) -> str:
-    """The note below a field: its meaning, and why it or some of its values cannot be used.
+def note_html(
+    setting_meaning: str,
+    *,
+    outcome: str = "",
+    docs_link: str = "",
+    refusal: str = "",
+    reasons: Sequence[str] = (),
+) -> str:
+    """The note beside a field: what it comes to, its meaning, and why something cannot be used.
 
     Args:
         setting_meaning: One line.
+        outcome: What an open value comes to, and why; empty where there is a value.
+        docs_link: Where to read about it; empty where that is nowhere.
         refusal: Why nothing can be chosen here; empty where it can.
         reasons: Why some values cannot be chosen.
     """
-    html_parts = [escape(setting_meaning)] if setting_meaning else []
-    refusal_lines = [f"Not now: {refusal}."] if refusal else [f"{reason}." for reason in reasons]
-    html_parts += [
-        f'<span class="nbaccel-refusal">{escape(refusal_text)}</span>'
-        for refusal_text in refusal_lines
-    ]
+    html_parts = []
+    if refusal:
+        html_parts.append(f'<span class="nbaccel-refusal">{escape(_as_sentence(refusal))}</span>')
+    elif outcome:
+        html_parts.append(f'<span class="nbaccel-outcome">{escape(_as_sentence(outcome))}</span>')
+    if setting_meaning:
+        html_parts.append(escape(setting_meaning))
+    if not refusal:
+        html_parts += [
+            f'<span class="nbaccel-refusal">{escape(_as_sentence(reason))}</span>'
+            for reason in reasons
+        ]
+    if docs_link:
+        html_parts.append(
+            f'<a href="{escape(docs_link)}" target="_blank" rel="noopener noreferrer">docs</a>'
+        )
     return f'<div class="nbaccel-note">{" ".join(html_parts)}</div>' if html_parts else ""
+
+
+def _as_sentence(clause: str) -> str:
+    return clause if clause.endswith(".") else f"{clause[:1].upper()}{clause[1:]}."
 
 
 def error_html(error_messages: Iterable[str]) -> str:
@@ -140,6 +168,38 @@ def error_html(error_messages: Iterable[str]) -> str:
         f'<div class="nbaccel-error" role="alert">⚠ <b>Not taken:</b> {escape(error_message)}</div>'
         for error_message in error_messages
     )
+
+
+def text_mistakes_html(mistakes: Sequence[TextMistake], text: str, otherwise: str) -> str:
+    """The mistakes of a text that is being edited, each with the line that it is in.
+
+    Args:
+        mistakes: The mistakes; empty where there are none.
+        text: The text.
+        otherwise: What is said where there are none.
+    """
+    if not mistakes:
+        return f'<div class="nbaccel-note" role="status">{escape(otherwise)}</div>'
+    lines = text.splitlines()
+    items = "".join(_text_mistake(mistake, lines) for mistake in mistakes)
+    count_text = count_noun(len(mistakes), "mistake")
+    return (
+        f'<div role="status"><b class="nbaccel-word">⚠ {count_text}</b>'
+        f'<ul class="nbaccel-mistakes">{items}</ul></div>'
+    )
+
+
+def _text_mistake(mistake: TextMistake, lines: Sequence[str]) -> str:
+    if mistake.line is None:
+        return f"<li>{escape(mistake.message)}</li>"
+    line_text = lines[mistake.line - 1].strip() if mistake.line <= len(lines) else ""
+    button = (
+        f'<button type="button" class="nbaccel-to-line" data-line="{mistake.line}" '
+        f'onclick="{escape(_SELECT_LINE_SCRIPT)}" title="Select this line">'
+        f"line {mistake.line}</button>"
+    )
+    code = f" <code>{escape(line_text[:_MAX_LINE_CHARS])}</code>" if line_text else ""
+    return f"<li>{button}{code} {escape(mistake.message)}</li>"
 
 
 def remarks_html(remarks: Iterable[str]) -> str:

@@ -36,9 +36,9 @@ __all__ = [
 _FSDP_NAME = "fsdp"
 
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
-"""The contents of memory, in the order of the bars; ``moment`` is freed at once."""
+"""The contents of memory, in the order of the bars; ``moment`` is freed within the step."""
 
-SEGMENT_NAMES = {"others": "in use by others", "moment": "for a moment"}
+SEGMENT_NAMES = {"others": "in use by others", "buckets": "buffers", "moment": "temporary"}
 """Names of kinds that the word itself does not explain."""
 
 

@@ -8,9 +8,10 @@ the rows of ``nbaccel.capabilities``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,11 +36,18 @@ from nbaccel.notebook.picker.memory_model import (
     MemoryNeed,
     told_together,
 )
+from nbaccel.notebook.picker.questions import (
+    MachinePart,
+    TrainedModel,
+    describe_batch,
+    describe_model,
+    machine_parts,
+)
 from nbaccel.notebook.picker.suggesting import Proposal, Suggester, refusal_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.strategies.settings_form import FilledConfig, SettingsForm
-from nbaccel.units import format_bytes
+from nbaccel.units import count_noun, format_bytes
 
 __all__ = [
     "ChoiceOption",
@@ -161,6 +169,10 @@ class PickerModel:
         """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
         return settings(panel_name)
 
+    def settings_of(self, panel_names: Sequence[str]) -> tuple[Setting, ...]:
+        """The choices of several panels."""
+        return tuple(setting for panel_name in panel_names for setting in self.settings(panel_name))
+
     def setting(self, name: str) -> Setting:
         """A choice by its name.
 
@@ -195,6 +207,51 @@ class PickerModel:
                 self._observers.remove(callback)
 
         return end
+
+    # ------------------------------------------------------------------- model and machine
+
+    @cached_property
+    def trained(self) -> TrainedModel | None:
+        """What is trained; None without a model."""
+        return None if self._module is None else describe_model(self._module)
+
+    @cached_property
+    def batch_shapes(self) -> str:
+        """The shapes of the batch; empty where there is none."""
+        return "" if self._memory_model is None else describe_batch(self._memory_model.sample_batch)
+
+    @property
+    def machine_parts(self) -> tuple[MachinePart, ...]:
+        """Devices, host memory and cores, with those marked that the run computes on."""
+        return self._once("machine parts", lambda: machine_parts(self.inventory, self.plan))
+
+    @property
+    def samples_of_step(self) -> str:
+        """The samples of one optimizer step in one sentence; empty where that is not known."""
+        return self._once("samples", self._count_samples)
+
+    def _count_samples(self) -> str:
+        if self.plan is None or self._memory_model is None:
+            return ""
+        document = next(iter(self._documents().values()), {})
+        per_process = next(
+            (settings_form.batch_size(document) for settings_form in settings_forms()), None
+        )
+        if per_process is None and self._memory_model.sample_batch is not None:
+            # Not at the top: it imports torch, which a form without a batch need not wait for.
+            from nbaccel.memory.activations import num_samples
+
+            per_process = num_samples(self._memory_model.sample_batch)
+        if per_process is None:
+            return ""
+        accumulated = self._config.gradient_accumulation_steps or 1
+        total = per_process * accumulated * self.plan.world_size
+        factors = [f"{per_process} per process"]
+        factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
+        factors += [f"{self.plan.world_size} processes"] if self.plan.world_size > 1 else []
+        if len(factors) == 1:
+            return f"{count_noun(total, 'sample')} per step."
+        return f"{count_noun(total, 'sample')} per step: {' * '.join(factors)}."
 
     # ------------------------------------------------------------------- what is greyed
 
@@ -285,6 +342,25 @@ class PickerModel:
         """
         loaded_config, load_remarks = read_settings_source(source, self._config, self.inventory)
         self._become(loaded_config, load_remarks)
+
+    def check_source(self, source: str | Path | Mapping[str, Any]) -> None:
+        """Read a file as `load` does, and take nothing over.
+
+        Args:
+            source: A path, the text itself, or what is in it.
+
+        Raises:
+            ConfigError: It cannot be read or holds mistakes, all of them.
+        """
+        read_settings_source(source, self._config, self.inventory)
+
+    def editable_text(self) -> str:
+        """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
+        documents = (settings_form.document(self._config) for settings_form in settings_forms())
+        settings = next(filter(None, documents), None)
+        if settings is None:
+            settings = json.loads(self._config.model_dump_json(exclude_defaults=True))
+        return json.dumps(settings, indent=2)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
         """Write one of the faces to a file, whole or not at all.

@@ -9,7 +9,7 @@
     if (element.getAttribute(name) !== value) element.setAttribute(name, value);
   };
   const isOn = (button) => button.classList.contains("mod-active");
-  const choices = (group) => [...group.querySelectorAll("button")];
+  const choices = (group) => [...group.querySelectorAll("button:not(.nbaccel-hidden)")];
 
   const dressGroup = (group) => {
     const label = group.parentElement.querySelector(".nbaccel-label");
@@ -61,6 +61,15 @@
       walk(button, STEPS[event.key]);
     }
   });
+
+  // In narrow windows the line that says whether it fits stays at the top of what scrolls. Boxes
+  // around it that hide what is too large, and do not scroll, would keep it from that.
+  const scrolls = (element) =>
+    /auto|scroll/.test(getComputedStyle(element).overflowY) && element.scrollHeight > element.clientHeight + 1;
+  const ENDS = ".jp-Notebook, .jp-mod-outputsScrolled, #notebook";
+  for (let e = root.parentElement; e && !e.matches(ENDS) && !scrolls(e); e = e.parentElement) {
+    if (getComputedStyle(e).overflowY !== "visible") e.style.overflow = "clip";
+  }
 
   new MutationObserver(dress).observe(root, {
     subtree: true,

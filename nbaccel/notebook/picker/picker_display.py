@@ -13,28 +13,24 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbaccel._optional import is_installed
 from nbaccel._origin import install_line
-from nbaccel.notebook.picker.choices import PANELS, title_of
-from nbaccel.plan.launch_plan import Choice, choices_table
+from nbaccel.notebook.picker.static_table import picker_html, picker_text
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.model import PickerModel
     from nbaccel.notebook.picker.widgets import PickerView
 
 
-__all__ = ["PickerDisplay", "picker_html", "picker_text"]
+__all__ = ["PickerDisplay"]
 
 
 # Several changes in a row renew the table once.
 _RENEWAL_PAUSE_S = 0.3
 _LOCK_PAUSE_S = 0.01
-# Units that are not the plural with its `s` removed.
-_SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
 _WIDGETS_FROM = 7
 _WIDGET_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
@@ -194,140 +190,3 @@ def _missing_widget_part(running_shell: Any) -> str:
             f"{_WIDGETS_FROM} or later. Without it: picker.choose(name, value)."
         )
     return ""
-
-
-def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
-    """The picker for a terminal: the choices, their memory, and the plan.
-
-    Args:
-        model: The picker's model.
-        panel_names: The panels that it has.
-
-    Returns:
-        Text for a fixed-width font.
-    """
-    text_lines: list[str] = []
-    for panel_name, table_rows in _setting_rows(model, panel_names):
-        label_width = max(len(table_row[0]) for table_row in table_rows)
-        value_width = max(len(table_row[1]) for table_row in table_rows)
-        text_lines += [
-            title_of(panel_name),
-            *(
-                f"  {label_text:<{label_width}}  {value_text:<{value_width}}  {meaning_text}"
-                for label_text, value_text, meaning_text in table_rows
-            ),
-            "",
-        ]
-    text_lines += ["Memory", *(f"  {memory_line}" for memory_line in _memory_lines(model)), ""]
-    if plan_choices := model.resolved():
-        text_lines += [choices_table("What is left open comes to", plan_choices, ()), ""]
-    for face in model.faces():
-        text_lines += [
-            face.name,
-            *(f"  {memory_line}" for memory_line in face.text.splitlines()),
-            "",
-        ]
-    return "\n".join(memory_line.rstrip() for memory_line in text_lines).rstrip()
-
-
-def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
-    """The same for a saved notebook: tables without scripts and styles, which filters remove.
-
-    Args:
-        model: The picker's model.
-        panel_names: The panels that it has.
-
-    Returns:
-        HTML.
-    """
-    html_parts = []
-    for panel_name, table_rows in _setting_rows(model, panel_names):
-        html_parts.append(f"<p><b>{escape(title_of(panel_name))}</b></p>{_html_table(table_rows)}")
-    memory_items = "".join(
-        f"<li>{escape(memory_line)}</li>" for memory_line in _memory_lines(model)
-    )
-    html_parts.append(f"<p><b>Memory</b></p><ul>{memory_items}</ul>")
-    if plan_choices := model.resolved():
-        html_parts.append(
-            f"<p><b>What is left open comes to</b></p>{_html_table(_choice_rows(plan_choices))}"
-        )
-    html_parts += [
-        f"<p><b>{escape(face.name)}</b></p><pre>{escape(face.text)}</pre>" for face in model.faces()
-    ]
-    return "".join(html_parts)
-
-
-def _setting_rows(
-    model: PickerModel, panel_names: Sequence[str]
-) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Per panel, the common choices, and those of the others that are set."""
-    for panel_name in panel_names:
-        table_rows = [
-            (setting.label, _shown_value(model, setting.name), _value_meaning(model, setting.name))
-            for setting in model.settings(panel_name)
-            if model.is_shown(setting.name)
-            and (
-                (not setting.section and not model.refusal(setting.name))
-                or model.value(setting.name) not in (None, setting.default)
-            )
-        ]
-        if table_rows:
-            yield panel_name, table_rows
-
-
-def _shown_value(model: PickerModel, setting_name: str) -> str:
-    setting_value, setting = model.value(setting_name), model.setting(setting_name)
-    for choice_option in setting.options:
-        if choice_option.value == setting_value:
-            return choice_option.label
-    if setting_value is None:
-        if setting.default is None:
-            return "left open"
-        return f"{_with_unit(setting.default, setting.unit)} (default)"
-    return _with_unit(setting_value, setting.unit if setting.kind != "one-of" else "")
-
-
-def _with_unit(setting_value: Any, unit_name: str) -> str:
-    is_number = isinstance(setting_value, (int, float)) and not isinstance(setting_value, bool)
-    value_text = f"{setting_value:,}" if is_number else str(setting_value)
-    if is_number and setting_value == 1:
-        unit_name = _SINGULAR_UNITS.get(
-            unit_name, unit_name.removesuffix("s") if len(unit_name) > 1 else unit_name
-        )
-    return f"{value_text} {unit_name}".rstrip()
-
-
-def _value_meaning(model: PickerModel, setting_name: str) -> str:
-    setting_value, setting = model.value(setting_name), model.setting(setting_name)
-    chosen_meaning = next(
-        (
-            choice_option.meaning
-            for choice_option in setting.options
-            if choice_option.value == setting_value and choice_option.meaning
-        ),
-        "",
-    )
-    return chosen_meaning or setting.meaning
-
-
-def _memory_lines(model: PickerModel) -> list[str]:
-    memory_lines = [bar.told() for bar in model.bars()]
-    verdict = model.verdict
-    return [*memory_lines, " ".join(filter(None, (verdict.text, verdict.remedy)))]
-
-
-def _choice_rows(plan_choices: Sequence[Choice]) -> list[tuple[str, str, str]]:
-    return [
-        (plan_choice.name, str(plan_choice.value), plan_choice.reason)
-        for plan_choice in plan_choices
-    ]
-
-
-def _html_table(table_rows: Sequence[tuple[str, str, str]]) -> str:
-    table_body = "".join(
-        f"<tr><th scope='row' style='text-align:left'>{escape(label_text)}</th><td "
-        f"style='text-align:left'>{escape(value_text)}</td><td "
-        f"style='text-align:left'>{escape(meaning_text)}</td></tr>"
-        for label_text, value_text, meaning_text in table_rows
-    )
-    return f"<table><tbody>{table_body}</tbody></table>"

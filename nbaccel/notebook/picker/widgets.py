@@ -1,4 +1,4 @@
-"""A picker in a notebook: panels of fields, memory bars, the configuration to copy, actions.
+"""A picker in a notebook: three questions, what was taken, all settings, actions.
 
     user ── widgets ──► PickerView ── choose ──► PickerModel ── observe ──► PickerView.sync
 
@@ -10,45 +10,43 @@ one lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ipywidgets as w
 
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.choices import PANELS, title_of
-from nbaccel.notebook.picker.fields import (
-    FacesPanel,
-    FoldedSection,
-    MemoryPanel,
-    SettingField,
-    SharedFields,
-    field_for,
-)
-from nbaccel.notebook.picker.html import (
-    error_html,
-    front_html,
-    heading_html,
-    remarks_html,
-    title_html,
-)
+from nbaccel.notebook.picker.all_settings import AllSettings
+from nbaccel.notebook.picker.choices import PANELS, taken_settings, title_of
+from nbaccel.notebook.picker.fields import FieldLook, SettingField, SharedFields, field_for
+from nbaccel.notebook.picker.html import error_html, front_html, heading_html, remarks_html
+from nbaccel.notebook.picker.json_editor import CarryOut, ConfigEditor
+from nbaccel.notebook.picker.panels import FacesPanel, FoldedSection, MemoryPanel
+from nbaccel.notebook.picker.strip import CandidateStrip, ProposalsPanel, TakenLine
+from nbaccel.notebook.picker.strip_html import machine_html, trained_html, use_html
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import Setting
     from nbaccel.notebook.picker.model import PickerModel
+    from nbaccel.notebook.picker.suggesting import Proposal
 
 
-__all__ = ["ActionsRow", "CarryOut", "FilesPanel", "PickerView"]
+__all__ = ["ActionsRow", "PickerView"]
 
 
-CarryOut = Callable[..., tuple[str, ...]]
 _SUGGEST = "Suggest"
 _NO_CHANGE = "Nothing has been changed yet"
 
 
+class _ViewPart(Protocol):
+    """What shows a part of the model."""
+
+    def sync(self) -> None:
+        """Show the present state of the model."""
+
+
 class ActionsRow:
-    """The line at the top.
+    """The line at the bottom: Suggest, Undo, how to use it, and the languages to copy it in.
 
     Args:
         model: The picker's model.
@@ -62,19 +60,35 @@ class ActionsRow:
     def __init__(
         self, model: PickerModel, shared_fields: SharedFields, carry_out: CarryOut
     ) -> None:
-        self._model, self._carry_out = model, carry_out
-        title_widget = shared_fields.new_html(title_html())
+        self._model, self._carry_out, self._shared = model, carry_out, shared_fields
+        self._faces: FacesPanel | None = None
+        self._proposals = ProposalsPanel(shared_fields, self._take)
         self._suggest = shared_fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
         self._undo = shared_fields.new_button("Undo", "nbaccel-undo", self._on_undo)
-        self.box = shared_fields.new_row([title_widget, self._suggest, self._undo], "nbaccel-head")
+        use_widget = shared_fields.new_html(use_html(), "nbaccel-use")
+        copy_section = FoldedSection(
+            "Copy as", (), model, shared_fields, self._make_faces, css_class="nbaccel-opens-faces"
+        )
+        row = shared_fields.new_row(
+            [self._suggest, self._undo, use_widget, copy_section.box], "nbaccel-actions"
+        )
+        self.box = shared_fields.new_box([self._proposals.box, row], "nbaccel-foot")
 
     def sync(self) -> None:
-        """Disable buttons that have no effect now."""
+        """Disable buttons that have no effect now; proposals are of the state before."""
+        self._proposals.hide()
+        if self._faces is not None:
+            self._faces.sync()
         self._undo.disabled = not self._model.can_undo
         self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
         suggest_refusal = self._model.suggest_refusal
         self._suggest.disabled = bool(suggest_refusal)
-        self._suggest.tooltip = suggest_refusal or "Take the fastest settings that fit"
+        self._suggest.tooltip = suggest_refusal or "Propose settings that fit"
+
+    def _make_faces(self) -> list[w.Widget]:
+        self._faces = FacesPanel(self._model, self._shared)
+        self._faces.sync()
+        return [self._faces.box]
 
     def _on_undo(self) -> None:
         self._carry_out(self._model.undo)
@@ -82,121 +96,19 @@ class ActionsRow:
     def _on_suggest(self) -> None:
         self._suggest.disabled, self._suggest.description = True, "Looking …"
         try:
-            self._carry_out(self._model.suggest)
+            self._carry_out(self._propose)
         finally:
             self._suggest.description = _SUGGEST
-            self.sync()
+            self._suggest.disabled = bool(self._model.suggest_refusal)
+
+    def _propose(self) -> None:
+        self._proposals.show(self._model.proposals())
+
+    def _take(self, proposal: Proposal) -> None:
+        self._carry_out(lambda: self._model.take_proposal(proposal))
 
 
-class FilesPanel:
-    """Loading from a file, a path or pasted text; saving.
-
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-        carry_out: Runs an action and shows its errors.
-
-    Attributes:
-        section: The section, which is filled when it is opened.
-    """
-
-    def __init__(
-        self, model: PickerModel, shared_fields: SharedFields, carry_out: CarryOut
-    ) -> None:
-        self._model, self._shared, self._carry_out = model, shared_fields, carry_out
-        self._faces: w.Dropdown | None = None
-        self.section = FoldedSection("Load or save", (), model, shared_fields, self._make)
-        self.section.box.add_class("nbaccel-files")
-
-    def sync(self) -> None:
-        """Offer the languages that are available now."""
-        if self._faces is not None:
-            face_names = tuple(config_face.name for config_face in self._model.faces())
-            if self._faces.options != face_names:
-                kept_name = self._faces.value
-                self._faces.options = face_names
-                self._faces.value = kept_name if kept_name in face_names else "YAML"
-
-    def _make(self) -> list[w.Widget]:
-        text_style = {"layout": self._shared.width, "style": self._shared.text}
-        self._upload = w.FileUpload(
-            description="Load a file",
-            accept=".json,.yaml,.yml",
-            icon="",  # Notebook 7 cannot load the font of its icons
-            layout=self._shared.width,
-        )
-        self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        self._path = w.Text(description="Path", placeholder="ds_config.json", **text_style)
-        self._paste = w.Textarea(
-            description="Or paste it",
-            placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
-            **text_style,
-        )
-        self._errors = self._shared.new_html("", "nbaccel-load-errors")
-        self._target = w.Text(description="Save to", placeholder="run.yaml", **text_style)
-        self._faces = w.Dropdown(
-            description="as", layout=self._shared.width, style=self._shared.list
-        )
-        self.sync()
-        new_button = self._shared.new_button
-        return [
-            self._upload.add_class("nbaccel-upload"),
-            self._row(
-                self._path.add_class("nbaccel-path"),
-                new_button("Load", "nbaccel-load", self._on_path),
-            ),
-            self._row(
-                self._paste.add_class("nbaccel-paste"),
-                new_button("Take over", "nbaccel-take-over", self._on_paste),
-            ),
-            self._errors,
-            self._row(
-                self._target.add_class("nbaccel-target"),
-                self._faces.add_class("nbaccel-save-as"),
-                new_button("Save", "nbaccel-save", self._on_save),
-            ),
-        ]
-
-    def _row(self, *widgets: w.Widget) -> w.Widget:
-        return self._shared.new_row(widgets, "nbaccel-row")
-
-    def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
-        if not uploaded_files:
-            return
-        first_file = next(
-            iter(uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files)
-        )
-        file_content = bytes(first_file["content"])
-        self._load(lambda: file_content.decode() + "\n")
-        # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
-        # read-only, and a dict.
-        self._upload.set_trait("value", type(uploaded_files)())
-
-    def _on_path(self) -> None:
-        self._load(lambda: Path(self._path.value.strip()))
-
-    def _on_paste(self) -> None:
-        # A line's end makes it text for the reader, even if it looks like a path.
-        if not self._load(lambda: self._paste.value + "\n"):
-            self._paste.value = ""  # refused text stays, to be corrected
-
-    def _load(self, read_source: Callable[[], str | Path]) -> tuple[str, ...]:
-        load_mistakes = self._carry_out(lambda: self._model.load(read_source()), done="Loaded.")
-        self._errors.value = error_html(load_mistakes)
-        return load_mistakes
-
-    def _on_save(self) -> None:
-        target_path, face_name = (
-            self._target.value.strip(),
-            str(self._faces.value) if self._faces else "",
-        )
-        save_mistakes = self._carry_out(
-            lambda: self._model.save(target_path, face_name),
-            done=f"Saved to {target_path} as {face_name}.",
-        )
-        self._errors.value = error_html(save_mistakes)
-
-
+_ON_WHAT = ("num_processes", "mixed_precision")
 _FEW_SECTIONS = 2  # more of them lie below one "Advanced"
 
 
@@ -224,25 +136,25 @@ class PickerView:
         hidden_class: str,
     ) -> None:
         self._model, self._lock, self._shared = model, lock, SharedFields()
-        self._fields: dict[str, SettingField] = {}
+        # Those of the list of all settings, each made when it is first shown.
+        self._listed: dict[str, SettingField] = {}
+        self._first: list[SettingField] = []
         self._sections: list[FoldedSection] = []
         self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
         front_widget = self._shared.new_html(front_html(hidden_class), "nbaccel-front")
         self._messages = self._shared.new_html()
-        panel_boxes = {panel_name: self._panel(panel_name) for panel_name in panel_names}
-        self._parts: list[MemoryPanel | FacesPanel | FilesPanel | ActionsRow] = []
-        self.root = self._shared.new_box(
-            [front_widget, *self._whole(panel_boxes, is_whole=is_whole)], "nbaccel-picker"
-        )
+        self._parts: list[_ViewPart] = []
+        inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
+        self.root = self._shared.new_box([front_widget, *inside], "nbaccel-picker")
         self.sync()
 
     # ---------------------------------------------------------------- out
     def sync(self) -> None:
         """Show the present state of the model."""
         with self._lock:
-            for setting_field in list(self._fields.values()):
+            for setting_field in list(self._all_fields()):
                 setting_field.sync()
             for folded_section in self._sections:
                 folded_section.sync()
@@ -295,7 +207,7 @@ class PickerView:
 
     def _drop_what_was_typed(self) -> None:
         """Clear refused text in all fields after a whole configuration was loaded or undone."""
-        refused_fields = [field for field in self._fields.values() if field.messages]
+        refused_fields = [field for field in self._all_fields() if field.messages]
         for field in refused_fields:
             field.tell(())
             field.sync()
@@ -304,13 +216,19 @@ class PickerView:
         """Show each mistake at its field, if that is visible."""
         other_messages: list[str] = []
         for name, messages in self._model.mistakes_of(error).items():
-            named_field = self._fields.get(name)
-            if named_field is None or named_field is field or not self._model.is_shown(name):
+            named_fields = [
+                named_field
+                for named_field in self._all_fields()
+                if named_field.setting.name == name
+                and named_field is not field
+                and named_field.is_visible
+            ]
+            if not named_fields:
                 other_messages += messages
-                continue
-            if not named_field.messages:  # the field's own messages come first
-                named_field.tell(tuple(messages))
-                self._told_elsewhere.append(named_field)
+            for named_field in named_fields:
+                if not named_field.messages:  # the field's own messages come first
+                    named_field.tell(tuple(messages))
+                    self._told_elsewhere.append(named_field)
         if field is not None:
             field.tell(tuple(other_messages) or error.mistakes)
             other_messages = []
@@ -321,35 +239,61 @@ class PickerView:
         remarks = dict.fromkeys([*self._said, *self._model.remarks])
         self._messages.value = error_html(self._wrong) + remarks_html(remarks)
 
+    def _all_fields(self) -> Iterator[SettingField]:
+        yield from self._first
+        yield from self._listed.values()
+
     def _choose(self, field: SettingField, value: Any) -> None:
         self.carry_out(lambda: self._model.choose(field.setting.name, value), field=field)
 
     # ---------------------------------------------------------------- building
-    def _whole(self, panels: dict[str, w.Widget], *, is_whole: bool) -> list[w.Widget]:
-        if not is_whole:
-            return [self._shared.new_box(list(panels.values())), self._messages]
-        files = FilesPanel(self._model, self._shared, self.carry_out)
-        actions = ActionsRow(self._model, self._shared, self.carry_out)
-        memory, faces = (
-            MemoryPanel(self._model, self._shared),
-            FacesPanel(self._model, self._shared),
-        )
-        self._parts = [memory, faces, files, actions]
-        self._sections.append(files.section)
-        # Memory is in sight while precision and stage are chosen; what grows comes last.
-        columns = [
-            self._shared.new_box(boxes, "nbaccel-column")
-            for boxes in (
-                (panels["precision"], panels["zero"]),
-                (memory.box, panels["launch"], faces.box),
-            )
-        ]
+    def _whole(self, panel_names: Sequence[str]) -> list[w.Widget]:
+        """The three questions, what was taken, and everything else folded."""
+        shared = self._shared
+        trained = shared.new_html(trained_html(self._model), "nbaccel-part-1")
+        machine = _MachineLine(self._model, shared)
+        on_what = [self._field(self._model.setting(name), "brief") for name in _ON_WHAT]
+        strip = CandidateStrip(self._model, shared, self._take)
+        taken = TakenLine(self._model, shared)
+        taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
+        all_settings = AllSettings(self._model, shared, panel_names, self._listed_field)
+        memory = _FoldedMemory(self._model, shared)
+        editor = ConfigEditor(self._model, shared, self.carry_out, self._lock)
+        actions = ActionsRow(self._model, shared, self.carry_out)
+        self._parts = [machine, strip, taken, all_settings, memory, editor, actions]
+        folded = [all_settings.section.box, editor.section.box, memory.section.box]
         return [
+            trained,
+            shared.new_row([machine.box, *(field.box for field in on_what)], "nbaccel-part-2"),
+            strip.box,
+            shared.new_box(
+                [
+                    self._messages,
+                    taken.box,
+                    shared.new_box([field.box for field in taken_fields], "nbaccel-taken-fields"),
+                    shared.new_row(folded, "nbaccel-folds"),
+                ],
+                "nbaccel-part-4",
+            ),
             actions.box,
-            self._messages,
-            self._shared.new_row(columns, "nbaccel-columns"),
-            files.section.box,
         ]
+
+    def _panels(self, panel_names: Sequence[str]) -> list[w.Widget]:
+        panel_boxes = [self._panel(panel_name) for panel_name in panel_names]
+        return [self._shared.new_box(panel_boxes), self._messages]
+
+    def _take(self, candidate_name: str) -> None:
+        self.carry_out(lambda: self._model.take(candidate_name))
+
+    def _field(self, setting: Setting, look: FieldLook) -> SettingField:
+        new_field = field_for(setting, self._model, self._choose, self._shared, look)
+        self._first.append(new_field)
+        return new_field
+
+    def _listed_field(self, setting: Setting) -> SettingField:
+        if setting.name not in self._listed:
+            self._listed[setting.name] = field_for(setting, self._model, self._choose, self._shared)
+        return self._listed[setting.name]
 
     def _panel(self, name: str) -> w.Widget:
         settings = self._model.settings(name)
@@ -387,8 +331,35 @@ class PickerView:
         return section
 
     def _made(self, settings: Sequence[Setting]) -> list[w.Widget]:
-        new_fields = [
-            field_for(setting, self._model, self._choose, self._shared) for setting in settings
-        ]
-        self._fields |= {field.setting.name: field for field in new_fields}
-        return [field.box for field in new_fields]
+        return [self._listed_field(setting).box for setting in settings]
+
+
+class _MachineLine:
+    """The machine, piece by piece; which of it is used changes with the choices."""
+
+    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+        self._model = model
+        self.box = shared_fields.new_html("", "nbaccel-machine")
+
+    def sync(self) -> None:
+        """Show the present state of the model."""
+        self.box.value = machine_html(self._model)
+
+
+class _FoldedMemory:
+    """The memory of each device, the host and the disk, made when it is opened."""
+
+    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+        self._model, self._shared = model, shared_fields
+        self._panel: MemoryPanel | None = None
+        self.section = FoldedSection("Memory place by place", (), model, shared_fields, self._make)
+
+    def sync(self) -> None:
+        """Show the present state of the model."""
+        if self._panel is not None:
+            self._panel.sync()
+
+    def _make(self) -> list[w.Widget]:
+        self._panel = MemoryPanel(self._model, self._shared)
+        self._panel.sync()
+        return [self._panel.box]

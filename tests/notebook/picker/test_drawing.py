@@ -106,7 +106,7 @@ def test_parts_of_a_bar_are_as_wide_as_they_are_big():
     assert not read.of("nbaccel-lacks")
     (track,) = read.of("nbaccel-track")
     assert track["role"] == "img"
-    for told in ("parameters 2.0 GiB", "buckets 1.0 GiB", "7.0 GiB left free"):
+    for told in ("parameters 2.0 GiB", "buffers 1.0 GiB", "7.0 GiB left free"):
         assert told in track["aria-label"]
 
 

@@ -11,7 +11,7 @@ from nbaccel.config import RunConfig
 from nbaccel.config.engine import engine_config
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.picker_display import picker_html, picker_text
+from nbaccel.notebook.picker.static_table import picker_html, picker_text
 from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 

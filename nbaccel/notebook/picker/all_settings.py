@@ -1,0 +1,135 @@
+"""All settings of a picker: sections that are opened one by one, and a line to search in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import ipywidgets as w
+
+from nbaccel.notebook.picker.choices import by_name, title_of
+from nbaccel.notebook.picker.fields import SettingField, SharedFields, toggle_class
+from nbaccel.notebook.picker.panels import FoldedSection
+
+if TYPE_CHECKING:
+    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.notebook.picker.model import PickerModel
+
+__all__ = ["AllSettings", "search_settings"]
+
+_MAX_FOUND = 12
+_FIRST_SECTION = "Common"
+
+
+class AllSettings:
+    """The searchable list of all settings.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+        panel_names: The panels whose settings are in it.
+        field_of: Makes the field of a setting, or gives the one that there is.
+
+    Attributes:
+        section: The section, which is filled when it is opened.
+        sections: All sections below it that have been made.
+    """
+
+    def __init__(
+        self,
+        model: PickerModel,
+        shared_fields: SharedFields,
+        panel_names: Sequence[str],
+        field_of: Callable[[Setting], SettingField],
+    ) -> None:
+        self._model, self._shared, self._field_of = model, shared_fields, field_of
+        self._panels = panel_names
+        self.sections: list[FoldedSection] = []
+        title = f"All {len(by_name())} settings"
+        self.section = FoldedSection(
+            title, (), model, shared_fields, self._make, css_class="nbaccel-opens-all"
+        )
+
+    def sync(self) -> None:
+        """Show the number of settings that are made in each section."""
+        for folded_section in self.sections:
+            folded_section.sync()
+
+    def _make(self) -> list[w.Widget]:
+        self._search = w.Text(
+            description="Search",
+            placeholder="a name, a key of DeepSpeed, or a word of its meaning",
+            layout=self._shared.width,
+            style=self._shared.text,
+        )
+        self._search.observe(lambda change: self._find(change.new), "value")
+        self._found_count = self._shared.new_html("", "nbaccel-found-count")
+        self._found = self._shared.new_box([], "nbaccel-found")
+        self._list = self._shared.new_box(
+            [self._panel(name) for name in self._panels], "nbaccel-listed"
+        )
+        search = self._search.add_class("nbaccel-search")
+        return [search, self._found_count, self._found, self._list]
+
+    def _panel(self, panel_name: str) -> w.Widget:
+        groups: dict[str, list[Setting]] = {}
+        for setting in self._model.settings(panel_name):
+            groups.setdefault(setting.section or _FIRST_SECTION, []).append(setting)
+        boxes = [self._group(panel_name, name, group).box for name, group in groups.items()]
+        return self._shared.new_box(boxes, "nbaccel-panel", f"nbaccel-panel-{panel_name}")
+
+    def _group(self, panel_name: str, name: str, group: Sequence[Setting]) -> FoldedSection:
+        title = name
+        if name == _FIRST_SECTION:
+            title = f"{title_of(panel_name)}: common"
+        elif name == title_of(panel_name):
+            title = f"{name}: more"
+        section = FoldedSection(
+            title,
+            group,
+            self._model,
+            self._shared,
+            lambda: [self._field_of(setting).box for setting in group],
+        )
+        self.sections.append(section)
+        return section
+
+    def _find(self, words: str) -> None:
+        found = search_settings(words, self._model.settings_of(self._panels))
+        is_searching = bool(words.strip())
+        shown = found[:_MAX_FOUND]
+        self._found.children = tuple(self._field_of(setting).box for setting in shown)
+        count_text = f"{len(found)} found" if found else "Nothing found: try another word"
+        if len(found) > len(shown):
+            count_text += f", the first {len(shown)} are shown: type more"
+        self._found_count.value = f'<div role="status">{count_text}.</div>' if is_searching else ""
+        toggle_class(self._list, "nbaccel-hidden", is_searching)
+        toggle_class(self._found, "nbaccel-hidden", not is_searching)
+
+
+def search_settings(words: str, settings: Sequence[Setting]) -> list[Setting]:
+    """Find settings by what people remember of them.
+
+    Args:
+        words: Words that must all stand in a setting's label, name, key or meaning.
+        settings: Where to look.
+
+    Returns:
+        Those found: the words in the label first, then in the name, then in the meaning.
+    """
+    wanted_words = words.lower().split()
+    ranked: list[tuple[int, Setting]] = []
+    for setting in settings:
+        places = (
+            setting.label.lower(),
+            f"{setting.name} {setting.strategy_key}".lower(),
+            f"{setting.meaning} {setting.section}".lower(),
+        )
+        everywhere = " ".join(places)
+        if wanted_words and all(word in everywhere for word in wanted_words):
+            rank = next(
+                (number for number, place in enumerate(places) if wanted_words[0] in place),
+                len(places),
+            )
+            ranked.append((rank, setting))
+    return [setting for _, setting in sorted(ranked, key=lambda found: found[0])]

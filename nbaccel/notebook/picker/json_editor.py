@@ -1,0 +1,246 @@
+"""The configuration as text: edited and checked while one types, loaded from a file, saved.
+
+typed or pasted text ── a moment without a key ──► PickerModel.check_source
+      │                                              │ mistakes, each with its line
+      └── Apply, once there is no mistake            └──► listed beside the text
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as w
+
+from nbaccel.notebook.picker.fields import SharedFields
+from nbaccel.notebook.picker.html import error_html, text_mistakes_html
+from nbaccel.notebook.picker.panels import FoldedSection
+from nbaccel.notebook.picker.text_mistakes import TextMistake, mistakes_in_text
+
+if TYPE_CHECKING:
+    from nbaccel.notebook.picker.model import PickerModel
+
+__all__ = ["CarryOut", "ConfigEditor"]
+
+CarryOut = Callable[..., tuple[str, ...]]
+_TYPING_PAUSE_S = 0.25
+_NO_MISTAKES = "No mistakes."
+
+
+class ConfigEditor:
+    """An editor of the configuration, with files to load and to save.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+        carry_out: Runs an action and shows its errors.
+        lock: Held while text is checked.
+
+    Attributes:
+        section: The section, which is filled when it is opened.
+    """
+
+    def __init__(
+        self,
+        model: PickerModel,
+        shared_fields: SharedFields,
+        carry_out: CarryOut,
+        lock: threading.RLock,
+    ) -> None:
+        self._model, self._shared, self._carry_out, self._lock = (
+            model,
+            shared_fields,
+            carry_out,
+            lock,
+        )
+        self._text: w.Textarea | None = None
+        # The text of the present configuration, which an edited one is compared with.
+        self._present_text = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_writing = False
+        self.section = FoldedSection(
+            "Edit, paste or load JSON",
+            (),
+            model,
+            shared_fields,
+            self._make,
+            css_class="nbaccel-opens-editor",
+        )
+        self.section.box.add_class("nbaccel-files")
+
+    def sync(self) -> None:
+        """Show the present configuration, unless another text is being edited."""
+        if self._text is None:
+            return
+        face_names = tuple(config_face.name for config_face in self._model.faces())
+        if self._faces.options != face_names:
+            kept_name = self._faces.value
+            self._faces.options = face_names
+            self._faces.value = kept_name if kept_name in face_names else "YAML"
+        was_edited = self._text.value.strip() != self._present_text.strip()
+        self._present_text = self._model.editable_text()
+        if not was_edited:
+            self._write(self._present_text)
+        self._show_mistakes(() if not was_edited else self._mistakes())
+
+    # ---------------------------------------------------------------- building
+    def _make(self) -> list[w.Widget]:
+        self._text = w.Textarea(
+            description="Configuration",
+            placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
+            continuous_update=True,
+            layout=self._shared.width,
+            style=self._shared.text,
+        )
+        self._text.observe(lambda _: self._on_typed(), "value")
+        self._told = self._shared.new_html("", "nbaccel-text-mistakes")
+        new_button = self._shared.new_button
+        self._apply = new_button("Apply", "nbaccel-apply", self._on_apply)
+        self._revert = new_button("Revert", "nbaccel-revert", self._on_revert)
+        self._make_file_widgets()
+        self.sync()
+        return [
+            self._shared.new_row(
+                [
+                    self._text.add_class("nbaccel-text"),
+                    self._shared.new_box(
+                        [self._told, self._row(self._apply, self._revert)], "nbaccel-beside-text"
+                    ),
+                ],
+                "nbaccel-editor",
+            ),
+            self._row(
+                self._path.add_class("nbaccel-path"),
+                new_button("Load", "nbaccel-load", self._on_path),
+                self._upload.add_class("nbaccel-upload"),
+            ),
+            self._row(
+                self._target.add_class("nbaccel-target"),
+                self._faces.add_class("nbaccel-save-as"),
+                new_button("Save", "nbaccel-save", self._on_save),
+            ),
+            self._errors,
+        ]
+
+    def _make_file_widgets(self) -> None:
+        text_style = {"layout": self._shared.width, "style": self._shared.text}
+        self._upload = w.FileUpload(
+            description="Upload a file",
+            accept=".json,.yaml,.yml",
+            icon="",  # Notebook 7 cannot load the font of its icons
+            layout=self._shared.width,
+        )
+        self._upload.observe(lambda change: self._on_upload(change.new), "value")
+        self._path = w.Text(description="File", placeholder="ds_config.json", **text_style)
+        self._target = w.Text(description="Save to", placeholder="run.yaml", **text_style)
+        self._faces = w.Dropdown(
+            description="as", layout=self._shared.width, style=self._shared.list
+        )
+        self._errors = self._shared.new_html("", "nbaccel-load-errors")
+
+    def _row(self, *widgets: w.Widget) -> w.Widget:
+        return self._shared.new_row(widgets, "nbaccel-row")
+
+    # ---------------------------------------------------------------- the text
+    def _on_typed(self) -> None:
+        if self._is_writing:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            running_loop = asyncio.get_running_loop()
+        except RuntimeError:  # no loop runs in this thread, so no timer can be set
+            self._check()
+        else:
+            self._timer = running_loop.call_later(_TYPING_PAUSE_S, self._check)
+
+    def _check(self) -> tuple[TextMistake, ...]:
+        with self._lock:
+            found_mistakes = self._mistakes()
+            self._show_mistakes(found_mistakes)
+            return found_mistakes
+
+    def _mistakes(self) -> tuple[TextMistake, ...]:
+        text = self._typed_text()
+        return mistakes_in_text(text, self._model.check_source) if text.strip() else ()
+
+    def _typed_text(self) -> str:
+        return str(self._text.value) if self._text is not None else ""
+
+    def _show_mistakes(self, found_mistakes: Sequence[TextMistake]) -> None:
+        typed_text = self._typed_text()
+        is_edited = typed_text.strip() not in ("", self._present_text.strip())
+        said = _NO_MISTAKES if is_edited else "This is what is chosen now: edit it, or paste over."
+        self._told.value = text_mistakes_html(found_mistakes, typed_text, said)
+        self._apply.disabled = bool(found_mistakes) or not is_edited
+        self._revert.disabled = not is_edited
+
+    def _write(self, text: str) -> None:
+        self._is_writing = True
+        try:
+            if self._text is not None:
+                self._text.value = text
+        finally:
+            self._is_writing = False
+
+    def _on_apply(self) -> None:
+        self._take(self._typed_text() + "\n")
+
+    def _on_revert(self) -> None:
+        self._write(self._present_text)
+        self._show_mistakes(())
+
+    def _take(self, source: str) -> None:
+        """Take a text over; one with mistakes stays, to be corrected at its lines."""
+        text_before = self._present_text
+        load_mistakes = self._carry_out(lambda: self._model.load(source), done="Loaded.")
+        self._errors.value = ""
+        if load_mistakes:
+            self._check()
+            return
+        if self._present_text == text_before:  # nothing was changed, so nobody was told
+            self._present_text = self._model.editable_text()
+        self._write(self._present_text)
+        self._show_mistakes(())
+
+    # ---------------------------------------------------------------- files
+    def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
+        if not uploaded_files:
+            return
+        first_file = next(
+            iter(uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files)
+        )
+        file_content = bytes(first_file["content"])
+        self._open(file_content.decode)
+        # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
+        # read-only, and a dict.
+        self._upload.set_trait("value", type(uploaded_files)())
+
+    def _on_path(self) -> None:
+        source_path = Path(self._path.value.strip()).expanduser()
+        self._open(lambda: source_path.read_text(encoding="utf-8"))
+
+    def _open(self, read_text: Callable[[], str]) -> None:
+        """Bring a file into the editor, and take it over unless there is something wrong in it."""
+        try:
+            text = read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            self._errors.value = error_html(
+                [f"The file cannot be read: {error}. Give the path of a JSON or YAML file."]
+            )
+            return
+        self._errors.value = ""
+        self._write(text)
+        if not self._check():
+            self._take(text + "\n")
+
+    def _on_save(self) -> None:
+        target_path, face_name = self._target.value.strip(), str(self._faces.value)
+        save_mistakes = self._carry_out(
+            lambda: self._model.save(target_path, face_name),
+            done=f"Saved to {target_path} as {face_name}.",
+        )
+        self._errors.value = error_html(save_mistakes)

@@ -1,0 +1,96 @@
+"""What a setting comes to: the value that an open one will have, and who decides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.notebook.picker.choices import form_of
+
+if TYPE_CHECKING:
+    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.notebook.picker.model import PickerModel
+
+__all__ = ["SettingOutcome", "default_text_of", "outcome_of", "value_with_unit"]
+
+_OPEN_VALUES = (None, "auto", "")
+# Units that are not the plural with its `s` removed.
+_SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
+_TRUTH_WORDS = {True: "yes", False: "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class SettingOutcome:
+    """What an open setting comes to.
+
+    Attributes:
+        value: The value with its unit; empty where only the training decides.
+        reason: Who decides it, or why; empty where nothing is left open.
+    """
+
+    value: str = ""
+    reason: str = ""
+
+    def told(self) -> str:
+        """``2 processes: one per GPU, 2 found``; empty where nothing is left open."""
+        return ": ".join(filter(None, (self.value, self.reason)))
+
+
+def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
+    """What an open setting comes to.
+
+    Args:
+        model: The picker's model.
+        setting: The setting.
+
+    Returns:
+        The value and its reason; both empty for a setting that has a value of its own.
+    """
+    if model.value(setting.name) not in _OPEN_VALUES:
+        return SettingOutcome()
+    for choice in model.resolved():
+        if choice.name in (setting.name, setting.strategy_key):
+            is_decided = choice.value not in _OPEN_VALUES
+            value_text = value_with_unit(choice.value, setting.unit) if is_decided else ""
+            return SettingOutcome(value_text, choice.reason)
+    default_text = default_text_of(model, setting)
+    return SettingOutcome(default_text, "default") if default_text else SettingOutcome()
+
+
+def default_text_of(model: PickerModel, setting: Setting) -> str:
+    """The value that a setting has by default, with its unit.
+
+    Args:
+        model: The picker's model, on whose configuration a default may depend.
+        setting: The setting.
+
+    Returns:
+        The value; empty where only the training decides.
+    """
+    owning_form = form_of(setting.name)
+    default = setting.default
+    if owning_form is not None:
+        default = owning_form.default_of(model.config, setting)
+    return "" if default in _OPEN_VALUES else value_with_unit(default, setting.unit)
+
+
+def value_with_unit(setting_value: Any, unit_name: str) -> str:
+    """A value as people read it.
+
+    Args:
+        setting_value: The value.
+        unit_name: Its unit, in the plural; empty where it has none.
+
+    Returns:
+        ``500,000,000 elements``, ``1 process``, ``yes``.
+    """
+    if isinstance(setting_value, bool):
+        return _TRUTH_WORDS[setting_value]
+    is_number = isinstance(setting_value, (int, float))
+    if not is_number:
+        return str(setting_value)
+    if setting_value == 1:
+        unit_name = _SINGULAR_UNITS.get(
+            unit_name, unit_name.removesuffix("s") if len(unit_name) > 1 else unit_name
+        )
+    return f"{setting_value:,} {unit_name}".rstrip()

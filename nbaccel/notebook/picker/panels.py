@@ -1,0 +1,197 @@
+"""Parts of a picker beside its fields: folded sections, memory by place, languages to copy.
+
+What is below a heading is made when it is first opened: every widget costs messages to the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import ipywidgets as w
+
+from nbaccel.notebook.picker.choices import settings_forms
+from nbaccel.notebook.picker.fields import SharedFields, toggle_class
+from nbaccel.notebook.picker.html import (
+    bars_html,
+    css_name,
+    face_html,
+    label_html,
+    resolved_html,
+    verdict_html,
+)
+
+if TYPE_CHECKING:
+    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.notebook.picker.model import PickerModel
+
+__all__ = ["FacesPanel", "FoldedSection", "MemoryPanel"]
+
+
+class FoldedSection:
+    """Settings below a heading.
+
+    The heading is a button, which the keyboard reaches and opens in every front end.
+
+    Args:
+        section_title: The heading.
+        settings: What is in it; it is hidden while none of them means anything.
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+        make_widgets: Makes what is in it, when it is opened first.
+        css_class: A class of the heading; empty: one made from the heading.
+
+    Attributes:
+        box: The widget to show.
+        heading: The button.
+    """
+
+    def __init__(
+        self,
+        section_title: str,
+        settings: Sequence[Setting],
+        model: PickerModel,
+        shared_fields: SharedFields,
+        make_widgets: Callable[[], list[w.Widget]],
+        *,
+        css_class: str = "",
+    ) -> None:
+        self._title, self._settings, self._model, self._make = (
+            section_title,
+            settings,
+            model,
+            make_widgets,
+        )
+        self._is_shown: bool | None = None
+        self._shared = shared_fields
+        self._inside: w.VBox | None = None
+        css_class = css_class or f"nbaccel-opens-{css_name(section_title)}"
+        heading_classes = ("nbaccel-opens", css_class)
+        self.heading = shared_fields.new_toggle(section_title, "", *heading_classes)
+        self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
+        self.box = shared_fields.new_box([self.heading], "nbaccel-folded")
+        self.sync()
+
+    def sync(self) -> None:
+        """Show it where it means something, with the number of settings made in it."""
+        if not self._settings:
+            return
+        is_shown = any(self._model.is_shown(setting.name) for setting in self._settings)
+        toggle_class(self.box, "nbaccel-hidden", not is_shown)
+        # Not on the first call, where `_is_shown` is None: sections begin closed.
+        if is_shown and self._is_shown is False:
+            self.heading.value = True  # what was just chosen has its settings here
+        self._is_shown = is_shown
+        num_set = sum(self._is_set(setting) for setting in self._settings) if is_shown else 0
+        self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
+
+    def _is_set(self, setting: Setting) -> bool:
+        setting_value = self._model.value(setting.name)
+        return setting_value is not None and setting_value != setting.default
+
+    def _turn(self, *, is_open: bool) -> None:
+        if is_open and self._inside is None:
+            self._inside = self._shared.new_box(self._make(), "nbaccel-section")
+            self.box.children = (self.heading, self._inside)
+        if self._inside is not None:
+            toggle_class(self._inside, "nbaccel-hidden", not is_open)
+
+
+_RUN_FACES = ("YAML", "Command line", "Python")
+_RESOLVED_FACE = "Resolved"
+
+
+class MemoryPanel:
+    """Whether it fits, and a bar per place.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+
+    Attributes:
+        box: The widget to show.
+    """
+
+    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+        self._model = model
+        self._verdict = shared_fields.new_html()
+        self._bars = shared_fields.new_html("", "nbaccel-bars")
+        self.box = shared_fields.new_box(
+            [self._verdict, self._bars],
+            *("nbaccel-panel", "nbaccel-memory"),
+        )
+
+    def sync(self) -> None:
+        """Show the present state of the model."""
+        # The bars first: where they do not fit, the verdict takes longer to find a remedy.
+        self._bars.value = bars_html(self._model.bars())
+        # Keeps a bar's place, so that nothing moves away from the mouse when it comes.
+        toggle_class(self._bars, "nbaccel-awaited", self._model.is_memory_postponed)
+        self._verdict.value = verdict_html(self._model.verdict)
+
+
+class FacesPanel:
+    """The configuration in one language at a time, and the plan's decisions.
+
+    Args:
+        model: The picker's model.
+        shared_fields: Layouts and styles.
+
+    Attributes:
+        box: The widget to show.
+    """
+
+    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+        self._model = model
+        self._not_chosen = {
+            settings_form.file_name: settings_form.not_chosen for settings_form in settings_forms()
+        }
+        face_names = (*self._not_chosen, *_RUN_FACES)
+        self._picked = face_names[0]
+        self._is_syncing = False
+        self._text = shared_fields.new_html()
+        self._buttons = {
+            face_name: shared_fields.new_toggle(
+                face_name, "", f"nbaccel-face-{css_name(face_name)}"
+            )
+            for face_name in (*face_names, _RESOLVED_FACE)
+        }
+        for face_name, face_button in self._buttons.items():
+            face_button.observe(
+                # The default binds this name: a closure would see the last one of the loop.
+                lambda change, face_name=face_name: self._pressed(face_name, change.new),
+                "value",
+            )
+        self.box = shared_fields.new_box(
+            [
+                shared_fields.new_html(label_html("Shown as", is_hidden=True)),
+                shared_fields.new_row(list(self._buttons.values()), "nbaccel-options"),
+                self._text,
+            ],
+            *("nbaccel-panel", "nbaccel-faces"),
+        )
+
+    def sync(self) -> None:
+        """Show the present state of the model."""
+        faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
+        # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
+        shown_name = (
+            self._picked
+            if self._picked in faces_by_name or self._picked == _RESOLVED_FACE
+            else "YAML"
+        )
+        self._is_syncing = True
+        for face_name, face_button in self._buttons.items():
+            is_missing = face_name not in faces_by_name and face_name != _RESOLVED_FACE
+            face_button.value, face_button.disabled = face_name == shown_name, is_missing
+            face_button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
+        self._is_syncing = False
+        if shown_name == _RESOLVED_FACE:
+            self._text.value = resolved_html(self._model.resolved())
+        else:
+            self._text.value = face_html(faces_by_name[shown_name])
+
+    def _pressed(self, face_name: str, is_on: bool) -> None:
+        if not self._is_syncing:
+            self._picked = face_name if is_on else self._picked
+            self.sync()

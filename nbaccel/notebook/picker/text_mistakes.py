@@ -1,0 +1,137 @@
+"""Mistakes of a configuration at the lines of its text.
+
+A syntax error knows its line from the decoder; a mistake in a value names its key, whose place is
+looked up in the text, section by section.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nbaccel.errors import ConfigError
+
+__all__ = ["TextMistake", "key_lines", "mistakes_in_text"]
+
+KeyPath = tuple[str, ...]
+_JSON_MARK = re.compile(r'"(?:\\.|[^"\\\n])*"|[{}\[\],:]')
+_YAML_KEY = re.compile(r"^(\s*)(?:- )?([\"']?)([\w.\-]+)\2\s*:", re.MULTILINE)
+_KEY_END = re.compile(r"[\s=:]")
+_LINE_IN_MESSAGE = re.compile(r"\bline (\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextMistake:
+    """A mistake and where it is.
+
+    Attributes:
+        line: The line, from 1; None where the mistake is in no single line.
+        message: What is wrong, and what to do.
+    """
+
+    line: int | None
+    message: str
+
+    def told(self) -> str:
+        """The mistake with its line in front."""
+        return f"line {self.line}: {self.message}" if self.line else self.message
+
+
+def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMistake, ...]:
+    """Check a configuration's text.
+
+    Args:
+        text: JSON or YAML.
+        check: Reads it, and raises `ConfigError` with all its mistakes.
+
+    Returns:
+        The mistakes by line, those without a line last; empty where there is none.
+    """
+    try:
+        # The end of a line makes it text for the reader, even if it looks like a path.
+        check(text + "\n")
+    except ConfigError as error:
+        syntax_mistake = _syntax_mistake(error, text.count("\n") + 1)
+        if syntax_mistake is not None:
+            return (syntax_mistake,)
+        lines = key_lines(text)
+        found_mistakes = [
+            TextMistake(line=_line_of(mistake, lines), message=str(mistake))
+            for mistake in error.args
+        ]
+        return tuple(sorted(found_mistakes, key=lambda found: found.line or len(text)))
+    except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
+        return (TextMistake(line=None, message=str(error)),)
+    return ()
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Where each key stands.
+
+    Args:
+        text: JSON, whole or not, or YAML.
+
+    Returns:
+        The path of each key, and its line from 1; of a key that stands twice the last line.
+    """
+    is_json = text.lstrip().startswith(("{", "["))
+    return dict(_json_keys(text) if is_json else _yaml_keys(text))
+
+
+def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
+    cause = error.__cause__
+    if isinstance(cause, json.JSONDecodeError):
+        place = f"column {cause.colno}" if cause.lineno <= num_lines else "at the end"
+        return TextMistake(line=min(cause.lineno, num_lines), message=f"{cause.msg} ({place}).")
+    if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
+        return TextMistake(line=int(line_match[1]), message=error.mistakes[0])
+    return None
+
+
+def _json_keys(text: str) -> Iterator[tuple[KeyPath, int]]:
+    open_sections: list[str] = []
+    last_string, last_string_line = "", 1
+    section_name = ""
+    for found_match in _JSON_MARK.finditer(text):
+        mark = found_match[0]
+        if mark[0] == '"':
+            last_string = mark[1:-1]
+            last_string_line = text.count("\n", 0, found_match.start()) + 1
+        elif mark == ":":
+            section_name = last_string
+            yield (*filter(None, open_sections), last_string), last_string_line
+        elif mark in "{[":
+            # The outermost braces have no name, and neither have items of a list.
+            open_sections.append(section_name)
+            section_name = ""
+        elif mark in "}]" and open_sections:
+            open_sections.pop()
+            section_name = ""
+        else:
+            section_name = ""
+
+
+def _yaml_keys(text: str) -> Iterator[tuple[KeyPath, int]]:
+    open_sections: list[tuple[int, str]] = []
+    for key_match in _YAML_KEY.finditer(text):
+        indentation = len(key_match[1].expandtabs().replace("\n", ""))
+        while open_sections and open_sections[-1][0] >= indentation:
+            open_sections.pop()
+        open_sections.append((indentation, key_match[3]))
+        line = text.count("\n", 0, key_match.start(3)) + 1
+        yield tuple(name for _, name in open_sections), line
+
+
+def _line_of(mistake: str, lines: dict[KeyPath, int]) -> int | None:
+    """The line of the key that a mistake is about, or of the nearest section around it."""
+    named_path = str(getattr(mistake, "path", "")) or _KEY_END.split(mistake, maxsplit=1)[0]
+    wanted = tuple(named_path.strip("`'\".,").split("."))
+    for length in range(len(wanted), 0, -1):
+        part = wanted[:length]
+        # A message may name a key without its section.
+        for path, line in lines.items():
+            if path[-length:] == part:
+                return line
+    return None

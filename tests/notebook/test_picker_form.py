@@ -1,0 +1,327 @@
+"""The form: what fits, proposals, the list of all settings, the editor and its files."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from datetime import datetime, timezone
+
+import ipywidgets
+import pytest
+
+from nbaccel.config import RunConfig
+from nbaccel.notebook.picker.all_settings import search_settings
+from nbaccel.notebook.picker.choices import by_name
+from nbaccel.notebook.pickers import Picker
+from tests import needs
+from tests.needs import DEEPSPEED
+from tests.notebook.machines import WITHOUT_GPU, with_gpus
+from tests.notebook.shown import BUCKET, Shown, big, net, show, text_of
+
+__all__ = ["show"]
+
+
+# ------------------------------------------------------------------------------ what fits
+@DEEPSPEED
+def test_memory_is_drawn_anew_with_each_change(show):
+    shown = show(model=big())
+    shown.press("mixed_precision", "bf16")
+    bars = shown.one("nbaccel-bars")
+    plain = bars.value
+    assert "nbaccel-lacks" in plain
+    assert "too little" in plain
+    shown.press("mixed_precision", "fp16")
+    shown.field("num_processes").value = "1"
+    assert bars.value != plain
+
+
+@needs.DEEPSPEED_ROW
+def test_a_click_takes_a_way_to_train_and_shows_its_fields(show):
+    shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
+    assert shown.taken() == ["one copy each (DDP)"]
+    assert "Does not fit" in shown.one("nbaccel-taken-line").value
+    shown.take("ZeRO-2, optimizer on the CPU")
+    assert shown.taken() == ["ZeRO-2, optimizer on the CPU"]
+    assert shown.picker.config.zero_stage == 2
+    told = shown.one("nbaccel-taken-line").value
+    assert "ZeRO-2, optimizer on the CPU" in told
+    assert "Fits: " in told
+    fields = [field.setting.name for field in shown.view._first if field.is_visible]
+    assert "gradient_clipping" in fields
+    shown.one("nbaccel-undo").click()
+    assert shown.taken() == ["one copy each (DDP)"]
+
+
+@needs.DEEPSPEED_ROW
+def test_pressing_the_way_that_is_taken_leaves_it_taken(show):
+    shown = show(model=big())
+    shown.take("ZeRO-3")
+    shown.candidates()[[w.description for w in shown.candidates()].index("ZeRO-3")].value = False
+    assert shown.taken() == ["ZeRO-3"]
+
+
+def test_a_way_that_cannot_be_taken_is_greyed_and_says_why(show):
+    shown = show(model=net(), inventory=WITHOUT_GPU)
+    fsdp = next(w for w in shown.candidates() if w.description == "FSDP")
+    assert fsdp.disabled
+    assert "two processes" in fsdp.tooltip
+    assert "two processes" in shown.one("nbaccel-bars").value
+
+
+def test_each_way_says_what_a_screen_reader_needs(show):
+    shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
+    for button in shown.candidates():
+        assert re.search("free|too little|needs", button.tooltip), button.description
+
+
+def test_without_a_model_the_form_says_how_to_give_one(show):
+    shown = show()
+    assert not shown.candidates()
+    assert "configure(model, batch)" in shown.everything()
+    assert "With a model" in shown.everything()
+
+
+def test_the_machine_is_drawn_with_what_is_used(show):
+    shown = show(model=net(), inventory=with_gpus(3))
+    shown.field("num_processes").value = "2"
+    drawn = shown.one("nbaccel-machine").value
+    assert drawn.count("nbaccel-used") == 2
+    assert "GPU 2" in drawn
+    shown.field("num_processes").value = ""
+    assert shown.field("num_processes").placeholder == "3 processes"
+
+
+def test_open_fields_show_what_they_come_to(show):
+    shown = show(model=net(), config=RunConfig(zero_stage=2))
+    assert shown.field("num_processes").placeholder == "2 processes"
+    assert "One per GPU, 2 found." in shown.text("num_processes")
+    assert shown.field(BUCKET).placeholder == "500,000,000 elements"
+    assert "https://www.deepspeed.ai/docs/" in shown.text(BUCKET)
+    shown.field(BUCKET).value = "7"
+    assert "Default." not in shown.text(BUCKET)
+
+
+# ------------------------------------------------------------------------------ proposals
+@needs.DEEPSPEED_ROW
+def test_suggest_proposes_and_a_click_takes_one(show):
+    shown = show(model=big())
+    assert "would fit" in shown.one("nbaccel-taken-line").value
+    shown.one("nbaccel-suggest").click()
+    assert shown.picker.config == RunConfig(), "a proposal is nothing that was taken"
+    proposals = shown.all("nbaccel-take")
+    assert 1 <= len(proposals) <= 3
+    assert "Why not the others" in shown.everything()
+    assert shown.one("nbaccel-suggest").description == "Suggest"
+    proposals[0].click()
+    assert shown.picker.config != RunConfig()
+    assert "Fits: " in shown.one("nbaccel-taken-line").value
+    assert "Suggested: " in shown.everything()
+    assert "nbaccel-hidden" in shown.one("nbaccel-proposals")._dom_classes
+    shown.one("nbaccel-undo").click()
+    assert shown.picker.config == RunConfig()
+    assert shown.one("nbaccel-undo").disabled
+
+
+def test_suggest_says_when_nothing_fits(show):
+    shown = show(model=big(), inventory=WITHOUT_GPU)
+    shown.one("nbaccel-suggest").click()
+    assert "Not taken" in shown.everything()
+    assert "Nothing fits" in shown.everything()
+    assert shown.picker.config == RunConfig()
+
+
+def test_without_a_model_suggest_is_greyed_and_says_why(show):
+    button = show().one("nbaccel-suggest")
+    assert button.disabled
+    assert "model" in button.tooltip
+
+
+@DEEPSPEED
+def test_the_faces_are_those_of_the_model(show):
+    shown = show()
+    assert not shown.all("nbaccel-faces")
+    shown.one("nbaccel-opens-faces").value = True
+    assert shown.one("nbaccel-face-deepspeed-json").disabled
+    shown.press("mixed_precision", "bf16")
+    shown.one("nbaccel-face-python").value = True
+    assert "RunConfig(" in text_of(shown.one("nbaccel-faces"))
+    shown.one("nbaccel-face-resolved").value = True
+    assert "<table" in text_of(shown.one("nbaccel-faces"))
+    shown.press("zero_stage", "1")
+    shown.one("nbaccel-face-deepspeed-json").value = True
+    assert "&quot;stage&quot;: 1" in text_of(shown.one("nbaccel-faces"))
+
+
+@needs.DEEPSPEED_ROW
+def test_memory_is_shown_place_by_place_when_asked_for(show):
+    shown = show(model=big())
+    shown.one("nbaccel-opens-memory-place-by-place").value = True
+    told = text_of(shown.one("nbaccel-memory"))
+    assert "cuda:1" in told
+    assert "host memory" in told
+    shown.take("ZeRO-3")
+    assert text_of(shown.one("nbaccel-memory")) != told
+
+
+# ------------------------------------------------------------------------------ all settings
+@needs.DEEPSPEED_ROW
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("bucket", BUCKET),
+        ("reduce_bucket", BUCKET),
+        ("clipping", "gradient_clipping"),
+        ("zero_optimization.stage", "zero_stage"),
+        ("restarts", "max_restarts"),
+    ],
+)
+def test_a_setting_is_found_by_its_label_its_key_and_its_meaning(words, first):
+    found = search_settings(words, list(by_name().values()))
+    assert found[0].name == first
+
+
+def test_searching_shows_fields_and_clearing_shows_the_list_again(show):
+    shown = show(config=RunConfig(zero_stage=2))
+    shown.one("nbaccel-opens-all").value = True
+    shown.one("nbaccel-search").value = "restarts"
+    assert shown.all("nbaccel-found", "nbaccel-max_restarts")
+    assert "nbaccel-hidden" in shown.one("nbaccel-listed")._dom_classes
+    assert "1 found" in shown.one("nbaccel-found-count").value
+    shown.one("nbaccel-search").value = "no such thing at all"
+    assert "Nothing found" in shown.one("nbaccel-found-count").value
+    shown.one("nbaccel-search").value = ""
+    assert "nbaccel-hidden" not in shown.one("nbaccel-listed")._dom_classes
+    assert shown.one("nbaccel-found-count").value == ""
+
+
+# ------------------------------------------------------------------------------ files
+@pytest.fixture
+def files(show) -> Shown:
+    shown = show()
+    shown.one("nbaccel-opens-editor").value = True
+    return shown
+
+
+def uploaded(content: bytes) -> object:
+    """A file as a front end sends it."""
+    if ipywidgets.__version__.startswith("7."):
+        return {"run.json": {"metadata": {"name": "run.json"}, "content": content}}
+    when = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    return (
+        {
+            "name": "run.json",
+            "type": "application/json",
+            "size": len(content),
+            "content": memoryview(content),
+            "last_modified": when,
+        },
+    )
+
+
+@DEEPSPEED
+def test_mistakes_of_what_is_typed_are_told_at_their_lines_before_anything_is_taken(files):
+    wrong = {"gradient_clipping": "much", "zero_optimization": {"stage": 2, "overlap_com": True}}
+    files.one("nbaccel-text").value = json.dumps(wrong, indent=2)
+    assert files.picker.config == RunConfig()
+    told = html.unescape(files.one("nbaccel-text-mistakes").value)
+    assert "2 mistakes" in told
+    assert re.search(r'data-line="2".*much.*data-line="5".*overlap_comm', told, re.DOTALL)
+    assert files.one("nbaccel-apply").disabled
+
+    right = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    files.one("nbaccel-text").value = json.dumps(right)
+    assert "No mistakes" in files.one("nbaccel-text-mistakes").value
+    files.one("nbaccel-apply").click()
+    assert files.picker.config.zero_stage == 2
+    assert files.field("gradient_clipping").value == "0.5"
+    assert "Not taken" not in files.everything()
+    assert json.loads(files.one("nbaccel-text").value).items() >= right.items()
+    assert files.one("nbaccel-apply").disabled
+
+
+def test_the_editor_follows_what_is_chosen_unless_it_is_edited(files):
+    files.press("mixed_precision", "bf16")
+    assert json.loads(files.one("nbaccel-text").value) == {"mixed_precision": "bf16"}
+    files.one("nbaccel-text").value = '{"mixed_precision": "fp16"'
+    files.picker.choose("num_processes", 2)
+    assert files.one("nbaccel-text").value == '{"mixed_precision": "fp16"'
+    assert 'data-line="1"' in files.one("nbaccel-text-mistakes").value
+    files.one("nbaccel-revert").click()
+    chosen = {"mixed_precision": "bf16", "num_processes": 2}
+    assert json.loads(files.one("nbaccel-text").value) == chosen
+    assert "mistake" not in files.one("nbaccel-text-mistakes").value
+
+
+@needs.DEEPSPEED_ROW
+def test_what_is_typed_wrong_stays_told_until_something_is_loaded(files):
+    files.press("zero_stage", "2")
+    files.field(BUCKET).value = "many"
+    files.one("nbaccel-text").value = "{"
+    assert "Not taken" in files.text(BUCKET)
+    files.one("nbaccel-text").value = "{}"
+    files.one("nbaccel-apply").click()
+    assert "Not taken" not in files.everything()
+    assert files.field(BUCKET).value == ""
+
+
+def test_a_file_is_loaded_by_path_and_by_upload(files, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("mixed_precision: bf16\n")
+    files.one("nbaccel-path").value = str(path)
+    files.one("nbaccel-load").click()
+    assert files.picker.config.mixed_precision == "bf16"
+    upload = files.one("nbaccel-upload")
+    upload.set_trait("value", uploaded(b'{"num_processes": 2}'))
+    assert files.picker.config == RunConfig(num_processes=2)
+    assert not upload.value
+
+
+def test_a_file_that_is_no_text_is_refused_in_sight(files):
+    files.one("nbaccel-upload").set_trait("value", uploaded(b"\xff\xfe\xff"))
+    assert "cannot be read" in files.one("nbaccel-load-errors").value
+    assert files.picker.config == RunConfig()
+
+
+def test_mistakes_of_a_loaded_file_are_at_the_lines_of_its_text(files, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("mixed_precision: bf16\nnum_processes: 0\n")
+    files.one("nbaccel-path").value = str(path)
+    files.one("nbaccel-load").click()
+    assert files.picker.config == RunConfig()
+    assert files.one("nbaccel-text").value == path.read_text()
+    assert 'data-line="2"' in files.one("nbaccel-text-mistakes").value
+
+
+def test_what_nobody_expects_is_shown_as_well(show, monkeypatch):
+    shown = show(model=net())
+
+    def fail(name: str) -> None:
+        raise ZeroDivisionError(name)
+
+    monkeypatch.setattr(shown.view._model, "take", fail)
+    shown.take("ZeRO-1")
+    assert "ZeroDivisionError: ZeRO-1" in shown.everything()
+    assert shown.picker.config == RunConfig()
+
+
+@DEEPSPEED
+def test_what_is_saved_is_what_is_loaded(files, tmp_path):
+    files.press("mixed_precision", "bf16")
+    files.press("zero_stage", "2")
+    path = tmp_path / "ds.json"
+    files.one("nbaccel-target").value = str(path)
+    saved_as = next(w for w in files.all("nbaccel-row", "nbaccel-save-as"))
+    saved_as.value = "DeepSpeed JSON"
+    files.one("nbaccel-save").click()
+    assert f"Saved to {path}" in files.everything()
+    assert json.loads(path.read_text())["zero_optimization"] == {"stage": 2}
+    other = Picker(inventory=with_gpus(2))
+    other.load(path)
+    assert other.config.zero_stage == 2
+
+
+def test_what_cannot_be_saved_is_told(files, tmp_path):
+    files.one("nbaccel-target").value = str(tmp_path / "nowhere" / "run.yaml")
+    files.one("nbaccel-save").click()
+    assert "cannot be written" in files.one("nbaccel-load-errors").value
