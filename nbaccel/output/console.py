@@ -355,6 +355,11 @@ class Console:
         return found_bars
 
     @property
+    def has_bars(self) -> bool:
+        """Whether a rank has drawn a bar that the panel shows."""
+        return self._place is not None and any(self.bars().values())
+
+    @property
     def num_shown(self) -> int:
         """How many lines have been shown."""
         return self._num_shown
@@ -412,9 +417,7 @@ class Console:
             num_lines = sum(self._dropped.values())
             dropped_words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
             self._dropped.clear()
-            self._write(
-                self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n"
-            )
+            self._write(self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n")
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
@@ -651,5 +654,3 @@ class _LiveConsole:
 
 def _entry_text(queued_item: OutputItem) -> str:
     return queued_item.text if isinstance(queued_item, PrintedLine) else ""
-
-
