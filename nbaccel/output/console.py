@@ -37,7 +37,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from nbaccel.output import publish
 from nbaccel.output.bar_text import BarText, RankBars, split_bar
@@ -52,10 +52,11 @@ from nbaccel.output.lines import (
     stream_of,
 )
 from nbaccel.output.rank_logs import RankLogs
+from nbaccel.output.recent_lines import RecentLines
 from nbaccel.units import number_ranges, shorten_text
 from nbaccel.workers import messaging
 
-__all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace", "RecentLine"]
+__all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace"]
 
 
 WHOLE_CHARS = 10_000_000
@@ -188,20 +189,9 @@ _TOO_MUCH = (
 
 _FIRST_TICK_S = 0.05
 """A call in a cell that is over by then leaves no place for a panel behind."""
-_RECENT_LINES = 200
-_RECENT_CHARS = 400
 
 _ShownEntry = tuple[list[int], OutputItem]
 """Something to be shown, and the ranks that have it."""
-
-
-class RecentLine(NamedTuple):
-    """A line that has been shown."""
-
-    number: int
-    """How many were shown before it."""
-    ranks: tuple[int, ...]
-    text: str
 
 
 class Console:
@@ -256,10 +246,7 @@ class Console:
         self._bars: defaultdict[int, RankBars] = defaultdict(RankBars)
         self._is_over = False
         self.library_messages = LibraryMessages()
-        self._num_shown = 0
-        self._recent: defaultdict[int, deque[RecentLine]] = defaultdict(
-            lambda: deque(maxlen=_RECENT_LINES)
-        )
+        self.recent_lines = RecentLines()
 
     def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
         """Take in what a worker wrote."""
@@ -358,23 +345,6 @@ class Console:
     def has_bars(self) -> bool:
         """Whether a rank has drawn a bar that the panel shows."""
         return self._place is not None and any(self.bars().values())
-
-    @property
-    def num_shown(self) -> int:
-        """How many lines have been shown."""
-        return self._num_shown
-
-    def recent_lines(self) -> dict[int, list[RecentLine]]:
-        """The newest lines of each rank that has printed some, where there is a panel."""
-        return {worker_rank: list(rank_lines) for worker_rank, rank_lines in self._recent.items()}
-
-    def _remember(self, ranks: Sequence[int], line_text: str) -> None:
-        recent_line = RecentLine(
-            self._num_shown, tuple(ranks), shorten_text(line_text, _RECENT_CHARS)
-        )
-        self._num_shown += 1
-        for worker_rank in ranks:
-            self._recent[worker_rank].append(recent_line)
 
     # ---- too much of it
 
@@ -556,7 +526,7 @@ class Console:
                 )
                 if self._place is not None:
                     for ranks, queued_item in shown_lines:
-                        self._remember(ranks, _entry_text(queued_item))
+                        self.recent_lines.add(ranks, _entry_text(queued_item))
                 continue
             for ranks, queued_item in entry_run:
                 if (

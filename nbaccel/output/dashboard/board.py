@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nbaccel.output.bar_text import BarText
 
 if TYPE_CHECKING:
-    from nbaccel.output.console import RecentLine
+    from nbaccel.output.recent_lines import RecentLine
     from nbaccel.workers.messaging import Metrics
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.output.bar_text import BarText, read_bar
+from nbaccel.output.bar_text import BarText
 from nbaccel.output.chart import ACCENT_COLOUR
-from nbaccel.output.console import RecentLine
 from nbaccel.output.dashboard import drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
+from nbaccel.output.recent_lines import RecentLine
 from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
@@ -169,7 +169,7 @@ def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     board = board_of(2, state="done", last_line="saved")
     told(board, 0, 1000, 4.0, 2.0, 1.0)
     page = Page(panel_html.final_html(board))
-    words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 █▃▁ · up to 1.0 GiB each"
+    words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 · up to 1.0 GiB each"
     assert page.text.startswith(f"✓ {words}")
     assert page.column("loss")[0] == "4 → 1"
     assert page.column("state") == ["done", "done"]
