@@ -436,6 +436,19 @@ class Metrics:
     """Programs that the device's compiler has made; None for a device that compiles none."""
     compile_s: float = 0.0
     """Time that took, in seconds."""
+    value_steps: tuple[int, ...] = ()
+    """The step at which each of `values` was reported; empty where that is not known."""
+    loop_name: str = ""
+    """What the loop over batches is called; empty for no name."""
+    epoch: int = 0
+    """How often the loader of that loop has been gone through, this time included; 0 before the
+    first loop."""
+    batches: int = 0
+    """Batches used in that loop."""
+    total_batches: int | None = None
+    """Batches that it has; None where that is not known."""
+    samples: int = 0
+    """Samples that this rank has used in all its loops."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,512 @@
+"""A line chart as one SVG element, readable on light and dark backgrounds.
+
+No style sheet, no script and no ids: several charts of a page cannot disturb each other, and a
+saved notebook shows them without a kernel. Axes have the colour of the text around the chart;
+lines differ in width and dash pattern, not in colour alone.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ChartLine", "line_chart", "short_number", "smoothed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChartLine:
+    """One line of a chart."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    """Pairs of x and y, by ascending x. A y that is not finite interrupts the line."""
+    role: Literal["mean", "rank", "raw"]
+    """`mean` is drawn thick; `rank` thin and faint, each rank with its own dash pattern; `raw` thin
+    (what a smoothed line was made of)."""
+
+
+ACCENT_COLOUR = "#1976d2"
+"""At least 4:1 against white and against the dark themes' backgrounds."""
+
+_MOST_POINTS = 240
+_MOST_MARKS = 40
+_MOST_LEGEND_LINES = 4
+_LOGARITHMIC_RATIO = 8.0
+"""From this ratio of highest to lowest on, the scale is logarithmic: a loss falls fast at first,
+and the rest of the run would be a flat line."""
+_LARGEST_SHOWN = 1e300
+"""Differences of larger numbers may be infinite; they are marked like those that are none."""
+_SMALLEST_POSITIVE = 1e-300
+"""Below it lie numbers of few digits, whose quotients and logarithms fail."""
+_SAME_VALUE = 1e-9
+"""Values whose range is below this part of their size are drawn as constant."""
+
+_RANK_DASHES = ("", "4 2", "1 2", "7 2 1 2", "2 4")
+_CHAR_WIDTH = 6.2  # of a digit in 11 px, in px
+_LABEL_HEIGHT = 11
+_TICK_GAP_Y = 34  # px between two labels of the y axis, at least
+_TICK_GAP_X = 70
+
+
+def smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:
+    """An exponential moving average whose start is not pulled towards zero.
+
+    The average starts at zero, and after `t` values it holds `1 - decay**t` of their weight;
+    dividing by that corrects it, as for the moments of Adam (Kingma & Ba 2015, section 3).
+
+    Args:
+        values: In order.
+        decay: Part of the old average that each value leaves, at least 0 and below 1.
+
+    Returns:
+        As many values. One that is not finite stays in its place and is left out of the average.
+    """
+    smooth_values: list[float] = []
+    average, left_weight = 0.0, 1.0
+    for value in values:
+        if not math.isfinite(value):
+            smooth_values.append(value)
+            continue
+        average = decay * average + (1 - decay) * value
+        left_weight *= decay
+        smooth_values.append(average / (1 - left_weight))
+    return smooth_values
+
+
+def line_chart(
+    lines: Sequence[ChartLine],
+    *,
+    title: str,
+    x_label: str,
+    marks: Sequence[tuple[float, str]] = (),
+    width: int = 520,
+    height: int = 160,
+    log_y: bool | None = None,
+) -> str:
+    """Draw lines over a common x axis.
+
+    Args:
+        lines: What to draw; those of role `mean` come on top.
+        title: What is shown, for tooltips and screen readers; the caller writes it as text if it
+            is to be seen.
+        x_label: What x counts: `step`.
+        marks: Dashed vertical lines: x and the text beside it, such as the start of an epoch.
+        width: In pixels of the screen; it shrinks where there is less room.
+        height: In pixels.
+        log_y: Whether the y axis is logarithmic; then values that are not positive are marked
+            like those that are no numbers. None: where it shows more.
+
+    Returns:
+        One `<svg>` element.
+    """
+    thinned_lines = [
+        ChartLine(line.name, _thinned(line.points), line.role) for line in lines if line.points
+    ]
+    shown_values = [
+        y for line in thinned_lines for x, y in line.points if _is_shown(x) and _is_shown(y)
+    ]
+    is_log = _is_logarithmic(shown_values, log_y)
+    if is_log:
+        shown_values = [value for value in shown_values if value >= _SMALLEST_POSITIVE]
+    shown_x = [x for line in thinned_lines for x, _ in line.points if _is_shown(x)]
+    spoken = _spoken_summary(lines, title, x_label)
+    if not shown_values:
+        empty_words = "no numbers" if shown_x else "no values yet"
+        empty_text = _text(width / 2, height / 2, empty_words, anchor="middle")
+        return _svg(spoken, width, height, [empty_text])
+    y_scale = _Scale.of(shown_values, is_log=is_log, most_ticks=height // _TICK_GAP_Y)
+    y_labels = y_scale.labels()
+    x_scale = _Scale.of(
+        shown_x,
+        most_ticks=width // _TICK_GAP_X,
+        margin=0.0,
+        least_step=1.0 if all(float(x).is_integer() for x in shown_x) else 0.0,
+    )
+    legend_lines = _legend_lines(thinned_lines)
+    area = _PlotArea(
+        left=10 + _CHAR_WIDTH * max((len(label) for label in y_labels), default=0),
+        right=width - 8,
+        top=(18 if legend_lines else 6) + (12 if marks else 0),
+        bottom=height - 20,
+        x_scale=x_scale,
+        y_scale=y_scale,
+    )
+    return _svg(
+        spoken,
+        width,
+        height,
+        [
+            *_axis_elements(area, y_labels, x_label),
+            *_mark_elements(area, marks),
+            *_line_elements(area, thinned_lines),
+            *_legend_elements(area, legend_lines),
+        ],
+    )
+
+
+def short_number(shown_value: float) -> str:
+    """A number in few characters: `0.0912`, `1,904`, `2e6`.
+
+    Args:
+        shown_value: Any float.
+    """
+    if not math.isfinite(shown_value):
+        return str(shown_value)
+    if abs(shown_value) >= 1000 and abs(shown_value) < 1e6:
+        return f"{shown_value:,.0f}"
+    return _without_zeros(f"{shown_value:.4g}")
+
+
+def _without_zeros(number_text: str) -> str:
+    """`1e+06` as `1e6`."""
+    mantissa, has_exponent, exponent = number_text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if has_exponent else mantissa
+
+
+# ------------------------------------------------------------------------- values
+
+
+def _is_shown(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < _LARGEST_SHOWN
+
+
+def _is_logarithmic(shown_values: Sequence[float], log_y: bool | None) -> bool:
+    if log_y is not None:
+        return log_y and any(value >= _SMALLEST_POSITIVE for value in shown_values)
+    low_value, high_value = min(shown_values, default=0.0), max(shown_values, default=0.0)
+    return low_value >= _SMALLEST_POSITIVE and high_value / _LOGARITHMIC_RATIO >= low_value
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most so many points that a chart of this size shows a difference.
+
+    Of each stretch the lowest and the highest are kept and, if there is one, a value that is no
+    number: a spike must not disappear.
+    """
+    if len(points) <= _MOST_POINTS:
+        return [*points]
+    stretches = (_MOST_POINTS - 2) // 3
+    kept = {0, len(points) - 1}
+    for stretch in range(stretches):
+        places = range(stretch * len(points) // stretches, (stretch + 1) * len(points) // stretches)
+        finite_places = [place for place in places if _is_shown(points[place][1])]
+        if len(finite_places) < len(places):
+            kept.add(next(place for place in places if not _is_shown(points[place][1])))
+        if finite_places:
+            kept.add(min(finite_places, key=lambda place: points[place][1]))
+            kept.add(max(finite_places, key=lambda place: points[place][1]))
+    return [points[place] for place in sorted(kept)]
+
+
+def _spoken_summary(lines: Sequence[ChartLine], title: str, x_label: str) -> str:
+    """What a screen reader says of the chart: the first and the last value of its main line."""
+    by_weight = sorted(lines, key=lambda line: line.role != "mean")
+    points = by_weight[0].points if by_weight else ()
+    if not points:
+        return f"{title}: no values yet"
+    (first_x, first_y), (last_x, last_y) = points[0], points[-1]
+    return (
+        f"{title}: from {short_number(first_y)} at {x_label} {short_number(first_x)} "
+        f"to {short_number(last_y)} at {x_label} {short_number(last_x)}"
+    )
+
+
+# ------------------------------------------------------------------------- scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """One axis: its ends and the values that are labelled."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    tick_step: float
+    """Distance of two ticks; 0 on a logarithmic scale."""
+    is_log: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        values: Sequence[float],
+        *,
+        most_ticks: int,
+        is_log: bool = False,
+        margin: float = 0.04,
+        least_step: float = 0.0,
+    ) -> _Scale:
+        """The scale on which all values lie.
+
+        Args:
+            values: At least one; all positive for a logarithmic one.
+            most_ticks: How many labels there is room for.
+            is_log: Whether equal distances are equal ratios.
+            margin: Part of the length that stays free at both ends.
+            least_step: The smallest distance of two ticks.
+        """
+        low, high = min(values), max(values)
+        if high - low <= max(_SAME_VALUE * max(abs(low), abs(high)), _SMALLEST_POSITIVE):
+            # Something around a constant, so that it lies in the middle.
+            middle = low
+            around = abs(middle) / 10 or 1.0
+            low, high = middle - around, middle + around
+        if is_log:
+            low_power, high_power = math.log10(low), math.log10(high)
+            free_powers = (high_power - low_power) * margin
+            low = max(10.0 ** (low_power - free_powers), sys.float_info.min)
+            high = 10.0 ** min(high_power + free_powers, sys.float_info.max_10_exp - 1)
+            ticks = _log_ticks(low, high, most_ticks)
+            return cls(low=low, high=high, ticks=ticks, tick_step=0, is_log=True)
+        free_length = (high - low) * margin
+        low, high = low - free_length, high + free_length
+        tick_step = max(_round_step((high - low) / max(most_ticks, 2)), least_step)
+        first_tick = math.ceil(low / tick_step)
+        # Multiples of the step, not sums: 0.1 added up would be labelled 0.30000000000000004.
+        ticks = [number * tick_step for number in range(first_tick, first_tick + 50)]
+        shown_ticks = tuple(tick for tick in ticks if tick <= high + tick_step * 1e-9)
+        return cls(low=low, high=high, ticks=shown_ticks, tick_step=tick_step)
+
+    def place(self, value: float) -> float:
+        """Where a value lies: 0 at the low end, 1 at the high end."""
+        if self.is_log:
+            low_power = math.log10(self.low)
+            return (math.log10(value) - low_power) / (math.log10(self.high) - low_power)
+        return (value - self.low) / (self.high - self.low)
+
+    def labels(self) -> list[str]:
+        """The text of each tick."""
+        if self.is_log:
+            return [short_number(tick) for tick in self.ticks]
+        largest = max(abs(self.low), abs(self.high))
+        if not 1e-4 <= largest < 1e6:
+            digits = math.floor(math.log10(largest)) - math.floor(math.log10(self.tick_step)) + 1
+            return [_without_zeros(f"{tick:.{max(digits, 1)}g}") for tick in self.ticks]
+        decimals = max(0, -math.floor(math.log10(self.tick_step) + 1e-9))
+        return [f"{tick + 0.0:,.{decimals}f}" for tick in self.ticks]
+
+
+def _round_step(least_step: float) -> float:
+    """The smallest of 1, 2, 5, 10, … times a power of ten that is not below a step."""
+    power = 10.0 ** math.floor(math.log10(least_step))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_step * 0.999)
+
+
+def _log_ticks(low: float, high: float, most_ticks: int) -> tuple[float, ...]:
+    """Powers of ten, with 2 and 5 between them where there is room, fewer where there is little."""
+    first_decade, last_decade = math.floor(math.log10(low)), math.floor(math.log10(high))
+    finest = _ticks_between(low, high, range(first_decade, last_decade + 1), (1.0, 2.0, 5.0))
+    if len(finest) <= max(most_ticks, 3):
+        return finest
+    for stride in range(1, last_decade - first_decade + 2):
+        decades = range(-(-first_decade // stride) * stride, last_decade + 1, stride)
+        ticks = _ticks_between(low, high, decades, (1.0,))
+        if len(ticks) <= max(most_ticks, 2):
+            # Fewer than two powers of ten in the range: then rather too many labels than none.
+            return ticks if len(ticks) > 1 else finest
+    return finest
+
+
+def _ticks_between(
+    low: float, high: float, decades: Iterable[int], factors: Sequence[float]
+) -> tuple[float, ...]:
+    ticks = (factor * 10.0**decade for decade in decades for factor in factors)
+    return tuple(tick for tick in ticks if low <= tick <= high)
+
+
+# ------------------------------------------------------------------------- elements
+
+_FONT = 'font-family="system-ui, sans-serif" font-size="11"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlotArea:
+    """Where values lie, in pixels."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x_scale: _Scale
+    y_scale: _Scale
+
+    def x_of(self, value: float) -> float:
+        return self.left + self.x_scale.place(value) * (self.right - self.left)
+
+    def y_of(self, value: float) -> float:
+        return self.bottom - self.y_scale.place(value) * (self.bottom - self.top)
+
+    def has_place(self, x: float, y: float) -> bool:
+        """Whether there is a place for this point."""
+        is_positive = y >= _SMALLEST_POSITIVE
+        return _is_shown(x) and _is_shown(y) and (is_positive or not self.y_scale.is_log)
+
+
+def _svg(spoken: str, width: int, height: int, elements: Iterable[str]) -> str:
+    spoken_text = html.escape(spoken)
+    return (
+        f'<svg role="img" aria-label="{spoken_text}" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" style="max-width:100%;height:auto" fill="none" {_FONT}>'
+        f"<title>{spoken_text}</title>{''.join(elements)}</svg>"
+    )
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", opacity: float = 0.75) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="currentColor" '
+        f'fill-opacity="{opacity}">{html.escape(text)}</text>'
+    )
+
+
+def _stroke(points: Iterable[tuple[float, float]], attributes: str) -> str:
+    path = "".join(
+        f"{'L' if number else 'M'}{x:.1f} {y:.1f}" for number, (x, y) in enumerate(points)
+    )
+    return f'<path d="{path}" {attributes}/>'
+
+
+def _axis_elements(area: _PlotArea, y_labels: Sequence[str], x_label: str) -> list[str]:
+    elements = []
+    for tick, label in zip(area.y_scale.ticks, y_labels, strict=True):
+        tick_y = area.y_of(tick)
+        elements += [
+            _stroke(
+                [(area.left, tick_y), (area.right, tick_y)],
+                'stroke="currentColor" stroke-opacity="0.15"',
+            ),
+            _text(area.left - 5, tick_y + 4, label, anchor="end"),
+        ]
+    elements.append(
+        _stroke(
+            [(area.left, area.bottom), (area.right, area.bottom)],
+            'stroke="currentColor" stroke-opacity="0.4"',
+        )
+    )
+    # The name of the axis stands at its right end; labels that would run into it are left out.
+    free_until = area.right - _CHAR_WIDTH * len(x_label) - 12
+    text_y = area.bottom + _LABEL_HEIGHT + 4
+    for tick, label in zip(area.x_scale.ticks, area.x_scale.labels(), strict=True):
+        tick_x = area.x_of(tick)
+        elements.append(
+            _stroke(
+                [(tick_x, area.bottom), (tick_x, area.bottom + 3)],
+                'stroke="currentColor" stroke-opacity="0.4"',
+            )
+        )
+        if tick_x + _CHAR_WIDTH * len(label) / 2 < free_until:
+            elements.append(_text(tick_x, text_y, label, anchor="middle"))
+    elements.append(_text(area.right, text_y, x_label, anchor="end"))
+    return elements
+
+
+def _mark_elements(area: _PlotArea, marks: Sequence[tuple[float, str]]) -> list[str]:
+    """Dashed lines; those whose text would lie on another's have none."""
+    elements = []
+    free_from = area.left - 1
+    shown_marks = [
+        (x, text) for x, text in marks if _is_shown(x) and -1e-9 <= area.x_scale.place(x) <= 1
+    ]
+    stride = max(1, -(-len(shown_marks) // _MOST_MARKS))
+    for x, mark_text in shown_marks[::stride]:
+        mark_x = area.x_of(x)
+        elements.append(
+            _stroke(
+                [(mark_x, area.top - 12), (mark_x, area.bottom)],
+                'stroke="currentColor" stroke-opacity="0.3" stroke-dasharray="2 3"',
+            )
+        )
+        text_width = _CHAR_WIDTH * len(mark_text) + 8
+        if mark_x >= free_from and mark_x + text_width <= area.right + 8:
+            elements.append(_text(mark_x + 3, area.top - 4, mark_text, opacity=0.6))
+            free_from = mark_x + text_width
+    return elements
+
+
+def _line_elements(area: _PlotArea, lines: Sequence[ChartLine]) -> list[str]:
+    elements = []
+    # Later elements cover earlier ones.
+    for rank_number, line in enumerate(sorted(lines, key=_drawing_order)):
+        attributes = _line_attributes(line, rank_number)
+        for stretch in _stretches(area, line.points):
+            # A line through a single point would be invisible.
+            drawn = (
+                stretch if len(stretch) > 1 else [*stretch, (stretch[0][0] + 0.1, stretch[0][1])]
+            )
+            elements.append(_stroke(drawn, attributes))
+        elements += [
+            _missing_marker(area, x, y)
+            for x, y in line.points
+            if _is_shown(x) and not area.has_place(x, y)
+        ]
+    return elements
+
+
+def _drawing_order(line: ChartLine) -> int:
+    return ("raw", "rank", "mean").index(line.role)
+
+
+def _line_attributes(line: ChartLine, rank_number: int) -> str:
+    line_width, opacity, dashes = {
+        "mean": (2.2, 1.0, ""),
+        "rank": (1.0, 0.6, _RANK_DASHES[rank_number % len(_RANK_DASHES)]),
+        "raw": (1.0, 0.45, ""),
+    }[line.role]
+    dash_attribute = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return (
+        f'stroke="{ACCENT_COLOUR}" stroke-width="{line_width}" stroke-opacity="{opacity}" '
+        f'stroke-linejoin="round" stroke-linecap="round"{dash_attribute}'
+    )
+
+
+def _stretches(
+    area: _PlotArea, points: Sequence[tuple[float, float]]
+) -> list[list[tuple[float, float]]]:
+    """The parts of a line between values that have no place, in pixels."""
+    stretches: list[list[tuple[float, float]]] = [[]]
+    for x, y in points:
+        if area.has_place(x, y):
+            stretches[-1].append((area.x_of(x), area.y_of(y)))
+        elif stretches[-1]:
+            stretches.append([])
+    return [stretch for stretch in stretches if stretch]
+
+
+def _missing_marker(area: _PlotArea, x: float, y: float) -> str:
+    """A cross above the axis, where there is no number."""
+    middle_x, middle_y, reach = area.x_of(x), area.bottom - 6, 3
+    return (
+        f'<path d="M{middle_x - reach:.1f} {middle_y - reach}l6 6m0 -6l-6 6" stroke="currentColor" '
+        f'stroke-width="1.5"><title>{html.escape(short_number(y))}</title></path>'
+    )
+
+
+def _legend_lines(lines: Sequence[ChartLine]) -> list[tuple[ChartLine, int]]:
+    """All lines, the mean first, with their numbers for the dash pattern; none for a single one."""
+    if len(lines) < 2:
+        return []
+    numbered_lines = [
+        (line, rank_number) for rank_number, line in enumerate(sorted(lines, key=_drawing_order))
+    ]
+    return sorted(numbered_lines, key=lambda numbered: numbered[0].role != "mean")
+
+
+def _legend_elements(area: _PlotArea, legend_lines: Sequence[tuple[ChartLine, int]]) -> list[str]:
+    """A row that names the first few lines, and says how many more there are."""
+    elements = []
+    next_x = area.left
+    for line_number, (line, rank_number) in enumerate(legend_lines):
+        name = line.name if len(line.name) <= 24 else f"{line.name[:23]}…"
+        is_too_long = next_x + 100 + _CHAR_WIDTH * len(name) > area.right
+        if line_number == _MOST_LEGEND_LINES or is_too_long:
+            more_words = f"and {len(legend_lines) - line_number} more"
+            elements.append(_text(next_x, 12, more_words))
+            break
+        elements += [
+            _stroke([(next_x, 8), (next_x + 18, 8)], _line_attributes(line, rank_number)),
+            _text(next_x + 23, 12, name),
+        ]
+        next_x += 23 + _CHAR_WIDTH * len(name) + 14
+    return elements
