@@ -1,0 +1,136 @@
+"""The animation at the top of the README: a person chooses, trains, and sees how it went.
+
+Recorded here, so that it shows what the package does today. Written to docs/pages/images only when
+asked for: NBACCEL_RECORD=1 python -m pytest tests/browser/test_animation.py
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import expect
+
+from nbaccel import env
+from tests.browser.conftest import Open
+from tests.browser.page import NotebookPage
+from tests.house.source import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+MOST_BYTES = 2_000_000
+WIDTH = 900  # pixels, as wide as GitHub shows a README
+COLOURS = 64
+EVERY_S = 0.4
+STILL_MS, LAST_MS = 400, 4000
+CELLS = [
+    "import torch, transformers\n"
+    "from sklearn.datasets import load_digits\n"
+    "from nbaccel import Accelerator, configure, notebook_launcher\n"
+    "torch.manual_seed(0)\n"
+    "pixels, labels = (torch.tensor(found) for found in load_digits(return_X_y=True))\n"
+    "digits = torch.utils.data.TensorDataset(pixels.float() / 16, labels)\n"
+    "model = torch.nn.Sequential(\n"
+    "    torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024),\n"
+    "    torch.nn.ReLU(), torch.nn.Linear(1024, 10))\n"
+    "\n"
+    "def train(model, epochs=6):\n"
+    "    accelerator = Accelerator()\n"
+    "    loader = torch.utils.data.DataLoader(digits, batch_size=16, shuffle=True)\n"
+    "    optimizer = torch.optim.Adam(model.parameters(), 3e-4)\n"
+    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+    "    for epoch in range(epochs):\n"
+    "        for rows, targets in accelerator.progress(loader):\n"
+    "            loss = torch.nn.functional.cross_entropy(model(rows), targets)\n"
+    "            accelerator.backward(loss)\n"
+    "            optimizer.step()\n"
+    "            optimizer.zero_grad()\n"
+    "            accelerator.log({'loss': loss.item()})\n"
+    "        accelerator.print(f'epoch {epoch + 1}: loss {loss:.3f}')\n"
+    "    accelerator.end_training()\n"
+    "notebook_launcher(print, ('ready',), 2)",
+    "picker = configure(model, pixels[:16].float())",
+    "results = notebook_launcher(train, (model,), config=picker)",
+    "results.report()",
+]
+CHOOSE, TRAIN, REPORT = 1, 2, 3
+
+
+class Recorder:
+    """Pictures of a page, one behind the other."""
+
+    def __init__(self, page: NotebookPage) -> None:
+        self._page = page
+        self._pictures: list[Image.Image] = []
+        self._times_ms: list[int] = []
+
+    def take(self, for_ms: int = STILL_MS) -> None:
+        """Add a picture; one that is as the last one only makes that stay longer."""
+        raw = Image.open(io.BytesIO(self._page.page.screenshot()))
+        height = raw.height * WIDTH // raw.width
+        picture = raw.convert("RGB").resize((WIDTH, height), Image.Resampling.LANCZOS)
+        if self._pictures and picture.tobytes() == self._pictures[-1].tobytes():
+            self._times_ms[-1] += for_ms
+            return
+        self._pictures.append(picture)
+        self._times_ms.append(for_ms)
+
+    @property
+    def num_pictures(self) -> int:
+        """How many differ."""
+        return len(self._pictures)
+
+    def save(self, path: Path) -> None:
+        """Write them as one GIF that begins anew at its end."""
+        first, *others = [
+            picture.quantize(COLOURS, dither=Image.Dither.NONE) for picture in self._pictures
+        ]
+        first.save(
+            path,
+            save_all=True,
+            append_images=others,
+            duration=self._times_ms,
+            loop=0,
+            optimize=True,
+        )
+
+
+def test_a_person_chooses_trains_and_looks_back(open_notebook: Open, tmp_path: Path) -> None:
+    page = open_notebook("animation", CELLS)
+    page.page.set_viewport_size({"width": 1180, "height": 780})
+    page.run_cell(0)
+    recorder = Recorder(page)
+
+    page.run_cell(CHOOSE)
+    page.cell(CHOOSE).scroll_into_view_if_needed()
+    page.page.mouse.wheel(0, 500)
+    time.sleep(1)
+    recorder.take(2000)
+    page.find("nbaccel-suggest").locator("visible=true").first.click()
+    time.sleep(1)
+    recorder.take(2500)
+
+    page.run_cell(TRAIN, wait=False)
+    page.cell(TRAIN).scroll_into_view_if_needed()
+    page.page.mouse.wheel(0, 900)
+    expect(page.find("nbaccel-stop")).to_be_visible()
+    deadline = time.monotonic() + 60
+    while page.find("nbaccel-stop").is_visible() and time.monotonic() < deadline:
+        recorder.take()
+        time.sleep(EVERY_S)
+    page.wait_idle()
+    time.sleep(1)
+    recorder.take(2000)
+    page.run_cell(REPORT)
+    page.page.mouse.wheel(0, 2000)
+    time.sleep(1)
+    recorder.take(LAST_MS)
+    assert recorder.num_pictures > 6, "the panel moves while it trains"
+
+    is_kept = env.flag("NBACCEL_RECORD") is True
+    path = ROOT / "docs" / "pages" / "images" / "training.gif" if is_kept else tmp_path / "a.gif"
+    recorder.save(path)
+    assert path.stat().st_size < MOST_BYTES
