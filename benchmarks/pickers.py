@@ -22,13 +22,13 @@ from harness.samples import Results, say
 # What is pressed, in this order: each from the state that the one before has left.
 CHOICES = (
     ("bf16", "mixed_precision", "bf16"),
-    ("ZeRO-1", "zero_stage", "1"),
-    ("ZeRO-3", "zero_stage", "3"),
-    ("optimizer state on the device", "zero_optimization-offload_optimizer-device", "none"),
-    ("optimizer state on the CPU", "zero_optimization-offload_optimizer-device", "cpu"),
-    ("parameters on the CPU", "zero_optimization-offload_param-device", "cpu"),
-    ("ZeRO-2", "zero_stage", "2"),
-    ("ZeRO off", "zero_stage", "none"),
+    ("ZeRO-1", "candidates", "ZeRO-1"),
+    ("ZeRO-3", "candidates", "ZeRO-3"),
+    ("ZeRO-3, optimizer on the CPU", "candidates", "ZeRO-3, optimizer on the CPU"),
+    ("ZeRO-3, all on the CPU", "candidates", "ZeRO-3, all on the CPU"),
+    ("ZeRO-2", "candidates", "ZeRO-2"),
+    ("FSDP", "candidates", "FSDP"),
+    ("one copy each", "candidates", "one copy each (DDP)"),
     ("fp32", "mixed_precision", "no"),
 )
 ROUNDS = 5

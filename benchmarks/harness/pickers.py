@@ -15,15 +15,27 @@ from typing_extensions import Self
 
 WAIT_S = 120.0
 # Llama-2-7B's shape, without memory: what the issue's "7B-parameter meta model" is for a user.
+# The machine is described: with two GPUs there are more ways to train than on a CPU.
 SHOW = """
 import json, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from nbaccel.notebook.pickers import configure
+from nbaccel.notebook.pickers import Picker
+from nbaccel.plan import Gpu, Inventory
 with torch.device("meta"):
     model = LlamaForCausalLM(LlamaConfig())
 batch = {"input_ids": torch.zeros(1, 512, dtype=torch.long)}
+gpus = tuple(
+    Gpu(index=number, name="NVIDIA H100", total_bytes=80 * 2**30, free_bytes=78 * 2**30,
+        compute_capability=(9, 0), uuid=f"GPU-{number}")
+    for number in range(2)
+)
+machine = Inventory(
+    cpu_cores=32, host_total_bytes=256 * 2**30, host_available_bytes=200 * 2**30, gpus=gpus,
+    torch_version="2.13.0+cu130",
+)
 begun = time.perf_counter()
-picker = configure(model, batch)
+picker = Picker(model=model, sample_batch=batch, inventory=machine)
+picker.show()
 shown_s = time.perf_counter() - begun
 """
 BUTTONS = """
@@ -41,6 +53,9 @@ for setting in below(root):
             for c in widget._dom_classes:
                 if c.startswith("nbaccel-option-"):
                     found[f"{names[-1]} {c.removeprefix('nbaccel-option-')}"] = widget.model_id
+ways = [widget for widget in below(root) if "nbaccel-candidates" in widget._dom_classes]
+for button in ways[0].children:
+    found[f"candidates {button.description}"] = button.model_id
 print(json.dumps({
     "buttons": found,
     "widgets": sum(1 for _ in below(root)) + 1,

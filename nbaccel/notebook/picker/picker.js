@@ -62,6 +62,22 @@
     }
   });
 
+  // JupyterLab says whether its theme is dark; elsewhere what is behind the form does.
+  const isDark = () => {
+    const named = document.body.dataset.jpThemeLight;
+    if (named) return named === "false";
+    for (let e = root; e; e = e.parentElement) {
+      const [r, g, b, alpha = 1] = getComputedStyle(e).backgroundColor.match(/[\d.]+/g).map(Number);
+      if (alpha > 0.5) return 0.3 * r + 0.6 * g + 0.1 * b < 128;
+    }
+    return false;
+  };
+  const followTheme = () => root.classList.toggle("nbaccel-dark", isDark());
+  for (const named of [document.documentElement, document.body]) {
+    new MutationObserver(followTheme).observe(named, { attributes: true });
+  }
+  followTheme();
+
   // In narrow windows the line that says whether it fits stays at the top of what scrolls. Boxes
   // around it that hide what is too large, and do not scroll, would keep it from that.
   const scrolls = (element) =>
