@@ -505,3 +505,7 @@ class Whereabouts:
     """Innermost call first; empty if it waits for a task."""
     device_bytes: int | None
     """What torch has reserved on this worker's device; None on a CPU."""
+    names: tuple[str, ...] = ()
+    """Names that cells have defined, or that were sent here; not all of very many."""
+    group: str = ""
+    """The process group that it has joined: `gloo, 2 ranks`; empty for none."""

@@ -51,6 +51,10 @@ class RankStatus:
     """What it printed last."""
     bars: tuple[BarText, ...] = ()
     """The progress bars that its code draws, the outer one first."""
+    names: tuple[str, ...] = ()
+    """Of a live worker: names that it holds."""
+    group: str = ""
+    """Of a live worker: the process group that it has joined."""
 
 
 class MetricHistory:

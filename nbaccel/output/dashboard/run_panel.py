@@ -139,8 +139,9 @@ class RunPanel:
             # Side by side where there is room, below each other where there is not.
             row.layout.flex_flow = "row wrap"
         head_row.layout.align_items = "center"
-        self._table.layout.flex = "1 1 26em"
-        self._chart_part.layout.flex = "0 1 auto"
+        self._table.layout.flex = "1 1 auto"
+        self._chart_part.layout.flex = "1 1 24em"
+        self._chart_part.layout.max_width = "36em"
         self._part_boxes += [
             style_sheet,
             self._chart_part,
