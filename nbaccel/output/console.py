@@ -308,8 +308,8 @@ class Console:
         )
 
     def _stream_for(self, stream: str, output_line: str) -> str:
-        """A bar and a worker's own notice are no errors; other lines stay where they were written."""
-        if stream == self._own_stream or self._own_stream == "stderr":
+        """A bar and a worker's own notice are no errors; other lines stay where they were."""
+        if self._own_stream in (stream, "stderr"):
             return stream
         is_error = not output_line.startswith(_OWN_PREFIX) and read_bar(output_line) is None
         return stream if is_error else self._own_stream

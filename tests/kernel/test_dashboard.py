@@ -294,4 +294,4 @@ def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) ->
     assert [o.output_type for o in notebook.cells[5].outputs[1:]] == ["stream", "execute_result"]
     assert notebook.cells[5].outputs[1].name == "stdout"
     (last,) = {line.strip() for line in notebook.cells[5].outputs[1].text.splitlines()}
-    assert last == "[0-1] half of 124", "a line that is no bar keeps its last state"
+    assert last == "[0-1]  half of 124", "a line that is no bar keeps its last state"
