@@ -441,8 +441,7 @@ class Metrics:
     loop_name: str = ""
     """What the loop over batches is called; empty for no name."""
     epoch: int = 0
-    """How often the loader of that loop has been gone through, this time included; 0 before the
-    first loop."""
+    """How many loops of this name and length have begun, this one included; 0 before the first."""
     batches: int = 0
     """Batches used in that loop."""
     total_batches: int | None = None
