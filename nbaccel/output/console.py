@@ -40,7 +40,7 @@ from string import Template
 from typing import TextIO
 
 from nbaccel.output import publish
-from nbaccel.output.bar_text import BarText, RankBars, split_bar
+from nbaccel.output.bar_text import BarText, RankBars, read_bar, split_bar
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.library_messages import LibraryMessages
 from nbaccel.output.lines import (
@@ -308,9 +308,11 @@ class Console:
         )
 
     def _stream_for(self, stream: str, output_line: str) -> str:
-        """A worker's own notices are no errors; what the user's code writes stays where it is."""
-        is_own = self._own_stream == "stdout" and output_line.startswith(_OWN_PREFIX)
-        return self._own_stream if is_own else stream
+        """A bar and a worker's own notice are no errors; other lines stay where they were."""
+        if self._own_stream in (stream, "stderr"):
+            return stream
+        is_error = not output_line.startswith(_OWN_PREFIX) and read_bar(output_line) is None
+        return stream if is_error else self._own_stream
 
     # ---- what a panel shows
 

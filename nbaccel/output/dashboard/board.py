@@ -51,6 +51,10 @@ class RankStatus:
     """What it printed last."""
     bars: tuple[BarText, ...] = ()
     """The progress bars that its code draws, the outer one first."""
+    names: tuple[str, ...] = ()
+    """Of a live worker: names that it holds."""
+    group: str = ""
+    """Of a live worker: the process group that it has joined."""
 
 
 class MetricHistory:
@@ -170,7 +174,7 @@ class RankFacts:
     loop_name: str = ""
     """What its loop over batches is called, if that has a name."""
     epoch: int = 0
-    """How often the loop's loader has been gone through, this time included."""
+    """How many loops of this name and length have begun, this one included."""
     batches: int = 0
     total_batches: int | None = None
     epoch_marks: list[tuple[float, str]] = field(default_factory=list)
