@@ -10,6 +10,7 @@ been sent when the function returns is sent then, so that the last value is neve
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import os
 import time
@@ -17,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from nbaccel import leftovers
+from nbaccel import leftovers, spent_time
 from nbaccel.abc.device import Device
 from nbaccel.workers import messaging
 
@@ -55,6 +57,7 @@ class Reporter:
         self._hardware = hardware
         self._device = device
         self._pid = os.getpid()
+        self._account = spent_time.open_account()
         self._values: dict[str, float] = {}
         self._steps = 0
         self._counts_batches = False
@@ -67,6 +70,8 @@ class Reporter:
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Take in what `accelerator.log` was given."""
+        # A loop over batches that is not nbaccel's has begun at its first log at the latest.
+        self._account.begin()
         for name, value in _finite_numbers(values):
             # Known names always: a full table must still show new values.
             if name in self._values or len(self._values) < _MAX_METRICS:
@@ -78,6 +83,7 @@ class Reporter:
 
     def loop_begins(self) -> None:
         """A loop over batches begins: from now on a step is a batch."""
+        self._account.begin()
         if not self._counts_batches:
             self._counts_batches, self._steps = True, 0
         # Sent at once: the notebook computes the speed from the first message of a loop.
@@ -121,7 +127,7 @@ class Reporter:
 
     def flush(self) -> None:
         """Send what has not been sent yet, even if that means to wait."""
-        if self._is_news and os.getpid() == self._pid:
+        if (self._is_news or self._account.has_begun) and os.getpid() == self._pid:
             self._is_news = False
             # The notebook is gone: this process ends soon.
             with contextlib.suppress(OSError):
@@ -136,6 +142,7 @@ class Reporter:
             phase=self._phase,
             programs=self._programs,
             compile_s=self._compile_s,
+            spent=self._account.spent(),
         )
 
 
@@ -152,6 +159,7 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
     """
     global _process_reporter  # noqa: PLW0603 - a worker has one notebook, and user code has no handle on it
     _process_reporter = Reporter(channel, hardware, device)
+    _count_waits()
 
     def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
         # The notebook is gone, so there is no reader.
@@ -159,6 +167,24 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
             channel.send(messaging.Leaves(leftover, is_there))
 
     leftovers.listen_for_leftovers(leave)
+
+
+def _count_waits() -> None:
+    """Count the time for which this process waits in collectives of torch and of libraries.
+
+    All that are called in Python end in this method, at once or when their result is needed. On a
+    GPU it returns when the wait is queued: what the GPU then waits is not seen here.
+    """
+    plain_wait = dist.Work.wait
+    if hasattr(plain_wait, "__wrapped__"):
+        return
+
+    @functools.wraps(plain_wait)
+    def counted_wait(work: dist.Work, *args: Any, **options: Any) -> Any:
+        with spent_time.communicating:
+            return plain_wait(work, *args, **options)
+
+    dist.Work.wait = counted_wait  # type: ignore[method-assign]
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:

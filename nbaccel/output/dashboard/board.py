@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbaccel.output.dashboard.rank_times import TimeComparison
+
 if TYPE_CHECKING:
     from nbaccel.workers.messaging import Metrics
 
@@ -164,6 +166,7 @@ class RunBoard:
             worker_rank: RankFacts(rank=worker_rank, since=began_at)
             for worker_rank in sorted(worker_ranks)
         }
+        self.times = TimeComparison(self.ranks)
         self.began = began_at
         self.now = began_at
         """The time of the latest look."""
@@ -205,6 +208,8 @@ class RunBoard:
         rank_facts.phase = metrics_message.phase
         rank_facts.programs = metrics_message.programs
         rank_facts.compile_s = metrics_message.compile_s
+        if metrics_message.spent is not None:
+            self.times.hear(worker_rank, metrics_message.time, metrics_message.spent)
         if not rank_facts.is_weighed:
             _weigh_device(rank_facts, metrics_message.device_bytes)
         metric_name = loss_name(rank_facts.metrics)
