@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-__all__ = ["Bar"]
+__all__ = ["BATCH_UNIT", "Bar"]
+
+BATCH_UNIT = "batch"
+"""What the bar of a loop over batches counts."""
 
 
 class Bar(tqdm):  # type: ignore[type-arg]

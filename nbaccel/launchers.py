@@ -14,6 +14,7 @@ from nbaccel import _catalog, hidden
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call, explained
 from nbaccel.errors import ConfigError
+from nbaccel.log import write_notice
 from nbaccel.plan import Plan, resolve
 from nbaccel.workers import template_learning, template_prestart
 
@@ -225,7 +226,7 @@ def launch_configured(
     plan = resolve(config)
     _catalog.check_strategy(plan.strategy, plan.device, config)
     for warning_text in plan.warnings if tells_warnings else ():
-        sys.stderr.write(f"nbaccel: {warning_text}\n")
+        write_notice(f"nbaccel: {warning_text}\n")
     if plan.start_method == "inline":
         # Imported late, because a launch in this process needs none of the machinery of workers.
         from nbaccel.launch import inline

@@ -7,12 +7,13 @@ library: ``logging.getLogger("nbaccel").setLevel("DEBUG")`` and a handler.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from nbaccel import env
+from nbaccel import env, frames
 
-__all__ = ["ROOT_LOGGER_NAME", "get_logger"]
+__all__ = ["ROOT_LOGGER_NAME", "get_logger", "notice_stream", "write_notice"]
 
 ROOT_LOGGER_NAME = "nbaccel"
 
@@ -54,3 +55,20 @@ def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[log
     return _RankAdapter(
         logging.getLogger(logger_name if is_inside else f"{ROOT_LOGGER_NAME}.{logger_name}"), {}
     )
+
+
+def notice_stream() -> TextIO:
+    """Where text goes that is no error: a notebook paints standard error as one."""
+    has_cells = getattr(frames.running_shell(), "kernel", None) is not None
+    return sys.stdout if has_cells else sys.stderr
+
+
+def write_notice(notice_text: str) -> None:
+    """Tell the user something that is no error.
+
+    Args:
+        notice_text: Lines with their ends.
+    """
+    text_stream = notice_stream()
+    text_stream.write(notice_text)
+    text_stream.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ from nbaccel.accelerator.arguments import Request
 from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import Fp8Config
 from nbaccel.config.handlers import TorchDynamoPlugin
+from nbaccel.log import write_notice
 from nbaccel.plan.fp8_choice import choose_fp8, is_emulated, recipe_of
 from nbaccel.plan.training import ProcessFacts, TrainingPlan, plan_training
 from nbaccel.train import distributed
@@ -120,7 +120,7 @@ def _downcast(request: Request, precision: type[Precision], device: Device) -> t
         return ()
     note = f"downcast_bf16=True has no effect: {reason}."
     if distributed.rank() == 0:
-        sys.stderr.write(f"nbaccel: {note}\n")
+        write_notice(f"nbaccel: {note}\n")
     return (note,)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from nbaccel import env
 from nbaccel._optional import require
+from nbaccel.log import write_notice
 
 __all__ = ["BUILDER", "announce", "change_builder", "folder", "is_built"]
 
@@ -80,9 +81,7 @@ def change_builder(builder_module: Any) -> None:
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_built(self.name, env.snapshot()):
             # Flushed at once, since compiling prints nothing for minutes.
-            sys.stderr.write(
-                f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n"
-            )
+            write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
             sys.stderr.flush()
         return build_operation(self, *args, **kwargs)
 

@@ -35,6 +35,7 @@ from nbaccel.abc.engine import AgentCrew, AgentHello, Engine, Host
 from nbaccel.config import RunConfig
 from nbaccel.engines.ray_node import HostActor
 from nbaccel.errors import ConfigError, StartupFailed
+from nbaccel.log import write_notice
 from nbaccel.units import format_bytes, format_seconds
 
 __all__ = ["RayCrew", "RayEngine"]
@@ -253,7 +254,7 @@ def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, A
             )
             raise ConfigError(_unplaced(wanted, problem, nodes))
         if not was_told and time.monotonic() > deadline - _RESERVE_S + _PLACEMENT_NOTICE_S:
-            sys.stderr.write(f"nbaccel: waiting for Ray to free {wanted}.\n")
+            write_notice(f"nbaccel: waiting for Ray to free {wanted}.\n")
             was_told = True
 
 

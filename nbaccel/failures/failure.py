@@ -478,6 +478,8 @@ class FailureReport:
     records: tuple[FailureRecord, ...]
     world_size: int
     last_output: dict[int, list[str]] = field(default_factory=dict)
+    library_messages: Sequence[str] = ()
+    """What libraries have printed that is not shown as long as all is well."""
     closing: str = ""
     headline: str = ""
     """A better description of what happened than the text of the cause."""
@@ -501,6 +503,8 @@ class FailureReport:
             report_lines += explain_exit(cause)
         report_lines += self._output(cause.rank)
         report_lines += self._others(cause)
+        if self.library_messages:
+            report_lines += ["Messages of libraries:", *(f"  {m}" for m in self.library_messages)]
         return [*report_lines, self.closing] if self.closing else report_lines
 
     def _output(self, worker_rank: int) -> list[str]:

@@ -6,13 +6,13 @@ import contextlib
 import json
 import math
 import select
-import sys
 import time
 from typing import Any
 
 from nbaccel.errors import StartupFailed
 from nbaccel.hosts import meeting_messages as messages
 from nbaccel.hosts.helper_process import HelperProcess
+from nbaccel.log import write_notice
 from nbaccel.plan import Plan
 from nbaccel.ports import listen
 from nbaccel.units import count_noun
@@ -147,7 +147,7 @@ class NodeMeeting:
         while True:
             wait_s = None if notice_at == math.inf else max(0.0, notice_at - time.monotonic())
             if not select.select([self._helper.channel], [], [], wait_s)[0]:
-                sys.stderr.write(f"nbaccel: waiting {notice}.\n")
+                write_notice(f"nbaccel: waiting {notice}.\n")
                 notice_at = math.inf
                 continue
             try:

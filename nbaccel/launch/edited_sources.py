@@ -1,3 +1,5 @@
+from nbaccel.log import write_notice
+
 """Source files that were edited after the notebook imported them.
 
 Workers import a local module from its file, so that they get the edited version, while the notebook
@@ -66,7 +68,7 @@ def tell_of_edits() -> None:
                 or _guessed_stamp(loaded_module, source_path, current_stamp),
             )
         if current_stamp not in (known_source.stamp, known_source.told):
-            sys.stderr.write(
+            write_notice(
                 f"nbaccel: {source_path.name} has been edited since the notebook imported "
                 f"{module_name}. Workers that import it now run the edited version, and the "
                 "notebook runs the old one. To have one version everywhere: import importlib; "

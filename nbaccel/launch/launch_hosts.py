@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import sys
 
 from nbaccel.capabilities import engine_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import WorkerFailed
 from nbaccel.hosts.host_session import HostSession
 from nbaccel.hosts.node_meeting import NodeMeeting
+from nbaccel.log import write_notice
 from nbaccel.plan import Plan
 from nbaccel.ports import listen
 from nbaccel.supervision.supervisor import CallResult
@@ -64,7 +64,7 @@ class LaunchHosts:
         if self._session is None:
             self._session = HostSession.open(self._plan, self._lost)
             for warning in self._session.plan.warnings:
-                sys.stderr.write(f"nbaccel: {warning}\n")
+                write_notice(f"nbaccel: {warning}\n")
         return self._session.plan
 
     def what_is_left(self) -> str:

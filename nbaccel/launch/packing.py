@@ -7,7 +7,6 @@ would cost too much to copy, and a fork is safe.
 from __future__ import annotations
 
 import mmap
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from nbaccel.errors import ModelNotShareable, NotSendable, UnsafeFork
+from nbaccel.log import write_notice
 from nbaccel.plan import Plan
 from nbaccel.transfer import arena, pickling, weight_sync
 from nbaccel.transfer.find_modules import outermost_modules, reached_modules
@@ -92,7 +92,7 @@ def pack_call(
                 _cannot_send(culprit_path, pickling_error, fork_hazards), path=culprit_path
             ) from pickling_error
     fork_plan = plan.with_start_method("fork", f"{fork_reason}, and nothing speaks against a fork")
-    sys.stderr.write(f"nbaccel: workers are forked from the notebook, because {fork_reason}.\n")
+    write_notice(f"nbaccel: workers are forked from the notebook, because {fork_reason}.\n")
     return _inherited_call(function, args, module_sharing), fork_plan
 
 
@@ -203,7 +203,7 @@ def _share_reached(call_modules: Sequence[tuple[str, nn.Module]]) -> arena.Shari
             )
         except ModelNotShareable as sharing_error:
             refusal_reason = str(sharing_error).partition("\n")[2].strip()
-            sys.stderr.write(
+            write_notice(
                 f"nbaccel: each worker gets a copy of {module_path}, and its weights will not "
                 f"come back, because it cannot be shared: {refusal_reason}\n"
             )
@@ -269,7 +269,7 @@ def judge_fork() -> None:
             "process, so no restart of the notebook is needed."
         )
     for fork_hazard in found_hazards:
-        sys.stderr.write(f"nbaccel: {fork_hazard}. start_method='template' is safe from that.\n")
+        write_notice(f"nbaccel: {fork_hazard}. start_method='template' is safe from that.\n")
 
 
 def _cannot_send(

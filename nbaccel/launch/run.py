@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from nbaccel.launch.edited_sources import tell_of_edits
 from nbaccel.launch.launch_hosts import LaunchHosts, NodesWait
 from nbaccel.launch.launch_supervisor import LaunchSupervisor
 from nbaccel.launch.packing import PackedCall, pack_call
+from nbaccel.log import write_notice
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
 from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
@@ -115,7 +115,7 @@ def _tell_host_memory(plan: Plan, packed_call: PackedCall) -> Plan:
     )
     is_short = peak_bytes - model_bytes > free_bytes
     if is_short:
-        sys.stderr.write(f"nbaccel: {warning}\n")
+        write_notice(f"nbaccel: {warning}\n")
     warnings = (*plan.warnings, warning) if is_short else plan.warnings
     return dataclasses.replace(plan, choices=(*plan.choices, choice), warnings=warnings)
 
@@ -124,7 +124,7 @@ def _tell_host_memory(plan: Plan, packed_call: PackedCall) -> Plan:
 def _one_at_a_time() -> Iterator[None]:
     # Tried first, so that the user learns why the second launch does not begin.
     if not _ONE_AT_A_TIME.acquire(blocking=False):
-        sys.stderr.write(
+        write_notice(
             "nbaccel: another thread of this notebook has begun a launch; this one waits until "
             "that is over.\n"
         )
@@ -145,7 +145,7 @@ def _run_attempts(
             call_outcome = _run_attempt(launch_hosts, packed_call, attempt_number, waiting_line)
         except NodesWait:
             # No failure of this node's: it does not count.
-            sys.stderr.write("nbaccel: another node joins: all workers are started anew.\n")
+            write_notice("nbaccel: another node joins: all workers are started anew.\n")
         except (LaunchTimeout, StartupFailed):
             # The same would happen again, after the same wait.
             raise
@@ -155,7 +155,7 @@ def _run_attempts(
                 raise
             attempt_number += 1
             first_attempt = str(error).partition("\n")[0]
-            sys.stderr.write(
+            write_notice(
                 f"nbaccel: {first_attempt}. Restart {attempt_number} of {allowed_restarts}"
                 f"{launch_hosts.what_is_left()}.\n"
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nbaccel import frames
 from nbaccel.errors import WorkerFailed
 from nbaccel.failures.failure import FailureRecord, RaisedError
+from nbaccel.log import write_notice
 from nbaccel.notebook.session import Session
 from nbaccel.rendering import coloured
 
@@ -43,7 +43,7 @@ class Hints:
                 and missing_name not in self._session.shell.user_ns
                 and self._workers_have(missing_name)
             ):
-                sys.stderr.write(
+                write_notice(
                     f"nbaccel: {missing_name} exists in the workers of %%accelerate. To copy it "
                     f"here: %accelerate pull {missing_name}\n"
                 )

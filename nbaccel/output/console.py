@@ -17,7 +17,9 @@ seconds), updates of displays as well as text; a browser keeps all text of a cel
 
 A line that all ranks print is shown once. To recognise it, a line waits up to `HOLD_S` for its
 twins; lines of one rank never overtake each other. A line that is being rewritten with carriage
-returns (a progress bar) is drawn in place for the lowest rank that has one.
+returns (a progress bar) is drawn in place for the lowest rank that has one. Where the call has a
+panel, that shows the bars of all ranks, and none is ever written to the cell: a notebook would keep
+each of them as lines, painted as errors.
 
 Rich output waits in the same queues: a picture comes after the lines that its rank printed before.
 What cannot be shown twice (output that is updated later, the cell being cleared) is taken from the
@@ -27,17 +29,20 @@ lowest rank that has it, as a bar is.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
-import re
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from nbaccel.output import publish
+from nbaccel.output.bar_text import BarText, RankBars, split_bar
+from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.library_messages import LibraryMessages
 from nbaccel.output.lines import (
     LineAssembler,
     LineMerger,
@@ -50,7 +55,7 @@ from nbaccel.output.rank_logs import RankLogs
 from nbaccel.units import number_ranges, shorten_text
 from nbaccel.workers import messaging
 
-__all__ = ["MAX_LINE_CHARS", "OutputAmount", "OutputPace"]
+__all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace", "RecentLine"]
 
 
 WHOLE_CHARS = 10_000_000
@@ -169,6 +174,7 @@ class OutputPace:
         return False
 
 
+_OWN_PREFIX = "nbaccel: "
 TICK_S = 0.1
 HOLD_S = 0.15
 _LAST_LINES = 20
@@ -180,15 +186,22 @@ _TOO_MUCH = (
     "Write to a file what you want to keep."
 )
 
-# What gloo prints for every group without any problem, from each rank, in the torch of Colab and
-# Kaggle (2.9). There is no setting to turn it off.
-_GLOO_NOTICE = re.compile(
-    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
-    r"Expected number of connected peer ranks is : \1"
-)
+_FIRST_TICK_S = 0.05
+"""A call in a cell that is over by then leaves no place for a panel behind."""
+_RECENT_LINES = 200
+_RECENT_CHARS = 400
 
 _ShownEntry = tuple[list[int], OutputItem]
 """Something to be shown, and the ranks that have it."""
+
+
+class RecentLine(NamedTuple):
+    """A line that has been shown."""
+
+    number: int
+    """How many were shown before it."""
+    ranks: tuple[int, ...]
+    text: str
 
 
 class Console:
@@ -201,6 +214,7 @@ class Console:
         paced: Whether there is a limit to how much is shown how fast; by default in a notebook.
         hidden: Ranks and streams that are not shown; reports of failures quote them all the same.
         rank_logs: Files that everything is written to beside; None writes none.
+        place: Where the call's panel is; None for a call without one.
     """
 
     def __init__(
@@ -211,7 +225,9 @@ class Console:
         paced: bool | None = None,
         hidden: Collection[tuple[int, str]] = (),
         rank_logs: RankLogs | None = None,
+        place: CellPlace | None = None,
     ) -> None:
+        self._place = place if place is not None and place.has_panel else None
         self._ranks = ranks
         self._template = prefix_template
         self._hidden = frozenset(hidden)
@@ -221,7 +237,7 @@ class Console:
         backlog_limit = MAX_LINE_CHARS if is_paced else None
         # Made when something is printed: most cells print nothing.
         self._sources: defaultdict[tuple[int, str], LineAssembler] = defaultdict(
-            lambda: LineAssembler(backlog_limit)
+            lambda: LineAssembler(backlog_limit, parts_bars=self._place is not None)
         )
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
         self._tails: dict[int, deque[str]] = {
@@ -233,8 +249,17 @@ class Console:
         self.clears = 0
         """How often workers have cleared the cell."""
         self._drawn = ""
-        self._drawn_on = "stderr"
-        self._next_tick = 0.0
+        # A notebook paints stderr as an error, which a bar or a notice is not.
+        self._own_stream = "stdout" if publish.has_cells() else "stderr"
+        self._drawn_on = self._own_stream
+        self._next_tick = 0.0 if self._place is None else time.monotonic() + _FIRST_TICK_S
+        self._bars: defaultdict[int, RankBars] = defaultdict(RankBars)
+        self._is_over = False
+        self.library_messages = LibraryMessages()
+        self._num_shown = 0
+        self._recent: defaultdict[int, deque[RecentLine]] = defaultdict(
+            lambda: deque(maxlen=_RECENT_LINES)
+        )
 
     def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
         """Take in what a worker wrote."""
@@ -280,19 +305,71 @@ class Console:
             self._queue(worker_rank, stream, [rest_line])
 
     def _queue(self, worker_rank: int, stream: str, output_lines: Sequence[str]) -> None:
-        if any(map(_GLOO_NOTICE.fullmatch, output_lines)):
-            output_lines = [
-                output_line
-                for output_line in output_lines
-                if not _GLOO_NOTICE.fullmatch(output_line)
-            ]
+        output_lines = self.library_messages.take_from(worker_rank, output_lines)
+        if self._place is not None:
+            output_lines = self._take_bars(worker_rank, output_lines)
         if (worker_rank, stream) not in self._hidden:
-            self._waiting.add_lines(worker_rank, time.monotonic(), stream, output_lines)
+            arrival_time = time.monotonic()
+            for shown_on, line_run in itertools.groupby(
+                output_lines, key=functools.partial(self._stream_for, stream)
+            ):
+                self._waiting.add_lines(worker_rank, arrival_time, shown_on, line_run)
         # From the end, because a chunk may hold thousands of lines and only the last few are kept.
         last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
         self._tails[worker_rank].extend(
             shorten_text(output_line, _TAIL_CHARS) for output_line in reversed([*last_lines])
         )
+
+    def _stream_for(self, stream: str, output_line: str) -> str:
+        """A worker's own notices are no errors; what the user's code writes stays where it is."""
+        is_own = self._own_stream == "stdout" and output_line.startswith(_OWN_PREFIX)
+        return self._own_stream if is_own else stream
+
+    # ---- what a panel shows
+
+    def _take_bars(self, worker_rank: int, output_lines: Sequence[str]) -> Sequence[str]:
+        """Take out finished bars, whose last state the panel shows; returns the other lines."""
+        # First what nearly all lines lack: thousands of lines a second are asked.
+        if not any("]" in output_line for output_line in output_lines):
+            return output_lines
+        other_lines = []
+        for output_line in output_lines:
+            bar, text_behind = split_bar(output_line)
+            if bar is not None:
+                self._bars[worker_rank].note(bar)
+            if bar is None or text_behind:
+                other_lines.append(text_behind)
+        return other_lines
+
+    def bars(self) -> dict[int, tuple[BarText, ...]]:
+        """The progress bars of each rank that has some."""
+        found_bars = {}
+        for worker_rank in self._ranks:
+            unfinished_lines = [
+                self._sources[source_key].bar
+                for source_key in ((worker_rank, "stdout"), (worker_rank, "stderr"))
+                if source_key in self._sources and source_key not in self._hidden
+            ]
+            if worker_rank in self._bars or any(unfinished_lines):
+                found_bars[worker_rank] = self._bars[worker_rank].shown(unfinished_lines)
+        return found_bars
+
+    @property
+    def num_shown(self) -> int:
+        """How many lines have been shown."""
+        return self._num_shown
+
+    def recent_lines(self) -> dict[int, list[RecentLine]]:
+        """The newest lines of each rank that has printed some, where there is a panel."""
+        return {worker_rank: list(rank_lines) for worker_rank, rank_lines in self._recent.items()}
+
+    def _remember(self, ranks: Sequence[int], line_text: str) -> None:
+        recent_line = RecentLine(
+            self._num_shown, tuple(ranks), shorten_text(line_text, _RECENT_CHARS)
+        )
+        self._num_shown += 1
+        for worker_rank in ranks:
+            self._recent[worker_rank].append(recent_line)
 
     # ---- too much of it
 
@@ -335,7 +412,7 @@ class Console:
             num_lines = sum(self._dropped.values())
             dropped_words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
             self._dropped.clear()
-            _write_stream("stderr", f"nbaccel: … {dropped_words}{rank_names} not shown\n")
+            self._write(self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n")
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
@@ -378,6 +455,12 @@ class Console:
         self._show(due_entries)
         self._draw(progress_bar, bar_stream)
 
+    def show_last(self) -> None:
+        """The call is over: show what is left."""
+        # Without bars there is no summary of a call that has shown nothing so far.
+        self._is_over = not self._bars
+        self.tick(is_final=True)
+
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
         """What is to be shown now, within what the pace leaves room for."""
         found_items = self._entries(current_time, float("-inf") if is_final else HOLD_S)
@@ -399,7 +482,7 @@ class Console:
             # Each line costs a prefix and a line end too, also an empty one.
             num_chars += len(_entry_text(shown_entry[1])) + 5
         if output_pace.spend(num_chars):
-            due_entries.append(([], PrintedLine(current_time, "stderr", _TOO_MUCH)))
+            due_entries.append(([], PrintedLine(current_time, self._own_stream, _TOO_MUCH)))
         return due_entries
 
     def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
@@ -411,10 +494,10 @@ class Console:
                     self._live.note(worker_rank, queued_item, with_rank=shown_rank)
             yield [*popped_items], popped_items[shown_rank]
 
-    def notice(self, text: str, *, stream: str = "stderr") -> None:
+    def notice(self, text: str) -> None:
         """Show a line of the launcher, after what has been printed so far."""
         self.make_room()
-        _write_stream(stream, text + "\n")
+        self._write(self._own_stream, text + "\n")
 
     def make_room(self) -> None:
         """Show what is waiting and take a bar away, before something else is shown in the cell.
@@ -425,23 +508,26 @@ class Console:
         self._erase()
 
     def _bar(self) -> tuple[str, str]:
+        if self._place is not None:
+            return "", self._drawn_on
         # The lowest rank's.
         for worker_rank in self._ranks if self._sources else ():
             for stream in ("stdout", "stderr"):
                 rank_source = self._sources.get((worker_rank, stream))
                 if rank_source and rank_source.bar and (worker_rank, stream) not in self._hidden:
-                    return self._prefix([worker_rank]) + rank_source.bar, stream
+                    bar_stream = "stdout" if self._own_stream == "stdout" else stream
+                    return self._prefix([worker_rank]) + rank_source.bar, bar_stream
         return "", self._drawn_on
 
     def _erase(self, keep_bar: str = "") -> None:
         if self._drawn and not keep_bar:
-            _write_stream(self._drawn_on, "\r" + " " * len(self._drawn) + "\r")
+            self._write(self._drawn_on, "\r" + " " * len(self._drawn) + "\r")
             self._drawn = ""
 
     def _draw(self, progress_bar: str, stream: str) -> None:
         if progress_bar and progress_bar != self._drawn:
             # Padded, because a shorter bar would leave the end of the old one.
-            _write_stream(stream, "\r" + progress_bar.ljust(len(self._drawn)))
+            self._write(stream, "\r" + progress_bar.ljust(len(self._drawn)))
             self._drawn, self._drawn_on = progress_bar, stream
 
     def _show(self, due_entries: list[_ShownEntry]) -> None:
@@ -455,11 +541,17 @@ class Console:
             due_entries, key=lambda shown_entry: stream_of(shown_entry[1])
         ):
             if stream is not None:
-                output_lines = (
-                    f"{self._prefix(ranks)}{_entry_text(queued_item)}\n"
-                    for ranks, queued_item in entry_run
+                shown_lines = list(entry_run)
+                self._write(
+                    stream,
+                    "".join(
+                        f"{self._prefix(ranks)}{_entry_text(queued_item)}\n"
+                        for ranks, queued_item in shown_lines
+                    ),
                 )
-                _write_stream(stream, "".join(output_lines))
+                if self._place is not None:
+                    for ranks, queued_item in shown_lines:
+                        self._remember(ranks, _entry_text(queued_item))
                 continue
             for ranks, queued_item in entry_run:
                 if (
@@ -480,8 +572,20 @@ class Console:
             and not queued_item.updates
             and len(ranks) < len(self._ranks)
         ):
-            _write_stream("stdout", prefix_label + "\n")
+            self._write("stdout", prefix_label + "\n")
+        if self._place is not None and not queued_item.clears:
+            self._place.hold()
         publish.show_message(queued_item.message)
+        if self._place is not None and queued_item.clears:
+            self._place.note_cleared()
+
+    def _write(self, stream: str, text: str) -> None:
+        if self._place is not None and not self._is_over:
+            self._place.hold()
+        # Looked up at each write, because user code may redirect the stream meanwhile.
+        target_stream: TextIO = getattr(sys, stream)
+        target_stream.write(text)
+        target_stream.flush()
 
     def _prefix(self, ranks: Sequence[int]) -> str:
         prefix_key = tuple(ranks)
@@ -492,7 +596,7 @@ class Console:
 
     def _prefix_of(self, ranks: tuple[int, ...]) -> str:
         if not ranks:
-            return "nbaccel: "
+            return _OWN_PREFIX
         if self._template is None:
             return f"[{number_ranges(ranks)}] "
         local_rank = {worker_rank: position for position, worker_rank in enumerate(self._ranks)}
@@ -545,10 +649,3 @@ class _LiveConsole:
 
 def _entry_text(queued_item: OutputItem) -> str:
     return queued_item.text if isinstance(queued_item, PrintedLine) else ""
-
-
-def _write_stream(stream: str, text: str) -> None:
-    # Looked up at each write, because user code may redirect the stream meanwhile.
-    target_stream: TextIO = getattr(sys, stream)
-    target_stream.write(text)
-    target_stream.flush()

@@ -22,6 +22,7 @@ __all__ = ["LineAssembler", "LineMerger", "OutputItem", "PrintedLine", "RichOutp
 
 
 _BAR_CHARS = 1_000
+_LINE_UP = "\x1b[A"  # ECMA-48: cursor up
 
 
 class LineAssembler:
@@ -29,12 +30,16 @@ class LineAssembler:
 
     Args:
         max_chars: Of a longer line only head and tail are kept; None for no limit.
+        parts_bars: Whether bars that are drawn below each other are lines of their own, and a
+            bar that has been erased is no line.
     """
 
-    def __init__(self, max_chars: int | None = None) -> None:
+    def __init__(self, max_chars: int | None = None, *, parts_bars: bool = False) -> None:
         # Incremental, because a chunk may end within a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._max_chars = max_chars
+        self._parts_bars = parts_bars
+        self._held_back = ""  # the start of a terminal sequence whose end has not come
         self._begin()
         self.bar = ""
         """The unfinished line, if it has been rewritten with carriage returns."""
@@ -54,7 +59,7 @@ class LineAssembler:
         Returns:
             The finished lines without their ends, and how many others there were.
         """
-        line_text = self._decoder.decode(output_bytes)
+        line_text = self._decode(output_bytes)
         dropped_lines = 0 if at_most is None else max(0, line_text.count("\n") - at_most)
         if at_most is not None and dropped_lines:
             # The line that was unfinished is among those left out.
@@ -65,21 +70,44 @@ class LineAssembler:
         self._add(first_text)
         output_lines = []
         if more_texts:
+            are_rewritten = [self._is_rewritten, *("\r" in text for text in more_texts[:-1])]
             output_lines = [self._take(), *map(_rewrite_line, more_texts[:-1])]
+            if self._parts_bars and any(are_rewritten):
+                output_lines = [
+                    output_line
+                    for output_line, is_rewritten in zip(output_lines, are_rewritten, strict=True)
+                    if output_line or not is_rewritten
+                ]
             self._add(more_texts[-1])
         self.bar = self._bar() if self._is_rewritten else ""
         return output_lines, dropped_lines
 
+    def _decode(self, output_bytes: bytes) -> str:
+        line_text = self._decoder.decode(output_bytes)
+        if not self._parts_bars:
+            return line_text
+        line_text, self._held_back = self._held_back + line_text, ""
+        if "\x1b" in line_text:
+            for start_text in (_LINE_UP[:1], _LINE_UP[:2]):
+                if line_text.endswith(start_text):
+                    line_text, self._held_back = line_text[: -len(start_text)], start_text
+            # tqdm goes down a line, draws an inner bar there, and comes up again: the inner bar is
+            # a line, and where it comes up to a bar stands already.
+            line_text = line_text.replace(_LINE_UP, "\n\r")
+        return line_text
+
     def finish(self) -> str | None:
         """The line that has no end yet, if there is one; it is removed."""
-        rest_text = self._decoder.decode(b"", final=True)
+        rest_text = self._held_back + self._decoder.decode(b"", final=True)
+        self._held_back = ""
         if not (rest_text or self._last or self._under or self._is_rewritten):
             self.bar = ""
             return None
         self._add(rest_text)
         is_empty = not self._last and not self._under
+        drops_blank = self._parts_bars and self._is_rewritten
         output_line, self.bar = self._take(), ""
-        return None if is_empty else output_line
+        return None if is_empty or (drops_blank and not output_line) else output_line
 
     def _add(self, line_text: str) -> None:
         if "\r" in line_text:

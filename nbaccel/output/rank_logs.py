@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from nbaccel.errors import ConfigError
+from nbaccel.log import write_notice
 from nbaccel.plan import Plan
 
 __all__ = ["STREAM_NAMES", "RankLogs", "hidden_streams", "logs_of_run"]
@@ -151,6 +151,6 @@ def _make_folder(log_dir: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             log_dir.mkdir(parents=True, exist_ok=True)
             run_folder.mkdir()
-            sys.stderr.write(f"nbaccel: what each rank prints is written to {run_folder}\n")
+            write_notice(f"nbaccel: what each rank prints is written to {run_folder}\n")
             return run_folder
     raise FileExistsError(17, "a thousand runs began in this second", str(log_dir))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import html
 import sys
 import time
-import uuid
 from collections.abc import Callable
-from typing import Any
 
-from nbaccel.output import publish
+from nbaccel.output.cell_place import CellPlace
 from nbaccel.units import count_noun
 
 __all__ = ["WaitingLine"]
@@ -26,6 +24,9 @@ class WaitingLine:
     Args:
         num_workers: How many are started.
         read_clock: Seconds of a clock that never goes back.
+
+    Attributes:
+        place: Where in a cell it stands; the call's panel comes there, too.
     """
 
     def __init__(
@@ -34,9 +35,8 @@ class WaitingLine:
         self._headline = f"starting {count_noun(num_workers, 'worker')}"
         self._clock = read_clock
         self._began_at = read_clock()
-        self._id = uuid.uuid4().hex
-        self._in_place = publish.has_cells()
-        self._is_wanted = self._in_place or sys.stderr.isatty()
+        self.place = CellPlace()
+        self._is_wanted = self.place.is_there or sys.stderr.isatty()
         self._shown = ""
         self._is_over = False
 
@@ -63,26 +63,24 @@ class WaitingLine:
         self._show(text)
         self._shown = text
 
-    def close(self) -> None:
-        """Remove it."""
-        if self._shown and not self._is_over:
+    def close(self, *, is_replaced: bool = False) -> None:
+        """Remove it.
+
+        Args:
+            is_replaced: Whether something else takes its place in the cell in a moment: until then
+                it stays, so that what is below does not jump.
+        """
+        if self._shown and not self._is_over and not (is_replaced and self.place.is_there):
             self._show("")
         self._is_over = True
 
     def _show(self, text: str) -> None:
-        if not self._in_place:
-            sys.stderr.write(f"{_CLEAR_TO_END}nbaccel: {text}" if text else _CLEAR_TO_END)
-            sys.stderr.flush()
+        if self.place.is_there:
+            self.place.show({"text/plain": text, "text/html": _as_html(text)} if text else {})
             return
-        content: dict[str, Any] = {
-            "data": {"text/plain": text, "text/html": _as_html(text)},
-            "metadata": {},
-            "transient": {"display_id": self._id},
-        }
-        if self._shown:
-            content["update"] = True
-        publish.publish_display(content)
+        sys.stderr.write(f"{_CLEAR_TO_END}nbaccel: {text}" if text else _CLEAR_TO_END)
+        sys.stderr.flush()
 
 
 def _as_html(text: str) -> str:
-    return f'<span style="opacity:0.7">{html.escape(text)}</span>' if text else ""
+    return f'<span style="opacity:0.7">{html.escape(text)}</span>'

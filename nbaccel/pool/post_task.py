@@ -8,11 +8,11 @@ WriteWeights ─► every rank writes its part into staging files ─► Staged
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel.errors import LaunchInterrupted, WorkerFailed
+from nbaccel.log import write_notice
 from nbaccel.plan import Plan
 from nbaccel.pool import messages, user_messages
 from nbaccel.pool.live_group import LiveGroup
@@ -104,7 +104,7 @@ class PostTask:
             messages.LeaveGroups(generation=self._generation, reason=regroup_reason)
         )
         if ended_well:
-            sys.stderr.write(f"nbaccel: {user_messages.UNEVEN_COLLECTIVES}\n")
+            write_notice(f"nbaccel: {user_messages.UNEVEN_COLLECTIVES}\n")
         return group_result
 
     def _copy_weights_back(self, call_result: TaskResult) -> TaskTrouble | None:
@@ -181,7 +181,7 @@ class PostTask:
     def _tell(self, module_path: str, report_line: str) -> None:
         """Write a line out, unless it was the last one about this module."""
         if self._reported_lines.get(module_path) != report_line:
-            sys.stderr.write(report_line)
+            write_notice(report_line)
         self._reported_lines[module_path] = report_line
 
 

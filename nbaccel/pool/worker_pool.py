@@ -9,7 +9,6 @@ The pool decides what a task's end means: go on, leave the process groups, or st
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from nbaccel.config.call_arguments import check_call
 from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.launch.edited_sources import tell_of_edits
+from nbaccel.log import write_notice
 from nbaccel.output import publish
 from nbaccel.pool import messages, pool_calls, user_messages
 from nbaccel.pool.cell_source import CellSource
@@ -460,7 +460,7 @@ class Pool:
         """The workers; started first if there are none."""
         if self._workers is None:
             if self._state is PoolState.BROKEN:
-                sys.stderr.write(user_messages.regrouped_line(self.num_processes, self.reason))
+                write_notice(user_messages.regrouped_line(self.num_processes, self.reason))
             self._state = PoolState.STARTING
             self._workers = live_group = LiveGroup.ready(
                 requirements.check_requirements(self.plan, is_live=True)

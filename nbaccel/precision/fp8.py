@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import ClassVar
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from nbaccel.abc.precision import PrecisionSettings
 from nbaccel.config import Fp8Config
 from nbaccel.fp8.conversion import LayerSelection
+from nbaccel.log import write_notice
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.precision.native import Bf16
 
@@ -61,4 +61,4 @@ class Fp8Precision(Bf16):
         self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)
         # Layers that were asked for and stay out are worth a line; the rest is in the plan.
         if self.settings.is_main and selection.left:
-            sys.stderr.write(f"nbaccel: {type(model).__name__} in fp8 by {what}: {described}.\n")
+            write_notice(f"nbaccel: {type(model).__name__} in fp8 by {what}: {described}.\n")

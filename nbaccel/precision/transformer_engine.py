@@ -11,7 +11,6 @@ been run with stand-ins for its layers only.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -26,6 +25,7 @@ from nbaccel.abc.precision import PrecisionSettings
 from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError, MissingBackend
 from nbaccel.fp8.conversion import require_layers, select_layers
+from nbaccel.log import write_notice
 from nbaccel.precision.fp8 import Fp8Precision
 
 __all__ = [
@@ -72,7 +72,7 @@ class TransformerEngineFp8(Fp8Precision):
         recipes = importlib.import_module("transformer_engine.common.recipe")
         self._recipe, ignored = build_recipe(self.fp8, recipes)
         if ignored and settings.is_main:
-            sys.stderr.write(f"nbaccel: {_ignored_text(ignored)}\n")
+            write_notice(f"nbaccel: {_ignored_text(ignored)}\n")
 
     def convert(self, bundle: Bundle) -> Bundle:
         """See :meth:`Precision.convert`.

@@ -222,6 +222,7 @@ def _death_report(
         records=tuple(failure_records),
         world_size=world_size,
         last_output=call_result.tails,
+        library_messages=call_result.library_messages,
         headline=error_headline,
         advice=error_advice,
         closing=closing_lines,

@@ -32,6 +32,8 @@ class CallResult:
     """The workers that had it, by rank, with what each has returned, raised or died of."""
     tails: dict[int, list[str]] = field(repr=False)
     """The last lines that each rank printed."""
+    library_messages: list[str] = field(repr=False)
+    """What libraries have printed that is folded away as long as all is well."""
     interrupted: bool
     """The user has stopped it."""
     timed_out: bool
@@ -144,13 +146,14 @@ class Supervisor(WorkerListener):
                 self.hear(self._patience())
             self.close_output()
             self.show_rest()
-        self._console.tick(is_final=True)
+        self._console.show_last()
 
     def facts(self) -> dict[str, Any]:
         """The fields of a `CallResult`."""
         return {
             "members": tuple(self.participants()),
             "tails": self.tails(),
+            "library_messages": self._console.library_messages.lines(),
             "interrupted": self._interrupted,
             "timed_out": self._timed_out,
             "stuck": self._stuck,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from nbaccel import spent_time, torch_private
 from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, UnsafeMoment
+from nbaccel.log import write_notice
 from nbaccel.train import page_setup
 from nbaccel.train.announced_calls import (
     AnnouncedCall,
@@ -232,7 +232,7 @@ class _Wait:
             raise CollectiveTimeout(self._describe_missing(waited_s))
         if waited_s >= self._warn_at_s:
             self._warn_at_s = math.inf
-            sys.stderr.write(f"nbaccel: {self._describe_missing(waited_s)}\n")
+            write_notice(f"nbaccel: {self._describe_missing(waited_s)}\n")
 
     def describe_left(self, rank: int, also: str = "") -> str:
         """The message about a process that has left.

@@ -9,13 +9,13 @@ speed. Later programs have a cause that can be removed, and it is named once.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nbaccel.abc.device import CompileCounts, DeviceRuntime
+from nbaccel.log import write_notice
 from nbaccel.train.trees import leaves
 from nbaccel.units import count_noun, format_seconds
 from nbaccel.workers import metrics_reporter
@@ -135,7 +135,7 @@ class CompileWatch:
         # Without times, in which ranks differ: a line that all of them say is shown once.
         if cause not in self.told:
             self.told.add(cause)
-            sys.stderr.write(f"nbaccel: {text}\n")
+            write_notice(f"nbaccel: {text}\n")
 
     def describe(self) -> str:
         """How much was compiled so far: ``14 programs compiled in 3.2 s``."""

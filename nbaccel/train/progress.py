@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from nbaccel import spent_time, torch_private
 from nbaccel.abc.place import Place
-from nbaccel.bars import Bar
+from nbaccel.bars import BATCH_UNIT, Bar
+from nbaccel.log import notice_stream
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size
 from nbaccel.workers import metrics_reporter
@@ -55,13 +56,18 @@ class Progress(Generic[_LoaderBatch]):
         self._start_time = time.time()
         self._last_post_s = 0.0
         self._had_phase = False
+        self._description = description
         self.samples = 0
         try:
-            num_batches = len(loader)  # type: ignore[arg-type]
+            self._num_batches: int | None = len(loader)  # type: ignore[arg-type]
         except TypeError:  # an iterable dataset has no length
-            num_batches = None
+            self._num_batches = None
         self.bar = Bar(
-            total=num_batches, desc=description or None, disable=not place.is_main, unit="batch"
+            total=self._num_batches,
+            desc=description or None,
+            disable=not place.is_main,
+            unit=BATCH_UNIT,
+            file=notice_stream(),
         )
 
     def __len__(self) -> int:
@@ -69,15 +75,16 @@ class Progress(Generic[_LoaderBatch]):
 
     def __iter__(self) -> Iterator[_LoaderBatch]:
         self._start_time = time.time()
-        metrics_reporter.loop_begins()
+        metrics_reporter.loop_begins(self._loader, self._description, self._num_batches)
         try:
             for batch in self._batches():
-                self.samples += find_batch_size(batch) or 0
+                batch_samples = find_batch_size(batch) or 0
+                self.samples += batch_samples
                 self._show_phase()
                 yield batch
                 # After the loop's body: the batch counts when it has been trained with.
                 self.bar.update(1)
-                metrics_reporter.step_done()
+                metrics_reporter.step_done(batch_samples)
                 if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
                     self._report_progress()
             self._show_phase()

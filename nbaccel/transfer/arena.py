@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nbaccel import torch_private
 from nbaccel.errors import ModelNotShareable
+from nbaccel.log import write_notice
 from nbaccel.transfer import shared_memory
 from nbaccel.units import first_few
 
@@ -296,7 +296,7 @@ def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
         stand_ins, viewed_tensors = _move_storages(named_modules)
     # A message and not a refusal: the launch itself works, only the older view goes stale.
     if viewed_tensors:
-        sys.stderr.write(_stale_views_message(named_modules, viewed_tensors))
+        write_notice(_stale_views_message(named_modules, viewed_tensors))
     return Sharing(
         modules=tuple(
             _record_module(module_path, module, stand_ins) for module_path, module in named_modules

@@ -439,6 +439,19 @@ class Metrics:
     """Time that took, in seconds."""
     spent: SpentTime | None = None
     """Where the time has gone; None before the first loop over batches."""
+    value_steps: tuple[int, ...] = ()
+    """The step at which each of `values` was reported; empty where that is not known."""
+    loop_name: str = ""
+    """What the loop over batches is called; empty for no name."""
+    epoch: int = 0
+    """How often the loader of that loop has been gone through, this time included; 0 before the
+    first loop."""
+    batches: int = 0
+    """Batches used in that loop."""
+    total_batches: int | None = None
+    """Batches that it has; None where that is not known."""
+    samples: int = 0
+    """Samples that this rank has used in all its loops."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numbers
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,16 @@ _MAX_METRICS = 16
 _NAME_CHARS = 60
 
 
+@dataclass(kw_only=True, slots=True)
+class LoopFacts:
+    """The loop over batches that is under way, or was last."""
+
+    name: str = ""
+    epoch: int = 0
+    batches: int = 0
+    total_batches: int | None = None
+
+
 class Reporter:
     """Collects what the loop reports, and sends it at intervals.
 
@@ -59,7 +70,12 @@ class Reporter:
         self._pid = os.getpid()
         self._account = spent_time.open_account()
         self._values: dict[str, float] = {}
+        self._value_steps: dict[str, int] = {}
         self._steps = 0
+        self._epochs: dict[int, int] = {}
+        """How often each loader has been gone through, by its identity."""
+        self._loop = LoopFacts()
+        self._samples = 0
         self._counts_batches = False
         self._logs_a_loss = False
         self._is_news = False
@@ -72,33 +88,37 @@ class Reporter:
         """Take in what `accelerator.log` was given."""
         # A loop over batches that is not nbaccel's has begun at its first log at the latest.
         self._account.begin()
+        if not self._counts_batches:
+            self._steps = self._steps + 1 if step is None else int(step)
         for name, value in _finite_numbers(values):
             # Known names always: a full table must still show new values.
             if name in self._values or len(self._values) < _MAX_METRICS:
-                self._values[name] = value
+                self._values[name], self._value_steps[name] = value, self._steps
                 self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
-        if not self._counts_batches:
-            self._steps = self._steps + 1 if step is None else int(step)
         self._tell()
 
-    def loop_begins(self) -> None:
+    def loop_begins(self, loader: object, loop_name: str, total_batches: int | None) -> None:
         """A loop over batches begins: from now on a step is a batch."""
         self._account.begin()
         if not self._counts_batches:
             self._counts_batches, self._steps = True, 0
+        epoch = self._epochs[id(loader)] = self._epochs.get(id(loader), 0) + 1
+        self._loop = LoopFacts(name=loop_name, epoch=epoch, total_batches=total_batches)
         # Sent at once: the notebook computes the speed from the first message of a loop.
         self._next = 0.0
         self._tell()
 
-    def step_done(self) -> None:
+    def step_done(self, num_samples: int) -> None:
         """A batch was used."""
         self._steps += 1
+        self._loop.batches += 1
+        self._samples += num_samples
         self._tell()
 
     def loss_is(self, value: float) -> None:
         """Take in the loss that the progress bar shows, unless the loop logs one by itself."""
         if not self._logs_a_loss:
-            self._values["loss"] = value
+            self._values["loss"], self._value_steps["loss"] = value, self._steps
             self._tell()
 
     def note_phase(self, phase: str) -> None:
@@ -143,6 +163,12 @@ class Reporter:
             programs=self._programs,
             compile_s=self._compile_s,
             spent=self._account.spent(),
+            value_steps=tuple(self._value_steps[name] for name in self._values),
+            loop_name=self._loop.name[:_NAME_CHARS],
+            epoch=self._loop.epoch,
+            batches=self._loop.batches,
+            total_batches=self._loop.total_batches,
+            samples=self._samples,
         )
 
 
@@ -198,16 +224,26 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
         _process_reporter.log(values, step)
 
 
-def loop_begins() -> None:
-    """A loop over batches begins."""
+def loop_begins(loader: object, loop_name: str = "", total_batches: int | None = None) -> None:
+    """A loop over batches begins.
+
+    Args:
+        loader: What it goes through: going through the same again is the next epoch.
+        loop_name: What the user calls it; empty for no name.
+        total_batches: How many batches there are; None where that is not known.
+    """
     if _process_reporter is not None:
-        _process_reporter.loop_begins()
+        _process_reporter.loop_begins(loader, loop_name, total_batches)
 
 
-def step_done() -> None:
-    """A batch was used."""
+def step_done(num_samples: int = 0) -> None:
+    """A batch was used.
+
+    Args:
+        num_samples: How many samples it had; 0 where that is not known.
+    """
     if _process_reporter is not None:
-        _process_reporter.step_done()
+        _process_reporter.step_done(num_samples)
 
 
 def loss_is(value: float) -> None:

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import json
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import ShardedCheckpoints
 from nbaccel.errors import ConfigError
+from nbaccel.log import write_notice
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.trees import leaves, map_tensors
@@ -155,7 +155,7 @@ def _tell_of_own_disks(
     """Say once what a user has to know of checkpoints on several disks."""
     does = "does" if len(hosts) == 1 else "do"
     remedy_text = _SHARD_REMEDIES.get(shard_kind, "")
-    sys.stderr.write(
+    write_notice(
         f"nbaccel: {', '.join(hosts)} {does} not share {Path(parent_folder).resolve()} with the "
         f"first host, {first_host}: each host keeps a checkpoint that is complete for its own "
         "processes. "

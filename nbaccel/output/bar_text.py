@@ -1,0 +1,147 @@
+"""tqdm's bars, read from the text that they draw.
+
+    inside:  40%|████      | 2/5 [00:01<00:01,  1.9it/s, loss=0.3]
+    12it [00:03,  3.8it/s]
+
+tqdm itself is left as it is: a bar of any version, in a process that has imported it before, is
+read the same way. A line that is rewritten in place and is no bar of tqdm is shown as its text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["BarText", "RankBars", "read_bar", "split_bar"]
+
+_MAX_BAR_CHARS = 1_000
+_MAX_BARS = 2
+_WITH_TOTAL = re.compile(
+    r"(?:(?P<description>.*?):? +)?(?P<percent>\d+)%\|[^|]*\| *(?P<done>[^\s/\[]+)/(?P<total>[^\s\[]+)"
+    r" \[(?P<elapsed>[\d:]+)<(?P<left>[\d:?]+), *(?P<rate>[^,\]]*)(?:, (?P<postfix>.*?))?\]"
+)
+_WITHOUT_TOTAL = re.compile(
+    r"(?:(?P<description>.*): )?(?P<done>\d[\d.]*[kMGTPEZY]?)[^\s\d]\S* "
+    r"\[(?P<elapsed>[\d:]+), *(?P<rate>(?:\?|[\d.]+)[^,\]]*/[^,\]]+)(?:, (?P<postfix>.*))?\]"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarText:
+    """A progress bar at one moment."""
+
+    text: str
+    """The whole of it, as it was drawn."""
+    description: str = ""
+    fraction: float | None = None
+    """How much is done, from 0 to 1; None where the total is not known."""
+    done: str = ""
+    """In the bar's own words: `2`, `1.5k`."""
+    total: str = ""
+    left_s: float | None = None
+    """Seconds that are left, as the bar estimates them."""
+    rate: str = ""
+    """`1.9it/s`, `2.1s/batch`."""
+    postfix: str = ""
+    """What the loop has added: `loss=0.3`."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is done."""
+        return self.fraction is not None and self.fraction >= 1.0
+
+
+def read_bar(line_text: str) -> BarText | None:
+    """A line as a bar of tqdm; None if it is none.
+
+    Args:
+        line_text: What stands on the line.
+    """
+    # First what nearly all lines lack: thousands of lines a second are asked.
+    if line_text[-1:] != "]" or len(line_text) > _MAX_BAR_CHARS:
+        return None
+    bar_match = (_WITH_TOTAL if "%|" in line_text else _WITHOUT_TOTAL).fullmatch(line_text)
+    return None if bar_match is None else _bar_of(bar_match)
+
+
+def split_bar(line_text: str) -> tuple[BarText | None, str]:
+    """A finished line as a bar, and what was printed behind it on the same line.
+
+    Args:
+        line_text: The line. Where a program logs while a bar is drawn, the message follows the bar
+            without a line end between.
+
+    Returns:
+        The bar, or None, and the text that is no bar.
+    """
+    bar = read_bar(line_text)
+    if bar is not None:
+        return bar, ""
+    bar_match = _WITH_TOTAL.match(line_text) if "%|" in line_text[:_MAX_BAR_CHARS] else None
+    if bar_match is None:
+        return None, line_text
+    return _bar_of(bar_match), line_text[bar_match.end() :]
+
+
+def _bar_of(bar_match: re.Match[str]) -> BarText:
+    found_parts = {name: value or "" for name, value in bar_match.groupdict().items()}
+    percent = found_parts.get("percent")
+    return BarText(
+        text=bar_match[0],
+        description=found_parts["description"].strip(),
+        fraction=min(1.0, int(percent) / 100) if percent else None,
+        done=found_parts["done"],
+        total=found_parts.get("total", ""),
+        left_s=_clock_seconds(found_parts.get("left", "")),
+        rate=found_parts["rate"].strip(),
+        postfix=found_parts["postfix"],
+    )
+
+
+def _clock_seconds(clock_text: str) -> float | None:
+    """`1:02:03` in seconds."""
+    if not clock_text or "?" in clock_text:
+        return None
+    seconds = 0.0
+    for clock_part in clock_text.split(":"):
+        seconds = 60 * seconds + int(clock_part or 0)
+    return seconds
+
+
+class RankBars:
+    """The bars of one rank that are of interest now: an inner loop's, and the one around it."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, BarText] = {}
+        self._newest = ""
+
+    def note(self, bar: BarText) -> None:
+        """Take in a bar's newest state."""
+        if bar.description != self._newest:
+            # A loop that is through is of no interest once another one is drawn.
+            self._bars = {
+                name: known_bar
+                for name, known_bar in self._bars.items()
+                if name == bar.description or not known_bar.is_complete
+            }
+        self._newest = bar.description
+        self._bars[bar.description] = bar
+        while len(self._bars) > _MAX_BARS:
+            oldest = next(name for name in self._bars if name != self._newest)
+            del self._bars[oldest]
+
+    def shown(self, unfinished_lines: Iterable[str]) -> tuple[BarText, ...]:
+        """All of them, the outer one first.
+
+        Args:
+            unfinished_lines: What the rank is rewriting in place now; it may be no bar of tqdm.
+        """
+        other_texts: list[BarText] = []
+        for line_text in filter(str.strip, unfinished_lines):
+            bar = read_bar(line_text)
+            if bar is not None:
+                self.note(bar)
+            else:
+                other_texts.append(BarText(text=line_text))
+        return (*self._bars.values(), *other_texts)
