@@ -78,7 +78,9 @@ def split_bar(line_text: str) -> tuple[BarText | None, str]:
     bar = read_bar(line_text)
     if bar is not None:
         return bar, ""
-    bar_match = _WITH_TOTAL.match(line_text) if "%|" in line_text[:_MAX_BAR_CHARS] else None
+    bar_match = (
+        _WITH_TOTAL.match(line_text) if "%|" in line_text[:_MAX_BAR_CHARS] else None
+    )
     if bar_match is None:
         return None, line_text
     return _bar_of(bar_match), line_text[bar_match.end() :]

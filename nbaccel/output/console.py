@@ -412,7 +412,9 @@ class Console:
             num_lines = sum(self._dropped.values())
             dropped_words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
             self._dropped.clear()
-            self._write(self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n")
+            self._write(
+                self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n"
+            )
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
@@ -649,3 +651,5 @@ class _LiveConsole:
 
 def _entry_text(queued_item: OutputItem) -> str:
     return queued_item.text if isinstance(queued_item, PrintedLine) else ""
+
+
