@@ -19,10 +19,11 @@ __all__ = [
     "TimeAccount",
     "add_exchange",
     "begin_account",
-    "close_account",
     "communicating",
     "open_account",
+    "present_account",
     "reading_data",
+    "use_account",
 ]
 
 ExchangeSource = Callable[[], "float | None"]
@@ -150,18 +151,22 @@ communicating = _TimedBlock("communication")
 
 def open_account() -> TimeAccount:
     """Count from now on, for this thread; an earlier account of the process ends."""
-    global _process_account  # noqa: PLW0603 - loops and collectives have no handle on it
     account = TimeAccount()
     for source in _exchange_sources:
         account.add_exchange(source)
-    _process_account = account
+    use_account(account)
     return account
 
 
-def close_account() -> None:
-    """Count no longer."""
-    global _process_account  # noqa: PLW0603 - see `open_account`
-    _process_account = None
+def present_account() -> TimeAccount | None:
+    """The process's account; None where nothing is counted."""
+    return _process_account
+
+
+def use_account(account: TimeAccount | None) -> None:
+    """Count in this account from now on; None: count no longer."""
+    global _process_account  # noqa: PLW0603 - loops and collectives have no handle on it
+    _process_account = account
 
 
 def begin_account() -> None:

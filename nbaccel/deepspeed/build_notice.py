@@ -81,9 +81,7 @@ def change_builder(builder_module: Any) -> None:
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_built(self.name, env.snapshot()):
             # Flushed at once, since compiling prints nothing for minutes.
-            write_notice(
-                f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n"
-            )
+            write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
             sys.stderr.flush()
         return build_operation(self, *args, **kwargs)
 

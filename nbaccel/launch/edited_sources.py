@@ -1,5 +1,3 @@
-from nbaccel.log import write_notice
-
 """Source files that were edited after the notebook imported them.
 
 Workers import a local module from its file, so that they get the edited version, while the notebook
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+from nbaccel.log import write_notice
 
 __all__ = ["tell_of_edits"]
 

@@ -275,8 +275,8 @@ class _Scale:
         tick_step = max(_round_step((high - low) / max(most_ticks, 2)), least_step)
         first_tick = math.ceil(low / tick_step)
         # Multiples of the step, not sums: 0.1 added up would be labelled 0.30000000000000004.
-        ticks = [number * tick_step for number in range(first_tick, first_tick + 50)]
-        shown_ticks = tuple(tick for tick in ticks if tick <= high + tick_step * 1e-9)
+        candidates = (number * tick_step for number in range(first_tick, first_tick + 50))
+        shown_ticks = tuple(tick for tick in candidates if tick <= high + tick_step * 1e-9)
         return cls(low=low, high=high, ticks=shown_ticks, tick_step=tick_step)
 
     def place(self, value: float) -> float:

@@ -52,6 +52,7 @@ from nbaccel.output.lines import (
     stream_of,
 )
 from nbaccel.output.rank_logs import RankLogs
+from nbaccel.output.seen_warnings import SeenWarnings
 from nbaccel.units import number_ranges, shorten_text
 from nbaccel.workers import messaging
 
@@ -256,6 +257,7 @@ class Console:
         self._bars: defaultdict[int, RankBars] = defaultdict(RankBars)
         self._is_over = False
         self.library_messages = LibraryMessages()
+        self.warnings = SeenWarnings()
         self._num_shown = 0
         self._recent: defaultdict[int, deque[RecentLine]] = defaultdict(
             lambda: deque(maxlen=_RECENT_LINES)
@@ -306,6 +308,7 @@ class Console:
 
     def _queue(self, worker_rank: int, stream: str, output_lines: Sequence[str]) -> None:
         output_lines = self.library_messages.take_from(worker_rank, output_lines)
+        self.warnings.look_at(worker_rank, output_lines)
         if self._place is not None:
             output_lines = self._take_bars(worker_rank, output_lines)
         if (worker_rank, stream) not in self._hidden:
@@ -412,9 +415,7 @@ class Console:
             num_lines = sum(self._dropped.values())
             dropped_words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
             self._dropped.clear()
-            self._write(
-                self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n"
-            )
+            self._write(self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n")
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
@@ -651,5 +652,3 @@ class _LiveConsole:
 
 def _entry_text(queued_item: OutputItem) -> str:
     return queued_item.text if isinstance(queued_item, PrintedLine) else ""
-
-

@@ -16,6 +16,7 @@ from nbaccel.failures import failure
 from nbaccel.failures.portable_exception import PortableException
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.output import publish
+from nbaccel.output.report.collecting import ObservedRun
 from nbaccel.plan import Plan
 from nbaccel.supervision.supervisor import CallResult
 from nbaccel.transfer import pickling
@@ -280,6 +281,8 @@ class CallOutcome:
     plan: Plan
     state_dicts: dict[str, dict[str, Any]]
     """Weights of modules whose structure changed, so that they could not be copied in place."""
+    observed: ObservedRun | None = None
+    """What was seen of it."""
 
 
 def conclude_call(
@@ -354,7 +357,12 @@ def conclude_call(
         )
     for report_line in differing_models.values():
         warnings.warn(report_line, stacklevel=log_level)
-    return CallOutcome(values=rank_values, plan=call_plan, state_dicts=state_dicts)
+    return CallOutcome(
+        values=rank_values,
+        plan=call_plan,
+        state_dicts=state_dicts,
+        observed=call_result.observed,
+    )
 
 
 def _apply_weights(

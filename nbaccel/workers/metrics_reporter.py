@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ __all__ = [
     "loss_is",
     "note_compiled",
     "note_phase",
+    "reporting_to",
     "reserved",
     "step_done",
 ]
@@ -54,6 +55,16 @@ class LoopFacts:
     total_batches: int | None = None
 
 
+class MetricsChannel(Protocol):
+    """Where reports go."""
+
+    def try_send(self, message: Any) -> bool:
+        """Send unless that would mean to wait; returns whether it is sent."""
+
+    def send(self, message: Any) -> None:
+        """Send, even if that means to wait."""
+
+
 class Reporter:
     """Collects what the loop reports, and sends it at intervals.
 
@@ -63,7 +74,7 @@ class Reporter:
         device: The worker's own, as torch calls it.
     """
 
-    def __init__(self, channel: messaging.Channel, hardware: Device, device: str) -> None:
+    def __init__(self, channel: MetricsChannel, hardware: Device, device: str) -> None:
         self._channel = channel
         self._hardware = hardware
         self._device = device
@@ -195,6 +206,26 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
     leftovers.listen_for_leftovers(leave)
 
 
+@contextlib.contextmanager
+def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iterator[None]:
+    """A block in which loops of this process, which is no worker, report.
+
+    Args:
+        channel: Takes the messages.
+        hardware: What the process computes on.
+        device: Its own, as torch calls it.
+    """
+    global _process_reporter  # noqa: PLW0603 - see `begin`
+    reporter_before, account_before = _process_reporter, spent_time.present_account()
+    own_reporter = _process_reporter = Reporter(channel, hardware, device)
+    try:
+        yield
+    finally:
+        own_reporter.flush()
+        _process_reporter = reporter_before
+        spent_time.use_account(account_before)
+
+
 def _count_waits() -> None:
     """Count the time for which this process waits in collectives of torch and of libraries.
 
@@ -210,7 +241,7 @@ def _count_waits() -> None:
         with spent_time.communicating:
             return plain_wait(work, *args, **options)
 
-    dist.Work.wait = counted_wait  # type: ignore[method-assign]
+    dist.Work.wait = counted_wait  # type: ignore[method-assign, assignment]
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbaccel.output.bar_text import BarText
 from nbaccel.output.dashboard.rank_times import TimeComparison
 
 if TYPE_CHECKING:
+    from nbaccel.output.console import RecentLine
     from nbaccel.workers.messaging import Metrics
 
 
-__all__ = ["MetricHistory", "RankFacts", "RankStatus", "RunBoard", "StepPace", "loss_name"]
+__all__ = [
+    "MetricHistory",
+    "RankFacts",
+    "RankStatus",
+    "RunBoard",
+    "StepPace",
+    "loss_name",
+    "mean_points",
+]
 
 
 _HISTORY_POINTS = 240
+_MEAN_POINTS = 120
+_MAX_EPOCH_MARKS = 200
 _WINDOW_S = 10.0
 
 
@@ -37,6 +50,8 @@ class RankStatus:
     """`waiting in all_reduce (Cell In[3], line 5)`"""
     last_line: str = ""
     """What it printed last."""
+    bars: tuple[BarText, ...] = ()
+    """The progress bars that its code draws, the outer one first."""
 
 
 class MetricHistory:
@@ -48,16 +63,23 @@ class MetricHistory:
 
     def __init__(self, max_points: int = _HISTORY_POINTS) -> None:
         self._most = max_points
-        self._kept: list[float] = []
+        self._kept: list[tuple[float, float]] = []
         self._stride = 1
         self._offered = 0
-        self._last: float | None = None
+        self._last: tuple[float, float] | None = None
 
-    def add(self, new_value: float) -> None:
-        """Take in the next value."""
-        self._last = new_value
+    def add(self, new_value: float, step: float | None = None) -> None:
+        """Take in the next value.
+
+        Args:
+            new_value: The value.
+            step: The training step it belongs to; None: one more than the last.
+        """
+        if step is None:
+            step = 0.0 if self._last is None else self._last[0] + 1
+        self._last = (step, new_value)
         if self._offered % self._stride == 0:
-            self._kept.append(new_value)
+            self._kept.append(self._last)
         self._offered += 1
         if len(self._kept) > self._most:
             # Every second one: the rest stay evenly spaced, and the first value stays.
@@ -67,17 +89,26 @@ class MetricHistory:
     @property
     def first(self) -> float | None:
         """The first value of all."""
-        return self._kept[0] if self._kept else None
+        return self._kept[0][1] if self._kept else None
 
     @property
     def last(self) -> float | None:
         """The latest value."""
+        return None if self._last is None else self._last[1]
+
+    @property
+    def last_point(self) -> tuple[float, float] | None:
+        """Step and value of the latest one."""
         return self._last
+
+    def points(self) -> list[tuple[float, float]]:
+        """Step and value, from the first to the latest, evenly thinned but for the latest."""
+        left_out = (self._offered - 1) % self._stride != 0
+        return [*self._kept, self._last] if left_out and self._last is not None else [*self._kept]
 
     def values(self) -> list[float]:
         """Values from the first to the latest, the same distance apart but for the latest."""
-        left_out = (self._offered - 1) % self._stride != 0
-        return [*self._kept, self._last] if left_out and self._last is not None else [*self._kept]
+        return [value for _, value in self.points()]
 
 
 class StepPace:
@@ -134,10 +165,24 @@ class RankFacts:
     """When it came into that state."""
     steps: int | None = None
     pace: StepPace = field(default_factory=StepPace)
+    samples: int = 0
+    """Samples that it has used in loops over batches."""
+    samples_pace: StepPace = field(default_factory=StepPace)
+    loop_name: str = ""
+    """What its loop over batches is called, if that has a name."""
+    epoch: int = 0
+    """How often the loop's loader has been gone through, this time included."""
+    batches: int = 0
+    total_batches: int | None = None
+    epoch_marks: list[tuple[float, str]] = field(default_factory=list)
+    """The step at which each loop over batches began, and the loop's name."""
     metrics: dict[str, float] = field(default_factory=dict)
-    loss: MetricHistory = field(default_factory=MetricHistory)
+    histories: dict[str, MetricHistory] = field(default_factory=dict)
+    """Each metric over the whole run."""
     loss_name: str = ""
-    """Which metric `loss` is."""
+    """The metric that is shown first."""
+    bars: tuple[BarText, ...] = ()
+    """Progress bars that its own code draws."""
     rss_bytes: int = 0
     peak_rss_bytes: int = 0
     device_bytes: int | None = None
@@ -151,6 +196,18 @@ class RankFacts:
     programs: int | None = None
     """Programs that its device's compiler has made; None where there is none."""
     compile_s: float = 0.0
+    device_total_bytes: int | None = None
+    """What there is on its device; None where that is not known."""
+
+    @property
+    def loss(self) -> MetricHistory:
+        """The history of the metric that is shown first; without values where there is none."""
+        return self.histories.get(self.loss_name) or MetricHistory()
+
+    @property
+    def loop_label(self) -> str:
+        """`epoch 3`, or what the loop is called; empty before the first loop."""
+        return self.loop_name or (f"epoch {self.epoch}" if self.epoch else "")
 
 
 class RunBoard:
@@ -159,9 +216,21 @@ class RunBoard:
     Args:
         worker_ranks: The ranks that take part.
         began_at: When it began (CLOCK_MONOTONIC, as all times here).
+
+    Attributes:
+        host_total_bytes: Memory of the machine, which all its ranks share; None where not known.
+        library_messages: Harmless lines of libraries that are folded away.
+        num_library_messages: How many there were, equal ones of several ranks counted each.
+        recent_lines: The newest lines that each rank has printed.
+        num_lines: How many lines have been shown in all.
     """
 
     def __init__(self, worker_ranks: Iterable[int], *, began_at: float) -> None:
+        self.host_total_bytes: int | None = None
+        self.library_messages: list[str] = []
+        self.num_library_messages = 0
+        self.recent_lines: dict[int, list[RecentLine]] = {}
+        self.num_lines = 0
         self.ranks: dict[int, RankFacts] = {
             worker_rank: RankFacts(rank=worker_rank, since=began_at)
             for worker_rank in sorted(worker_ranks)
@@ -190,6 +259,7 @@ class RunBoard:
             rank_facts.state = rank_row.state
             rank_facts.doing = rank_row.doing
             rank_facts.last_line = rank_row.last_line or rank_facts.last_line
+            rank_facts.bars = rank_row.bars or rank_facts.bars
             # A process that has ended has 0: the last value that was seen is kept.
             if rank_row.rss_bytes:
                 rank_facts.rss_bytes = rank_row.rss_bytes
@@ -202,9 +272,9 @@ class RunBoard:
         rank_facts = self.ranks.get(worker_rank)
         if rank_facts is None:
             return
+        _take_loop(rank_facts, metrics_message)
         rank_facts.steps = metrics_message.steps
         rank_facts.pace.add(metrics_message.time, metrics_message.steps)
-        rank_facts.metrics = dict(metrics_message.values)
         rank_facts.phase = metrics_message.phase
         rank_facts.programs = metrics_message.programs
         rank_facts.compile_s = metrics_message.compile_s
@@ -212,13 +282,108 @@ class RunBoard:
             self.times.hear(worker_rank, metrics_message.time, metrics_message.spent)
         if not rank_facts.is_weighed:
             _weigh_device(rank_facts, metrics_message.device_bytes)
-        metric_name = loss_name(rank_facts.metrics)
-        if metric_name is None:
-            return
-        # Another metric: one curve must not join the values of two.
-        if metric_name != rank_facts.loss_name:
-            rank_facts.loss_name, rank_facts.loss = metric_name, MetricHistory()
-        rank_facts.loss.add(rank_facts.metrics[metric_name])
+        _take_values(rank_facts, metrics_message)
+
+    def metric_names(self) -> list[str]:
+        """All metrics that some rank has reported, the one that is shown first in front."""
+        known_names = dict.fromkeys(
+            name for rank_facts in self.ranks.values() for name in rank_facts.histories
+        )
+        first_name = loss_name(dict.fromkeys(known_names, 0.0))
+        return sorted(known_names, key=lambda name: name != first_name)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second now, of all ranks together; None where none is known."""
+        rates = [
+            rate
+            for rank_facts in self.ranks.values()
+            if rank_facts.samples and (rate := rank_facts.samples_pace.recent(self.now)) is not None
+        ]
+        return math.fsum(rates) if rates else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the slowest rank's loop will still take; None where that is not known."""
+        rank_estimates = [
+            estimate
+            for rank_facts in self.ranks.values()
+            if (estimate := _loop_left_s(rank_facts, self.now)) is not None
+        ]
+        return max(rank_estimates, default=None)
+
+
+def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
+    """What is known of the loop over batches."""
+    loop_before = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
+    began_anew = metrics_message.batches < rank_facts.batches
+    rank_facts.loop_name = metrics_message.loop_name
+    rank_facts.epoch = metrics_message.epoch
+    rank_facts.batches = metrics_message.batches
+    rank_facts.total_batches = metrics_message.total_batches
+    loop_now = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
+    if rank_facts.epoch and (began_anew or loop_now != loop_before):
+        began_at_step = metrics_message.steps - metrics_message.batches
+        if len(rank_facts.epoch_marks) < _MAX_EPOCH_MARKS:
+            rank_facts.epoch_marks.append((float(began_at_step), rank_facts.loop_label))
+    rank_facts.samples = metrics_message.samples
+    rank_facts.samples_pace.add(metrics_message.time, metrics_message.samples)
+
+
+def _take_values(rank_facts: RankFacts, metrics_message: Metrics) -> None:
+    rank_facts.metrics = dict(metrics_message.values)
+    rank_facts.loss_name = loss_name(rank_facts.metrics) or ""
+    for position, (metric_name, metric_value) in enumerate(metrics_message.values):
+        history = rank_facts.histories.setdefault(metric_name, MetricHistory())
+        if not metrics_message.value_steps:
+            history.add(metric_value, float(metrics_message.steps))
+        # Values that were reported before come with each message: those are no new points.
+        elif (float(metrics_message.value_steps[position]), metric_value) != history.last_point:
+            history.add(metric_value, float(metrics_message.value_steps[position]))
+
+
+def _loop_left_s(rank_facts: RankFacts, current_time: float) -> float | None:
+    batch_rate = rank_facts.pace.recent(current_time)
+    if rank_facts.total_batches is not None:
+        left_batches = rank_facts.total_batches - rank_facts.batches
+        return left_batches / batch_rate if batch_rate and left_batches > 0 else None
+    # The outer bar's estimate: the inner loop's is only a part of it.
+    return next(
+        (bar.left_s for bar in rank_facts.bars if bar.left_s is not None and not bar.is_complete),
+        None,
+    )
+
+
+def mean_points(
+    rank_points: Sequence[Sequence[tuple[float, float]]], max_points: int = _MEAN_POINTS
+) -> list[tuple[float, float]]:
+    """The mean of all ranks over the steps.
+
+    Args:
+        rank_points: Step and value of each rank. Ranks may have reported at different steps, so
+            values of neighbouring steps are taken together.
+        max_points: How many points there are at most.
+    """
+    all_points = sorted(
+        point for points in rank_points for point in points if math.isfinite(point[1])
+    )
+    longest = max((len(points) for points in rank_points), default=0)
+    num_groups = min(longest, max_points, len(all_points))
+    group_edges = (
+        [place * len(all_points) // num_groups for place in range(num_groups + 1)]
+        if (num_groups)
+        else []
+    )
+    means = []
+    for first_place, last_place in itertools.pairwise(group_edges):
+        group = all_points[first_place:last_place]
+        means.append(
+            (
+                math.fsum(step for step, _ in group) / len(group),
+                math.fsum(value / len(group) for _, value in group),
+            )
+        )
+    return means
 
 
 def loss_name(metric_histories: Mapping[str, float]) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nbaccel.output.chart import short_number
 from nbaccel.output.dashboard.drawing import sparkline
 from nbaccel.output.dashboard.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.run_facts import RunFacts
+from nbaccel.output.report.run_facts import RankFigures, RunFacts
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
 __all__ = [
@@ -73,14 +73,16 @@ def slowest_sentence(facts: RunFacts) -> str:
     slowest = facts.slowest
     if slowest is None:
         return "No rank holds the others up."
-    others = "the other" if len(facts.timed_ranks) == 2 else "each of the others"
+    is_pair = len(facts.timed_ranks) == 2
+    others = "the other" if is_pair else "each of the others"
     sentence = (
         f"Rank {slowest.rank} holds the others up: {others} waited "
         f"{format_seconds(slowest.waited_s)} for it ({100 * slowest.waited_share:.0f} % of the "
         "time)"
     )
     reason = _reason_of(slowest, facts.timed_ranks)
-    return f"{sentence}; {reason}." if reason else f"{sentence}."
+    than_others = "than the other" if is_pair else "than they do"
+    return f"{sentence}; it {reason} {than_others}." if reason else f"{sentence}."
 
 
 def _reason_of(slowest: SlowestRank, timed_ranks: Sequence[RankTimes]) -> str:
@@ -96,7 +98,7 @@ def _reason_of(slowest: SlowestRank, timed_ranks: Sequence[RankTimes]) -> str:
     more_s, words = max(
         (more_data_s, "waits longer for data"), (more_computing_s, "computes longer")
     )
-    return f"it {words} than they do" if more_s > slowest.waited_s / 4 else ""
+    return words if more_s > slowest.waited_s / 4 else ""
 
 
 def figure_rows(facts: RunFacts) -> list[list[str]]:
@@ -121,7 +123,7 @@ def _bytes_cell(size: int | None) -> str:
     return format_bytes(size) if size else ""
 
 
-_FIGURE_COLUMNS = {
+_FIGURE_COLUMNS: dict[str, Callable[[RankFigures], str]] = {
     "steps": lambda figures: _count_cell(figures.steps),
     "steps/s": lambda figures: _rate_cell(figures.steps_per_s),
     "samples": lambda figures: _count_cell(figures.samples),
