@@ -53,7 +53,7 @@ _TICK_GAP_Y = 21  # px between two labels of the y axis, at least
 _TICK_GAP_X = 70
 
 
-def smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:
+def smoothed(values: Sequence[float], decay: float | None = None) -> list[float]:
     """An exponential moving average whose start is not pulled towards zero.
 
     The average starts at zero, and after `t` values it holds `1 - decay**t` of their weight;
@@ -61,12 +61,16 @@ def smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:
 
     Args:
         values: In order.
-        decay: Part of the old average that each value leaves, at least 0 and below 1.
+        decay: Part of the old average that each value leaves, at least 0 and below 1. None: what
+            averages over a twelfth of the values, and over ten at most.
 
     Returns:
         As many values. One that is not finite stays in its place and is left out of the average.
     """
     smooth_values: list[float] = []
+    if decay is None:
+        # Of few values, a long average would still show the first ones at the end.
+        decay = 1 - 1 / min(10.0, max(1.0, len(values) / 12))
     average, left_weight = 0.0, 1.0
     for value in values:
         if not math.isfinite(value):

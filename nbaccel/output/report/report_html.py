@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from nbaccel.output.chart import ChartLine, line_chart, smoothed
+from nbaccel.output.dashboard.board import mean_points
 from nbaccel.output.dashboard.rank_times import RankTimes
 from nbaccel.output.report.report_text import (
     TIME_KINDS,
@@ -79,7 +80,8 @@ def report_document(facts: RunFacts) -> str:
         f"<title>{html.escape(title)}</title>\n<style>{_PAGE_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n"
         f"<p>{html.escape(' · '.join(details))}</p>\n"
-        f"{report_part(facts, has_headline=False)}\n</body>\n</html>\n"
+        f"{report_part(facts, has_headline=False)}\n"
+        f'<p style="font-size:13px">{_soft(_origin_line(facts))}</p>\n</body>\n</html>\n'
     )
 
 
@@ -105,6 +107,11 @@ def report_part(facts: RunFacts, *, has_headline: bool = True) -> str:
         _note_section(facts),
     )
     return f'<div style="{_PART_STYLE}">{headline}{"".join(sections)}</div>'
+
+
+def _origin_line(facts: RunFacts) -> str:
+    began = facts.began.replace("T", " ").replace("+00:00", " UTC")
+    return f"Began {began} · nbaccel {facts.nbaccel_version}"
 
 
 def _section(heading: str, content: str) -> str:
@@ -235,22 +242,18 @@ def curve_lines(curves: Sequence[MetricCurve]) -> list[ChartLine]:
         )
         for curve in curves
     ]
-    if len(curves) > 1 and all(curve.steps == curves[0].steps for curve in curves):
-        by_step = zip(*(curve.values for curve in curves), strict=True)
-        mean_values = [sum(values) / len(values) for values in by_step]
-        name = "mean of ranks"
+    if len(curves) == 1:
+        name, points = f"rank {curves[0].rank}", list(rank_lines[0].points)
     else:
-        # Ranks that log at different steps have no mean; the lowest stands for all.
-        mean_values, name = list(curves[0].values), f"rank {curves[0].rank}"
-    if _is_noisy(mean_values):
-        mean_line = ChartLine(
-            f"{name}, smoothed",
-            list(zip(curves[0].steps, smoothed(mean_values), strict=True)),
-            "mean",
-        )
-        return [*rank_lines, mean_line]
-    mean_line = ChartLine(name, list(zip(curves[0].steps, mean_values, strict=True)), "mean")
-    return [*(rank_lines if len(curves) > 1 else ()), mean_line]
+        name, points = "mean of ranks", mean_points([line.points for line in rank_lines])
+    values = [value for _, value in points]
+    if not _is_noisy(values):
+        # Drawn as it is, it would cover the only rank's own line.
+        return [*(rank_lines if len(curves) > 1 else ()), ChartLine(name, points, "mean")]
+    smooth_points = [
+        (step, value) for (step, _), value in zip(points, smoothed(values), strict=True)
+    ]
+    return [*rank_lines, ChartLine(f"{name}, smoothed", smooth_points, "mean")]
 
 
 def _is_noisy(values: Sequence[float]) -> bool:

@@ -60,7 +60,7 @@ def _rate_text(rate: float) -> str:
 
 def spent_s(seconds: float) -> str:
     """A duration as it is shown."""
-    return format_seconds(seconds) if seconds else "0"
+    return format_seconds(seconds) if seconds >= 0.0005 else "0"
 
 
 def percent_of(part: float, whole: float) -> str:
