@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-__all__ = ["BATCH_UNIT", "Bar"]
-
-BATCH_UNIT = "batch"
-"""What the bar of a loop over batches counts."""
+__all__ = ["Bar"]
 
 
 class Bar(tqdm):  # type: ignore[type-arg]

@@ -263,10 +263,14 @@ def _make_supervisor(
             prefix_template=run_config.log_line_prefix_template,
             hidden=hidden_streams(run_config.shown_output, worker_ranks),
             rank_logs=rank_logs,
+            place=waiting_line.place,
         ),
         timeout_s=run_config.timeout,
         show=DashboardUpdater(
-            worker_ranks, device_name=worker_group.plan.device, waiting_line=waiting_line
+            worker_ranks,
+            plan=worker_group.plan,
+            place=waiting_line.place,
+            waiting_line=waiting_line,
         ),
         meeting=launch_hosts.meeting,
     )

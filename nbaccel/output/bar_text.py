@@ -13,12 +13,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BarText", "RankBars", "read_bar", "split_bar"]
+__all__ = ["BATCH_UNIT", "BarText", "RankBars", "read_bar", "split_bar"]
 
+BATCH_UNIT = "batch"
+"""What the bar of `accelerator.progress` counts."""
 _MAX_BAR_CHARS = 1_000
 _MAX_BARS = 2
 _WITH_TOTAL = re.compile(
-    r"(?:(?P<description>.*?):? +)?(?P<percent>\d+)%\|[^|]*\| *(?P<done>[^\s/\[]+)/(?P<total>[^\s\[]+)"
+    r"(?:(?P<description>.*?):? +)?(?P<percent>\d+)%\|[^|]*\| *"
+    r"(?P<done>[^\s/\[]+)/(?P<total>[^\s\[]+)"
     r" \[(?P<elapsed>[\d:]+)<(?P<left>[\d:?]+), *(?P<rate>[^,\]]*)(?:, (?P<postfix>.*?))?\]"
 )
 _WITHOUT_TOTAL = re.compile(
@@ -78,9 +81,7 @@ def split_bar(line_text: str) -> tuple[BarText | None, str]:
     bar = read_bar(line_text)
     if bar is not None:
         return bar, ""
-    bar_match = (
-        _WITH_TOTAL.match(line_text) if "%|" in line_text[:_MAX_BAR_CHARS] else None
-    )
+    bar_match = _WITH_TOTAL.match(line_text) if "%|" in line_text[:_MAX_BAR_CHARS] else None
     if bar_match is None:
         return None, line_text
     return _bar_of(bar_match), line_text[bar_match.end() :]

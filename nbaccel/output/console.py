@@ -358,6 +358,11 @@ class Console:
         return found_bars
 
     @property
+    def has_bars(self) -> bool:
+        """Whether a rank has drawn a bar that the panel shows."""
+        return self._place is not None and any(self.bars().values())
+
+    @property
     def num_shown(self) -> int:
         """How many lines have been shown."""
         return self._num_shown

@@ -14,6 +14,7 @@ from nbaccel.errors import LaunchInterrupted, StartupFailed
 from nbaccel.launch.launch_hosts import LaunchHosts
 from nbaccel.launch.packing import judge_fork
 from nbaccel.output import publish
+from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.console import Console
 from nbaccel.output.rank_logs import hidden_streams, logs_of_run
 from nbaccel.output.waiting_line import WaitingLine
@@ -163,14 +164,19 @@ class LiveGroup(WorkerGroup):
         """
         self.prepare_files([fd for _, task_fds in pool_tasks.values() for fd in task_fds])
 
+        place = CellPlace() if is_shown else None
+
         def make_show() -> CellDashboardUpdater:
-            return CellDashboardUpdater(list(pool_tasks), device_name=self.plan.device)
+            return CellDashboardUpdater(
+                list(pool_tasks), plan=self.plan, place=place or CellPlace()
+            )
 
         return self._watch(
             list(pool_tasks),
             pool_tasks,
             task_number=next(self._numbers),
             timeout_s=timeout_s,
+            place=place,
             make_show=make_show if is_shown else None,
         )
 
@@ -212,7 +218,13 @@ class LiveGroup(WorkerGroup):
         return whereabouts_by_rank
 
     def _watch(
-        self, ranks: Sequence[int], pool_tasks: RankTasks, *, task_number: int, **watch_options: Any
+        self,
+        ranks: Sequence[int],
+        pool_tasks: RankTasks,
+        *,
+        task_number: int,
+        place: CellPlace | None = None,
+        **watch_options: Any,
     ) -> TaskResult:
         line_prefix = self.plan.config.log_line_prefix_template
         if line_prefix is None and len(self.members) == 1:
@@ -224,6 +236,7 @@ class LiveGroup(WorkerGroup):
             prefix_template=line_prefix,
             hidden=hidden_streams(self.plan.config.shown_output, member_ranks),
             rank_logs=self._rank_logs,
+            place=place,
         )
         for member in self.members:
             if member.rank not in ranks:

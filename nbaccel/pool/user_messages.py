@@ -12,6 +12,7 @@ from typing import cast
 from nbaccel.config.mistakes import closest
 from nbaccel.failures import failure
 from nbaccel.failures.failure import RankActivity
+from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus
 from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall, resident
 from nbaccel.plan import Plan
@@ -237,11 +238,12 @@ class CellDashboardUpdater(DashboardUpdater):
 
     Args:
         ranks: The ranks that have the task.
-        device_name: What the workers compute on.
+        plan: What the workers were started by.
+        place: Where in the cell the panel stands.
     """
 
-    def __init__(self, ranks: Sequence[int], *, device_name: str) -> None:
-        super().__init__(ranks, device_name=device_name, always_shown=True)
+    def __init__(self, ranks: Sequence[int], *, plan: Plan, place: CellPlace) -> None:
+        super().__init__(ranks, plan=plan, place=place, always_shown=True)
 
     def row(
         self,

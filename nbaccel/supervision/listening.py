@@ -100,21 +100,13 @@ class WorkerListener:
         self._wake.ring()
 
     @property
-    def clears(self) -> int:
-        """How often the cell's output has been cleared."""
-        return self._console.clears
-
-    def last_lines(self) -> dict[int, str]:
-        """What each rank has printed last."""
-        return self._console.last_lines()
+    def console(self) -> Console:
+        """Where the workers' output goes."""
+        return self._console
 
     def notice(self, notice_text: str) -> None:
         """Show a line that is no worker's, after what has been printed so far."""
         self._console.notice(notice_text)
-
-    def make_room(self) -> None:
-        """Take away what is drawn over, before something else is shown."""
-        self._console.make_room()
 
     # ---- listening
 

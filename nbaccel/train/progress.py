@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from nbaccel import spent_time, torch_private
 from nbaccel.abc.place import Place
-from nbaccel.bars import BATCH_UNIT, Bar
+from nbaccel.bars import Bar
 from nbaccel.log import notice_stream
+from nbaccel.output.bar_text import BATCH_UNIT
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size
 from nbaccel.workers import metrics_reporter

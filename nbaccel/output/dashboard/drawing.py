@@ -1,79 +1,104 @@
-"""A board as HTML and as text: live, and as the summary that stays.
+"""A board as text: in one line, in several, and the words of which its HTML is made, too.
 
-No script, no style sheet and no colour by name: it is readable on light and dark backgrounds, and
-passes the sanitizers of GitHub and Jupyter. Curves are block characters, which are text anywhere.
+Curves are block characters, which are text anywhere.
 """
 
 from __future__ import annotations
 
-import html
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nbaccel.output.bar_text import BATCH_UNIT
 from nbaccel.output.dashboard.board import RankFacts, RunBoard, mean
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
-__all__ = ["final_html", "live_html", "live_text", "sparkline", "summary_line"]
+__all__ = [
+    "ShownProgress",
+    "leading_rank",
+    "live_text",
+    "memory_range",
+    "number_text",
+    "plain_text",
+    "progress_of",
+    "rate_text",
+    "sparkline",
+    "summary_line",
+    "summary_parts",
+]
 
 
 MOST_ROWS = 8  # more rows of ranks are not readable
 CURVE_CHARS = 20
 LINE_CHARS = 72
-_SAME_S = 2.0
+LABEL_CHARS = 24
 _LOGARITHMIC_RATIO = 8.0
 """From this ratio of highest to lowest on, a curve shows factors: a loss falls fast at first, and
 the rest of the run would be a flat line."""
-BY_HAND = "Stop: interrupt the cell (■)"
-
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 _NO_NUMBER = "!"
 _NO_VALUE = "-"
 # Terminal sequences mean nothing in HTML and would count as characters of the width.
 _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 
-_ALL_RANKS_STYLE = "font-size:0.9em;line-height:1.5;opacity:0.85"
-_TABLE_STYLE = "border:none;border-collapse:collapse;margin:0.2em 0;table-layout:auto"
-_BOARD_CELL_STYLE = (
-    "text-align:left;vertical-align:top;padding:0.1em 1.4em 0.1em "
-    "0;border:none;background:none;font-weight:normal;white-space:nowrap;max-width:none"
-)
-_NUMBER_STYLE = f"{_BOARD_CELL_STYLE};font-variant-numeric:tabular-nums"
-_CODE_STYLE = f"{_BOARD_CELL_STYLE};font-family:monospace;overflow:hidden;text-overflow:ellipsis"
-_QUIET_STYLE = "opacity:0.65"
-
-_STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "running")
-
 
 # ------------------------------------------------------------------------- one line
 
 
-def summary_line(run_board: RunBoard, *, with_curve: bool = False) -> str:
+def summary_line(run_board: RunBoard, *, with_curve: bool = False, is_live: bool = False) -> str:
     """All ranks in one line: `2 ranks · 12.0 s · step 840 (70/s) · loss 0.41 · up to 1.2 GiB each`.
 
     Args:
         run_board: The facts.
         with_curve: Whether the loss is drawn, too.
+        is_live: Whether the run goes on, so that what it is at and what is left is told.
+    """
+    return " · ".join(
+        [
+            count_noun(len(run_board.ranks), "rank"),
+            *summary_parts(run_board, with_curve=with_curve, is_live=is_live),
+        ]
+    )
+
+
+def summary_parts(
+    run_board: RunBoard, *, with_curve: bool = False, is_live: bool = False
+) -> list[str]:
+    """The parts of the line but for the first, which says how many ranks there are.
+
+    Args:
+        run_board: The facts.
+        with_curve: Whether the loss is drawn, too.
+        is_live: Whether the run goes on.
     """
     ending_words = f"{run_board.ending} after " if run_board.ending else ""
-    line_parts = [
-        count_noun(len(run_board.ranks), "rank"),
+    leading_facts = leading_rank(run_board)
+    left_words = []
+    if is_live and run_board.left_s is not None:
+        of_loop = (
+            f" of {plain_text(leading_facts.loop_label, 24)}"
+            if leading_facts and leading_facts.loop_label
+            else ""
+        )
+        left_words = [f"{format_seconds(max(1.0, run_board.left_s))} left{of_loop}"]
+    return [
         f"{ending_words}{format_seconds(run_board.seconds)}",
+        *left_words,
         *_training_words(run_board, with_curve=with_curve),
         *_memory_words(run_board),
     ]
-    return " · ".join(line_parts)
 
 
 def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
-    leading_facts = _leading_rank(run_board)
+    leading_facts = leading_rank(run_board)
     line_parts = []
     if leading_facts is not None and leading_facts.steps is not None:
         step_rate = leading_facts.pace.overall
-        speed_words = f" ({_speed_of(step_rate)}/s)" if step_rate is not None else ""
+        speed_words = f" ({rate_text(step_rate)}/s)" if step_rate is not None else ""
         line_parts.append(f"step {leading_facts.steps:,}{speed_words}")
+        line_parts += _sample_words(run_board)
         line_parts += _compile_words(leading_facts)
     loss_facts = [
         rank_facts for rank_facts in run_board.ranks.values() if rank_facts.loss.last is not None
@@ -88,9 +113,16 @@ def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
         mean_loss = mean(shown_value for shown_value in same_losses if shown_value is not None)
         loss_curve = f" {sparkline(loss_facts[0].loss.values())}" if with_curve else ""
         line_parts.append(
-            f"{plain_text(loss_facts[0].loss_name, 24)} {_number_text(mean_loss)}{loss_curve}"
+            f"{plain_text(loss_facts[0].loss_name, 24)} {number_text(mean_loss)}{loss_curve}"
         )
     return line_parts
+
+
+def _sample_words(run_board: RunBoard) -> list[str]:
+    """Samples per second of all ranks, over the whole run."""
+    rates = [rank_facts.samples_pace.overall for rank_facts in run_board.ranks.values()]
+    known_rates = [rate for rate in rates if rate]
+    return [f"{rate_text(math.fsum(known_rates))} samples/s"] if known_rates else []
 
 
 def _compile_words(rank_facts: RankFacts) -> list[str]:
@@ -103,8 +135,12 @@ def _compile_words(rank_facts: RankFacts) -> list[str]:
     return [f"{programs} compiled in {format_seconds(rank_facts.compile_s)}"]
 
 
-def _leading_rank(run_board: RunBoard) -> RankFacts | None:
-    """The lowest rank that reports its training: the others are in step with it, or silent."""
+def leading_rank(run_board: RunBoard) -> RankFacts | None:
+    """The lowest rank that reports its training: the others are in step with it, or silent.
+
+    Args:
+        run_board: The facts.
+    """
     return next(
         (rank_facts for rank_facts in run_board.ranks.values() if rank_facts.steps is not None),
         None,
@@ -144,247 +180,97 @@ def live_text(run_board: RunBoard) -> str:
         activity_groups.setdefault(rank_facts.doing or rank_facts.state, []).append(rank_facts)
     text_lines = [
         f"[{number_ranges([rank_facts.rank for rank_facts in group_facts])}] {activity_words} · "
-        f"{_held_words(group_facts)}"
+        f"{_progress_words(group_facts)}{_held_words(group_facts, run_board)}"
         for activity_words, group_facts in activity_groups.items()
     ]
     if len(text_lines) > MOST_ROWS:
         text_lines = [*text_lines[:MOST_ROWS], f"… and {len(text_lines) - MOST_ROWS} more"]
-    return "\n".join([summary_line(run_board), *text_lines])
+    return "\n".join([summary_line(run_board, is_live=True), *text_lines])
 
 
-def _held_words(shown_ranks: Sequence[RankFacts]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownProgress:
+    """How far a loop of a rank is."""
+
+    label: str
+    fraction: float | None
+    """From 0 to 1; None where the total is not known."""
+    done: str
+    """`412 of 650`, `12`, or the text of a line that is rewritten in place."""
+
+    def __str__(self) -> str:
+        """`epoch 3, 63 % (412 of 650)`."""
+        label_words = f"{self.label}, " if self.label else ""
+        if self.fraction is None:
+            return f"{label_words}{self.done}"
+        return f"{label_words}{self.fraction:.0%} ({self.done})".replace("%", " %")
+
+
+def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
+    """How far a rank's loops are: what `accelerator.progress` reports, and other bars.
+
+    Args:
+        rank_facts: What is known of the rank.
+    """
+    shown_loops = []
+    if rank_facts.epoch:
+        total = rank_facts.total_batches
+        shown_loops.append(
+            ShownProgress(
+                label=plain_text(rank_facts.loop_label, LABEL_CHARS),
+                fraction=None if not total else min(1.0, rank_facts.batches / total),
+                done=f"{rank_facts.batches:,}" + (f" of {total:,}" if total else ""),
+            )
+        )
+    for bar in rank_facts.bars:
+        # The bar of `accelerator.progress`, which is there already.
+        if rank_facts.epoch and BATCH_UNIT in bar.rate:
+            continue
+        bar_words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
+        shown_loops.append(
+            ShownProgress(
+                label=plain_text(bar.description, LABEL_CHARS),
+                fraction=bar.fraction,
+                done=plain_text(bar_words, LINE_CHARS),
+            )
+        )
+    return shown_loops
+
+
+def _progress_words(shown_ranks: Sequence[RankFacts]) -> str:
+    """`epoch 3, 63 % (412 of 650) · `, of the rank that is least far; empty for no loop."""
+    rank_loops = [found for rank_facts in shown_ranks if (found := progress_of(rank_facts))]
+    if not rank_loops:
+        return ""
+    least_far = min(rank_loops, key=lambda loops: loops[0].fraction or 0.0)
+    return "".join(f"{loop} · " for loop in least_far)
+
+
+def _held_words(shown_ranks: Sequence[RankFacts], run_board: RunBoard) -> str:
     """`1.0 GiB`, or from least to most: `0.9 GiB to 1.2 GiB`; the device's behind it."""
-    memory_words = _from_to([rank_facts.rss_bytes for rank_facts in shown_ranks])
+    memory_words = memory_range([rank_facts.rss_bytes for rank_facts in shown_ranks])
+    if run_board.host_total_bytes:
+        memory_words += f" of {format_bytes(run_board.host_total_bytes)}"
     on_device = [
         rank_facts.device_bytes for rank_facts in shown_ranks if rank_facts.device_bytes is not None
     ]
-    return f"{memory_words}, on the device {_from_to(on_device)}" if on_device else memory_words
+    if not on_device:
+        return memory_words
+    device_totals = [
+        rank_facts.device_total_bytes for rank_facts in shown_ranks if rank_facts.device_total_bytes
+    ]
+    total_words = f" of {memory_range(device_totals)}" if device_totals else ""
+    return f"{memory_words}, on the device {memory_range(on_device)}{total_words}"
 
 
-def _from_to(memory_sizes: Sequence[int]) -> str:
+def memory_range(memory_sizes: Sequence[int]) -> str:
+    """From least to most: `0.9 GiB to 1.2 GiB`, or `1.0 GiB` where they are alike.
+
+    Args:
+        memory_sizes: In bytes; one at least.
+    """
     least_bytes, most_bytes = format_bytes(min(memory_sizes)), format_bytes(max(memory_sizes))
     return most_bytes if least_bytes == most_bytes else f"{least_bytes} to {most_bytes}"
-
-
-# ------------------------------------------------------------------------- HTML
-
-
-def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
-    """The run while it goes on.
-
-    Args:
-        run_board: The facts.
-        by_hand: Whether to say how it is stopped, because no button does.
-    """
-    below_html = f'<div style="{_QUIET_STYLE}">{BY_HAND}</div>' if by_hand else ""
-    head_html = f"<div>{html.escape(summary_line(run_board))}</div>"
-    table_html = _table_html(run_board, _LIVE_COLUMNS)
-    return f'<div style="{_ALL_RANKS_STYLE}">{head_html}{table_html}{below_html}</div>'
-
-
-def final_html(run_board: RunBoard) -> str:
-    """What stays of the run: its summary, and the ranks folded away below it.
-
-    Args:
-        run_board: The facts.
-    """
-    summary_text = html.escape(summary_line(run_board, with_curve=True))
-    head_html = f'<summary style="cursor:pointer">{summary_text}</summary>'
-    table_html = _table_html(run_board, _STATIC_COLUMNS)
-    return f'<div style="{_ALL_RANKS_STYLE}"><details>{head_html}{table_html}</details></div>'
-
-
-@dataclass(frozen=True)
-class _TableColumn:
-    name: str
-    of: Callable[[RankFacts, RunBoard], str]
-    style: str = _NUMBER_STYLE
-
-
-def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> str:
-    shown_facts, other_ranks = _shown_ranks(run_board)
-    table_cells = {
-        table_column.name: [table_column.of(rank_facts, run_board) for rank_facts in shown_facts]
-        for table_column in table_columns
-    }
-    # A column without a value for any rank would only take space.
-    kept_columns = [
-        table_column for table_column in table_columns if any(table_cells[table_column.name])
-    ]
-    header_cells = "".join(
-        f'<th scope="col" '
-        f'style="{_BOARD_CELL_STYLE};{_QUIET_STYLE}">{html.escape(column_name)}</th>'
-        for column_name in ("rank", *(table_column.name for table_column in kept_columns))
-    )
-    table_rows = []
-    for position, rank_facts in enumerate(shown_facts):
-        data_cells = "".join(
-            f'<td style="{table_column.style}">'
-            f"{html.escape(table_cells[table_column.name][position]) or _NO_VALUE}</td>"
-            for table_column in kept_columns
-        )
-        table_row = f'<th scope="row" style="{_NUMBER_STYLE}">{rank_facts.rank}</th>{data_cells}'
-        table_rows.append(f'<tr style="background:none">{table_row}</tr>')
-    if other_ranks:
-        table_rows.append(
-            f'<tr style="background:none"><td colspan="{len(kept_columns) + 1}" '
-            f'style="{_BOARD_CELL_STYLE};{_QUIET_STYLE}">{html.escape(_rest_words(other_ranks))}</td></tr>'
-        )
-    return (
-        f'<table style="{_TABLE_STYLE}"><thead style="border:none"><tr '
-        f'style="background:none">{header_cells}</tr></thead><tbody>{"".join(table_rows)}</tbody></table>'
-    )
-
-
-def _shown_ranks(run_board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
-    """The ranks that get a row, and those that share the last one: the worst are shown first."""
-    shown_ranks = list(run_board.ranks.values())
-    if len(shown_ranks) <= MOST_ROWS:
-        return shown_ranks, []
-    by_need = sorted(shown_ranks, key=_attention_need)
-    return by_need[:MOST_ROWS], by_need[MOST_ROWS:]
-
-
-def _attention_need(rank_facts: RankFacts) -> tuple[int, float, int]:
-    """Failed ones before stragglers before the rest."""
-    rank_place = (
-        _STATES_WORST_FIRST.index(rank_facts.state)
-        if rank_facts.state in _STATES_WORST_FIRST
-        else len(_STATES_WORST_FIRST)
-    )
-    # Ranks that report no steps come behind those that are slow.
-    return rank_place, math.inf if rank_facts.steps is None else rank_facts.steps, rank_facts.rank
-
-
-def _rest_words(shown_ranks: Sequence[RankFacts]) -> str:
-    rest_states = sorted({rank_facts.state for rank_facts in shown_ranks})
-    rest_steps = [rank_facts.steps for rank_facts in shown_ranks if rank_facts.steps is not None]
-    line_parts = [f"and {count_noun(len(shown_ranks), 'more rank')}: {', '.join(rest_states)}"]
-    if rest_steps:
-        least_step, most_steps = min(rest_steps), max(rest_steps)
-        line_parts.append(
-            f"step {most_steps:,}"
-            if least_step == most_steps
-            else f"steps {least_step:,} to {most_steps:,}"
-        )
-    line_parts.append(_from_to([rank_facts.rss_bytes for rank_facts in shown_ranks]))
-    return " · ".join(line_parts)
-
-
-# ------------------------------------------------------------------------- columns
-
-
-def _state_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return rank_facts.phase or rank_facts.state
-
-
-def _for_how_long(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    """Empty where that is the whole run, whose length the first line has."""
-    if rank_facts.since < run_board.began + _SAME_S:
-        return ""
-    return format_seconds(max(0.0, run_board.now - rank_facts.since))
-
-
-def _step_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return "" if rank_facts.steps is None else f"{rank_facts.steps:,}"
-
-
-def _speed_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    step_rate = rank_facts.pace.recent(run_board.now)
-    return "" if step_rate is None else _speed_of(step_rate)
-
-
-def _mean_speed(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    step_rate = rank_facts.pace.overall
-    return "" if step_rate is None else _speed_of(step_rate)
-
-
-def _loss_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    last_value = rank_facts.loss.last
-    if last_value is None:
-        return ""
-    return (
-        f"{sparkline(rank_facts.loss.values())} {_loss_label(rank_facts)}{_number_text(last_value)}"
-    )
-
-
-def _loss_from_to(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    first_value, last_value = rank_facts.loss.first, rank_facts.loss.last
-    if first_value is None or last_value is None:
-        return ""
-    return (
-        f"{sparkline(rank_facts.loss.values())} "
-        f"{_loss_label(rank_facts)}{_number_text(first_value)} → {_number_text(last_value)}"
-    )
-
-
-def _loss_label(rank_facts: RankFacts) -> str:
-    return "" if rank_facts.loss_name == "loss" else f"{plain_text(rank_facts.loss_name, 24)} "
-
-
-def _other_metrics(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    other_metrics = [
-        (metric_name, metric_value)
-        for metric_name, metric_value in rank_facts.metrics.items()
-        if metric_name != rank_facts.loss_name
-    ]
-    return plain_text(
-        ", ".join(
-            f"{metric_name} {_number_text(metric_value)}"
-            for metric_name, metric_value in other_metrics[:3]
-        ),
-        LINE_CHARS,
-    )
-
-
-def _memory_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return format_bytes(rank_facts.rss_bytes) if rank_facts.rss_bytes else ""
-
-
-def _peak_rss(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return format_bytes(rank_facts.peak_rss_bytes) if rank_facts.peak_rss_bytes else ""
-
-
-def _device_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return "" if rank_facts.device_bytes is None else format_bytes(rank_facts.device_bytes)
-
-
-def _peak_device(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return (
-        "" if rank_facts.peak_device_bytes is None else format_bytes(rank_facts.peak_device_bytes)
-    )
-
-
-def _activity_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return plain_text(rank_facts.doing, LINE_CHARS)
-
-
-def _last_line(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return plain_text(rank_facts.last_line, LINE_CHARS)
-
-
-_LIVE_COLUMNS = (
-    _TableColumn("state", _state_cell),
-    _TableColumn("for", _for_how_long),
-    _TableColumn("step", _step_cell),
-    _TableColumn("steps/s", _speed_cell),
-    _TableColumn("loss", _loss_cell),
-    _TableColumn("metrics", _other_metrics),
-    _TableColumn("memory", _memory_cell),
-    _TableColumn("on device", _device_cell),
-    _TableColumn("at", _activity_cell),
-    _TableColumn("last line", _last_line, _CODE_STYLE),
-)
-_STATIC_COLUMNS = (
-    _TableColumn("state", _state_cell),
-    _TableColumn("step", _step_cell),
-    _TableColumn("steps/s", _mean_speed),
-    _TableColumn("loss", _loss_from_to),
-    _TableColumn("metrics", _other_metrics),
-    _TableColumn("most memory", _peak_rss),
-    _TableColumn("most on device", _peak_device),
-    _TableColumn("last line", _last_line, _CODE_STYLE),
-)
 
 
 # ------------------------------------------------------------------------- pieces
@@ -431,23 +317,35 @@ def _spark_block(shown_value: float, low_value: float, high_value: float) -> str
     return _SPARK_BLOCKS[min(int(value_share * len(_SPARK_BLOCKS)), len(_SPARK_BLOCKS) - 1)]
 
 
-def plain_text(raw_text: str, max_chars: int) -> str:
+def plain_text(raw_text: str, max_chars: int, *, keeps_start: bool = False) -> str:
     """A text without control characters, cut to a width.
 
     Args:
         raw_text: Whatever a worker has printed.
         max_chars: The width.
+        keeps_start: Whether blanks in front stay, which a table of numbers needs.
     """
     # Cut first: a line may have megabytes, and control characters take few of them.
-    shown_text = _CONTROL_CHARACTERS.sub("", raw_text[: 8 * max_chars]).strip()
+    shown_text = _CONTROL_CHARACTERS.sub("", raw_text[: 8 * max_chars].replace("\t", "    "))
+    shown_text = shown_text.rstrip() if keeps_start else shown_text.strip()
     return shown_text if len(shown_text) <= max_chars else f"{shown_text[: max_chars - 1]}…"
 
 
-def _speed_of(step_rate: float) -> str:
+def rate_text(step_rate: float) -> str:
+    """A speed, to be read at a glance.
+
+    Args:
+        step_rate: So many per second.
+    """
     return f"{step_rate:,.0f}" if step_rate >= 100 else f"{step_rate:.3g}"
 
 
-def _number_text(shown_value: float | None) -> str:
+def number_text(shown_value: float | None) -> str:
+    """A metric's value in few characters.
+
+    Args:
+        shown_value: The value; None for none.
+    """
     if shown_value is None:
         return _NO_VALUE
     if not math.isfinite(shown_value):

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nbaccel import _catalog
 from nbaccel.abc.device import Device
 from nbaccel.failures.failure import RankActivity
 from nbaccel.output import publish
+from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.console import Console
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.dashboard.display import Dashboard
 from nbaccel.output.waiting_line import WaitingLine
+from nbaccel.plan import Plan
 from nbaccel.workers.messaging import Metrics
 from nbaccel.workers.process_use import ProcessUse
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
@@ -44,17 +47,11 @@ class WatchedCall(Protocol):
     members: list[WorkerHandle]
 
     @property
-    def clears(self) -> int:
-        """How often the cell has been cleared."""
-
-    def last_lines(self) -> dict[int, str]:
-        """What each rank printed last."""
+    def console(self) -> Console:
+        """What shows the output."""
 
     def notice(self, notice_text: str) -> None:
         """Show lines after what has been printed so far."""
-
-    def make_room(self) -> None:
-        """Remove what is redrawn in place, before something else is shown."""
 
     def interrupt(self) -> None:
         """Do what interrupting the cell does; from any thread."""
@@ -65,7 +62,8 @@ class DashboardUpdater:
 
     Args:
         worker_ranks: The ranks that are shown.
-        device_name: What the workers compute on.
+        plan: What was planned: the device, and how much memory there is.
+        place: Where in the cell the panel stands.
         always_shown: Whether lines are shown even where output seems to go to a file.
         waiting_line: Says that the workers are not there yet, until they are.
     """
@@ -74,7 +72,8 @@ class DashboardUpdater:
         self,
         worker_ranks: Sequence[int],
         *,
-        device_name: str,
+        plan: Plan,
+        place: CellPlace | None = None,
         always_shown: bool = False,
         waiting_line: WaitingLine | None = None,
     ) -> None:
@@ -83,14 +82,17 @@ class DashboardUpdater:
             worker_ranks,
             stop_launch=self._interrupt,
             say_line=self._say,
-            make_room=self._make_room,
+            place=place,
             is_wanted=is_wanted,
         )
+        run_board = self._dashboard.board
+        run_board.host_total_bytes = plan.inventory.host_total_bytes or None
+        for worker_rank, total_bytes in _device_totals(plan, worker_ranks).items():
+            run_board.ranks[worker_rank].device_total_bytes = total_bytes
         self._ranks = frozenset(worker_ranks)
-        self._device_name = device_name
+        self._device_name = plan.device
         self._scales: MemoryMeter | None = None
         self._watched: WatchedCall | None = None
-        self._clears = 0
         self._whereabouts = WaitingRanks()
         self._is_wanted = is_wanted
         self._waiting_line = waiting_line
@@ -116,9 +118,6 @@ class DashboardUpdater:
             watched_call: Who listens to the workers.
         """
         self._watched = watched_call
-        if watched_call.clears != self._clears:
-            self._clears = watched_call.clears
-            self._dashboard.cleared()
         self._tell_of_start(watched_call)
         if self._dashboard.wants_a_look:
             self._dashboard.update(self._rows(watched_call))
@@ -134,23 +133,32 @@ class DashboardUpdater:
         if is_starting and not self._dashboard.wants_a_look:
             self._waiting_line.say("setting them up")
         else:
-            self._waiting_line.close()
+            self._waiting_line.close(is_replaced=True)
             self._waiting_line = None
 
     def _rows(self, watched_call: WatchedCall) -> list[RankStatus]:
         # A pool's workers that do not have the task are not shown.
         members = [member for member in watched_call.members if member.rank in self._ranks]
-        tail_lines = watched_call.last_lines()
+        output_console = watched_call.console
+        run_board = self._dashboard.board
+        run_board.library_messages = output_console.library_messages.lines()
+        run_board.num_library_messages = output_console.library_messages.count
+        run_board.recent_lines = output_console.recent_lines()
+        run_board.num_lines = output_console.num_shown
+        tail_lines, shown_bars = output_console.last_lines(), output_console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.
             self._scales = MemoryMeter(_catalog.device(self._device_name))
         on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])
         return [
-            self.row(
-                watched_call,
-                member,
-                last_line=tail_lines.get(member.rank, ""),
-                device_bytes=on_gpus.get(member.pid),
+            replace(
+                self.row(
+                    watched_call,
+                    member,
+                    last_line=tail_lines.get(member.rank, ""),
+                    device_bytes=on_gpus.get(member.pid),
+                ),
+                bars=shown_bars.get(member.rank, ()),
             )
             for member in members
         ]
@@ -196,7 +204,12 @@ class DashboardUpdater:
         """
         try:
             # Nearly all cells end well before anything is shown: nothing is to be looked up then.
-            is_wanted = self._dashboard.was_shown or any(ending_words.values())
+            is_wanted = (
+                self._dashboard.was_shown
+                or self._dashboard.has_progress
+                or watched_call.console.has_bars
+                or any(ending_words.values())
+            )
             rank_rows = self._rows(watched_call) if is_wanted else ()
             self._dashboard.finish(rank_rows, **ending_words)
         finally:
@@ -207,10 +220,6 @@ class DashboardUpdater:
     def _say(self, notice_text: str) -> None:
         if self._watched is not None:
             self._watched.notice(notice_text)
-
-    def _make_room(self) -> None:
-        if self._watched is not None:
-            self._watched.make_room()
 
     def _interrupt(self) -> None:
         watched_call = self._watched
@@ -227,6 +236,24 @@ def state_of(member: WorkerHandle) -> str:
     if member.returned is not None:
         return "done"
     return "stopped" if member.record is None or member.record.was_stopped else "failed"
+
+
+def _device_totals(plan: Plan, worker_ranks: Sequence[int]) -> dict[int, int]:
+    """Bytes that there are on each rank's device, as far as the plan knows."""
+    inventory = plan.inventory
+    total_sizes = [
+        gpu.total_bytes
+        for gpu in (*inventory.gpus, *inventory.accelerators)
+        if gpu.kind == plan.device
+    ]
+    if not total_sizes and plan.device == "tpu" and inventory.tpu is not None:
+        total_sizes = [inventory.tpu.bytes_per_chip]
+    # Workers beyond the number of devices share them in turn.
+    return {
+        worker_rank: total_sizes[worker_rank % len(total_sizes)]
+        for worker_rank in worker_ranks
+        if total_sizes and total_sizes[worker_rank % len(total_sizes)]
+    }
 
 
 class MemoryMeter:

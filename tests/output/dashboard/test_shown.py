@@ -15,6 +15,7 @@ import pytest
 
 from nbaccel import notebook_launcher
 from nbaccel.output import publish
+from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus
 from nbaccel.output.dashboard.display import Dashboard
 from nbaccel.workers.messaging import Metrics
@@ -137,10 +138,11 @@ def test_a_cell_that_did_not_end_well_says_so(
 
 
 def test_after_the_cell_was_cleared_it_is_shown_anew(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], read_clock=clock)
+    place = CellPlace()
+    board = Dashboard([0], place=place, read_clock=clock)
     clock.now += 1
     board.update([row(0)])
-    board.cleared()
+    place.note_cleared()
     cell.outputs.clear()
     board.finish()
     assert cell.text.startswith("1 rank")
@@ -246,7 +248,7 @@ def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
     board.hear(0, metrics(101.0, 50, 2.0))
     board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], has_failed=True)
     assert cell.text == (
-        "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 · up to 1.0 GiB each"
+        "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 █▁ · up to 1.0 GiB each"
     )
     assert cell.html.index("<summary") < cell.html.index("</summary>") < cell.html.index("<table")
     for told in ("done", "failed", "4 → 2", "1.0 GiB", "saved"):

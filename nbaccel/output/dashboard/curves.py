@@ -1,0 +1,106 @@
+"""Charts of a run's metrics: each rank as a thin line, the mean of all as a thick, smoothed one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbaccel.output.chart import ChartLine, line_chart, smoothed
+from nbaccel.output.dashboard.board import RankFacts, RunBoard, mean_points
+from nbaccel.output.dashboard.drawing import leading_rank, plain_text
+
+__all__ = ["metric_chart", "smoothed_value"]
+
+CHART_WIDTH = 520
+CHART_HEIGHT = 150
+SMALL_WIDTH = 320
+SMALL_HEIGHT = 110
+_MAX_RANK_LINES = 16
+_MIN_SMOOTHED_POINTS = 8
+_MAX_MARKS = 12
+_NAME_CHARS = 40
+
+
+def metric_chart(
+    run_board: RunBoard,
+    metric_name: str,
+    *,
+    is_small: bool = False,
+    log_y: bool | None = None,
+) -> str:
+    """A metric over the steps, as an SVG element.
+
+    Args:
+        run_board: The facts.
+        metric_name: Which metric.
+        is_small: Whether it is one of several.
+        log_y: Whether the axis is logarithmic; None: where that shows more.
+
+    Returns:
+        The element; empty where there are fewer than two values.
+    """
+    with_values = [
+        (rank_facts, history.points())
+        for rank_facts in run_board.ranks.values()
+        if (history := rank_facts.histories.get(metric_name)) is not None
+    ]
+    if max((len(points) for _, points in with_values), default=0) < 2:
+        return ""
+    chart_lines = _rank_lines(with_values)
+    mean_line = _mean_line([points for _, points in with_values])
+    if mean_line is not None:
+        chart_lines.append(mean_line)
+    leading_facts = leading_rank(run_board)
+    return line_chart(
+        chart_lines,
+        title=plain_text(metric_name, _NAME_CHARS),
+        x_label="step",
+        marks=_thinned_marks(leading_facts) if leading_facts is not None else (),
+        width=SMALL_WIDTH if is_small else CHART_WIDTH,
+        height=SMALL_HEIGHT if is_small else CHART_HEIGHT,
+        log_y=log_y,
+    )
+
+
+def smoothed_value(run_board: RunBoard, metric_name: str) -> float | None:
+    """The latest value of a metric's smoothed mean; None where there are too few values.
+
+    Args:
+        run_board: The facts.
+        metric_name: Which metric.
+    """
+    mean_line = _mean_line(
+        [
+            rank_facts.histories[metric_name].points()
+            for rank_facts in run_board.ranks.values()
+            if metric_name in rank_facts.histories
+        ]
+    )
+    return None if mean_line is None else mean_line.points[-1][1]
+
+
+def _rank_lines(
+    with_values: Sequence[tuple[RankFacts, list[tuple[float, float]]]],
+) -> list[ChartLine]:
+    is_alone = len(with_values) == 1
+    return [
+        ChartLine(f"rank {rank_facts.rank}", points, "raw" if is_alone else "rank")
+        for rank_facts, points in with_values[:_MAX_RANK_LINES]
+    ]
+
+
+def _mean_line(rank_points: Sequence[list[tuple[float, float]]]) -> ChartLine | None:
+    points = mean_points(rank_points)
+    if len(points) < _MIN_SMOOTHED_POINTS:
+        return None
+    smooth_values = smoothed([value for _, value in points])
+    smooth_points = [(step, value) for (step, _), value in zip(points, smooth_values, strict=True)]
+    return ChartLine("smoothed" if len(rank_points) == 1 else "mean", smooth_points, "mean")
+
+
+def _thinned_marks(rank_facts: RankFacts) -> list[tuple[float, str]]:
+    """The starts of epochs, so few of them that their names can be read."""
+    every = -(-len(rank_facts.epoch_marks) // _MAX_MARKS) or 1
+    return [
+        (step, plain_text(mark_name, _NAME_CHARS))
+        for step, mark_name in rank_facts.epoch_marks[::every]
+    ]

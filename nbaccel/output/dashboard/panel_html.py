@@ -1,0 +1,494 @@
+"""A board as HTML: the panel while a call runs, and the summary that stays.
+
+No script and no style sheet: what stays passes the sanitizers of GitHub and Jupyter, and reads on
+light and dark backgrounds. Where an `<svg>` is left out, the words say the same.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from nbaccel.output.chart import ACCENT_COLOUR
+from nbaccel.output.console import RecentLine
+from nbaccel.output.dashboard.board import RankFacts, RunBoard
+from nbaccel.output.dashboard.curves import metric_chart
+from nbaccel.output.dashboard.drawing import (
+    LINE_CHARS,
+    MOST_ROWS,
+    ShownProgress,
+    memory_range,
+    number_text,
+    plain_text,
+    progress_of,
+    rate_text,
+    summary_parts,
+)
+from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
+
+__all__ = [
+    "final_html",
+    "headline_html",
+    "library_html",
+    "lines_html",
+    "live_html",
+    "ranks_html",
+]
+
+BY_HAND = "Stop: interrupt the cell (■)"
+LONG_OUTPUT_LINES = 20
+"""From so many lines on the newest are shown in the panel, too: the cell's end is out of sight."""
+_SHOWN_LINES = 100
+_SAVED_LINES = 50
+_SAME_S = 2.0
+_MAX_SMALL_CHARTS = 6
+
+_PANEL_STYLE = "font-size:0.9em;line-height:1.5"
+_TABLE_STYLE = "border:none;border-collapse:collapse;margin:0.2em 0;table-layout:auto"
+_CELL_STYLE = (
+    "text-align:left;vertical-align:top;padding:0.1em 1.4em 0.1em "
+    "0;border:none;background:none;font-weight:normal;white-space:nowrap;max-width:none"
+)
+_NUMBER_STYLE = f"{_CELL_STYLE};font-variant-numeric:tabular-nums"
+_CODE_STYLE = f"{_CELL_STYLE};font-family:monospace;overflow:hidden;text-overflow:ellipsis"
+_QUIET_STYLE = "opacity:0.65"
+_SUMMARY_STYLE = "cursor:pointer"
+# A grey that lets any background through, as the empty part of a bar.
+_TRACK_STYLE = (
+    "display:inline-block;vertical-align:middle;width:9em;height:0.6em;border-radius:0.3em;"
+    "overflow:hidden;margin-right:0.6em;background:rgba(128,128,128,0.3)"
+)
+_FILL_STYLE = f"display:block;height:100%;background:{ACCENT_COLOUR}"
+_LINES_STYLE = (
+    "margin:0.3em 0 0 0;padding:0.3em 0;max-height:14em;overflow:auto;white-space:pre-wrap;"
+    "overflow-wrap:anywhere;line-height:1.35;background:none"
+)
+
+_STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "running")
+_ENDING_SIGNS = {"": "✓", "stopped": "■"}
+_FAILED_SIGN = "✗"
+
+
+# ------------------------------------------------------------------------- the whole
+
+
+def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
+    """The run while it goes on, where a front end cannot take clicks.
+
+    Args:
+        run_board: The facts.
+        by_hand: Whether to say how it is stopped, because no button does.
+    """
+    metric_names = run_board.metric_names()
+    parts = [
+        headline_html(run_board),
+        ranks_html(run_board),
+        _chart_html(run_board, metric_names[:1]),
+        _small_charts(run_board, metric_names[1:]),
+        _folded("newest lines", lines_html(run_board)) if is_long(run_board) else "",
+        library_html(run_board),
+        f'<div style="{_QUIET_STYLE}">{BY_HAND}</div>' if by_hand else "",
+    ]
+    return f'<div style="{_PANEL_STYLE}">{"".join(parts)}</div>'
+
+
+def final_html(run_board: RunBoard) -> str:
+    """What stays of the run: one line that unfolds, and the chart.
+
+    Args:
+        run_board: The facts.
+    """
+    ending_sign = _ENDING_SIGNS.get(run_board.ending, _FAILED_SIGN)
+    head_html = (
+        f'<summary style="{_SUMMARY_STYLE}">{ending_sign} '
+        f"{_headline_text(run_board, is_live=False)}</summary>"
+    )
+    metric_names = run_board.metric_names()
+    folded_parts = [
+        _table_html(run_board, _STATIC_COLUMNS),
+        _small_charts(run_board, metric_names[1:]),
+        *(_saved_lines(run_board) if is_long(run_board) else ()),
+        library_html(run_board),
+    ]
+    details_html = f"<details>{head_html}{''.join(folded_parts)}</details>"
+    chart_html = _chart_html(run_board, metric_names[:1])
+    return f'<div style="{_PANEL_STYLE}">{details_html}{chart_html}</div>'
+
+
+def is_long(run_board: RunBoard) -> bool:
+    """Whether so much has been printed that the newest lines are out of sight.
+
+    Args:
+        run_board: The facts.
+    """
+    return run_board.num_lines > LONG_OUTPUT_LINES
+
+
+# ------------------------------------------------------------------------- its parts
+
+
+def headline_html(run_board: RunBoard) -> str:
+    """The first line of a run that goes on.
+
+    Args:
+        run_board: The facts.
+    """
+    return f"<div>{_headline_text(run_board, is_live=True)}</div>"
+
+
+def _headline_text(run_board: RunBoard, *, is_live: bool) -> str:
+    parts = summary_parts(run_board, with_curve=not is_live, is_live=is_live)
+    ranks_words = count_noun(len(run_board.ranks), "rank")
+    return f"<b>{ranks_words}</b> · {html.escape(' · '.join(parts))}"
+
+
+def ranks_html(run_board: RunBoard) -> str:
+    """The ranks of a run that goes on, a row each.
+
+    Args:
+        run_board: The facts.
+    """
+    return _table_html(run_board, _LIVE_COLUMNS)
+
+
+def library_html(run_board: RunBoard) -> str:
+    """The harmless messages of libraries, folded away; empty where there are none.
+
+    Args:
+        run_board: The facts.
+    """
+    if not run_board.library_messages:
+        return ""
+    message_words = count_noun(run_board.num_library_messages, "message")
+    return _folded(
+        f"{message_words} of libraries", _lines_block("\n".join(run_board.library_messages))
+    )
+
+
+def lines_html(run_board: RunBoard, shown_rank: int | None = None) -> str:
+    """The newest lines, the newest first in sight.
+
+    Args:
+        run_board: The facts.
+        shown_rank: Whose lines; None for those of all ranks.
+    """
+    recent_lines = _recent_lines(run_board, shown_rank)[-_SHOWN_LINES:]
+    # Upside down twice: a box that scrolls opens at its end, where the newest line is.
+    return (
+        '<div style="display:flex;flex-direction:column-reverse;max-height:14em;overflow:auto">'
+        f"{_lines_block(_lines_text(recent_lines, with_ranks=shown_rank is None), is_free=True)}"
+        "</div>"
+    )
+
+
+def _recent_lines(run_board: RunBoard, shown_rank: int | None) -> list[RecentLine]:
+    if shown_rank is not None:
+        return run_board.recent_lines.get(shown_rank, [])
+    by_number = {
+        recent_line.number: recent_line
+        for rank_lines in run_board.recent_lines.values()
+        for recent_line in rank_lines
+    }
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _lines_text(recent_lines: Iterable[RecentLine], *, with_ranks: bool) -> str:
+    return "\n".join(
+        f"[{number_ranges(recent_line.ranks)}] {recent_line.text}"
+        if with_ranks and recent_line.ranks
+        else recent_line.text
+        for recent_line in recent_lines
+    )
+
+
+def _saved_lines(run_board: RunBoard) -> Iterable[str]:
+    """The last lines of each rank, folded away; all that was printed stands below."""
+    for worker_rank, rank_lines in sorted(run_board.recent_lines.items()):
+        if rank_lines:
+            saved_text = _lines_text(rank_lines[-_SAVED_LINES:], with_ranks=False)
+            yield _folded(f"last lines of rank {worker_rank}", _lines_block(saved_text))
+
+
+def _lines_block(block_text: str, *, is_free: bool = False) -> str:
+    block_style = (
+        _LINES_STYLE.replace("max-height:14em;overflow:auto;", "") if is_free else (_LINES_STYLE)
+    )
+    shown_text = "\n".join(
+        plain_text(line_text, LINE_CHARS * 4, keeps_start=True)
+        for line_text in block_text.split("\n")
+    )
+    return f'<pre style="{block_style}">{html.escape(shown_text)}</pre>'
+
+
+def _folded(title: str, content_html: str) -> str:
+    return (
+        f'<details><summary style="{_SUMMARY_STYLE};{_QUIET_STYLE}">{html.escape(title)}</summary>'
+        f"{content_html}</details>"
+    )
+
+
+def _chart_html(run_board: RunBoard, metric_names: Sequence[str]) -> str:
+    charts = [
+        (metric_name, chart)
+        for metric_name in metric_names
+        if (chart := metric_chart(run_board, metric_name))
+    ]
+    return "".join(
+        f'<div style="margin-top:0.3em"><span style="{_QUIET_STYLE}">'
+        f"{html.escape(plain_text(metric_name, LINE_CHARS))}</span><br>{chart}</div>"
+        for metric_name, chart in charts
+    )
+
+
+def _small_charts(run_board: RunBoard, metric_names: Sequence[str]) -> str:
+    charts = [
+        f'<div style="display:inline-block;margin-right:1em">{_metric_label(run_board, name)}<br>'
+        f"{chart}</div>"
+        for name in metric_names[:_MAX_SMALL_CHARTS]
+        if (chart := metric_chart(run_board, name, is_small=True))
+    ]
+    if not charts:
+        return ""
+    return _folded(f"{count_noun(len(charts), 'other metric')}", f"<div>{''.join(charts)}</div>")
+
+
+def _metric_label(run_board: RunBoard, metric_name: str) -> str:
+    latest = next(
+        (
+            history.last
+            for rank_facts in run_board.ranks.values()
+            if (history := rank_facts.histories.get(metric_name)) is not None
+        ),
+        None,
+    )
+    label_text = f"{plain_text(metric_name, LINE_CHARS)} {number_text(latest)}"
+    return f'<span style="{_QUIET_STYLE}">{html.escape(label_text)}</span>'
+
+
+# ------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class _TableColumn:
+    name: str
+    of: Callable[[RankFacts, RunBoard], str]
+    """The cell's HTML; empty for no value."""
+    style: str = _NUMBER_STYLE
+
+
+def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> str:
+    shown_facts, other_ranks = _shown_ranks(run_board)
+    table_cells = {
+        table_column.name: [table_column.of(rank_facts, run_board) for rank_facts in shown_facts]
+        for table_column in table_columns
+    }
+    # A column without a value for any rank would only take space.
+    kept_columns = [
+        table_column for table_column in table_columns if any(table_cells[table_column.name])
+    ]
+    header_cells = "".join(
+        f'<th scope="col" style="{_CELL_STYLE};{_QUIET_STYLE}">{html.escape(column_name)}</th>'
+        for column_name in ("rank", *(table_column.name for table_column in kept_columns))
+    )
+    table_rows = []
+    for position, rank_facts in enumerate(shown_facts):
+        data_cells = "".join(
+            f'<td style="{table_column.style}">'
+            f"{table_cells[table_column.name][position] or _NO_VALUE}</td>"
+            for table_column in kept_columns
+        )
+        table_row = f'<th scope="row" style="{_NUMBER_STYLE}">{rank_facts.rank}</th>{data_cells}'
+        table_rows.append(f'<tr style="background:none">{table_row}</tr>')
+    if other_ranks:
+        table_rows.append(
+            f'<tr style="background:none"><td colspan="{len(kept_columns) + 1}" '
+            f'style="{_CELL_STYLE};{_QUIET_STYLE}">{html.escape(_rest_words(other_ranks))}</td></tr>'
+        )
+    return (
+        f'<div style="overflow-x:auto"><table style="{_TABLE_STYLE}"><thead '
+        f'style="border:none"><tr style="background:none">{header_cells}</tr></thead>'
+        f"<tbody>{''.join(table_rows)}</tbody></table></div>"
+    )
+
+
+_NO_VALUE = "-"
+
+
+def _shown_ranks(run_board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
+    """The ranks that get a row, and those that share the last one: the worst are shown first."""
+    shown_ranks = list(run_board.ranks.values())
+    if len(shown_ranks) <= MOST_ROWS:
+        return shown_ranks, []
+    by_need = sorted(shown_ranks, key=_attention_need)
+    return by_need[:MOST_ROWS], by_need[MOST_ROWS:]
+
+
+def _attention_need(rank_facts: RankFacts) -> tuple[int, float, int]:
+    """Failed ones before stragglers before the rest."""
+    rank_place = (
+        _STATES_WORST_FIRST.index(rank_facts.state)
+        if rank_facts.state in _STATES_WORST_FIRST
+        else len(_STATES_WORST_FIRST)
+    )
+    # Ranks that report no steps come behind those that are slow.
+    return rank_place, math.inf if rank_facts.steps is None else rank_facts.steps, rank_facts.rank
+
+
+def _rest_words(shown_ranks: Sequence[RankFacts]) -> str:
+    rest_states = sorted({rank_facts.state for rank_facts in shown_ranks})
+    rest_steps = [rank_facts.steps for rank_facts in shown_ranks if rank_facts.steps is not None]
+    line_parts = [f"and {count_noun(len(shown_ranks), 'more rank')}: {', '.join(rest_states)}"]
+    if rest_steps:
+        least_step, most_steps = min(rest_steps), max(rest_steps)
+        line_parts.append(
+            f"step {most_steps:,}"
+            if least_step == most_steps
+            else f"steps {least_step:,} to {most_steps:,}"
+        )
+    line_parts.append(memory_range([rank_facts.rss_bytes for rank_facts in shown_ranks]))
+    return " · ".join(line_parts)
+
+
+# ------------------------------------------------------------------------- columns
+
+
+def _state_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    """`training`, or `waiting in all_reduce, 12.0 s` with the line of code below it."""
+    activity, _, code_place = rank_facts.doing.partition(" (")
+    state_words = plain_text(rank_facts.phase or activity or rank_facts.state, LINE_CHARS)
+    for_seconds = _for_how_long(rank_facts, run_board)
+    state_html = html.escape(f"{state_words}, {for_seconds}" if for_seconds else state_words)
+    if not code_place:
+        return state_html
+    place_words = html.escape(plain_text(code_place.removesuffix(")"), LINE_CHARS))
+    return (
+        f'{state_html}<br><span style="{_QUIET_STYLE};font-family:monospace">{place_words}</span>'
+    )
+
+
+def _for_how_long(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    """Empty where that is the whole run, whose length the first line has."""
+    if rank_facts.since < run_board.began + _SAME_S:
+        return ""
+    return format_seconds(max(0.0, run_board.now - rank_facts.since))
+
+
+def _progress_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    return "<br>".join(map(_progress_html, progress_of(rank_facts)))
+
+
+def _progress_html(loop: ShownProgress) -> str:
+    words_html = html.escape(str(loop))
+    if loop.fraction is None:
+        return words_html
+    # The words say what the bar shows: a bar alone would say nothing to a screen reader.
+    filled = f'<span style="{_FILL_STYLE};width:{loop.fraction:.1%}"></span>'
+    return f'<span style="{_TRACK_STYLE}">{filled}</span>{words_html}'
+
+
+def _step_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    return "" if rank_facts.steps is None else f"{rank_facts.steps:,}"
+
+
+def _speed_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    step_rate = rank_facts.pace.recent(run_board.now)
+    return "" if step_rate is None else rate_text(step_rate)
+
+
+def _mean_speed(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    step_rate = rank_facts.pace.overall
+    return "" if step_rate is None else rate_text(step_rate)
+
+
+def _samples_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    sample_rate = rank_facts.samples_pace.recent(run_board.now)
+    return "" if sample_rate is None or not rank_facts.samples else rate_text(sample_rate)
+
+
+def _mean_samples(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    sample_rate = rank_facts.samples_pace.overall
+    return "" if sample_rate is None or not rank_facts.samples else rate_text(sample_rate)
+
+
+def _loss_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    last_value = rank_facts.loss.last
+    return "" if last_value is None else f"{_loss_label(rank_facts)}{number_text(last_value)}"
+
+
+def _loss_from_to(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    first_value, last_value = rank_facts.loss.first, rank_facts.loss.last
+    if first_value is None or last_value is None:
+        return ""
+    return f"{_loss_label(rank_facts)}{number_text(first_value)} → {number_text(last_value)}"
+
+
+def _loss_label(rank_facts: RankFacts) -> str:
+    if rank_facts.loss_name == "loss":
+        return ""
+    return html.escape(f"{plain_text(rank_facts.loss_name, 24)} ")
+
+
+def _other_metrics(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    other_metrics = [
+        f"{metric_name} {number_text(metric_value)}"
+        for metric_name, metric_value in rank_facts.metrics.items()
+        if metric_name != rank_facts.loss_name
+    ]
+    return html.escape(plain_text(", ".join(other_metrics[:3]), LINE_CHARS))
+
+
+def _of_total(held_bytes: int, total_bytes: int | None) -> str:
+    return format_bytes(held_bytes) + (f" of {format_bytes(total_bytes)}" if total_bytes else "")
+
+
+def _memory_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    if not rank_facts.rss_bytes:
+        return ""
+    return _of_total(rank_facts.rss_bytes, run_board.host_total_bytes)
+
+
+def _peak_rss(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    return format_bytes(rank_facts.peak_rss_bytes) if rank_facts.peak_rss_bytes else ""
+
+
+def _device_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    if rank_facts.device_bytes is None:
+        return ""
+    return _of_total(rank_facts.device_bytes, rank_facts.device_total_bytes)
+
+
+def _peak_device(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    if rank_facts.peak_device_bytes is None:
+        return ""
+    return _of_total(rank_facts.peak_device_bytes, rank_facts.device_total_bytes)
+
+
+def _last_line(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    return html.escape(plain_text(rank_facts.last_line, LINE_CHARS))
+
+
+_LIVE_COLUMNS = (
+    _TableColumn("progress", _progress_cell),
+    _TableColumn("state", _state_cell),
+    _TableColumn("step", _step_cell),
+    _TableColumn("steps/s", _speed_cell),
+    _TableColumn("samples/s", _samples_cell),
+    _TableColumn("loss", _loss_cell),
+    _TableColumn("metrics", _other_metrics),
+    _TableColumn("memory", _memory_cell),
+    _TableColumn("on device", _device_cell),
+)
+_STATIC_COLUMNS = (
+    _TableColumn("state", _state_cell),
+    _TableColumn("progress", _progress_cell),
+    _TableColumn("step", _step_cell),
+    _TableColumn("steps/s", _mean_speed),
+    _TableColumn("samples/s", _mean_samples),
+    _TableColumn("loss", _loss_from_to),
+    _TableColumn("metrics", _other_metrics),
+    _TableColumn("most memory", _peak_rss),
+    _TableColumn("most on device", _peak_device),
+    _TableColumn("last line", _last_line, _CODE_STYLE),
+)
