@@ -22,6 +22,7 @@ __all__ = [
     "communicating",
     "open_account",
     "present_account",
+    "present_spent",
     "reading_data",
     "use_account",
 ]
@@ -74,11 +75,6 @@ class TimeAccount:
             self._began_at = self._since = self._clock()
             for kind in self._seconds:
                 self._seconds[kind] = 0.0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a loop has begun."""
-        return self._began_at is not None
 
     def enter(self, kind: str) -> None:
         """The thread begins to wait.
@@ -173,6 +169,11 @@ def begin_account() -> None:
     """A loop over batches begins."""
     if _process_account is not None:
         _process_account.begin()
+
+
+def present_spent() -> SpentTime | None:
+    """Where this process's time has gone so far; None where no loop has begun or none counts."""
+    return None if _process_account is None else _process_account.spent()
 
 
 def add_exchange(source: ExchangeSource) -> None:

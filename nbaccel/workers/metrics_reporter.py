@@ -79,7 +79,7 @@ class Reporter:
         self._hardware = hardware
         self._device = device
         self._pid = os.getpid()
-        self._account = spent_time.open_account()
+        spent_time.open_account()
         self._values: dict[str, float] = {}
         self._value_steps: dict[str, int] = {}
         self._steps = 0
@@ -98,7 +98,7 @@ class Reporter:
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Take in what `accelerator.log` was given."""
         # A loop over batches that is not nbaccel's has begun at its first log at the latest.
-        self._account.begin()
+        spent_time.begin_account()
         if not self._counts_batches:
             self._steps = self._steps + 1 if step is None else int(step)
         for name, value in _finite_numbers(values):
@@ -110,7 +110,7 @@ class Reporter:
 
     def loop_begins(self, loader: object, loop_name: str, total_batches: int | None) -> None:
         """A loop over batches begins: from now on a step is a batch."""
-        self._account.begin()
+        spent_time.begin_account()
         if not self._counts_batches:
             self._counts_batches, self._steps = True, 0
         epoch = self._epochs[id(loader)] = self._epochs.get(id(loader), 0) + 1
@@ -158,7 +158,8 @@ class Reporter:
 
     def flush(self) -> None:
         """Send what has not been sent yet, even if that means to wait."""
-        if (self._is_news or self._account.has_begun) and os.getpid() == self._pid:
+        has_news = self._is_news or spent_time.present_spent() is not None
+        if has_news and os.getpid() == self._pid:
             self._is_news = False
             # The notebook is gone: this process ends soon.
             with contextlib.suppress(OSError):
@@ -173,7 +174,7 @@ class Reporter:
             phase=self._phase,
             programs=self._programs,
             compile_s=self._compile_s,
-            spent=self._account.spent(),
+            spent=spent_time.present_spent(),
             value_steps=tuple(self._value_steps[name] for name in self._values),
             loop_name=self._loop.name[:_NAME_CHARS],
             epoch=self._loop.epoch,

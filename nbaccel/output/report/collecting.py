@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nbaccel.capabilities import device_row
 from nbaccel.errors import ConfigError
 from nbaccel.output.dashboard.board import RankFacts, RunBoard
 from nbaccel.output.dashboard.rank_times import RankTimes
@@ -144,7 +145,7 @@ def _notes_of(observed: ObservedRun, all_times: Iterable[RankTimes]) -> Iterable
             "least there, compared over two seconds each."
         )
     device_name = observed.plan.device
-    if rank_times and device_name != "cpu":
+    if rank_times and not device_row(device_name).in_host_memory:
         yield (
             f"On {device_name}, collectives run beside the program. Counted are those of nbaccel "
             "and what torch measures of DDP's exchange of gradients; others are in computing."
