@@ -70,7 +70,7 @@ class Results(list[Any]):
         """
         from nbaccel.output.report.collecting import report_of
 
-        return report_of(self._observed)
+        return report_of(self._observed, f"A list of {len(self)} results")
 
 
 @explained

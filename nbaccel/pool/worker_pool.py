@@ -70,7 +70,7 @@ class CellResult:
         Raises:
             ConfigError: It is the result of no run.
         """
-        return report_of(self.observed)
+        return report_of(self.observed, repr(self))
 
 
 class Pool:
@@ -282,7 +282,7 @@ class Pool:
         Raises:
             ConfigError: Nothing has run yet.
         """
-        return report_of(self._observed)
+        return report_of(self._observed, repr(self))
 
     def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
         """Send names to the workers, whether or not they have changed.

@@ -326,12 +326,7 @@ def conclude_call(
         for weight_report in weight_reports
         for module_path, state_dict in weight_report.state_dicts.items()
     }
-    if lost_results:
-        num_others = len(lost_results) - 1
-        others = f", and so did {count_noun(num_others, 'more rank')}" if num_others else ""
-        warnings.warn(
-            f"{lost_results[0]}{others}. The results say so in its place.", stacklevel=log_level
-        )
+    _tell_lost_results(lost_results, log_level + 1)
     for weight_report in weight_reports:
         for module_path, stranded_reason in weight_report.stranded.items():
             warnings.warn(
@@ -363,6 +358,15 @@ def conclude_call(
         state_dicts=state_dicts,
         observed=call_result.observed,
     )
+
+
+def _tell_lost_results(lost_results: Sequence[str], log_level: int) -> None:
+    if lost_results:
+        num_others = len(lost_results) - 1
+        others = f", and so did {count_noun(num_others, 'more rank')}" if num_others else ""
+        warnings.warn(
+            f"{lost_results[0]}{others}. The results say so in its place.", stacklevel=log_level
+        )
 
 
 def _apply_weights(

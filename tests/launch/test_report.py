@@ -109,7 +109,7 @@ def test_two_runs_in_this_process_do_not_share_a_report() -> None:
 
 def test_results_of_no_launch_have_no_report() -> None:
     results = notebook_launcher(workers.nothing, num_processes=1)
-    with pytest.raises(nbaccel.ConfigError, match="results of no run"):
+    with pytest.raises(nbaccel.ConfigError, match="1 results has nothing to report"):
         Results([1], results.plan).report()
 
 

@@ -42,19 +42,20 @@ class ObservedRun:
         return cls(board=board, warnings=warnings, plan=plan, ended_at=ended_at)
 
 
-def report_of(observed: ObservedRun | None) -> RunReport:
+def report_of(observed: ObservedRun | None, source: str) -> RunReport:
     """The report of a run.
 
     Args:
         observed: What was seen of it.
+        source: Who is asked for it, for the message.
 
     Raises:
         ConfigError: It is None: nothing was seen.
     """
     if observed is None:
         raise ConfigError(
-            "There is nothing to report: got the results of no run (None was observed). Call "
-            "report() of what notebook_launcher returned, or after a cell has run."
+            f"{source} has nothing to report: no run was watched for it. Call report() of what "
+            "notebook_launcher returned, or of a pool in which a cell or a call has run."
         )
     return RunReport(_collect_facts(observed))
 
