@@ -12,6 +12,7 @@ from nbaccel.notebook.completion import Completion, Inspection
 from nbaccel.notebook.hints import Hints
 from nbaccel.notebook.magics import MAGIC_NAME, cell_magic, line_magic
 from nbaccel.notebook.session import Readiness, Session
+from nbaccel.notebook.worker_board import WorkerBoard
 from nbaccel.workers import template_learning, template_prestart
 
 __all__ = ["Extension", "load_extension", "unload_extension"]
@@ -27,6 +28,7 @@ class Extension:
         self._completion = Completion(self.session)
         self._inspection = Inspection(self.session)
         self._hints = Hints(self.session)
+        self._board = WorkerBoard(self.session)
         self._readiness = Readiness(ipython_shell)
         self._started_template = False
 
@@ -40,11 +42,12 @@ class Extension:
         template_learning.follow_cells()
         register_magic = self.shell.magics_manager.register_function
         register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)
-        register_magic(line_magic(self.session, self._cells), "line", MAGIC_NAME)
+        register_magic(line_magic(self.session, self._cells, self._board), "line", MAGIC_NAME)
         self._cells.load()
         self._completion.load()
         self._inspection.load()
         self._hints.load()
+        self._board.load()
         self._readiness.load()
         atexit.register(self.session.stop)
 
@@ -52,6 +55,7 @@ class Extension:
         """Remove it."""
         atexit.unregister(self.session.stop)
         self._readiness.unload()
+        self._board.unload()
         self._hints.unload()
         self._inspection.unload()
         self._completion.unload()

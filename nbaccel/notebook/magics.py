@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from IPython.core.magic import no_var_expand
-from IPython.display import display
 
 from nbaccel.config.mistakes import closest
 from nbaccel.errors import ConfigError, WorkerFailed
@@ -19,6 +18,7 @@ from nbaccel.notebook.magic_line import (
 )
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
+from nbaccel.notebook.worker_board import WorkerBoard
 from nbaccel.pool.cell_source import CellSource
 
 __all__ = ["MAGIC_NAME", "cell_magic", "line_magic"]
@@ -54,15 +54,18 @@ def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], N
     return accelerate
 
 
-def line_magic(session: Session, cell_recorder: Cells) -> Callable[[str], None]:
+def line_magic(
+    session: Session, cell_recorder: Cells, worker_board: WorkerBoard
+) -> Callable[[str], None]:
     """The function behind `%accelerate`.
 
     Args:
         session: The notebook's workers.
         cell_recorder: Knows the cell as it was written.
+        worker_board: Shows the workers.
     """
-    subcommand_actions = {
-        "status": _print_status,
+    subcommand_actions: dict[str, Callable[[Session, MagicLine], None]] = {
+        "status": lambda _session, _line: worker_board.show(),
         "restart": _restart_workers,
         "stop": _stop_workers,
         "pull": _pull_names,
@@ -114,13 +117,6 @@ def _read_line(session: Session, line_text: str, subcommand: str = "") -> MagicL
     return read_magic_line(
         line_text, base_config=base_config, namespace=session.shell.user_ns, subcommand=subcommand
     )
-
-
-def _print_status(session: Session, magic_line: MagicLine) -> None:
-    if session.pool is None:
-        print(session.told_absence())
-    else:
-        display(session.pool.status())  # type: ignore[no-untyped-call]
 
 
 def _restart_workers(session: Session, magic_line: MagicLine) -> None:

@@ -37,10 +37,10 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Template
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from nbaccel.output import publish
-from nbaccel.output.bar_text import BarText, RankBars, split_bar
+from nbaccel.output.bar_text import BarText, RankBars, read_bar, split_bar
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.library_messages import LibraryMessages
 from nbaccel.output.lines import (
@@ -52,11 +52,12 @@ from nbaccel.output.lines import (
     stream_of,
 )
 from nbaccel.output.rank_logs import RankLogs
+from nbaccel.output.recent_lines import RecentLines
 from nbaccel.output.seen_warnings import SeenWarnings
 from nbaccel.units import number_ranges, shorten_text
 from nbaccel.workers import messaging
 
-__all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace", "RecentLine"]
+__all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace"]
 
 
 WHOLE_CHARS = 10_000_000
@@ -189,20 +190,9 @@ _TOO_MUCH = (
 
 _FIRST_TICK_S = 0.05
 """A call in a cell that is over by then leaves no place for a panel behind."""
-_RECENT_LINES = 200
-_RECENT_CHARS = 400
 
 _ShownEntry = tuple[list[int], OutputItem]
 """Something to be shown, and the ranks that have it."""
-
-
-class RecentLine(NamedTuple):
-    """A line that has been shown."""
-
-    number: int
-    """How many were shown before it."""
-    ranks: tuple[int, ...]
-    text: str
 
 
 class Console:
@@ -257,11 +247,8 @@ class Console:
         self._bars: defaultdict[int, RankBars] = defaultdict(RankBars)
         self._is_over = False
         self.library_messages = LibraryMessages()
+        self.recent_lines = RecentLines()
         self.warnings = SeenWarnings()
-        self._num_shown = 0
-        self._recent: defaultdict[int, deque[RecentLine]] = defaultdict(
-            lambda: deque(maxlen=_RECENT_LINES)
-        )
 
     def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
         """Take in what a worker wrote."""
@@ -324,9 +311,11 @@ class Console:
         )
 
     def _stream_for(self, stream: str, output_line: str) -> str:
-        """A worker's own notices are no errors; what the user's code writes stays where it is."""
-        is_own = self._own_stream == "stdout" and output_line.startswith(_OWN_PREFIX)
-        return self._own_stream if is_own else stream
+        """A bar and a worker's own notice are no errors; other lines stay where they were."""
+        if self._own_stream in (stream, "stderr"):
+            return stream
+        is_error = not output_line.startswith(_OWN_PREFIX) and read_bar(output_line) is None
+        return stream if is_error else self._own_stream
 
     # ---- what a panel shows
 
@@ -361,23 +350,6 @@ class Console:
     def has_bars(self) -> bool:
         """Whether a rank has drawn a bar that the panel shows."""
         return self._place is not None and any(self.bars().values())
-
-    @property
-    def num_shown(self) -> int:
-        """How many lines have been shown."""
-        return self._num_shown
-
-    def recent_lines(self) -> dict[int, list[RecentLine]]:
-        """The newest lines of each rank that has printed some, where there is a panel."""
-        return {worker_rank: list(rank_lines) for worker_rank, rank_lines in self._recent.items()}
-
-    def _remember(self, ranks: Sequence[int], line_text: str) -> None:
-        recent_line = RecentLine(
-            self._num_shown, tuple(ranks), shorten_text(line_text, _RECENT_CHARS)
-        )
-        self._num_shown += 1
-        for worker_rank in ranks:
-            self._recent[worker_rank].append(recent_line)
 
     # ---- too much of it
 
@@ -559,7 +531,7 @@ class Console:
                 )
                 if self._place is not None:
                     for ranks, queued_item in shown_lines:
-                        self._remember(ranks, _entry_text(queued_item))
+                        self.recent_lines.add(ranks, _entry_text(queued_item))
                 continue
             for ranks, queued_item in entry_run:
                 if (

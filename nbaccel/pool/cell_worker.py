@@ -8,6 +8,8 @@ Both wait without polling, so an idle worker costs no CPU.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
 import sys
 import threading
@@ -26,6 +28,7 @@ from nbaccel.pool.cell_shell import CellShell
 from nbaccel.pool.process_groups import ProcessGroups
 from nbaccel.transfer import arena, shared_memory
 from nbaccel.transfer.worker_namespace import Namespace
+from nbaccel.units import count_noun
 from nbaccel.workers import messaging, metrics_reporter, precision_check
 from nbaccel.workers.worker import (
     Work,
@@ -60,6 +63,9 @@ def serve_cells(
     cell_worker.loop()
 
 
+_MAX_NAMES = 100
+
+
 class _CellWorker:
     def __init__(
         self,
@@ -79,6 +85,7 @@ class _CellWorker:
         self._groups = ProcessGroups(own_place, notebook_channel.send)
         self._groups.watch()
         self._shell = CellShell.create(notebook_channel.send, rank=own_place.rank)
+        self._names_at_start = frozenset(self._shell.user_ns)
         self._names = Namespace(
             self._shell.user_ns,
             own_rank=self._worker_context.staging_rank,
@@ -273,7 +280,28 @@ class _CellWorker:
             device_bytes=metrics_reporter.reserved(
                 self._worker_context.hardware, self._worker_context.device
             ),
+            names=self._held_names(),
+            group=_group_words(),
         )
+
+    def _held_names(self) -> tuple[str, ...]:
+        # A copy of the keys in one step: the main thread may define a name meanwhile.
+        held_names = (
+            name
+            for name in tuple(self._shell.user_ns)
+            if not name.startswith("_") and name not in self._names_at_start
+        )
+        return tuple(itertools.islice(held_names, _MAX_NAMES))
+
+
+def _group_words() -> str:
+    """The process group of this process, in words; empty for none."""
+    # The main thread may leave the group meanwhile.
+    with contextlib.suppress(RuntimeError, ValueError):
+        if torch.distributed.is_initialized():
+            num_ranks = count_noun(torch.distributed.get_world_size(), "rank")
+            return f"{torch.distributed.get_backend()}, {num_ranks}"
+    return ""
 
 
 _UNINTERRUPTED_MESSAGES = (messages.JoinGroup, messages.Settle)

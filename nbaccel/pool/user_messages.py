@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -18,7 +18,7 @@ from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall, re
 from nbaccel.plan import Plan
 from nbaccel.pool.states import PoolState, WorkerState
 from nbaccel.pool.task import TaskResult, TaskSupervisor
-from nbaccel.units import count_noun, format_bytes, format_seconds
+from nbaccel.units import count_noun, first_few, format_bytes, format_seconds
 from nbaccel.workers import messaging, template_learning
 from nbaccel.workers.template_facts import told_left_out
 from nbaccel.workers.worker_handle import WorkerHandle
@@ -305,6 +305,8 @@ def rank_status(
         rss_bytes=resident(member),
         device_bytes=rank_place.device_bytes if rank_place is not None else None,
         doing=activity_words,
+        names=rank_place.names if rank_place is not None else (),
+        group=rank_place.group if rank_place is not None else "",
     )
 
 
@@ -350,16 +352,19 @@ class StatusTable:
         self.headline = headline
 
     def _cells(self) -> list[list[str]]:
-        has_device = any(row.device_bytes is not None for row in self.rows)
-        head_row = [
-            "rank",
-            "state",
-            "for",
-            "memory",
-            *(["on device"] if has_device else []),
-            "doing",
+        # A column without a value for any rank would only take space.
+        columns = [
+            (head_word, of)
+            for head_word, of in _STATUS_COLUMNS
+            if head_word in _LASTING_COLUMNS or any(map(of, self.rows))
         ]
-        return [head_row, *(_cells_of(row, has_device=has_device) for row in self.rows)]
+        return [
+            [head_word for head_word, _ in columns],
+            *(
+                [of(row) or _NO_VALUES.get(head_word, "-") for head_word, of in columns]
+                for row in self.rows
+            ),
+        ]
 
     def __str__(self) -> str:
         text_cells = self._cells() if self.rows else []
@@ -398,13 +403,20 @@ class StatusTable:
         )
 
 
-def _cells_of(row: RankStatus, *, has_device: bool) -> list[str]:
-    device_words = "-" if row.device_bytes is None else format_bytes(row.device_bytes)
-    return [
-        str(row.rank),
-        row.state,
-        format_seconds(row.seconds),
-        format_bytes(row.rss_bytes),
-        *([device_words] if has_device else []),
-        row.doing,
-    ]
+def _device_words(row: RankStatus) -> str:
+    return "" if row.device_bytes is None else format_bytes(row.device_bytes)
+
+
+_STATUS_COLUMNS: tuple[tuple[str, Callable[[RankStatus], str]], ...] = (
+    ("rank", lambda row: str(row.rank)),
+    ("state", lambda row: row.state),
+    ("for", lambda row: format_seconds(row.seconds)),
+    ("memory", lambda row: format_bytes(row.rss_bytes)),
+    ("on device", _device_words),
+    ("group", lambda row: row.group),
+    ("names", lambda row: first_few(row.names, _MAX_TOLD_NAMES)),
+    ("doing", lambda row: row.doing),
+)
+_LASTING_COLUMNS = ("rank", "state", "for", "memory", "doing")
+_NO_VALUES = {"doing": ""}
+_MAX_TOLD_NAMES = 6

@@ -76,7 +76,7 @@ class Progress(Generic[_LoaderBatch]):
 
     def __iter__(self) -> Iterator[_LoaderBatch]:
         self._start_time = time.time()
-        metrics_reporter.loop_begins(self._loader, self._description, self._num_batches)
+        metrics_reporter.loop_begins(self._description, self._num_batches)
         try:
             for batch in self._batches():
                 batch_samples = find_batch_size(batch) or 0

@@ -444,8 +444,7 @@ class Metrics:
     loop_name: str = ""
     """What the loop over batches is called; empty for no name."""
     epoch: int = 0
-    """How often the loader of that loop has been gone through, this time included; 0 before the
-    first loop."""
+    """How many loops of this name and length have begun, this one included; 0 before the first."""
     batches: int = 0
     """Batches used in that loop."""
     total_batches: int | None = None
@@ -508,3 +507,7 @@ class Whereabouts:
     """Innermost call first; empty if it waits for a task."""
     device_bytes: int | None
     """What torch has reserved on this worker's device; None on a CPU."""
+    names: tuple[str, ...] = ()
+    """Names that cells have defined, or that were sent here; not all of very many."""
+    group: str = ""
+    """The process group that it has joined: `gloo, 2 ranks`; empty for none."""

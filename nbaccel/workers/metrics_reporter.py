@@ -83,8 +83,8 @@ class Reporter:
         self._values: dict[str, float] = {}
         self._value_steps: dict[str, int] = {}
         self._steps = 0
-        self._epochs: dict[int, int] = {}
-        """How often each loader has been gone through, by its identity."""
+        self._epochs: dict[tuple[str, int | None], int] = {}
+        """How often each loop has begun, by its name and length."""
         self._loop = LoopFacts()
         self._samples = 0
         self._counts_batches = False
@@ -108,12 +108,14 @@ class Reporter:
                 self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
         self._tell()
 
-    def loop_begins(self, loader: object, loop_name: str, total_batches: int | None) -> None:
+    def loop_begins(self, loop_name: str, total_batches: int | None) -> None:
         """A loop over batches begins: from now on a step is a batch."""
         spent_time.begin_account()
         if not self._counts_batches:
             self._counts_batches, self._steps = True, 0
-        epoch = self._epochs[id(loader)] = self._epochs.get(id(loader), 0) + 1
+        # Not by the loader, of which there may be a new one for each epoch.
+        loop_key = (loop_name, total_batches)
+        epoch = self._epochs[loop_key] = self._epochs.get(loop_key, 0) + 1
         self._loop = LoopFacts(name=loop_name, epoch=epoch, total_batches=total_batches)
         # Sent at once: the notebook computes the speed from the first message of a loop.
         self._next = 0.0
@@ -256,16 +258,15 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
         _process_reporter.log(values, step)
 
 
-def loop_begins(loader: object, loop_name: str = "", total_batches: int | None = None) -> None:
-    """A loop over batches begins.
+def loop_begins(loop_name: str = "", total_batches: int | None = None) -> None:
+    """A loop over batches begins; one of the same name and length is the next epoch.
 
     Args:
-        loader: What it goes through: going through the same again is the next epoch.
         loop_name: What the user calls it; empty for no name.
         total_batches: How many batches there are; None where that is not known.
     """
     if _process_reporter is not None:
-        _process_reporter.loop_begins(loader, loop_name, total_batches)
+        _process_reporter.loop_begins(loop_name, total_batches)
 
 
 def step_done(num_samples: int = 0) -> None:

@@ -168,12 +168,11 @@ class Run:
         return found
 
     def facts(self) -> str:
-        (found,) = (
+        return "".join(
             state["value"]
             for state in self.open.values()
             if state.get("_model_name") == "HTMLModel"
         )
-        return str(found)
 
 
 @pytest.fixture(scope="module")
@@ -290,8 +289,9 @@ def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) ->
         assert shown.data.keys() == {"text/plain", "text/html"}
         assert "step" in shown.data["text/plain"]
         assert shown.data["text/html"].count('<th scope="row"') == 2
-    outputs = notebook.cells[5].outputs
-    place = next(i for i, o in enumerate(outputs) if o.output_type == "display_data")
-    above = "".join(output.text for output in outputs[:place])
-    assert "half" in above
-    assert above.endswith("\r"), "a bar that cannot be drawn over has been erased"
+    for number in (1, 4, 5):
+        assert notebook.cells[number].outputs[0].output_type == "display_data", "at the top"
+    assert [o.output_type for o in notebook.cells[5].outputs[1:]] == ["stream", "execute_result"]
+    assert notebook.cells[5].outputs[1].name == "stdout"
+    (last,) = {line.strip() for line in notebook.cells[5].outputs[1].text.splitlines()}
+    assert last == "[0-1]  half of 124", "a line that is no bar keeps its last state"

@@ -160,7 +160,7 @@ def test_a_worker_killed_in_a_cell_is_named_and_the_next_cell_starts_new_ones(
     assert "rank 1 of 2 was killed by SIGKILL" in told(cell)
     assert "rank 0" in told(cell)
     again = fresh_kernel.run(START).check()
-    assert "because rank 1 was killed by SIGKILL" in again.stderr
+    assert "because rank 1 was killed by SIGKILL" in again.stdout
     assert not set(workers_of(fresh_kernel)) & set(before)
 
 

@@ -13,7 +13,7 @@ from nbaccel.output.bar_text import BarText
 from nbaccel.output.dashboard.rank_times import TimeComparison
 
 if TYPE_CHECKING:
-    from nbaccel.output.console import RecentLine
+    from nbaccel.output.recent_lines import RecentLine
     from nbaccel.workers.messaging import Metrics
 
 
@@ -52,6 +52,10 @@ class RankStatus:
     """What it printed last."""
     bars: tuple[BarText, ...] = ()
     """The progress bars that its code draws, the outer one first."""
+    names: tuple[str, ...] = ()
+    """Of a live worker: names that it holds."""
+    group: str = ""
+    """Of a live worker: the process group that it has joined."""
 
 
 class MetricHistory:
@@ -171,7 +175,7 @@ class RankFacts:
     loop_name: str = ""
     """What its loop over batches is called, if that has a name."""
     epoch: int = 0
-    """How often the loop's loader has been gone through, this time included."""
+    """How many loops of this name and length have begun, this one included."""
     batches: int = 0
     total_batches: int | None = None
     epoch_marks: list[tuple[float, str]] = field(default_factory=list)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from nbaccel.output.chart import ChartLine, line_chart, smoothed
 from nbaccel.output.dashboard.board import RankFacts, RunBoard, mean_points
 from nbaccel.output.dashboard.drawing import leading_rank, plain_text
 
-__all__ = ["metric_chart", "smoothed_value"]
+__all__ = ["is_logarithmic", "metric_chart", "smoothed_value"]
 
-CHART_WIDTH = 520
+CHART_WIDTH = 480
 CHART_HEIGHT = 150
 SMALL_WIDTH = 320
 SMALL_HEIGHT = 110
 _MAX_RANK_LINES = 16
 _MIN_SMOOTHED_POINTS = 8
+_LOGARITHMIC_RATIO = 8.0
+"""From this ratio of highest to lowest on, the axis is logarithmic."""
+_MAX_DECAY = 0.9
 _MAX_MARKS = 12
 _NAME_CHARS = 40
 
@@ -33,7 +37,7 @@ def metric_chart(
         run_board: The facts.
         metric_name: Which metric.
         is_small: Whether it is one of several.
-        log_y: Whether the axis is logarithmic; None: where that shows more.
+        log_y: Whether the axis is logarithmic; None: where `is_logarithmic`.
 
     Returns:
         The element; empty where there are fewer than two values.
@@ -57,8 +61,26 @@ def metric_chart(
         marks=_thinned_marks(leading_facts) if leading_facts is not None else (),
         width=SMALL_WIDTH if is_small else CHART_WIDTH,
         height=SMALL_HEIGHT if is_small else CHART_HEIGHT,
-        log_y=log_y,
+        log_y=is_logarithmic(run_board, metric_name) if log_y is None else log_y,
     )
+
+
+def is_logarithmic(run_board: RunBoard, metric_name: str) -> bool:
+    """Whether a metric's range asks for a logarithmic axis: a loss falls fast at first.
+
+    Args:
+        run_board: The facts.
+        metric_name: Which metric.
+    """
+    finite_values = [
+        value
+        for rank_facts in run_board.ranks.values()
+        if metric_name in rank_facts.histories
+        for value in rank_facts.histories[metric_name].values()
+        if math.isfinite(value)
+    ]
+    low_value, high_value = min(finite_values, default=0.0), max(finite_values, default=0.0)
+    return low_value > 0 and high_value / _LOGARITHMIC_RATIO >= low_value
 
 
 def smoothed_value(run_board: RunBoard, metric_name: str) -> float | None:
@@ -92,9 +114,17 @@ def _mean_line(rank_points: Sequence[list[tuple[float, float]]]) -> ChartLine | 
     points = mean_points(rank_points)
     if len(points) < _MIN_SMOOTHED_POINTS:
         return None
-    smooth_values = smoothed([value for _, value in points])
-    smooth_points = [(step, value) for (step, _), value in zip(points, smooth_values, strict=True)]
-    return ChartLine("smoothed" if len(rank_points) == 1 else "mean", smooth_points, "mean")
+    # Of few points over few.
+    decay = min(_MAX_DECAY, 1 - _MIN_SMOOTHED_POINTS / len(points))
+    values = [value for _, value in points]
+    # From both ends: an average of earlier values alone would lag behind a loss that falls.
+    both_ways = zip(smoothed(values, decay), reversed(smoothed(values[::-1], decay)), strict=True)
+    smooth_points = [
+        (step, (forward + backward) / 2)
+        for (step, _), (forward, backward) in zip(points, both_ways, strict=True)
+    ]
+    line_name = "smoothed" if len(rank_points) == 1 else "mean, smoothed"
+    return ChartLine(line_name, smooth_points, "mean")
 
 
 def _thinned_marks(rank_facts: RankFacts) -> list[tuple[float, str]]:

@@ -64,41 +64,47 @@ def summary_line(run_board: RunBoard, *, with_curve: bool = False, is_live: bool
 
 
 def summary_parts(
-    run_board: RunBoard, *, with_curve: bool = False, is_live: bool = False
+    run_board: RunBoard,
+    *,
+    with_curve: bool = False,
+    with_memory: bool = True,
+    is_live: bool = False,
 ) -> list[str]:
     """The parts of the line but for the first, which says how many ranks there are.
 
     Args:
         run_board: The facts.
         with_curve: Whether the loss is drawn, too.
+        with_memory: Whether the memory of the largest rank is told.
         is_live: Whether the run goes on.
     """
     ending_words = f"{run_board.ending} after " if run_board.ending else ""
-    leading_facts = leading_rank(run_board)
-    left_words = []
-    if is_live and run_board.left_s is not None:
-        of_loop = (
-            f" of {plain_text(leading_facts.loop_label, 24)}"
-            if leading_facts and leading_facts.loop_label
-            else ""
-        )
-        left_words = [f"{format_seconds(max(1.0, run_board.left_s))} left{of_loop}"]
     return [
         f"{ending_words}{format_seconds(run_board.seconds)}",
-        *left_words,
-        *_training_words(run_board, with_curve=with_curve),
-        *_memory_words(run_board),
+        *(_loop_words(run_board) if is_live else ()),
+        *_training_words(run_board, with_curve=with_curve, is_live=is_live),
+        *(_memory_words(run_board) if with_memory else ()),
     ]
 
 
-def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
+def _loop_words(run_board: RunBoard) -> list[str]:
+    """`epoch 3, 29.0 s left`."""
+    leading_facts = leading_rank(run_board)
+    loop_label = leading_facts.loop_label if leading_facts is not None else ""
+    words = [plain_text(loop_label, LABEL_CHARS)] if loop_label else []
+    if run_board.left_s is not None:
+        words.append(f"{format_seconds(max(1.0, round(run_board.left_s)))} left")
+    return [", ".join(words)] if words else []
+
+
+def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> list[str]:
     leading_facts = leading_rank(run_board)
     line_parts = []
     if leading_facts is not None and leading_facts.steps is not None:
         step_rate = leading_facts.pace.overall
         speed_words = f" ({rate_text(step_rate)}/s)" if step_rate is not None else ""
         line_parts.append(f"step {leading_facts.steps:,}{speed_words}")
-        line_parts += _sample_words(run_board)
+        line_parts += _sample_words(run_board, is_live=is_live)
         line_parts += _compile_words(leading_facts)
     loss_facts = [
         rank_facts for rank_facts in run_board.ranks.values() if rank_facts.loss.last is not None
@@ -118,11 +124,14 @@ def _training_words(run_board: RunBoard, *, with_curve: bool) -> list[str]:
     return line_parts
 
 
-def _sample_words(run_board: RunBoard) -> list[str]:
-    """Samples per second of all ranks, over the whole run."""
-    rates = [rank_facts.samples_pace.overall for rank_facts in run_board.ranks.values()]
-    known_rates = [rate for rate in rates if rate]
-    return [f"{rate_text(math.fsum(known_rates))} samples/s"] if known_rates else []
+def _sample_words(run_board: RunBoard, *, is_live: bool) -> list[str]:
+    """Samples per second of all ranks: now, or over the whole run."""
+    if is_live:
+        rate = run_board.samples_per_s
+    else:
+        rates = [rank_facts.samples_pace.overall for rank_facts in run_board.ranks.values()]
+        rate = math.fsum(filter(None, rates))
+    return [f"{rate_text(rate)} samples/s"] if rate else []
 
 
 def _compile_words(rank_facts: RankFacts) -> list[str]:

@@ -143,8 +143,8 @@ class DashboardUpdater:
         run_board = self._dashboard.board
         run_board.library_messages = output_console.library_messages.lines()
         run_board.num_library_messages = output_console.library_messages.count
-        run_board.recent_lines = output_console.recent_lines()
-        run_board.num_lines = output_console.num_shown
+        run_board.recent_lines = output_console.recent_lines.by_rank()
+        run_board.num_lines = output_console.recent_lines.num_shown
         tail_lines, shown_bars = output_console.last_lines(), output_console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nbaccel.output.chart import ACCENT_COLOUR
-from nbaccel.output.console import RecentLine
 from nbaccel.output.dashboard.board import RankFacts, RunBoard
 from nbaccel.output.dashboard.curves import metric_chart
 from nbaccel.output.dashboard.drawing import (
@@ -26,6 +25,7 @@ from nbaccel.output.dashboard.drawing import (
     rate_text,
     summary_parts,
 )
+from nbaccel.output.recent_lines import RecentLine
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
 __all__ = [
@@ -48,7 +48,7 @@ _MAX_SMALL_CHARTS = 6
 _PANEL_STYLE = "font-size:0.9em;line-height:1.5"
 _TABLE_STYLE = "border:none;border-collapse:collapse;margin:0.2em 0;table-layout:auto"
 _CELL_STYLE = (
-    "text-align:left;vertical-align:top;padding:0.1em 1.4em 0.1em "
+    "text-align:left;vertical-align:top;padding:0.1em 1.2em 0.1em "
     "0;border:none;background:none;font-weight:normal;white-space:nowrap;max-width:none"
 )
 _NUMBER_STYLE = f"{_CELL_STYLE};font-variant-numeric:tabular-nums"
@@ -57,7 +57,7 @@ _QUIET_STYLE = "opacity:0.65"
 _SUMMARY_STYLE = "cursor:pointer"
 # A grey that lets any background through, as the empty part of a bar.
 _TRACK_STYLE = (
-    "display:inline-block;vertical-align:middle;width:9em;height:0.6em;border-radius:0.3em;"
+    "display:inline-block;vertical-align:middle;width:7em;height:0.6em;border-radius:0.3em;"
     "overflow:hidden;margin-right:0.6em;background:rgba(128,128,128,0.3)"
 )
 _FILL_STYLE = f"display:block;height:100%;background:{ACCENT_COLOUR}"
@@ -139,18 +139,21 @@ def headline_html(run_board: RunBoard) -> str:
 
 
 def _headline_text(run_board: RunBoard, *, is_live: bool) -> str:
-    parts = summary_parts(run_board, with_curve=not is_live, is_live=is_live)
+    # The chart and the rows tell of the rest.
+    parts = summary_parts(run_board, with_memory=not is_live, is_live=is_live)
     ranks_words = count_noun(len(run_board.ranks), "rank")
     return f"<b>{ranks_words}</b> · {html.escape(' · '.join(parts))}"
 
 
-def ranks_html(run_board: RunBoard) -> str:
+def ranks_html(run_board: RunBoard, *, with_metrics: bool = True) -> str:
     """The ranks of a run that goes on, a row each.
 
     Args:
         run_board: The facts.
+        with_metrics: Whether other metrics than the loss have a column.
     """
-    return _table_html(run_board, _LIVE_COLUMNS)
+    columns = [c for c in _LIVE_COLUMNS if with_metrics or c.of is not _other_metrics]
+    return _table_html(run_board, columns)
 
 
 def library_html(run_board: RunBoard) -> str:
@@ -368,6 +371,10 @@ def _state_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
     )
 
 
+def _last_state(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    return html.escape(plain_text(rank_facts.phase or rank_facts.state, LINE_CHARS))
+
+
 def _for_how_long(rank_facts: RankFacts, run_board: RunBoard) -> str:
     """Empty where that is the whole run, whose length the first line has."""
     if rank_facts.since < run_board.began + _SAME_S:
@@ -380,12 +387,20 @@ def _progress_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 
 def _progress_html(loop: ShownProgress) -> str:
-    words_html = html.escape(str(loop))
     if loop.fraction is None:
-        return words_html
+        return html.escape(str(loop))
     # The words say what the bar shows: a bar alone would say nothing to a screen reader.
     filled = f'<span style="{_FILL_STYLE};width:{loop.fraction:.1%}"></span>'
-    return f'<span style="{_TRACK_STYLE}">{filled}</span>{words_html}'
+    words = f"{loop.label}, {loop.done}" if loop.label else loop.done
+    return (
+        f'<span style="{_TRACK_STYLE}">{filled}</span>{loop.fraction * 100:.0f} %'
+        f'<br><span style="{_QUIET_STYLE}">{html.escape(words)}</span>'
+    )
+
+
+def _live_steps(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    """Where a loop shows how far a rank is, the first line's step is enough."""
+    return "" if progress_of(rank_facts) else _step_cell(rank_facts, run_board)
 
 
 def _step_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
@@ -440,7 +455,11 @@ def _other_metrics(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 
 def _of_total(held_bytes: int, total_bytes: int | None) -> str:
-    return format_bytes(held_bytes) + (f" of {format_bytes(total_bytes)}" if total_bytes else "")
+    held_text = format_bytes(held_bytes)
+    if not total_bytes:
+        return held_text
+    of_words = html.escape(f"of {format_bytes(total_bytes)}")
+    return f'{held_text}<br><span style="{_QUIET_STYLE}">{of_words}</span>'
 
 
 def _memory_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
@@ -472,7 +491,7 @@ def _last_line(rank_facts: RankFacts, run_board: RunBoard) -> str:
 _LIVE_COLUMNS = (
     _TableColumn("progress", _progress_cell),
     _TableColumn("state", _state_cell),
-    _TableColumn("step", _step_cell),
+    _TableColumn("step", _live_steps),
     _TableColumn("steps/s", _speed_cell),
     _TableColumn("samples/s", _samples_cell),
     _TableColumn("loss", _loss_cell),
@@ -481,7 +500,7 @@ _LIVE_COLUMNS = (
     _TableColumn("on device", _device_cell),
 )
 _STATIC_COLUMNS = (
-    _TableColumn("state", _state_cell),
+    _TableColumn("state", _last_state),
     _TableColumn("progress", _progress_cell),
     _TableColumn("step", _step_cell),
     _TableColumn("steps/s", _mean_speed),

@@ -24,7 +24,7 @@ from typing import Any
 from nbaccel import ipython_private
 from nbaccel.output.dashboard import panel_html
 from nbaccel.output.dashboard.board import RunBoard
-from nbaccel.output.dashboard.curves import metric_chart, smoothed_value
+from nbaccel.output.dashboard.curves import is_logarithmic, metric_chart, smoothed_value
 from nbaccel.output.dashboard.drawing import number_text, plain_text
 
 __all__ = ["VIEW_MIME", "RunPanel", "may_be_heard"]
@@ -43,12 +43,17 @@ _METRIC_CHARS = 24
 _MAX_METRIC_BUTTONS = 8
 _MAX_RANK_BUTTONS = 16
 # In JupyterLab and Notebook 7 the panel stays in sight while the output below it is scrolled, if
-# the window is high enough for both. Elsewhere no such element exists, and this has no effect.
-_STAYS_IN_SIGHT = """<style>@media (min-height: 36em) {
-.jp-OutputArea:has(> .jp-OutputArea-child .nbaccel-panel) { overflow: visible; }
-.jp-OutputArea-child:has(.nbaccel-panel) { position: sticky; top: 0; z-index: 2; overflow: visible;
-background: var(--jp-layout-color0, Canvas); box-shadow: 0 1px 0 rgba(128,128,128,0.3); }
-}</style>"""
+# the window is high enough for both. Elsewhere no such elements exist, and that has no effect.
+_STYLE_SHEET = """<style>
+.nbaccel-panel { border: 1px solid rgba(128,128,128,0.3); border-radius: 6px;
+  padding: 0.3em 0.8em; }
+.nbaccel-panel .widget-html-content { line-height: 1.45; }
+@media (min-height: 36em) {
+  .jp-OutputArea:has(> .jp-OutputArea-child .nbaccel-panel) { overflow: visible; }
+  .jp-OutputArea-child:has(.nbaccel-panel) { position: sticky; top: 0; z-index: 2;
+    overflow: visible; background: var(--jp-layout-color0, Canvas); }
+}
+</style>"""
 
 
 def may_be_heard() -> bool:
@@ -99,6 +104,7 @@ class RunPanel:
         self._ranks = self._choice(rank_options, "nbaccel-ranks")
         self._metric_names: list[str] = []
         self._log_chosen: bool | None = None
+        self._log_shown = False
         self._arrange()
         # Without a choice of the user's the chart decides about its axis.
         self._log.observe(self._note_scale, "value")
@@ -125,7 +131,7 @@ class RunPanel:
             head_row := boxes.HBox([self._head, self._log, self._button]),
             middle_row := boxes.HBox([self._table, self._chart_part]),
         ]
-        style_sheet = boxes.HTML(_STAYS_IN_SIGHT)
+        style_sheet = boxes.HTML(_STYLE_SHEET)
         style_sheet.layout.display = "none"
         self._box = boxes.VBox([style_sheet, head_row, middle_row, self._lines_part, self._notes])
         self._box.add_class("nbaccel-panel")
@@ -133,8 +139,9 @@ class RunPanel:
             # Side by side where there is room, below each other where there is not.
             row.layout.flex_flow = "row wrap"
         head_row.layout.align_items = "center"
-        self._table.layout.flex = "1 1 26em"
-        self._chart_part.layout.flex = "0 1 auto"
+        self._table.layout.flex = "1 1 auto"
+        self._chart_part.layout.flex = "1 1 24em"
+        self._chart_part.layout.max_width = "36em"
         self._part_boxes += [
             style_sheet,
             self._chart_part,
@@ -145,8 +152,10 @@ class RunPanel:
             hidden_part.layout.display = "none"
 
     def _note_scale(self, change: dict[str, Any]) -> None:
-        self._log_chosen = bool(change["new"])
-        self._on_choice()
+        # Else it is the chart's own choice that the button shows.
+        if bool(change["new"]) != self._log_shown:
+            self._log_shown = self._log_chosen = bool(change["new"])
+            self._on_choice()
 
     @property
     def is_heard(self) -> bool:
@@ -168,7 +177,7 @@ class RunPanel:
             is_stopping: Whether Stop has been pressed.
         """
         self._head.value = panel_html.headline_html(run_board)
-        self._table.value = panel_html.ranks_html(run_board)
+        self._table.value = panel_html.ranks_html(run_board, with_metrics=False)
         self._notes.value = panel_html.library_html(run_board)
         self._button.description = _STOPPING_LABEL if is_stopping else _STOP_LABEL
         self._show_chart(run_board)
@@ -191,7 +200,10 @@ class RunPanel:
             ]
             self._metrics.value = chosen_name if chosen_name in metric_names else metric_names[0]
         metric_name = self._metrics.value or metric_names[0]
-        chart = metric_chart(run_board, metric_name, log_y=self._log_chosen)
+        if self._log_chosen is None:
+            self._log_shown = is_logarithmic(run_board, metric_name)
+            self._log.value = self._log_shown
+        chart = metric_chart(run_board, metric_name, log_y=self._log_shown)
         self._chart.value = chart
         smooth_value = smoothed_value(run_board, metric_name)
         self._caption.value = (

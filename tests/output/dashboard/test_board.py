@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbaccel.output.bar_text import BarText
 from nbaccel.output.dashboard.board import (
     MetricHistory,
     RankStatus,
@@ -16,6 +17,7 @@ from nbaccel.output.dashboard.board import (
     StepPace,
     loss_name,
     mean,
+    mean_points,
 )
 from nbaccel.workers.messaging import Metrics
 
@@ -119,6 +121,81 @@ def test_a_rank_that_is_not_shown_is_not_heard() -> None:
     board = RunBoard([0], began_at=0.0)
     board.hear(7, metrics(1.0, 1, loss=1.0))
     assert list(board.ranks) == [0]
+
+
+def looping(time: float, batches: int, **more: object) -> Metrics:
+    settled = {"steps": batches, "total_batches": 100, "epoch": 1, "samples": batches * 8} | more
+    return Metrics(time=time, values=(), device_bytes=None, batches=batches, **settled)
+
+
+def test_what_is_left_is_that_of_the_slowest_rank() -> None:
+    board = RunBoard([0, 1], began_at=0.0)
+    assert board.left_s is None
+    for rank, speed in ((0, 10), (1, 5)):
+        for second in range(6):
+            board.hear(rank, looping(second, speed * second))
+    board.now = 5.0
+    assert board.left_s == pytest.approx((100 - 25) / 5)
+    assert board.samples_per_s == pytest.approx((10 + 5) * 8)
+
+
+def test_what_is_left_of_bars_is_the_outer_one_s() -> None:
+    board = RunBoard([0], began_at=0.0)
+    outer = BarText(text="a", description="a", fraction=0.5, left_s=60.0)
+    inner = BarText(text="b", description="b", fraction=0.5, left_s=2.0)
+    board.see([row(bars=(outer, inner))])
+    assert board.left_s == 60.0
+
+
+def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readable() -> None:
+    board = RunBoard([0], began_at=0.0)
+    for epoch in range(1, 1001):
+        board.hear(0, looping(float(epoch), 0, steps=(epoch - 1) * 50, epoch=epoch))
+        board.hear(0, looping(epoch + 0.5, 50, steps=epoch * 50, epoch=epoch))
+    marks = board.ranks[0].epoch_marks
+    assert marks[:2] == [(0.0, "epoch 1"), (50.0, "epoch 2")]
+    assert len(marks) <= 200
+
+
+def test_values_that_are_told_again_are_no_new_points() -> None:
+    board = RunBoard([0], began_at=0.0)
+    for second, value_step in enumerate((5, 5, 5, 9)):
+        message = Metrics(
+            time=float(second),
+            steps=second,
+            values=(("loss", 1.0),),
+            device_bytes=None,
+            value_steps=(value_step,),
+        )
+        board.hear(0, message)
+    assert board.ranks[0].loss.points() == [(5.0, 1.0), (9.0, 1.0)]
+
+
+def test_all_metrics_have_a_history_and_the_loss_is_named_first() -> None:
+    board = RunBoard([0, 1], began_at=0.0)
+    board.hear(0, metrics(1.0, 1, lr=0.1, acc=0.5))
+    board.hear(1, metrics(1.0, 1, lr=0.2, val_loss=3.0))
+    assert board.metric_names() == ["val_loss", "lr", "acc"]
+    assert board.ranks[1].histories["lr"].points() == [(1.0, 0.2)]
+
+
+# ------------------------------------------------------------------------- the mean of ranks
+
+
+def test_the_mean_of_ranks_that_report_together_is_theirs() -> None:
+    points = [[(float(i), i * 2.0) for i in range(10)], [(float(i), 0.0) for i in range(10)]]
+    assert mean_points(points) == [(float(i), float(i)) for i in range(10)]
+
+
+def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() -> None:
+    points = [[(float(i), math.nan if i % 3 else 5.0) for i in range(1000)]]
+    found = mean_points(points, 20)
+    assert len(found) == 20
+    assert {value for _, value in found} == {5.0}
+    assert found[0][0] < 60
+    assert found[-1][0] > 940
+    assert mean_points([]) == mean_points([[(1.0, math.inf)]]) == []
+    assert mean_points([[(0.0, 1e308), (1.0, 1e308)]], 1)[0][1] == pytest.approx(1e308)
 
 
 # ------------------------------------------------------------------------- what is seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html as html_module
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from nbaccel.output.bar_text import BarText, read_bar
 from nbaccel.output.chart import ACCENT_COLOUR
-from nbaccel.output.console import RecentLine
-from nbaccel.output.dashboard import drawing, panel_html
+from nbaccel.output.dashboard import curves, drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
+from nbaccel.output.recent_lines import RecentLine
 from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
@@ -61,7 +62,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
-        if self.open and self.open[-1] in ("td", "th"):
+        if {"td", "th"} & set(self.open):
             self.rows[-1][-1] += data
 
     def column(self, name: str) -> list[str]:
@@ -169,7 +170,7 @@ def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     board = board_of(2, state="done", last_line="saved")
     told(board, 0, 1000, 4.0, 2.0, 1.0)
     page = Page(panel_html.final_html(board))
-    words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 █▃▁ · up to 1.0 GiB each"
+    words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 · up to 1.0 GiB each"
     assert page.text.startswith(f"✓ {words}")
     assert page.column("loss")[0] == "4 → 1"
     assert page.column("state") == ["done", "done"]
@@ -185,6 +186,142 @@ def test_losses_that_are_no_numbers_are_said_to_be() -> None:
     page = Page(both(board)[0])
     assert [cell.split()[-1] for cell in page.column("loss")] == ["nan", "inf"]
     assert "loss nan" in page.text
+
+
+def test_progress_is_a_bar_with_words() -> None:
+    board = board_of(2)
+    for rank, batches in ((0, 30), (1, 20)):
+        board.hear(rank, loop_message(batches))
+    html = panel_html.live_html(board, by_hand=False)
+    page = Page(html)
+    assert page.column("progress") == ["75 %epoch 3, 30 of 40", "50 %epoch 3, 20 of 40"]
+    assert "width:75.0%" in html
+    assert "step" not in page.rows[0], "the words say how far it is"
+    assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in drawing.live_text(board)
+
+
+def loop_message(batches: int, **more: object) -> Metrics:
+    settled = {"steps": batches, "epoch": 3, "total_batches": 40, "samples": batches * 4} | more
+    return Metrics(time=float(batches), values=(), device_bytes=None, batches=batches, **settled)
+
+
+def test_the_bar_of_progress_itself_is_not_shown_twice() -> None:
+    own = read_bar("train:  50%|█████     | 20/40 [00:01<00:01, 19.9batch/s, samples/s=80]")
+    other = read_bar("files:  10%|█         | 1/10 [00:01<00:09,  1.0it/s]")
+    assert own is not None
+    assert other is not None
+    board = board_of(1, bars=(own, other))
+    assert Page(both(board)[0]).column("progress") == ["50 %train, 20 of 4010 %files, 1 of 10"]
+    board.hear(0, loop_message(20))
+    assert Page(both(board)[0]).column("progress") == ["50 %epoch 3, 20 of 4010 %files, 1 of 10"]
+
+
+def test_a_loop_without_a_length_is_told_in_words() -> None:
+    board = board_of(1)
+    board.hear(0, loop_message(7, total_batches=None, loop_name="stream"))
+    assert Page(both(board)[0]).column("progress") == ["stream, 7"]
+
+
+def test_memory_is_told_against_what_there_is() -> None:
+    board = board_of(1, device_bytes=3 * GIB)
+    board.host_total_bytes, board.ranks[0].device_total_bytes = 24 * GIB, 15 * GIB
+    page = Page(both(board)[0])
+    assert page.column("memory") == ["1.0 GiBof 24.0 GiB"]
+    assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
+    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in drawing.live_text(board)
+
+
+def test_what_is_left_and_samples_per_second_are_in_the_first_line() -> None:
+    board = board_of(2)
+    for rank in (0, 1):
+        for batches in (0, 5, 10):
+            board.hear(rank, loop_message(batches))
+    assert drawing.summary_line(board, is_live=True) == (
+        "2 ranks · 12.0 s · epoch 3, 30.0 s left · step 10 (1/s) · 8 samples/s · up to 1.0 GiB each"
+    )
+    board.ending = "failed"
+    assert drawing.summary_line(board).startswith("2 ranks · failed after 12.0 s · step 10 (1/s)")
+
+
+def test_a_rank_that_waits_is_told_with_its_line_of_code() -> None:
+    board = board_of(1, doing="waiting in all_reduce (Cell In[3], line 8)")
+    assert Page(both(board)[0]).column("state") == ["waiting in all_reduceCell In[3], line 8"]
+
+
+def with_lines(num_lines: int) -> RunBoard:
+    board = board_of(2, state="done")
+    board.num_lines = num_lines
+    board.recent_lines = {
+        rank: [RecentLine(2 * i + rank, (rank,), f"  line {i}") for i in range(60)]
+        for rank in (0, 1)
+    }
+    return board
+
+
+def test_long_output_has_its_newest_lines_in_the_panel_by_rank() -> None:
+    text = Page(panel_html.lines_html(with_lines(120))).text
+    assert text.endswith("[0]   line 59\n[1]   line 59"), "in the order in which they came"
+    assert len(text.splitlines()) == 100
+    own = Page(panel_html.lines_html(with_lines(120), 1)).text
+    assert own.splitlines() == [f"  line {i}" for i in range(60)]
+
+
+def test_what_stays_of_long_output_is_by_rank_and_of_short_output_nothing() -> None:
+    saved = Page(panel_html.final_html(with_lines(120))).text
+    assert "last lines of rank 0" in saved
+    assert saved.count("line 59") == 2
+    short = Page(panel_html.final_html(with_lines(panel_html.LONG_OUTPUT_LINES))).text
+    assert "line 59" not in short
+
+
+def test_messages_of_libraries_are_folded_and_counted() -> None:
+    board = board_of(2)
+    assert "libraries" not in both(board)[0]
+    board.library_messages, board.num_library_messages = ["[0-1] [c10d] harmless"], 2
+    for html in both(board):
+        page = Page(html)
+        assert "2 messages of libraries" in page.text
+        assert "[0-1] [c10d] harmless" in page.text
+        assert {"details", "summary"} <= page.kinds
+
+
+# ------------------------------------------------------------------------- charts
+
+
+def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
+    board = board_of(2)
+    for rank in (0, 1):
+        for step in range(1, 41):
+            message = loop_message(
+                step % 20,
+                steps=step,
+                epoch=1 + step // 20,
+                loop_name="",
+            )
+            board.hear(
+                rank,
+                replace(
+                    message, values=(("loss", 1 / step), ("lr", 0.1)), value_steps=(step, step)
+                ),
+            )
+    html = panel_html.live_html(board, by_hand=False)
+    assert html.count("<svg") == 2
+    assert "1 other metric" in Page(html).text
+    chart = curves.metric_chart(board, "loss")
+    for words in ("epoch 2", "rank 0", "rank 1", "mean, smoothed", "step"):
+        assert words in chart
+    assert curves.metric_chart(board, "unknown") == ""
+    assert curves.is_logarithmic(board, "loss")
+    assert not curves.is_logarithmic(board, "lr")
+    last = curves.smoothed_value(board, "loss")
+    assert last is not None
+    assert 1 / 40 < last < 1 / 25
+
+
+def test_one_value_makes_no_chart() -> None:
+    board = board_of(1)
+    told(board, 0, 1, 3.0)
+    assert "<svg" not in both(board)[0]
 
 
 # ------------------------------------------------------------------------- one line

@@ -115,6 +115,46 @@ def test_in_a_progress_loop_a_step_is_a_batch_and_the_loss_is_the_one_that_is_lo
         assert (facts.loss_name, facts.loss.last) == ("train_loss", 7.0)
 
 
+def test_progress_tells_epochs_batches_and_samples_of_each_rank(launch: Launch, seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        for _ in range(3):
+            for _ in accelerator.progress([torch.ones(4, 2)] * (5 + accelerator.process_index)):
+                pass
+            for _ in accelerator.progress([torch.ones(2, 2)] * 2, "check"):
+                pass
+
+    launch(train)
+    for rank in (0, 1):
+        facts = seen.board.ranks[rank]
+        assert (facts.loop_label, facts.epoch) == ("check", 3)
+        assert (facts.batches, facts.total_batches) == (2, 2)
+        assert facts.samples == 3 * (4 * (5 + rank) + 2 * 2)
+        assert facts.steps == 3 * (5 + rank + 2)
+        assert facts.epoch_marks == [
+            (float(epoch * (7 + rank) + offset), name)
+            for epoch in range(3)
+            for offset, name in ((0, f"epoch {epoch + 1}"), (5 + rank, "check"))
+        ]
+
+
+def test_a_value_is_a_point_at_the_step_of_its_report(seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        for batch in accelerator.progress(list(range(40))):
+            if batch in (0, 20):
+                accelerator.log({"rare": float(batch)})
+            accelerator.log({"often": float(batch)})
+            time.sleep(0.03)
+
+    notebook_launcher(train, (), 2)
+    for facts in seen.board.ranks.values():
+        assert [y for _, y in facts.histories["rare"].points()] == [0.0, 20.0]
+        often = facts.histories["often"].points()
+        assert len(often) > 2
+        assert all(step == value for step, value in often)
+
+
 def test_only_numbers_are_told_and_no_device_is_waited_for(launch: Launch, seen: Seen) -> None:
     def train() -> None:
         accelerator = Accelerator()

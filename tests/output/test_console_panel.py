@@ -1,0 +1,216 @@
+"""A console whose call has a panel: its place comes first, bars are no lines, nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from nbaccel.output import console, publish
+from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.console import Console
+from nbaccel.workers.messaging import ClearOutput, Display
+
+
+class NotebookCell:
+    """A cell's output, in the order in which a front end would show it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.updates = 0
+        monkeypatch.setattr(publish, "has_cells", lambda: True)
+        monkeypatch.setattr(publish, "publish_display", self._display)
+        monkeypatch.setattr(publish, "clear", lambda wait_for_new: self.events.append("clear"))
+        # Not in `sys` itself: pytest puts its own streams back after the fixtures.
+        streams = {name: _Stream(name, self.events) for name in ("stdout", "stderr")}
+        monkeypatch.setattr(console, "sys", SimpleNamespace(**streams))
+
+    def _display(self, content: Mapping[str, Any]) -> None:
+        if content.get("update"):
+            self.updates += 1
+        else:
+            self.events.append(f"display {content['data'].get('text/plain', '')}".strip())
+
+    def streams(self, name: str) -> str:
+        return "".join(
+            event.removeprefix(f"{name}:") for event in self.events if event.startswith(f"{name}:")
+        )
+
+
+class _Stream:
+    def __init__(self, name: str, events: list[str]) -> None:
+        self._name, self._events = name, events
+
+    def write(self, text: str) -> None:
+        self._events.append(f"{self._name}:{text}")
+
+    def flush(self) -> None:
+        pass
+
+
+class Panelled:
+    """A console of two ranks with a place."""
+
+    def __init__(self, cell: NotebookCell, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(console, "HOLD_S", 0.0)
+        monkeypatch.setattr(console, "TICK_S", 0.0)
+        monkeypatch.setattr(console, "_FIRST_TICK_S", 0.0)
+        self.cell, self.place = cell, CellPlace()
+        self.console = Console([0, 1], place=self.place)
+
+    def say(self, rank: int, text: str, stream: str = "stderr") -> None:
+        self.console.feed(rank, stream, text.encode())
+        self.console.tick()
+
+    def end(self) -> None:
+        for rank in (0, 1):
+            self.console.close(rank)
+        self.console.show_last()
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> NotebookCell:
+    return NotebookCell(monkeypatch)
+
+
+@pytest.fixture
+def panelled(cell: NotebookCell, monkeypatch: pytest.MonkeyPatch) -> Panelled:
+    return Panelled(cell, monkeypatch)
+
+
+class _Pipe:
+    """What a worker's tqdm writes to."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def nested(**settings: Any) -> str:
+    """What two loops of tqdm, one in the other, write."""
+    pipe = _Pipe()
+    for epoch in tqdm(range(3), desc="epochs", file=pipe, mininterval=0):
+        for _ in tqdm(range(4), desc=f"batches {epoch}", file=pipe, mininterval=0, **settings):
+            pass
+    return pipe.text
+
+
+@pytest.mark.parametrize("settings", [{}, {"leave": False}])
+@pytest.mark.parametrize("piece", [1, 7, 100_000])
+def test_nested_bars_leave_no_line(
+    panelled: Panelled, cell: NotebookCell, settings: dict[str, Any], piece: int
+) -> None:
+    text = nested(**settings)
+    assert "\x1b[A" in text
+    panelled.say(0, "before\n", "stdout")
+    for start in range(0, len(text), piece):
+        panelled.say(0, text[start : start + piece])
+    panelled.end()
+    assert cell.events == ["display", "stdout:[0] before\n"]
+    (epochs, *_) = panelled.console.bars()[0]
+    assert (epochs.description, epochs.done, epochs.total) == ("epochs", "3", "3")
+
+
+def test_bars_are_of_each_rank_and_an_unfinished_one_is_seen(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    panelled.say(0, "\r  40%|████      | 2/5 [00:01<00:01,  1.9it/s]")
+    panelled.say(1, "\rhalf of 3", "stdout")
+    bars = panelled.console.bars()
+    assert bars[0][0].fraction == 0.4
+    assert [bar.text for bar in bars[1]] == ["half of 3"]
+    assert cell.events == []
+    panelled.say(1, "\rhalf of 4\n", "stdout")
+    panelled.end()
+    assert cell.streams("stdout") == "[1] half of 4\n", "no bar: its last state is a line"
+    assert cell.streams("stderr") == ""
+
+
+def test_a_line_logged_beside_a_bar_is_shown_without_it(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    panelled.say(0, "\r 40%|████      | 2/5 [00:01<00:01,  1.9it/s]WARNING: careful\n")
+    panelled.say(0, "\r 60%|██████    | 3/5 [00:01<00:01,  1.9it/s]\n")
+    panelled.end()
+    assert cell.streams("stderr") == "[0] WARNING: careful\n"
+
+
+def test_notices_of_a_worker_are_no_errors(panelled: Panelled, cell: NotebookCell) -> None:
+    panelled.say(0, "nbaccel: look\nTraceback\n")
+    panelled.console.notice("nbaccel: and here")
+    panelled.end()
+    assert cell.streams("stdout") == "[0] nbaccel: look\nnbaccel: and here\n"
+    assert cell.streams("stderr") == "[0] Traceback\n"
+
+
+def test_the_place_comes_before_everything(panelled: Panelled, cell: NotebookCell) -> None:
+    panelled.console.feed_display(0, Display({"data": {"text/plain": "figure"}, "metadata": {}}))
+    panelled.console.tick()
+    panelled.say(0, "line\n", "stdout")
+    panelled.place.show({"text/plain": "the panel"})
+    panelled.end()
+    assert cell.events == ["display", "stdout:[0]\n", "display figure", "stdout:[0] line\n"]
+    assert cell.updates == 1, "the panel replaces what is there"
+
+
+def test_a_call_that_is_over_before_it_has_shown_anything_has_no_place(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    panelled.console.feed(0, "stdout", b"quick\n")
+    panelled.end()
+    assert cell.events == ["stdout:[0] quick\n"]
+
+
+def test_after_a_clear_the_panel_is_at_the_top_again(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    panelled.say(0, "old\n", "stdout")
+    panelled.place.show({"text/plain": "panel"})
+    panelled.console.feed_display(0, ClearOutput(wait=True))
+    panelled.console.tick()
+    panelled.say(0, "new\n", "stdout")
+    panelled.end()
+    assert cell.events[cell.events.index("clear") + 1 :] == ["display panel", "stdout:[0] new\n"]
+
+
+def test_ten_thousand_lines_are_all_there_and_the_newest_in_the_panel(
+    panelled: Panelled, cell: NotebookCell
+) -> None:
+    dice = random.Random(3)  # the same every time
+    said: dict[int, list[str]] = {0: [], 1: []}
+    for number in range(10_000):
+        rank = dice.randrange(2)
+        said[rank].append(f"{number}")
+        panelled.console.feed(rank, "stdout", f"{number}\n".encode())
+        if dice.random() < 0.01:
+            panelled.console.tick()
+    panelled.end()
+    shown = cell.streams("stdout").splitlines()
+    for rank in (0, 1):
+        assert [x.removeprefix(f"[{rank}] ") for x in shown if x[1] == str(rank)] == said[rank]
+        recent = [line.text for line in panelled.console.recent_lines.by_rank()[rank]]
+        assert recent == said[rank][-len(recent) :]
+        assert 100 <= len(recent) <= 1000
+    assert panelled.console.recent_lines.num_shown == 10_000
+
+
+def test_without_a_dashboard_bars_are_drawn_as_no_errors(
+    cell: NotebookCell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
+    one = Panelled(cell, monkeypatch)
+    one.say(0, "\r 40%|████      | 2/5 [00:01<00:01,  1.9it/s]")
+    one.say(0, "\r100%|██████████| 5/5 [00:01<00:00,  1.9it/s]\n")
+    one.end()
+    assert cell.streams("stderr") == ""
+    assert "100%|" in cell.streams("stdout")
+    assert not any(event.startswith("display") for event in cell.events)
