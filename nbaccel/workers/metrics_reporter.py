@@ -159,13 +159,18 @@ class Reporter:
             self._is_news = not self._channel.try_send(self._message(sent_at))
 
     def flush(self) -> None:
-        """Send what has not been sent yet, even if that means to wait."""
-        has_news = self._is_news or spent_time.present_spent() is not None
-        if has_news and os.getpid() == self._pid:
+        """The function has returned: send what has not been sent yet, even if that means to wait.
+
+        What follows, until the worker leaves or has another task, is no time of the function's.
+        """
+        if os.getpid() != self._pid:
+            return
+        if self._is_news or spent_time.present_spent() is not None:
             self._is_news = False
             # The notebook is gone: this process ends soon.
             with contextlib.suppress(OSError):
                 self._channel.send(self._message(time.monotonic()))
+        spent_time.use_account(None)
 
     def _message(self, current_time: float) -> messaging.Metrics:
         return messaging.Metrics(

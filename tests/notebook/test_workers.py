@@ -234,3 +234,5 @@ def test_the_report_of_a_cell_is_shown_and_can_be_kept(live: Kernel) -> None:
     assert output["text/plain"].startswith("Run on 2 workers")
     live.run("report = %accelerate report").check()
     assert shown(live.run("report.facts.slowest.rank")) == ["1"]
+    live.run("%accelerate stop").check()  # with the process group, which other tests do without
+    live.run(START).check()
