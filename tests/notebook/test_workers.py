@@ -216,3 +216,23 @@ def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path)
     live.run("%%accelerate --autoreload off\nsys.path.pop(0)").check()
     module.write_text("value = 1 + 1 + 1  # longer still\n")
     assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
+
+
+# ------------------------------------------------------------------------- the report
+
+
+def test_the_report_of_a_cell_is_shown_and_can_be_kept(live: Kernel) -> None:
+    live.run(
+        "%%accelerate\nimport time\nfrom nbaccel import Accelerator\naccelerator = Accelerator()\n"
+        "for batch in accelerator.progress(range(4)):\n    time.sleep(0.05 * (rank + 1))\n"
+        "accelerator.wait_for_everyone()"
+    ).check()
+    displays = live.run("%accelerate report").check().displays
+    # The board of workers may be shown anew, too.
+    (output,) = [data for data in displays if data["text/plain"].startswith("Run on")]
+    assert "Rank 1 holds the others up" in output["text/html"]
+    assert output["text/plain"].startswith("Run on 2 workers")
+    live.run("report = %accelerate report").check()
+    assert shown(live.run("report.facts.slowest.rank")) == ["1"]
+    live.run("%accelerate stop").check()  # with the process group, which other tests do without
+    live.run(START).check()

@@ -21,7 +21,7 @@ from nbaccel.failures.failure import RankActivity
 from nbaccel.output import publish
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.console import Console
-from nbaccel.output.dashboard.board import RankStatus
+from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.dashboard.display import Dashboard
 from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Plan
@@ -96,6 +96,11 @@ class DashboardUpdater:
         self._whereabouts = WaitingRanks()
         self._is_wanted = is_wanted
         self._waiting_line = waiting_line
+
+    @property
+    def board(self) -> RunBoard:
+        """What is known of the launch."""
+        return self._dashboard.board
 
     def due_in(self) -> float:
         """Seconds until `look` has something to do."""
