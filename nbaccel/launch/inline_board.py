@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from nbaccel import _catalog
+from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
+from nbaccel.output.dashboard.display import Dashboard
 from nbaccel.plan import Plan
 from nbaccel.workers.process_use import process_use
 
@@ -22,17 +25,27 @@ _LOOK_INTERVAL_S = 1.0
 class BoardChannel:
     """Takes the place of a worker's channel to the notebook: messages go to the board at once.
 
-    Args:
-        run_board: The facts of the run.
+    With the first of them the panel has its place in the cell. It is drawn whenever something is
+    reported, since nothing else runs meanwhile; it has no button, because no click would arrive.
+
+    Attributes:
+        dashboard: The board of the run, and how it is shown.
+        draws_bars: Whether loops are shown in a panel, so that they need no bar of their own.
     """
 
-    def __init__(self, run_board: RunBoard) -> None:
-        self._board = run_board
+    def __init__(self) -> None:
+        self._place = CellPlace()
+        self.draws_bars = (
+            self._place.has_panel and threading.current_thread() is threading.main_thread()
+        )
+        self.dashboard = Dashboard([0], place=self._place, is_wanted=self.draws_bars)
         self._next_look = 0.0
 
     def try_send(self, message: Any) -> bool:
         """Take in what the function reports."""
-        self._board.hear(0, message)
+        if self.draws_bars:
+            self._place.hold()
+        self.dashboard.hear(0, message)
         if time.monotonic() >= self._next_look:
             self.look()
         return True
@@ -42,23 +55,35 @@ class BoardChannel:
         self.try_send(message)
 
     def look(self) -> None:
-        """Look how much memory the process has."""
-        current_time = time.monotonic()
-        self._next_look = current_time + _LOOK_INTERVAL_S
+        """Look how much memory the process has, and show what is known."""
+        self._next_look = time.monotonic() + _LOOK_INTERVAL_S
+        rank_rows = [self._own_row("running")]
+        if self.dashboard.wants_a_look:
+            self.dashboard.update(rank_rows)
+        else:
+            self.dashboard.board.see(rank_rows)
+
+    def end(self, ending: str) -> None:
+        """Leave the summary."""
+        self.dashboard.finish(
+            [self._own_row(ending or "done")],
+            has_failed=ending == "failed",
+            was_interrupted=ending == "stopped",
+        )
+
+    def _own_row(self, state: str) -> RankStatus:
         own_use = process_use(os.getpid())
-        rank_row = RankStatus(
+        return RankStatus(
             rank=0,
-            state="running",
-            seconds=current_time - self._board.began,
+            state=state,
+            seconds=time.monotonic() - self.dashboard.board.began,
             rss_bytes=own_use.rss_bytes if own_use is not None else 0,
         )
-        self._board.now = current_time
-        self._board.see([rank_row])
 
 
 @contextlib.contextmanager
 def observing_here(plan: Plan) -> Iterator[RunBoard]:
-    """A block in which loops of this process report to a board.
+    """A block in which loops of this process report to a board, and are shown in a panel.
 
     Args:
         plan: What was planned.
@@ -66,10 +91,11 @@ def observing_here(plan: Plan) -> Iterator[RunBoard]:
     Yields:
         The board; its time is that of the block's end afterwards.
     """
-    run_board = RunBoard([0], began_at=time.monotonic())
-    board_channel = BoardChannel(run_board)
+    __tracebackhide__ = True
+    board_channel = BoardChannel()
+    ending = ""
     with contextlib.ExitStack() as clean_up:
-        clean_up.callback(board_channel.look)
+        clean_up.callback(lambda: board_channel.end(ending))
         # Else nothing can report: torch takes a second to import, and the function need not use it.
         if "torch" in sys.modules:
             from nbaccel.workers import metrics_reporter
@@ -79,4 +105,11 @@ def observing_here(plan: Plan) -> Iterator[RunBoard]:
             clean_up.enter_context(
                 metrics_reporter.reporting_to(board_channel, hardware, device_name)
             )
-        yield run_board
+        try:
+            yield board_channel.dashboard.board
+        except KeyboardInterrupt:
+            ending = "stopped"
+            raise
+        except BaseException:
+            ending = "failed"
+            raise

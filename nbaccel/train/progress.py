@@ -66,7 +66,7 @@ class Progress(Generic[_LoaderBatch]):
         self.bar = Bar(
             total=self._num_batches,
             desc=description or None,
-            disable=not place.is_main,
+            disable=not place.is_main or metrics_reporter.draws_bars(),
             unit=BATCH_UNIT,
             file=notice_stream(),
         )

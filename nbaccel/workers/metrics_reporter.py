@@ -27,6 +27,7 @@ from nbaccel.workers import messaging
 
 __all__ = [
     "begin",
+    "draws_bars",
     "flush",
     "log",
     "loop_begins",
@@ -76,6 +77,7 @@ class Reporter:
 
     def __init__(self, channel: MetricsChannel, hardware: Device, device: str) -> None:
         self._channel = channel
+        self.draws_bars = getattr(channel, "draws_bars", False)
         self._hardware = hardware
         self._device = device
         self._pid = os.getpid()
@@ -250,6 +252,11 @@ def _count_waits() -> None:
             return plain_wait(work, *args, **options)
 
     dist.Work.wait = counted_wait  # type: ignore[method-assign, assignment]
+
+
+def draws_bars() -> bool:
+    """Whether what a loop reports is drawn as a bar in this very process."""
+    return _process_reporter is not None and _process_reporter.draws_bars
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:
