@@ -123,7 +123,12 @@ def test_the_form_is_a_form_and_what_is_pressed_is_what_python_holds(classic: Cl
     line.fill("2")
     line.press("Enter")
     expect(line).to_have_value("2")
+    root.locator(".nbaccel-opens-faces").click()
     expect(root.locator("pre")).to_contain_text("bf16")
+    root.locator(".nbaccel-candidates").get_by_text("ZeRO-1", exact=True).click()
+    expect(root.locator(".nbaccel-taken")).to_contain_text("ZeRO-1")
+    root.locator(".nbaccel-undo").click()
+    expect(root.locator(".nbaccel-taken")).to_contain_text("one copy each")
     expect(classic.run(PRINT)).to_contain_text("RunConfig(num_processes=2, mixed_precision='bf16')")
     classic.picture("configure", FORM)
 

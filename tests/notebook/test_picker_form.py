@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import json
 import re
+import threading
 from datetime import datetime, timezone
 
 import ipywidgets
 import pytest
 
 from nbaccel.config import RunConfig
+from nbaccel.notebook.picker import strip as strip_module
 from nbaccel.notebook.picker.all_settings import search_settings
 from nbaccel.notebook.picker.choices import by_name
 from nbaccel.notebook.pickers import Picker
@@ -59,6 +61,27 @@ def test_pressing_the_way_that_is_taken_leaves_it_taken(show):
     shown.take("ZeRO-3")
     shown.candidates()[[w.description for w in shown.candidates()].index("ZeRO-3")].value = False
     assert shown.taken() == ["ZeRO-3"]
+
+
+def test_a_press_that_another_thread_hands_on_while_the_state_is_shown_is_not_lost(
+    show, monkeypatch
+):
+    """JupyterLab hands the messages of widgets on in several threads."""
+    shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
+    presser = threading.Thread(target=shown.take, args=("FSDP",))
+    told = strip_module._told_candidate
+
+    def press_meanwhile(candidate):
+        if not presser.ident:
+            presser.start()
+            presser.join(0.2)  # it waits for what this thread holds
+        return told(candidate)
+
+    monkeypatch.setattr(strip_module, "_told_candidate", press_meanwhile)
+    shown.picker.choose("mixed_precision", "fp16")
+    presser.join()
+    assert shown.picker.config == RunConfig(mixed_precision="fp16", strategy="fsdp")
+    assert shown.taken() == ["FSDP"]
 
 
 def test_a_way_that_cannot_be_taken_is_greyed_and_says_why(show):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,9 +55,18 @@ class SharedFields:
     """Makes widgets with few messages to the page.
 
     They share layouts and styles, and have their classes and values from the beginning.
+
+    Args:
+        lock: Held while the user's actions are carried out. Front ends hand them on in several
+            threads, and one that comes while another thread shows the state must not be taken for
+            a value that code has set.
+
+    Attributes:
+        lock: The same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
+        self.lock = lock
         self.layout = w.Layout()
         self.width = w.Layout(width="auto")
         self.text = _new_style(w.Text, description_width="190px")
@@ -250,12 +260,13 @@ class OptionsField(SettingField):
     def _pressed(
         self, toggle_button: w.ToggleButton, choice_option: ChoiceOption, is_on: bool
     ) -> None:
-        if self._is_syncing:
-            return
-        if is_on:
-            self._choose(choice_option.value)
-        # Pressing the chosen option again must not switch it off: another one must be chosen.
-        self.sync()
+        with self._shared.lock:
+            if self._is_syncing:
+                return
+            if is_on:
+                self._choose(choice_option.value)
+            # Pressing the chosen option again must not switch it off: another one must be chosen.
+            self.sync()
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         labels_by_reason: dict[str, list[str]] = {}
@@ -295,9 +306,10 @@ class ListField(SettingField):
         return [self._list]
 
     def _picked(self, list_index: int | None) -> None:
-        if not self._is_syncing and list_index is not None:
-            self._choose(self._values[list_index])
-            self.sync()  # a refused choice goes back to the present value
+        with self._shared.lock:
+            if not self._is_syncing and list_index is not None:
+                self._choose(self._values[list_index])
+                self.sync()  # a refused choice goes back to the present value
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         list_options, reason_lines = self._offered()
@@ -358,9 +370,10 @@ class LineField(SettingField):
         return [self._line]
 
     def _entered(self, typed_text: str) -> None:
-        if not self._is_syncing:
-            self._choose(as_value(typed_text, self.setting.kind))
-            self.sync()  # shows the value as it was taken: 5e8 as a whole number
+        with self._shared.lock:
+            if not self._is_syncing:
+                self._choose(as_value(typed_text, self.setting.kind))
+                self.sync()  # shows the value as it was taken: 5e8 as a whole number
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         if not self.messages:  # refused text stays, to be corrected

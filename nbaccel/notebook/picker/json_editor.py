@@ -8,7 +8,6 @@ typed or pasted text ── a moment without a key ──► PickerModel.check_s
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,6 @@ class ConfigEditor:
         model: The picker's model.
         shared_fields: Layouts and styles.
         carry_out: Runs an action and shows its errors.
-        lock: Held while text is checked.
 
     Attributes:
         section: The section, which is filled when it is opened.
@@ -48,14 +46,8 @@ class ConfigEditor:
         model: PickerModel,
         shared_fields: SharedFields,
         carry_out: CarryOut,
-        lock: threading.RLock,
     ) -> None:
-        self._model, self._shared, self._carry_out, self._lock = (
-            model,
-            shared_fields,
-            carry_out,
-            lock,
-        )
+        self._model, self._shared, self._carry_out = model, shared_fields, carry_out
         self._text: w.Textarea | None = None
         # The text of the present configuration, which an edited one is compared with.
         self._present_text = ""
@@ -158,7 +150,7 @@ class ConfigEditor:
             self._timer = running_loop.call_later(_TYPING_PAUSE_S, self._check)
 
     def _check(self) -> tuple[TextMistake, ...]:
-        with self._lock:
+        with self._shared.lock:
             found_mistakes = self._mistakes()
             self._show_mistakes(found_mistakes)
             return found_mistakes

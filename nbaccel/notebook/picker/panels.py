@@ -142,7 +142,7 @@ class FacesPanel:
     """
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
-        self._model = model
+        self._model, self._shared = model, shared_fields
         self._not_chosen = {
             settings_form.file_name: settings_form.not_chosen for settings_form in settings_forms()
         }
@@ -192,6 +192,7 @@ class FacesPanel:
             self._text.value = face_html(faces_by_name[shown_name])
 
     def _pressed(self, face_name: str, is_on: bool) -> None:
-        if not self._is_syncing:
-            self._picked = face_name if is_on else self._picked
-            self.sync()
+        with self._shared.lock:
+            if not self._is_syncing:
+                self._picked = face_name if is_on else self._picked
+                self.sync()

@@ -110,12 +110,13 @@ class CandidateStrip:
         return button
 
     def _pressed(self, button: w.ToggleButton, *, is_on: bool) -> None:
-        if self._is_syncing:
-            return
-        if is_on:
-            self._take(button.description)
-        # A refused one goes off again, and the one that is taken stays on when it is pressed.
-        self.sync()
+        with self._shared.lock:
+            if self._is_syncing:
+                return
+            if is_on:
+                self._take(button.description)
+            # A refused one goes off again, and the one that is taken stays on when it is pressed.
+            self.sync()
 
 
 def _place_words(candidates: Sequence[Candidate]) -> str:

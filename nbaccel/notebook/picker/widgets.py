@@ -135,7 +135,7 @@ class PickerView:
         lock: threading.RLock,
         hidden_class: str,
     ) -> None:
-        self._model, self._lock, self._shared = model, lock, SharedFields()
+        self._model, self._lock, self._shared = model, lock, SharedFields(lock)
         # Those of the list of all settings, each made when it is first shown.
         self._listed: dict[str, SettingField] = {}
         self._first: list[SettingField] = []
@@ -258,7 +258,7 @@ class PickerView:
         taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
         all_settings = AllSettings(self._model, shared, panel_names, self._listed_field)
         memory = _FoldedMemory(self._model, shared)
-        editor = ConfigEditor(self._model, shared, self.carry_out, self._lock)
+        editor = ConfigEditor(self._model, shared, self.carry_out)
         actions = ActionsRow(self._model, shared, self.carry_out)
         self._parts = [machine, strip, taken, all_settings, memory, editor, actions]
         folded = [all_settings.section.box, editor.section.box, memory.section.box]
