@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ __all__ = ["LineAssembler", "LineMerger", "OutputItem", "PrintedLine", "RichOutp
 
 _BAR_CHARS = 1_000
 _LINE_UP = "\x1b[A"  # ECMA-48: cursor up
+_WAY_DOWN = re.compile(r"(?<=\n)\n+(?=\r)")
 
 
 class LineAssembler:
@@ -94,11 +96,26 @@ class LineAssembler:
             # tqdm goes down a line, draws an inner bar there, and comes up again: the inner bar is
             # a line, and where it comes up to a bar stands already.
             line_text = line_text.replace(_LINE_UP, "\n\r")
+        is_line_start = not (self._last or self._under or self._is_rewritten)
+        if "\n\n" in line_text or (is_line_start and line_text[:1] == "\n"):
+            line_text = self._without_way_down(line_text, is_line_start=is_line_start)
         return line_text
+
+    def _without_way_down(self, line_text: str, *, is_line_start: bool) -> str:
+        """The text without empty lines that a bar follows: the way down to an inner bar.
+
+        An empty line at the end is held back until it is known what follows; the last one of all
+        is not shown.
+        """
+        above = "\n" if is_line_start else ""
+        line_text = _WAY_DOWN.sub("", above + line_text)
+        if line_text.endswith("\n\n"):
+            line_text, self._held_back = line_text[:-1], "\n" + self._held_back
+        return line_text.removeprefix(above)
 
     def finish(self) -> str | None:
         """The line that has no end yet, if there is one; it is removed."""
-        rest_text = self._held_back + self._decoder.decode(b"", final=True)
+        rest_text = self._held_back.strip("\n") + self._decoder.decode(b"", final=True)
         self._held_back = ""
         if not (rest_text or self._last or self._under or self._is_rewritten):
             self.bar = ""

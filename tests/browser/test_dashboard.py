@@ -1,10 +1,16 @@
-"""The dashboard as a person sees it: it moves, its Stop button stops, and its summary stays."""
+"""The panel as a person sees it: it moves, its Stop button stops, and its summary stays.
+
+The pictures lie in the folder that NBACCEL_PICTURES names, where somebody wants to look at them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,6 +38,21 @@ def train(num_steps):
         if step % 50 == 0:
             print("epoch", step // 50, flush=True)
 
+def talk():
+    for line in range(10_000):
+        print("rank", os.environ["RANK"], "line", line, flush=line % 500 == 0)
+    print("all is said", flush=True)
+    time.sleep(600)
+
+def bars():
+    from tqdm.auto import tqdm
+    accelerator = Accelerator()
+    for epoch in tqdm(range(2), desc="epochs"):
+        for batch in accelerator.progress(list(range(40)), "train"):
+            time.sleep(0.03)
+            accelerator.log({"loss": 1 / (1 + batch)})
+        accelerator.print("epoch", epoch, "done")
+
 notebook_launcher(os.getpid, (), 2)
 print(os.getpid())"""
 # The ports of process groups are open from here on.
@@ -39,7 +60,7 @@ START = """\
 %%accelerate -n 2
 from nbaccel import Accelerator
 Accelerator().wait_for_everyone()"""
-LAUNCH, CELL, WIDGETS = 3, 4, 5
+LAUNCH, CELL, WIDGETS, TALK, BARS, BOARD = range(3, 9)
 CELLS = [
     SETUP,
     "%load_ext nbaccel",
@@ -47,6 +68,9 @@ CELLS = [
     "notebook_launcher(train, (30_000,), 2)",
     "%%accelerate\ntrain(30_000)",
     "from ipywidgets.widgets.widget import _instances\nprint(len(_instances), 'widgets')",
+    "notebook_launcher(talk, (), 2)",
+    "notebook_launcher(bars, (), 2)",
+    "%accelerate",
 ]
 
 
@@ -57,6 +81,14 @@ def page(request: pytest.FixtureRequest, open_notebook: Open) -> Iterator[Notebo
         found.run_cell(number)
     yield found
     found.close()
+
+
+def picture(page: NotebookPage, name: str) -> None:
+    """Keep what is seen now, if somebody wants to look at it."""
+    if folder := os.environ.get("NBACCEL_PICTURES"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        # Playwright's own writing to a file would leave a thread.
+        (Path(folder) / f"{page.name}_{name}.png").write_bytes(page.page.screenshot())
 
 
 def workers(page: NotebookPage) -> set[int]:
@@ -78,15 +110,20 @@ def test_it_moves_and_stop_stops(page: NotebookPage, number: int) -> None:
     rows = cell.locator("table tbody tr")
     expect(rows).to_have_count(2)
     heads = cell.locator("table thead th")
-    expect(heads).to_contain_text(
-        ["rank", "state", "step", "steps/s", "loss", "memory", "last line"]
-    )
+    expect(heads).to_contain_text(["rank", "state", "step", "steps/s", "loss", "memory"])
     names = heads.all_inner_texts()
     loss = rows.first.locator("th, td").nth(names.index("loss"))
-    expect(loss).to_contain_text("▁")
     seen = loss.inner_text()
     expect(loss).not_to_have_text(seen)
-    expect(rows.last.locator("th, td").nth(names.index("last line"))).to_have_text("epoch 3")
+    chart = page.find("nbaccel-panel").locator("svg")
+    expect(chart).to_be_visible()
+    expect(chart).to_have_attribute("aria-label", re.compile("loss"))
+    page.find("nbaccel-metrics").get_by_role("button", name="lr").click()
+    expect(chart).to_have_attribute("aria-label", re.compile("lr"))
+    expect(cell).to_contain_text("[0-1] epoch 3")
+    outputs = cell.locator(".jp-OutputArea-child").all_inner_texts()
+    assert "2 ranks" in outputs[0], "at the top"
+    picture(page, f"{number}_live_light")
 
     clicked = time.monotonic()
     stop.click()
@@ -101,10 +138,12 @@ def test_its_summary_stays_as_plain_output_and_unfolds(page: NotebookPage) -> No
     for number in (LAUNCH, CELL):
         shown = [o["data"] for o in page.outputs(number) if o["output_type"] == "display_data"]
         assert [VIEW in data for data in shown] == [False]
-        details = page.cell(number).locator("details")
+        cell = page.cell(number)
+        details = cell.locator(".jp-OutputArea-child").first.locator("details").first
         expect(details).to_contain_text("2 ranks · stopped after")
+        expect(cell.locator("svg[role=img]").last).to_be_visible()
         expect(details.locator("table")).to_be_hidden()
-        details.locator("summary").click()
+        details.locator("summary").first.click()
         expect(details.locator("tbody tr")).to_have_count(2)
         expect(details.locator("table")).to_contain_text("most memory")
 
@@ -122,5 +161,53 @@ def test_the_button_is_reached_and_pressed_by_keys(page: NotebookPage) -> None:
     page.press("Enter")
     page.wait_idle()
     assert "the cell was stopped" in page.text(CELL)
+    page.run_cell(WIDGETS)
+    assert page.text(WIDGETS) == "0 widgets\n"
+
+
+def test_stop_is_in_reach_with_ten_thousand_lines(page: NotebookPage) -> None:
+    page.run_cell(TALK, wait=False)
+    stop, cell = page.find("nbaccel-stop"), page.cell(TALK)
+    expect(page.find("nbaccel-panel")).to_contain_text("all is said")
+    expect(cell).to_contain_text("rank 1 line 9999")
+    # To the end of all that was printed, as a person scrolls who wants to see it.
+    cell.evaluate("(element) => element.scrollIntoView({block: 'end'})")
+    expect(stop).to_be_in_viewport()
+    picture(page, "long_output")
+    page.find("nbaccel-ranks").get_by_role("button", name="rank 1").click()
+    lines = page.find("nbaccel-panel").locator("pre")
+    expect(lines).to_contain_text("all is said")
+    expect(lines).not_to_contain_text("rank 0 line")
+    clicked = time.monotonic()
+    stop.click()
+    page.wait_idle()
+    assert time.monotonic() - clicked < BOUND_S
+    printed = [o["text"] for o in page.outputs(TALK) if o["output_type"] == "stream"]
+    for rank in (0, 1):
+        shown = [x for x in "".join(printed).splitlines() if f"rank {rank} line" in x]
+        assert len(shown) == 10_000, "nothing is lost"
+    page.page.evaluate("window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+
+
+def test_a_good_run_has_nothing_of_an_error(page: NotebookPage) -> None:
+    page.run_cell(BARS)
+    cell = page.cell(BARS)
+    assert [o.get("name") for o in page.outputs(BARS)] == [None, "stdout", None]
+    assert "%|" not in page.text(BARS)
+    expect(cell.locator("[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
+    expect(cell.locator("details").first).to_contain_text("step 80")
+    for theme in ("light", "dark"):
+        page.set_theme(theme)
+        picture(page, f"done_{theme}")
+    page.set_theme("light")
+
+
+def test_the_board_of_workers_follows_the_cells(page: NotebookPage) -> None:
+    page.run_cell(BOARD)
+    board = page.cell(BOARD).locator("table")
+    expect(board.locator("tbody tr")).to_have_count(2)
+    expect(board).to_contain_text("Accelerator")
+    expect(board).to_contain_text("gloo, 2 ranks")
+    picture(page, "board")
     page.run_cell(WIDGETS)
     assert page.text(WIDGETS) == "0 widgets\n"

@@ -98,6 +98,13 @@ class FrontEnd:
         message["header"]["subshell_id"] = self._subshell
         client.shell_channel.send(message)
 
+    def choose(self, comm_id: str, **state: object) -> None:
+        client = self.kernel.client
+        data = {"method": "update", "state": state, "buffer_paths": []}
+        message = client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
+        message["header"]["subshell_id"] = self._subshell
+        client.shell_channel.send(message)
+
     def close_subshell(self) -> None:
         client = self.kernel.client
         content = {"subshell_id": self._subshell}
@@ -157,8 +164,14 @@ class Run:
 
     @property
     def button(self) -> str:
+        return self.widget("ButtonModel")
+
+    def widget(self, model: str, label: str = "") -> str:
+        """The comm of the only widget of this kind with this label."""
         (found,) = (
-            comm for comm, state in self.open.items() if state.get("_model_name") == "ButtonModel"
+            comm
+            for comm, state in self.open.items()
+            if state.get("_model_name") == model and label in state.get("_options_labels", [label])
         )
         return found
 
@@ -213,6 +226,78 @@ def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code:
     assert wait_for(lambda: {p.pid for p in live.workers()} == processes)
     found = live.run("after = state(); print(before == after, before, after)").check().stdout
     assert found.startswith("True"), found
+
+
+def test_a_metric_a_scale_and_a_rank_are_chosen_while_the_cell_runs(live: Kernel) -> None:
+    front_end = FrontEnd(live)
+    front_end.open_subshell()
+    run = front_end.begin(
+        """
+        def talk():
+            accelerator = Accelerator()
+            for step in range(100_000):
+                accelerator.log({"loss": 1.0 + step / 100, "lr": 0.5 / (1 + step)})
+                print(f"line {step} of {accelerator.process_index}", flush=True)
+                time.sleep(0.02)
+        notebook_launcher(talk, (), 2)
+        """
+    )
+    run.until(lambda r: r.outputs and VIEW in r.shown and "<svg" in r.facts())
+    assert "loss" in run.facts()
+    front_end.choose(run.widget("ToggleButtonsModel", "lr"), index=1)
+    run.until(lambda r: "<title>lr" in r.facts() or "lr over" in r.facts())
+    before = run.facts()
+    scale = run.widget("ToggleButtonModel")
+    assert run.open[scale]["value"] is True, "the range of this one asked for it"
+    front_end.choose(scale, value=False)
+    run.until(lambda r: r.facts() != before)
+    run.until(lambda r: "[0] line" in r.facts() and "[1] line" in r.facts())
+    front_end.choose(run.widget("ToggleButtonsModel", "rank 1"), index=2)
+    run.until(lambda r: "line" in r.facts() and "of 0" not in r.facts())
+    assert run.text.count("line"), "all of it is below"
+    front_end.click(run.button)
+    assert run.finish().error == "KeyboardInterrupt"
+    run.until(lambda r: not r.open)
+    assert "last lines of rank 1" in run.shown["text/html"]
+    front_end.close_subshell()
+
+
+def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
+    cell = live.run(
+        """
+        def bars():
+            import logging
+            from tqdm.auto import tqdm
+            accelerator = Accelerator()
+            for epoch in tqdm(range(3), desc="epochs"):
+                for batch in accelerator.progress(list(range(20)), "train"):
+                    time.sleep(0.01)
+                    accelerator.log({"loss": 1 / (1 + batch)})
+                for _ in tqdm(range(5), leave=False):
+                    time.sleep(0.01)
+                accelerator.print("epoch", epoch, "done")
+        notebook_launcher(bars, (), 2);
+        """
+    ).check()
+    assert cell.stderr == ""
+    assert cell.stdout == "".join(f"[0] epoch {epoch} done\n" for epoch in range(3))
+    html = cell.displays[-1]["text/html"]
+    for told in ("train, 20 of 20", "epochs, 3 of 3", "<svg", "<details>"):
+        assert told in html
+
+
+def test_a_short_training_keeps_its_summary_at_the_top(live: Kernel) -> None:
+    """Its bars are nowhere else."""
+    cell = live.run(
+        """
+        def quick():
+            from tqdm import tqdm
+            for _ in tqdm(range(3), desc="quick"): print("step")
+        notebook_launcher(quick, (), 2);
+        """
+    ).check()
+    assert (cell.stderr, cell.stdout) == ("", "[0-1] step\n" * 3)
+    assert "quick, 3 of 3" in cell.displays[-1]["text/html"]
 
 
 def test_a_front_end_that_opens_no_way_for_clicks_gets_no_button(live: Kernel) -> None:

@@ -99,6 +99,8 @@ def nested(**settings: Any) -> str:
     """What two loops of tqdm, one in the other, write."""
     pipe = _Pipe()
     for epoch in tqdm(range(3), desc="epochs", file=pipe, mininterval=0):
+        if epoch == 1:
+            list(tqdm(range(2), desc="other", file=pipe, mininterval=0))
         for _ in tqdm(range(4), desc=f"batches {epoch}", file=pipe, mininterval=0, **settings):
             pass
     return pipe.text
@@ -118,6 +120,17 @@ def test_nested_bars_leave_no_line(
     assert cell.events == ["display", "stdout:[0] before\n"]
     (epochs, *_) = panelled.console.bars()[0]
     assert (epochs.description, epochs.done, epochs.total) == ("epochs", "3", "3")
+
+
+@pytest.mark.parametrize("piece", [1, 2, 100])
+def test_empty_lines_that_are_printed_stay(
+    panelled: Panelled, cell: NotebookCell, piece: int
+) -> None:
+    text = "\n\na\n\n\nb\n\nc\n"
+    for start in range(0, len(text), piece):
+        panelled.say(0, text[start : start + piece], "stdout")
+    panelled.end()
+    assert cell.streams("stdout") == "".join(f"[0] {line}\n" for line in text.split("\n")[:-1])
 
 
 def test_bars_are_of_each_rank_and_an_unfinished_one_is_seen(

@@ -39,6 +39,7 @@ _STOP_TOOLTIP = (
 _LOG_LABEL = "Log scale"
 _LOG_TOOLTIP = "Draws the chart with a logarithmic axis, or with a linear one."
 _ALL_RANKS = "all ranks"
+_CHART_INTERVAL_S = 1.0
 _METRIC_CHARS = 24
 _MAX_METRIC_BUTTONS = 8
 _MAX_RANK_BUTTONS = 16
@@ -105,6 +106,8 @@ class RunPanel:
         self._metric_names: list[str] = []
         self._log_chosen: bool | None = None
         self._log_shown = False
+        self._drawn_choice: tuple[str, bool | None] | None = None
+        self._drawn_at = 0.0
         self._arrange()
         # Without a choice of the user's the chart decides about its axis.
         self._log.observe(self._note_scale, "value")
@@ -200,6 +203,11 @@ class RunPanel:
             ]
             self._metrics.value = chosen_name if chosen_name in metric_names else metric_names[0]
         metric_name = self._metrics.value or metric_names[0]
+        # A chart is the largest part of what is sent: once a second, or when another is wanted.
+        choice = (metric_name, self._log_chosen)
+        if choice == self._drawn_choice and run_board.now < self._drawn_at + _CHART_INTERVAL_S:
+            return
+        self._drawn_choice, self._drawn_at = choice, run_board.now
         if self._log_chosen is None:
             self._log_shown = is_logarithmic(run_board, metric_name)
             self._log.value = self._log_shown
