@@ -22,7 +22,6 @@ from nbaccel.errors import NotSendable, UnsafeMoment
 from nbaccel.pool import PoolState
 from nbaccel.workers import template_prestart
 from tests import worker_functions as workers
-from tests.launch import report_loops
 from tests.process import descriptors, lives
 
 Names = dict[str, Any]
@@ -584,29 +583,3 @@ def test_a_launch_whose_template_is_killed_says_so() -> None:
     with pytest.raises(WorkerFailed, match="are forked from was killed by SIGKILL"):
         notebook_launcher(kill, (), 2, start_method="template")
     assert notebook_launcher(workers.rank, (), 2) == [0, 1]
-
-
-# ------------------------------------------------------------------------- reports
-
-
-def test_a_cell_and_a_call_have_reports(pool: Pool) -> None:
-    cell = pool.run("import time; time.sleep(0.01)")
-    assert cell.report().facts.plan.num_processes == 2
-    results = notebook_launcher(report_loops.train, (1,), pool=pool)
-    facts = results.report().facts
-    assert facts.slowest is not None
-    assert facts.slowest.rank == 1
-    assert pool.report().to_dict() == results.report().to_dict()
-    # The account of a call is not continued by the next cell.
-    assert pool.run("1").report().facts.timed_ranks == []
-
-
-def test_before_anything_has_run_there_is_no_report() -> None:
-    with pytest.raises(ConfigError, match="nothing to report"):
-        Pool(2).report()
-
-
-def test_a_cell_that_failed_has_a_report(pool: Pool) -> None:
-    with pytest.raises(WorkerFailed):
-        pool.run("1 / 0")
-    assert pool.report().facts.ending == "failed"
