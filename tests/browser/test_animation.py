@@ -109,9 +109,15 @@ def test_a_person_chooses_trains_and_looks_back(open_notebook: Open, tmp_path: P
     page.page.mouse.wheel(0, 500)
     time.sleep(1)
     recorder.take(2000)
-    page.find("nbaccel-suggest").locator("visible=true").first.click()
-    time.sleep(1)
+    form = page.cell(CHOOSE)
+    form.locator(".nbaccel-suggest").click()
+    proposal = form.locator(".nbaccel-proposal button").first
+    expect(proposal).to_be_visible()
+    time.sleep(0.5)
     recorder.take(2500)
+    proposal.click()
+    time.sleep(1)
+    recorder.take(2000)
 
     page.run_cell(TRAIN, wait=False)
     page.cell(TRAIN).scroll_into_view_if_needed()

@@ -1,4 +1,4 @@
-"""One process, in the notebook's own: its loops are rows of the panel, not bars among the prints."""
+"""One process, in the notebook itself: loops are rows of the panel, not bars among the prints."""
 
 from __future__ import annotations
 
