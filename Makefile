@@ -91,6 +91,7 @@ bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights agai
 	@$(BIN)/python benchmarks/launch.py
 	@$(BIN)/python benchmarks/step.py
 	@$(BIN)/python benchmarks/collectives.py
+	@$(BIN)/python benchmarks/report_cost.py
 	@$(BIN)/python benchmarks/pool.py
 	@$(BIN)/python benchmarks/zero_to_fp32.py
 	@$(BIN)/python benchmarks/zero_memory.py

@@ -19,6 +19,8 @@ from nbaccel.plan import Plan, resolve
 from nbaccel.workers import template_learning, template_prestart
 
 if TYPE_CHECKING:
+    from nbaccel.output.report.collecting import ObservedRun
+    from nbaccel.output.report.run_report import RunReport
     from nbaccel.pool import Pool
     from nbaccel.supervision.outcome import CallOutcome
 
@@ -41,11 +43,34 @@ class Results(list[Any]):
     """
 
     def __init__(
-        self, values: list[Any], plan: Plan, state_dicts: dict[str, dict[str, Any]] | None = None
+        self,
+        values: list[Any],
+        plan: Plan,
+        state_dicts: dict[str, dict[str, Any]] | None = None,
+        *,
+        observed: ObservedRun | None = None,
     ) -> None:
         super().__init__(values)
         self.plan = plan
         self.state_dicts = state_dicts or {}
+        self._observed = observed
+
+    def report(self) -> RunReport:
+        """What the run can tell of itself.
+
+        Curves of what was logged, samples per second, each rank's time in computing, communicating,
+        waiting for data and waiting for others, most memory, warnings in the output, the plan.
+
+        Returns:
+            It shows itself in a notebook; `.save("run.html")` and `.save("run.json")` write a file,
+            `.to_dict()` gives its facts.
+
+        Raises:
+            ConfigError: These results are of no launch.
+        """
+        from nbaccel.output.report.collecting import report_of
+
+        return report_of(self._observed, f"A list of {len(self)} results")
 
 
 @explained
@@ -231,11 +256,12 @@ def launch_configured(
         # Imported late, because a launch in this process needs none of the machinery of workers.
         from nbaccel.launch import inline
 
-        return Results(inline.run_inline(plan, function, args), plan)
+        values, observed = inline.run_observed(plan, function, args)
+        return Results(values, plan, observed=observed)
     from nbaccel.launch import run
 
     outcome: CallOutcome = run.launch_plan(plan, function, args)
-    return Results(outcome.values, outcome.plan, outcome.state_dicts)
+    return _results_of(outcome)
 
 
 def _launch_in_pool(
@@ -268,4 +294,8 @@ def _launch_in_pool(
             )
         )
     outcome = pool.launch(function, args)
-    return Results(outcome.values, outcome.plan, outcome.state_dicts)
+    return _results_of(outcome)
+
+
+def _results_of(outcome: CallOutcome) -> Results:
+    return Results(outcome.values, outcome.plan, outcome.state_dicts, observed=outcome.observed)

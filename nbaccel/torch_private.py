@@ -41,6 +41,7 @@ __all__ = [
     "dispatch_mode",
     "draw_order_now",
     "drop_loader_iterator",
+    "exchange_delays",
     "exclude_from_ddp",
     "fake_tensor_mode",
     "forget_compiled_call",
@@ -57,6 +58,7 @@ __all__ = [
     "local_shape_and_offset",
     "make_wrapper_tensor",
     "mark_as_stepped",
+    "measure_each_exchange",
     "module_tables",
     "multiply_scaled",
     "non_persistent_buffers",
@@ -278,6 +280,30 @@ def communication_hooks(model: Any) -> list[tuple[Any, Any]]:
     loss = "a DDP model cannot go on in a new process group with its communication hook"
     hooks: list[tuple[Any, Any]] = _private(model, "_comm_hooks", loss)
     return hooks
+
+
+def exchange_delays(model: Any) -> tuple[int, float] | None:
+    """By how much the exchange of gradients has prolonged a DDP model's backward passes.
+
+    Returns:
+        The number of the last pass that torch has measured, and the mean delay of all those, in
+        seconds, 0 of each before the first; None where torch keeps no such log.
+    """
+    try:
+        log: Mapping[str, Any] = model._get_ddp_logging_data()
+        # Nanoseconds. What overlaps with computing delays nothing.
+        delay_ns = log["avg_backward_comm_time"] - log["avg_backward_compute_comm_overlap_time"]
+        return int(log["iteration"]), max(0, delay_ns) / 1e9
+    except KeyError:
+        return 0, 0.0
+    except (AttributeError, TypeError):
+        return None
+
+
+def measure_each_exchange(model: Any) -> None:
+    """Let torch measure every backward pass of a DDP model, not one in a hundred."""
+    with contextlib.suppress(AttributeError, TypeError):
+        model._set_ddp_runtime_logging_sample_rate(1)
 
 
 def orthogonalizes_matrices() -> bool:

@@ -16,6 +16,9 @@ from nbaccel import _accelerate, _catalog, env, ports
 from nbaccel.abc.shards import Remembered, ShardReader, remember
 from nbaccel.capabilities import STRATEGIES, StrategyRow
 from nbaccel.config.variables import run_variables
+from nbaccel.launch.inline_board import observing_here
+from nbaccel.output.report.collecting import ObservedRun
+from nbaccel.output.seen_warnings import SeenWarnings
 from nbaccel.plan import Plan
 from nbaccel.topology import Topology
 
@@ -23,9 +26,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def run_inline(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-    """Call the function here with the environment of a worker, and tidy up after it."""
+def run_observed(
+    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[list[Any], ObservedRun]:
+    """Call the function here with the environment of a worker, and tidy up after it.
+
+    Returns:
+        What it returned, in a list, and what was seen of it. Warnings are the notebook's own.
+    """
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
+    with observing_here(plan) as run_board:
+        values = _call_here(plan, function, args)
+    return values, ObservedRun.ended_now(run_board, SeenWarnings(), plan)
+
+
+def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    __tracebackhide__ = True
     store_address = ports.loopback(plan.config.master_addr)
     with _reserved_port(store_address, plan.port) as store_port, _tidy_process():
         topology = Topology(master_addr=store_address, master_port=store_port)

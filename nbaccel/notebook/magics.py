@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from IPython.core.magic import no_var_expand
 
@@ -19,6 +20,7 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
+from nbaccel.output.report.run_report import RunReport
 from nbaccel.pool.cell_source import CellSource
 
 __all__ = ["MAGIC_NAME", "cell_magic", "line_magic"]
@@ -56,7 +58,7 @@ def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], N
 
 def line_magic(
     session: Session, cell_recorder: Cells, worker_board: WorkerBoard
-) -> Callable[[str], None]:
+) -> Callable[[str], Any]:
     """The function behind `%accelerate`.
 
     Args:
@@ -64,32 +66,33 @@ def line_magic(
         cell_recorder: Knows the cell as it was written.
         worker_board: Shows the workers.
     """
-    subcommand_actions: dict[str, Callable[[Session, MagicLine], None]] = {
+    subcommand_actions: dict[str, Callable[[Session, MagicLine], Any]] = {
         "status": lambda _session, _line: worker_board.show(),
         "restart": _restart_workers,
         "stop": _stop_workers,
         "pull": _pull_names,
         "push": _push_names,
         "config": _show_config,
+        "report": _latest_report,
         "traceback": _print_traceback,
         "help": _print_help,
     }
 
     @no_var_expand
-    def accelerate(line: str) -> None:
+    def accelerate(line: str) -> Any:
         cell_recorder.as_written()
         typed_word, _, typed_options = line.strip().partition(" ")
         if typed_word in ("-h", "--help"):
             print(line_manual())
-            return
+            return None
         subcommand_name = typed_word or "status"
         if subcommand_name not in subcommand_actions:
             raise _unknown_subcommand(subcommand_name, typed_options)
         magic_line = _read_line(session, typed_options, subcommand_name)
         if magic_line.help:
             print(subcommand_manual(subcommand_name))
-        else:
-            subcommand_actions[subcommand_name](session, magic_line)
+            return None
+        return subcommand_actions[subcommand_name](session, magic_line)
 
     accelerate.__doc__ = line_manual()
     return accelerate
@@ -149,6 +152,17 @@ def _show_config(session: Session, magic_line: MagicLine) -> None:
         )
     session.configure(magic_line)
     print(session.told_config())
+
+
+def _latest_report(session: Session, magic_line: MagicLine) -> RunReport:
+    """What IPython shows, or binds: `report = %accelerate report`."""
+    if session.pool is None:
+        raise ConfigError(
+            f"%accelerate report asked the notebook's pool of workers, which is {session.pool}: no "
+            "cell has run in any. Run one with %%accelerate first; a launch has its report in "
+            "results.report()."
+        )
+    return session.pool.report()
 
 
 def _print_traceback(session: Session, magic_line: MagicLine) -> None:

@@ -157,6 +157,11 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         names=True,
     ),
     Subcommand(
+        name="report",
+        meaning="Show curves, each rank's time, memory and warnings of the latest cell; "
+        "report = %accelerate report keeps it, for report.save(...).",
+    ),
+    Subcommand(
         name="traceback",
         meaning="Show the whole tracebacks of the last launch or cell that failed, of all ranks.",
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,11 @@ ACCENT_COLOUR = "#1976d2"
 """At least 4:1 against white and against the dark themes' backgrounds."""
 
 _MOST_POINTS = 240
-_MOST_MARKS = 40
+_MARK_GAP = 48  # px between two marks, at least: less is a grey area
 _MOST_LEGEND_LINES = 4
 _LOGARITHMIC_RATIO = 8.0
-"""From this ratio of highest to lowest on, the scale is logarithmic: a loss falls fast at first,
-and the rest of the run would be a flat line."""
+"""From this ratio of highest to lowest on, the scale may be logarithmic: a loss falls fast at
+first, and the rest of the run would be a flat line."""
 _LARGEST_SHOWN = 1e300
 """Differences of larger numbers may be infinite; they are marked like those that are none."""
 _SMALLEST_POSITIVE = 1e-300
@@ -48,11 +49,11 @@ _SAME_VALUE = 1e-9
 _RANK_DASHES = ("", "4 2", "1 2", "7 2 1 2", "2 4")
 _CHAR_WIDTH = 6.2  # of a digit in 11 px, in px
 _LABEL_HEIGHT = 11
-_TICK_GAP_Y = 34  # px between two labels of the y axis, at least
+_TICK_GAP_Y = 21  # px between two labels of the y axis, at least
 _TICK_GAP_X = 70
 
 
-def smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:
+def smoothed(values: Sequence[float], decay: float | None = None) -> list[float]:
     """An exponential moving average whose start is not pulled towards zero.
 
     The average starts at zero, and after `t` values it holds `1 - decay**t` of their weight;
@@ -60,12 +61,16 @@ def smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:
 
     Args:
         values: In order.
-        decay: Part of the old average that each value leaves, at least 0 and below 1.
+        decay: Part of the old average that each value leaves, at least 0 and below 1. None: what
+            averages over a twelfth of the values, and over ten at most.
 
     Returns:
         As many values. One that is not finite stays in its place and is left out of the average.
     """
     smooth_values: list[float] = []
+    if decay is None:
+        # Of few values, a long average would still show the first ones at the end.
+        decay = 1 - 1 / min(10.0, max(1.0, len(values) / 12))
     average, left_weight = 0.0, 1.0
     for value in values:
         if not math.isfinite(value):
@@ -118,7 +123,9 @@ def line_chart(
         empty_words = "no numbers" if shown_x else "no values yet"
         empty_text = _text(width / 2, height / 2, empty_words, anchor="middle")
         return _svg(spoken, width, height, [empty_text])
-    y_scale = _Scale.of(shown_values, is_log=is_log, most_ticks=height // _TICK_GAP_Y)
+    legend_lines = _legend_lines(thinned_lines)
+    top, bottom = (18 if legend_lines else 6) + (12 if marks else 0), height - 20
+    y_scale = _Scale.of(shown_values, is_log=is_log, most_ticks=(bottom - top) // _TICK_GAP_Y)
     y_labels = y_scale.labels()
     x_scale = _Scale.of(
         shown_x,
@@ -126,12 +133,11 @@ def line_chart(
         margin=0.0,
         least_step=1.0 if all(float(x).is_integer() for x in shown_x) else 0.0,
     )
-    legend_lines = _legend_lines(thinned_lines)
     area = _PlotArea(
         left=10 + _CHAR_WIDTH * max((len(label) for label in y_labels), default=0),
         right=width - 8,
-        top=(18 if legend_lines else 6) + (12 if marks else 0),
-        bottom=height - 20,
+        top=top,
+        bottom=bottom,
         x_scale=x_scale,
         y_scale=y_scale,
     )
@@ -177,8 +183,15 @@ def _is_shown(value: float) -> bool:
 def _is_logarithmic(shown_values: Sequence[float], log_y: bool | None) -> bool:
     if log_y is not None:
         return log_y and any(value >= _SMALLEST_POSITIVE for value in shown_values)
-    low_value, high_value = min(shown_values, default=0.0), max(shown_values, default=0.0)
-    return low_value >= _SMALLEST_POSITIVE and high_value / _LOGARITHMIC_RATIO >= low_value
+    low, high = min(shown_values, default=0.0), max(shown_values, default=0.0)
+    if low < _SMALLEST_POSITIVE or high / _LOGARITHMIC_RATIO < low:
+        return False
+    # Not for a learning rate that falls evenly to nearly nothing: whichever scale has as many
+    # values above its middle as below shows more of them.
+    median = statistics.median(shown_values)
+    place = (median - low) / (high - low)
+    log_place = (math.log(median) - math.log(low)) / (math.log(high) - math.log(low))
+    return abs(log_place - 0.5) < abs(place - 0.5)
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -266,8 +279,8 @@ class _Scale:
         tick_step = max(_round_step((high - low) / max(most_ticks, 2)), least_step)
         first_tick = math.ceil(low / tick_step)
         # Multiples of the step, not sums: 0.1 added up would be labelled 0.30000000000000004.
-        ticks = [number * tick_step for number in range(first_tick, first_tick + 50)]
-        shown_ticks = tuple(tick for tick in ticks if tick <= high + tick_step * 1e-9)
+        candidates = (number * tick_step for number in range(first_tick, first_tick + 50))
+        shown_ticks = tuple(tick for tick in candidates if tick <= high + tick_step * 1e-9)
         return cls(low=low, high=high, ticks=shown_ticks, tick_step=tick_step)
 
     def place(self, value: float) -> float:
@@ -282,7 +295,7 @@ class _Scale:
         if self.is_log:
             return [short_number(tick) for tick in self.ticks]
         largest = max(abs(self.low), abs(self.high))
-        if not 1e-4 <= largest < 1e6:
+        if largest < 1e-4 or largest >= 1e12 or (largest >= 1e6 and self.tick_step >= 1e4):
             digits = math.floor(math.log10(largest)) - math.floor(math.log10(self.tick_step)) + 1
             return [_without_zeros(f"{tick:.{max(digits, 1)}g}") for tick in self.ticks]
         decimals = max(0, -math.floor(math.log10(self.tick_step) + 1e-9))
@@ -409,7 +422,8 @@ def _mark_elements(area: _PlotArea, marks: Sequence[tuple[float, str]]) -> list[
     shown_marks = [
         (x, text) for x, text in marks if _is_shown(x) and -1e-9 <= area.x_scale.place(x) <= 1
     ]
-    stride = max(1, -(-len(shown_marks) // _MOST_MARKS))
+    most_marks = max(1, int((area.right - area.left) / _MARK_GAP))
+    stride = -(-len(shown_marks) // most_marks) or 1
     for x, mark_text in shown_marks[::stride]:
         mark_x = area.x_of(x)
         elements.append(
@@ -431,11 +445,12 @@ def _line_elements(area: _PlotArea, lines: Sequence[ChartLine]) -> list[str]:
     for rank_number, line in enumerate(sorted(lines, key=_drawing_order)):
         attributes = _line_attributes(line, rank_number)
         for stretch in _stretches(area, line.points):
-            # A line through a single point would be invisible.
-            drawn = (
-                stretch if len(stretch) > 1 else [*stretch, (stretch[0][0] + 0.1, stretch[0][1])]
-            )
-            elements.append(_stroke(drawn, attributes))
+            if len(stretch) > 1:
+                elements.append(_stroke(stretch, attributes))
+            else:
+                # A line of a single point has no length.
+                ((x, y),) = stretch
+                elements.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{ACCENT_COLOUR}"/>')
         elements += [
             _missing_marker(area, x, y)
             for x, y in line.points
@@ -451,8 +466,8 @@ def _drawing_order(line: ChartLine) -> int:
 def _line_attributes(line: ChartLine, rank_number: int) -> str:
     line_width, opacity, dashes = {
         "mean": (2.2, 1.0, ""),
-        "rank": (1.0, 0.6, _RANK_DASHES[rank_number % len(_RANK_DASHES)]),
-        "raw": (1.0, 0.45, ""),
+        "rank": (1.0, 0.7, _RANK_DASHES[rank_number % len(_RANK_DASHES)]),
+        "raw": (1.0, 0.6, ""),
     }[line.role]
     dash_attribute = f' stroke-dasharray="{dashes}"' if dashes else ""
     return (

@@ -53,6 +53,7 @@ from nbaccel.output.lines import (
 )
 from nbaccel.output.rank_logs import RankLogs
 from nbaccel.output.recent_lines import RecentLines
+from nbaccel.output.seen_warnings import SeenWarnings
 from nbaccel.units import number_ranges, shorten_text
 from nbaccel.workers import messaging
 
@@ -247,6 +248,7 @@ class Console:
         self._is_over = False
         self.library_messages = LibraryMessages()
         self.recent_lines = RecentLines()
+        self.warnings = SeenWarnings()
 
     def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
         """Take in what a worker wrote."""
@@ -293,6 +295,7 @@ class Console:
 
     def _queue(self, worker_rank: int, stream: str, output_lines: Sequence[str]) -> None:
         output_lines = self.library_messages.take_from(worker_rank, output_lines)
+        self.warnings.look_at(worker_rank, output_lines)
         if self._place is not None:
             output_lines = self._take_bars(worker_rank, output_lines)
         if (worker_rank, stream) not in self._hidden:

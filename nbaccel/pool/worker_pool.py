@@ -23,6 +23,8 @@ from nbaccel.failures.process_death import uninterrupted
 from nbaccel.launch.edited_sources import tell_of_edits
 from nbaccel.log import write_notice
 from nbaccel.output import publish
+from nbaccel.output.report.collecting import ObservedRun, report_of
+from nbaccel.output.report.run_report import RunReport
 from nbaccel.pool import messages, pool_calls, user_messages
 from nbaccel.pool.cell_source import CellSource
 from nbaccel.pool.live_group import LiveGroup
@@ -54,11 +56,21 @@ class CellResult:
         shown: Rank → mime bundle of the cell's last expression, or None.
         out: Name → its value for each name in `out`: a list by rank, or the value of a single rank.
         seconds: How long the workers took.
+        observed: What was seen while they ran it.
     """
 
     shown: dict[int, dict[str, Any] | None] = field(repr=False)
     out: dict[str, Any] = field(repr=False)
     seconds: float
+    observed: ObservedRun | None = field(default=None, repr=False)
+
+    def report(self) -> RunReport:
+        """What the cell's run can tell of itself, as `results.report()` of a launch does.
+
+        Raises:
+            ConfigError: It is the result of no run.
+        """
+        return report_of(self.observed, repr(self))
 
 
 class Pool:
@@ -113,6 +125,7 @@ class Pool:
         self._post_task: PostTask | None = None
         self._lock = threading.Lock()
         self._cwd_env_tracker = CwdEnvTracker()
+        self._observed: ObservedRun | None = None
 
     # ---- what it is
 
@@ -208,7 +221,12 @@ class Pool:
             fetched_values = (
                 self._fetch(tuple(out), asked_ranks, single_values=ranks is not None) if out else {}
             )
-        return CellResult(shown=call_result.shown, out=fetched_values, seconds=run_seconds)
+        return CellResult(
+            shown=call_result.shown,
+            out=fetched_values,
+            seconds=run_seconds,
+            observed=call_result.observed,
+        )
 
     def call(
         self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
@@ -254,6 +272,17 @@ class Pool:
                     )
                     if group_result is not None:
                         self._note_lost(group_result)
+
+    def report(self) -> RunReport:
+        """The report of the latest cell or call, also of one that failed or was stopped.
+
+        Returns:
+            Its curves, times, memory, warnings and plan; see `CellResult.report`.
+
+        Raises:
+            ConfigError: Nothing has run yet.
+        """
+        return report_of(self._observed, repr(self))
 
     def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
         """Send names to the workers, whether or not they have changed.
@@ -356,6 +385,8 @@ class Pool:
         return trouble_error
 
     def _note_lost(self, call_result: TaskResult) -> None:
+        # Of what is shown: not of the small tasks around it.
+        self._observed = call_result.observed or self._observed
         if call_result.lost:
             self._dissolve(PoolState.BROKEN, user_messages.why_lost(call_result))
 

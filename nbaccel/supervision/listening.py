@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from nbaccel.output.console import Console
+from nbaccel.output.dashboard.board import RunBoard
 from nbaccel.workers import messaging, template
 from nbaccel.workers.worker_handle import WorkerHandle
 
@@ -29,6 +30,10 @@ _PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle._enlarge`
 
 class CallDisplay(Protocol):
     """A display of the progress of a call."""
+
+    @property
+    def board(self) -> RunBoard:
+        """What is known of the call."""
 
     def due_in(self) -> float:
         """Seconds until it wants to look."""

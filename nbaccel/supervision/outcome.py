@@ -16,6 +16,7 @@ from nbaccel.failures import failure
 from nbaccel.failures.portable_exception import PortableException
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.output import publish
+from nbaccel.output.report.collecting import ObservedRun
 from nbaccel.plan import Plan
 from nbaccel.supervision.supervisor import CallResult
 from nbaccel.transfer import pickling
@@ -280,6 +281,8 @@ class CallOutcome:
     plan: Plan
     state_dicts: dict[str, dict[str, Any]]
     """Weights of modules whose structure changed, so that they could not be copied in place."""
+    observed: ObservedRun | None = None
+    """What was seen of it."""
 
 
 def conclude_call(
@@ -323,12 +326,7 @@ def conclude_call(
         for weight_report in weight_reports
         for module_path, state_dict in weight_report.state_dicts.items()
     }
-    if lost_results:
-        num_others = len(lost_results) - 1
-        others = f", and so did {count_noun(num_others, 'more rank')}" if num_others else ""
-        warnings.warn(
-            f"{lost_results[0]}{others}. The results say so in its place.", stacklevel=log_level
-        )
+    _tell_lost_results(lost_results, log_level + 1)
     for weight_report in weight_reports:
         for module_path, stranded_reason in weight_report.stranded.items():
             warnings.warn(
@@ -354,7 +352,21 @@ def conclude_call(
         )
     for report_line in differing_models.values():
         warnings.warn(report_line, stacklevel=log_level)
-    return CallOutcome(values=rank_values, plan=call_plan, state_dicts=state_dicts)
+    return CallOutcome(
+        values=rank_values,
+        plan=call_plan,
+        state_dicts=state_dicts,
+        observed=call_result.observed,
+    )
+
+
+def _tell_lost_results(lost_results: Sequence[str], log_level: int) -> None:
+    if lost_results:
+        num_others = len(lost_results) - 1
+        others = f", and so did {count_noun(num_others, 'more rank')}" if num_others else ""
+        warnings.warn(
+            f"{lost_results[0]}{others}. The results say so in its place.", stacklevel=log_level
+        )
 
 
 def _apply_weights(

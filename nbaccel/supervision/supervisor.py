@@ -17,6 +17,7 @@ from typing import Any
 
 from nbaccel.failures import process_death
 from nbaccel.output.console import Console
+from nbaccel.output.report.collecting import ObservedRun
 from nbaccel.supervision.listening import CallDisplay, WorkerListener
 from nbaccel.supervision.shutdown import ShutdownLadder, ShutdownPolicy
 from nbaccel.workers import messaging, time_limits
@@ -39,6 +40,8 @@ class CallResult:
     timed_out: bool
     stuck: tuple[WorkerHandle, ...]
     """Workers that never sent a message."""
+    observed: ObservedRun | None = field(default=None, repr=False)
+    """What was seen of it; None for one that is not shown."""
 
     @property
     def went_well(self) -> bool:
@@ -75,6 +78,7 @@ class Supervisor(WorkerListener):
         self._interrupted = False
         self._timed_out = False
         self._stuck: tuple[WorkerHandle, ...] = ()
+        self._observed: ObservedRun | None = None
 
     # ---- what follows for the workers of a launch, or of a pool
 
@@ -137,6 +141,9 @@ class Supervisor(WorkerListener):
                         was_interrupted=self._interrupted,
                         timed_out=self._timed_out,
                     )
+                self._observed = ObservedRun.ended_now(
+                    call_display.board, self._console.warnings, self._group.plan
+                )
 
     def listen(self) -> None:
         """Hear the workers until the call is over, and show what they have printed."""
@@ -157,6 +164,7 @@ class Supervisor(WorkerListener):
             "interrupted": self._interrupted,
             "timed_out": self._timed_out,
             "stuck": self._stuck,
+            "observed": self._observed,
         }
 
     def give_up(self, *, failed: bool = False) -> None:

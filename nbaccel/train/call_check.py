@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbaccel import torch_private
+from nbaccel import spent_time, torch_private
 from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, UnsafeMoment
 from nbaccel.log import write_notice
 from nbaccel.train import page_setup
@@ -181,7 +181,8 @@ class CollectiveCheck:
         self.calls_begun += 1
         wait = _Wait(self._exchange, own_entry, self._rank, timeout_s)
         try:
-            return self._exchange.exchange(own_entry, data, wait.look_around)
+            with spent_time.communicating:
+                return self._exchange.exchange(own_entry, data, wait.look_around)
         except dist.DistNetworkError as error:
             message = wait.describe_left(0, ", and with it the store through which processes meet")
             raise CollectiveTimeout(message) from error

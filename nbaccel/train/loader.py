@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from nbaccel import _catalog, torch_private
+from nbaccel import _catalog, spent_time, torch_private
 from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
 from nbaccel.train import rng
@@ -373,6 +373,7 @@ class PreparedLoader(DataLoader[Any]):
         # The same loader may be iterated inside its own loop; the outer loop gets its flag back.
         was_at_end = self.end_of_dataloader
         self.gradient_state.enter_loader(self)
+        spent_time.begin_account()
         try:
             yield from self._iterate_epoch()
         finally:
@@ -381,30 +382,24 @@ class PreparedLoader(DataLoader[Any]):
 
     def _iterate_epoch(self) -> Iterator[Any]:
         position, settings = self.position, self.settings
-        batch_source, current_batch = self._begin_epoch()
+        with spent_time.reading_data:
+            batch_source, current_batch = self._begin_epoch()
         batches_seen = position.batches_seen
         must_move = self._must_move(current_batch)
         device = _catalog.device_runtime(settings.place.device_name)
         watch = self.gradient_state.compile_watch(device)
         while current_batch is not _END_OF_EPOCH:
-            if must_move:
-                # Where operations are queued, the device still computes the step before.
-                current_batch = send_to_device(
-                    current_batch,
-                    settings.device or "cpu",
-                    non_blocking=settings.non_blocking,
-                )
-                if settings.place_batch is not None:
-                    for tensor in leaves(current_batch):
-                        settings.place_batch(tensor)
-            # Taken before the next batch is read: a state saved in the loop's body must continue
-            # with the batch after the one that is in the body.
-            if settings.stateful:
-                self._base_state = self._base_snapshot()
-            position.ahead = torch.get_rng_state()
-            # One batch is read ahead, because only its absence shows that the current one is the
-            # last.
-            next_batch = next(batch_source, _END_OF_EPOCH)
+            with spent_time.reading_data:
+                if must_move:
+                    current_batch = self._moved(current_batch)
+                # Taken before the next batch is read: a state saved in the loop's body must
+                # continue with the batch after the one that is in the body.
+                if settings.stateful:
+                    self._base_state = self._base_snapshot()
+                position.ahead = torch.get_rng_state()
+                # One batch is read ahead, because only its absence shows that the current one is
+                # the last.
+                next_batch = next(batch_source, _END_OF_EPOCH)
             if next_batch is _END_OF_EPOCH:
                 self.end_of_dataloader = True
                 self._settle_remainder()
@@ -417,6 +412,18 @@ class PreparedLoader(DataLoader[Any]):
             current_batch = next_batch
         position.end_epoch()
         self._base_state = None
+
+    def _moved(self, batch: Any) -> Any:
+        """The batch on this process's device, placed as the strategy wants it."""
+        settings = self.settings
+        # Where operations are queued, the device still computes the step before.
+        moved_batch = send_to_device(
+            batch, settings.device or "cpu", non_blocking=settings.non_blocking
+        )
+        if settings.place_batch is not None:
+            for tensor in leaves(moved_batch):
+                settings.place_batch(tensor)
+        return moved_batch
 
     def _begin_epoch(self) -> tuple[Iterator[Any], Any]:
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""

@@ -16,11 +16,12 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from nbaccel import torch_private
+from nbaccel import spent_time, torch_private
 from nbaccel.abc.place import Place
 from nbaccel.bars import Bar
 from nbaccel.log import notice_stream
 from nbaccel.output.bar_text import BATCH_UNIT
+from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size
 from nbaccel.workers import metrics_reporter
 
@@ -30,6 +31,7 @@ _POST_INTERVAL_S = 0.5
 _LoaderBatch = TypeVar("_LoaderBatch")
 # Processes make their bars in the same order, so equal numbers mean the same bar.
 _BAR_COUNTER = itertools.count()
+_NO_BATCH = object()
 
 
 class Progress(Generic[_LoaderBatch]):
@@ -76,7 +78,7 @@ class Progress(Generic[_LoaderBatch]):
         self._start_time = time.time()
         metrics_reporter.loop_begins(self._description, self._num_batches)
         try:
-            for batch in self._loader:
+            for batch in self._batches():
                 batch_samples = find_batch_size(batch) or 0
                 self.samples += batch_samples
                 self._show_phase()
@@ -90,6 +92,21 @@ class Progress(Generic[_LoaderBatch]):
             self._report_progress()
         finally:
             self.bar.close()
+
+    def _batches(self) -> Iterator[_LoaderBatch]:
+        """The loader's batches, counting the time that it takes to get each."""
+        # A prepared one counts by itself, and has work of the step to do in between.
+        if isinstance(self._loader, PreparedLoader):
+            yield from self._loader
+            return
+        with spent_time.reading_data:
+            batch_source = iter(self._loader)
+        while True:
+            with spent_time.reading_data:
+                batch = next(batch_source, _NO_BATCH)
+            if batch is _NO_BATCH:
+                return
+            yield batch  # type: ignore[misc]
 
     def _show_phase(self) -> None:
         """Say why this step takes long, where a device compiles in it."""

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from nbaccel.frames import Frame
 from nbaccel.leftovers import LeftoverFolders
+from nbaccel.spent_time import SpentTime
 from nbaccel.transfer import shared_memory
 from nbaccel.transfer.pickling import PackedObject
 
@@ -436,6 +437,8 @@ class Metrics:
     """Programs that the device's compiler has made; None for a device that compiles none."""
     compile_s: float = 0.0
     """Time that took, in seconds."""
+    spent: SpentTime | None = None
+    """Where the time has gone; None before the first loop over batches."""
     value_steps: tuple[int, ...] = ()
     """The step at which each of `values` was reported; empty where that is not known."""
     loop_name: str = ""

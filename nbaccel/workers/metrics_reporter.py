@@ -10,16 +10,18 @@ been sent when the function returns is sent then, so that the last value is neve
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from nbaccel import leftovers
+from nbaccel import leftovers, spent_time
 from nbaccel.abc.device import Device
 from nbaccel.workers import messaging
 
@@ -31,6 +33,7 @@ __all__ = [
     "loss_is",
     "note_compiled",
     "note_phase",
+    "reporting_to",
     "reserved",
     "step_done",
 ]
@@ -52,6 +55,16 @@ class LoopFacts:
     total_batches: int | None = None
 
 
+class MetricsChannel(Protocol):
+    """Where reports go."""
+
+    def try_send(self, message: Any) -> bool:
+        """Send unless that would mean to wait; returns whether it is sent."""
+
+    def send(self, message: Any) -> None:
+        """Send, even if that means to wait."""
+
+
 class Reporter:
     """Collects what the loop reports, and sends it at intervals.
 
@@ -61,11 +74,12 @@ class Reporter:
         device: The worker's own, as torch calls it.
     """
 
-    def __init__(self, channel: messaging.Channel, hardware: Device, device: str) -> None:
+    def __init__(self, channel: MetricsChannel, hardware: Device, device: str) -> None:
         self._channel = channel
         self._hardware = hardware
         self._device = device
         self._pid = os.getpid()
+        spent_time.open_account()
         self._values: dict[str, float] = {}
         self._value_steps: dict[str, int] = {}
         self._steps = 0
@@ -83,6 +97,8 @@ class Reporter:
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Take in what `accelerator.log` was given."""
+        # A loop over batches that is not nbaccel's has begun at its first log at the latest.
+        spent_time.begin_account()
         if not self._counts_batches:
             self._steps = self._steps + 1 if step is None else int(step)
         for name, value in _finite_numbers(values):
@@ -94,6 +110,7 @@ class Reporter:
 
     def loop_begins(self, loop_name: str, total_batches: int | None) -> None:
         """A loop over batches begins: from now on a step is a batch."""
+        spent_time.begin_account()
         if not self._counts_batches:
             self._counts_batches, self._steps = True, 0
         # Not by the loader, of which there may be a new one for each epoch.
@@ -142,12 +159,18 @@ class Reporter:
             self._is_news = not self._channel.try_send(self._message(sent_at))
 
     def flush(self) -> None:
-        """Send what has not been sent yet, even if that means to wait."""
-        if self._is_news and os.getpid() == self._pid:
+        """The function has returned: send what has not been sent yet, even if that means to wait.
+
+        What follows, until the worker leaves or has another task, is no time of the function's.
+        """
+        if os.getpid() != self._pid:
+            return
+        if self._is_news or spent_time.present_spent() is not None:
             self._is_news = False
             # The notebook is gone: this process ends soon.
             with contextlib.suppress(OSError):
                 self._channel.send(self._message(time.monotonic()))
+        spent_time.use_account(None)
 
     def _message(self, current_time: float) -> messaging.Metrics:
         return messaging.Metrics(
@@ -158,6 +181,7 @@ class Reporter:
             phase=self._phase,
             programs=self._programs,
             compile_s=self._compile_s,
+            spent=spent_time.present_spent(),
             value_steps=tuple(self._value_steps[name] for name in self._values),
             loop_name=self._loop.name[:_NAME_CHARS],
             epoch=self._loop.epoch,
@@ -180,6 +204,7 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
     """
     global _process_reporter  # noqa: PLW0603 - a worker has one notebook, and user code has no handle on it
     _process_reporter = Reporter(channel, hardware, device)
+    _count_waits()
 
     def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
         # The notebook is gone, so there is no reader.
@@ -187,6 +212,44 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
             channel.send(messaging.Leaves(leftover, is_there))
 
     leftovers.listen_for_leftovers(leave)
+
+
+@contextlib.contextmanager
+def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iterator[None]:
+    """A block in which loops of this process, which is no worker, report.
+
+    Args:
+        channel: Takes the messages.
+        hardware: What the process computes on.
+        device: Its own, as torch calls it.
+    """
+    global _process_reporter  # noqa: PLW0603 - see `begin`
+    reporter_before, account_before = _process_reporter, spent_time.present_account()
+    own_reporter = _process_reporter = Reporter(channel, hardware, device)
+    try:
+        yield
+    finally:
+        own_reporter.flush()
+        _process_reporter = reporter_before
+        spent_time.use_account(account_before)
+
+
+def _count_waits() -> None:
+    """Count the time for which this process waits in collectives of torch and of libraries.
+
+    All that are called in Python end in this method, at once or when their result is needed. On a
+    GPU it returns when the wait is queued: what the GPU then waits is not seen here.
+    """
+    plain_wait = dist.Work.wait
+    if hasattr(plain_wait, "__wrapped__"):
+        return
+
+    @functools.wraps(plain_wait)
+    def counted_wait(work: dist.Work, *args: Any, **options: Any) -> Any:
+        with spent_time.communicating:
+            return plain_wait(work, *args, **options)
+
+    dist.Work.wait = counted_wait  # type: ignore[method-assign, assignment]
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:

@@ -216,3 +216,17 @@ def test_changed_source_is_loaded_again_on_request(live: Kernel, tmp_path: Path)
     live.run("%%accelerate --autoreload off\nsys.path.pop(0)").check()
     module.write_text("value = 1 + 1 + 1  # longer still\n")
     assert shown(live.run("%%accelerate\nnb_edited.value")) == ["2"]
+
+
+# ------------------------------------------------------------------------- the report
+
+
+def test_the_report_of_a_cell_is_shown_and_can_be_kept(live: Kernel) -> None:
+    live.run("%%accelerate\nimport warnings\nwarnings.warn('late')").check()
+    displays = live.run("%accelerate report").check().displays
+    # The board of workers may be shown anew, too.
+    (output,) = [data for data in displays if data["text/plain"].startswith("Run on 2 workers")]
+    assert "No loop over batches was seen." in output["text/html"]
+    assert "UserWarning: late" in output["text/html"]
+    live.run("report = %accelerate report").check()
+    assert shown(live.run("report.facts.warnings[0].ranks")) == ["(0, 1)"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbaccel.output.bar_text import BarText
+from nbaccel.output.dashboard.rank_times import TimeComparison
 
 if TYPE_CHECKING:
     from nbaccel.output.recent_lines import RecentLine
@@ -238,6 +239,7 @@ class RunBoard:
             worker_rank: RankFacts(rank=worker_rank, since=began_at)
             for worker_rank in sorted(worker_ranks)
         }
+        self.times = TimeComparison(self.ranks)
         self.began = began_at
         self.now = began_at
         """The time of the latest look."""
@@ -280,6 +282,8 @@ class RunBoard:
         rank_facts.phase = metrics_message.phase
         rank_facts.programs = metrics_message.programs
         rank_facts.compile_s = metrics_message.compile_s
+        if metrics_message.spent is not None:
+            self.times.hear(worker_rank, metrics_message.time, metrics_message.spent)
         if not rank_facts.is_weighed:
             _weigh_device(rank_facts, metrics_message.device_bytes)
         _take_values(rank_facts, metrics_message)

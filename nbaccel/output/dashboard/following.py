@@ -94,6 +94,11 @@ class DashboardUpdater:
         self._is_wanted = is_wanted
         self._waiting_line = waiting_line
 
+    @property
+    def board(self) -> RunBoard:
+        """What is known of the launch."""
+        return self._dashboard.board
+
     def due_in(self) -> float:
         """Seconds until `look` has something to do."""
         waiting_s = float("inf") if self._waiting_line is None else self._waiting_line.due_in()

@@ -1,0 +1,182 @@
+"""What ranks spend their time on, compared: who waits for whom.
+
+A rank's time in collectives is that of the exchange itself and of waiting for others. The rank
+that comes last waits for nobody, so the least time of all ranks is the exchange's, and what a rank
+has above that is waiting. It is compared interval by interval, because another rank may be last in
+each.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbaccel.spent_time import SpentTime
+
+__all__ = ["RankTimes", "SlowestRank", "TimeComparison"]
+
+_INTERVAL_S = 2.0
+"""Ranks report at different moments, a quarter of a second apart: over shorter intervals that
+difference would count as waiting."""
+_MOST_SAMPLES = 256
+_LEAST_WAITED_S = 0.05
+_LEAST_SHARE = 0.03  # of the time, to be worth saying
+_CLEAR_SHARE = 0.6  # of all waiting, to be one rank's doing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """What one rank has spent its time on, in seconds; the parts add up to the total."""
+
+    rank: int
+    total_s: float
+    """Since its first loop over batches began."""
+    computing_s: float
+    """Computing, and whatever is none of the others."""
+    communicating_s: float
+    """In collectives while all ranks were there."""
+    data_s: float
+    """Waiting for batches."""
+    waiting_s: float
+    """In collectives, waiting for other ranks."""
+    is_partial: bool
+    """Whether some communication could not be measured, and is in `computing_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowestRank:
+    """The rank that the others wait for."""
+
+    rank: int
+    waited_s: float
+    """For how long each of the others waited for it, on average."""
+    waited_share: float
+    """The same as a part of the time."""
+
+
+class TimeComparison:
+    """Compares the times of ranks as they are reported.
+
+    Args:
+        worker_ranks: The ranks that take part.
+        interval_s: Over how many seconds times are compared, at least.
+    """
+
+    def __init__(self, worker_ranks: Iterable[int], interval_s: float = _INTERVAL_S) -> None:
+        self._ranks = frozenset(worker_ranks)
+        self._interval_s = interval_s
+        self._interval_start: float | None = None
+        self._latest: dict[int, SpentTime] = {}
+        self._samples: dict[int, list[tuple[float, float]]] = {}
+        """Rank → times and its seconds in collectives until then, since the interval's start."""
+        self._waited: dict[int, float] = {}
+        """Rank → seconds for which it has waited for others."""
+        self._waited_for: dict[int, float] = {}
+        """Rank → seconds for which the others have waited for it, on average."""
+
+    def hear(self, worker_rank: int, heard_at: float, spent: SpentTime) -> None:
+        """Take in what a rank has reported.
+
+        Args:
+            worker_rank: The rank.
+            heard_at: When it was (CLOCK_MONOTONIC).
+            spent: Its time since its first loop.
+        """
+        self._latest[worker_rank] = spent
+        rank_samples = self._samples.setdefault(worker_rank, [(heard_at - spent.total_s, 0.0)])
+        rank_samples.append((heard_at, spent.communication_s))
+        if len(rank_samples) > _MOST_SAMPLES:
+            # Another rank has not reported for long. The first one is where the interval begins.
+            del rank_samples[1:-1:2]
+        if self._samples.keys() == self._ranks:
+            self._close_interval()
+
+    def _close_interval(self) -> None:
+        """Compare up to the moment until which all ranks have reported, if it is time to."""
+        interval_end = min(rank_samples[-1][0] for rank_samples in self._samples.values())
+        if self._interval_start is None:
+            self._interval_start = max(samples[0][0] for samples in self._samples.values())
+        if interval_end - self._interval_start < self._interval_s:
+            return
+        added_s = {}
+        for rank, rank_samples in self._samples.items():
+            at_end = _interpolate(rank_samples, interval_end)
+            added_s[rank] = at_end - rank_samples[0][1]
+            later = [sample for sample in rank_samples if sample[0] > interval_end]
+            self._samples[rank] = [(interval_end, at_end), *later]
+        _add_waiting(added_s, self._waited, self._waited_for)
+        self._interval_start = interval_end
+
+    def _with_rest(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Waiting times up to the latest report of each rank."""
+        waited, waited_for = dict(self._waited), dict(self._waited_for)
+        rest_s = {rank: samples[-1][1] - samples[0][1] for rank, samples in self._samples.items()}
+        _add_waiting(rest_s, waited, waited_for)
+        return waited, waited_for
+
+    def by_rank(self) -> list[RankTimes]:
+        """The times of all ranks that have reported some, by rank."""
+        waited, _ = self._with_rest()
+        return [
+            RankTimes(
+                rank=rank,
+                total_s=spent.total_s,
+                computing_s=spent.computing_s,
+                communicating_s=max(0.0, spent.communication_s - waited.get(rank, 0.0)),
+                data_s=spent.data_s,
+                waiting_s=min(waited.get(rank, 0.0), spent.communication_s),
+                is_partial=spent.is_partial,
+            )
+            for rank, spent in sorted(self._latest.items())
+        ]
+
+    def slowest(self) -> SlowestRank | None:
+        """The rank that the others wait for; None where no single one stands out."""
+        _, waited_for = self._with_rest()
+        all_waited_s = sum(waited_for.values())
+        if not all_waited_s:
+            return None
+        rank, waited_s = max(waited_for.items(), key=lambda entry: entry[1])
+        mean_total_s = sum(spent.total_s for spent in self._latest.values()) / len(self._latest)
+        waited_share = waited_s / mean_total_s if mean_total_s > 0 else 0.0
+        stands_out = waited_s >= _CLEAR_SHARE * all_waited_s
+        is_much = waited_s >= _LEAST_WAITED_S and waited_share >= _LEAST_SHARE
+        return SlowestRank(rank, waited_s, waited_share) if stands_out and is_much else None
+
+
+def _add_waiting(
+    added_s: Mapping[int, float], waited: dict[int, float], waited_for: dict[int, float]
+) -> None:
+    """Share out what ranks have spent in collectives in an interval.
+
+    Args:
+        added_s: Rank → seconds in collectives.
+        waited: Rank → seconds of waiting, added to.
+        waited_for: Rank → seconds that others waited for it, added to.
+    """
+    # A rank alone waits for nobody who is known.
+    if len(added_s) < 2:
+        return
+    last_rank = min(added_s, key=lambda rank: added_s[rank])
+    exchange_s = added_s[last_rank]
+    for rank, communication_s in added_s.items():
+        waited[rank] = waited.get(rank, 0.0) + communication_s - exchange_s
+    others_s = sum(added_s.values()) - exchange_s * len(added_s)
+    waited_for[last_rank] = waited_for.get(last_rank, 0.0) + others_s / (len(added_s) - 1)
+
+
+def _interpolate(samples: list[tuple[float, float]], wanted_time: float) -> float:
+    """The value at a time between the first and the last sample."""
+    place = bisect.bisect_left(samples, (wanted_time,))
+    if place == 0:
+        return samples[0][1]
+    if place == len(samples):
+        return samples[-1][1]
+    (time_before, value_before), (time_after, value_after) = samples[place - 1 : place + 1]
+    if time_after <= time_before:
+        return value_after
+    passed_part = (wanted_time - time_before) / (time_after - time_before)
+    return value_before + passed_part * (value_after - value_before)

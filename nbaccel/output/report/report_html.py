@@ -1,0 +1,287 @@
+"""A report as HTML: a part of a notebook's output, or a file of its own.
+
+The part has inline styles only, no colour that does not read on light and dark backgrounds, and no
+script; the file adds a style sheet for its page. Parts of a bar differ in pattern, and each is
+written out as a number, too.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Sequence
+
+from nbaccel.output.chart import ChartLine, line_chart, smoothed
+from nbaccel.output.dashboard.board import mean_points
+from nbaccel.output.dashboard.rank_times import RankTimes
+from nbaccel.output.report.report_text import (
+    TIME_KINDS,
+    figure_rows,
+    headline_of,
+    percent_of,
+    slowest_sentence,
+    spent_s,
+    warning_lines,
+)
+from nbaccel.output.report.run_facts import MetricCurve, RunFacts
+
+__all__ = ["curve_lines", "report_document", "report_part"]
+
+_MOST_CHARTS = 12
+_MOST_BARS = 16
+_NOISY_SHARE = 0.25  # of the steps that go against the one before
+
+_PART_STYLE = "font-size:13px;line-height:1.5;max-width:1120px"
+_HEADING_STYLE = "font-size:14px;font-weight:600;margin:1.4em 0 0.5em"
+_TABLE_CELL_STYLE = (
+    "text-align:left;padding:0.15em 1.6em 0.15em 0;border:none;background:none;"
+    "font-weight:normal;white-space:nowrap;font-variant-numeric:tabular-nums"
+)
+_SOFT_STYLE = "opacity:0.7"
+_CHARTS_STYLE = (
+    "display:grid;gap:0.8em 1.6em;"
+    "grid-template-columns:repeat(auto-fill,minmax(min(100%,440px),1fr))"
+)
+_PRE_STYLE = (
+    "font-family:'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12px;white-space:pre-wrap;"
+    "background:none;color:inherit;margin:0;padding:0;border:none;overflow-x:auto"
+)
+
+# White lines on the colour, in another direction for each: no colour is needed to tell them apart.
+_STRIPES = "repeating-linear-gradient({angle},rgba(255,255,255,0.45) 0 2px,transparent 2px 6px)"
+_BAR_LOOKS = {
+    "computing": "background:#1976d2",
+    "communicating": f"background:{_STRIPES.format(angle='45deg')},#d9730d",
+    "data": f"background:{_STRIPES.format(angle='90deg')},#8e44ad",
+    "waiting": (
+        f"background:{_STRIPES.format(angle='45deg')},{_STRIPES.format(angle='135deg')},#7b8794"
+    ),
+}
+
+_PAGE_STYLE = """
+:root { color-scheme: light dark; --page: #ffffff; --text: #1c1f23; }
+@media (prefers-color-scheme: dark) { :root { --page: #111418; --text: #e6e9ed; } }
+body { margin: 0 auto; padding: 24px; max-width: 1120px; background: var(--page);
+       color: var(--text); font-family: system-ui, "DejaVu Sans", sans-serif; }
+h1 { font-size: 20px; font-weight: 600; margin: 0 0 0.3em; }
+"""
+
+
+def report_document(facts: RunFacts) -> str:
+    """A whole HTML file that needs nothing beside it.
+
+    Args:
+        facts: What it tells.
+    """
+    title, details = headline_of(facts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{_PAGE_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{html.escape(title)}</h1>\n"
+        f"<p>{html.escape(' · '.join(details))}</p>\n"
+        f"{report_part(facts, has_headline=False)}\n"
+        f'<p style="font-size:13px">{_soft(_origin_line(facts))}</p>\n</body>\n</html>\n'
+    )
+
+
+def report_part(facts: RunFacts, *, has_headline: bool = True) -> str:
+    """The report as a part of a page.
+
+    Args:
+        facts: What it tells.
+        has_headline: Whether it begins with the headline; a summary has its own.
+    """
+    title, details = headline_of(facts)
+    headline = (
+        f"<div><b>{html.escape(title)}</b> {_soft(' · '.join(details))}</div>"
+        if has_headline
+        else ""
+    )
+    sections = (
+        _time_section(facts),
+        _curve_section(facts),
+        _rank_section(facts),
+        _warning_section(facts),
+        _section("Plan", f'<pre style="{_PRE_STYLE}">{html.escape(facts.plan.text)}</pre>'),
+        _note_section(facts),
+    )
+    return f'<div style="{_PART_STYLE}">{headline}{"".join(sections)}</div>'
+
+
+def _origin_line(facts: RunFacts) -> str:
+    began = facts.began.replace("T", " ").replace("+00:00", " UTC")
+    return f"Began {began} · nbaccel {facts.nbaccel_version}"
+
+
+def _section(heading: str, content: str) -> str:
+    # No heading element: the outline of a notebook would list it.
+    heading_html = (
+        f'<div role="heading" aria-level="2" style="{_HEADING_STYLE}">{html.escape(heading)}</div>'
+    )
+    return f"{heading_html}{content}" if content else ""
+
+
+def _soft(text: str) -> str:
+    return f'<span style="{_SOFT_STYLE}">{html.escape(text)}</span>'
+
+
+# ------------------------------------------------------------------------- time
+
+
+def _time_section(facts: RunFacts) -> str:
+    timed_ranks = facts.timed_ranks
+    if not timed_ranks:
+        return _section("Time", f"<div>{_soft('No loop over batches was seen.')}</div>")
+    longest_s = max(times.total_s for times in timed_ranks) or 1.0
+    bars = "".join(_time_bar(times, longest_s) for times in timed_ranks[:_MOST_BARS])
+    sentence = f"<div>{html.escape(slowest_sentence(facts))}</div>" if len(timed_ranks) > 1 else ""
+    return _section("Time by rank", f"{sentence}{bars}{_time_legend()}{_time_table(timed_ranks)}")
+
+
+def _time_bar(times: RankTimes, longest_s: float) -> str:
+    parts = "".join(
+        f'<div title="{label}: {spent_s(seconds)}" '
+        f'style="width:{100 * seconds / longest_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
+        for kind, label in TIME_KINDS.items()
+        if (seconds := getattr(times, f"{kind}_s")) > 0
+    )
+    return (
+        '<div style="display:flex;align-items:center;gap:10px;margin:4px 0" aria-hidden="true">'
+        f'<div style="width:4.5em">rank {times.rank}</div>'
+        '<div style="flex:1;display:flex;height:14px;border-radius:3px;overflow:hidden">'
+        f"{parts}</div></div>"
+    )
+
+
+def _time_legend() -> str:
+    entries = "".join(
+        '<span style="display:inline-flex;align-items:center;gap:6px">'
+        f'<span style="display:inline-block;width:18px;height:12px;border-radius:2px;{looks}">'
+        f"</span>"
+        f"{html.escape(TIME_KINDS[kind])}</span>"
+        for kind, looks in _BAR_LOOKS.items()
+    )
+    return (
+        '<div aria-hidden="true" style="display:flex;flex-wrap:wrap;gap:4px 18px;'
+        f'margin:6px 0 8px">{entries}</div>'
+    )
+
+
+def _time_table(timed_ranks: Sequence[RankTimes]) -> str:
+    rows = [["rank", *TIME_KINDS.values(), "together"]]
+    rows += [
+        [
+            str(times.rank),
+            *(
+                f"{spent_s(seconds)} ({percent_of(seconds, times.total_s)})"
+                for kind in TIME_KINDS
+                for seconds in (getattr(times, f"{kind}_s"),)
+            ),
+            spent_s(times.total_s),
+        ]
+        for times in timed_ranks
+    ]
+    return _html_table(rows)
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    head_html = "".join(
+        f'<th scope="col" style="{_TABLE_CELL_STYLE};{_SOFT_STYLE}">{html.escape(cell)}</th>'
+        for cell in head
+    )
+    body_html = "".join(
+        '<tr style="background:none">'
+        + "".join(f'<td style="{_TABLE_CELL_STYLE}">{html.escape(cell)}</td>' for cell in row)
+        + "</tr>"
+        for row in body
+    )
+    return (
+        '<div style="overflow-x:auto"><table style="border:none;border-collapse:collapse;margin:0">'
+        f'<thead><tr style="background:none">{head_html}</tr></thead>'
+        f"<tbody>{body_html}</tbody></table></div>"
+    )
+
+
+# ------------------------------------------------------------------------- curves
+
+
+def _curve_section(facts: RunFacts) -> str:
+    names = facts.metric_names
+    charts = [
+        f'<div style="min-width:0"><div style="margin-bottom:2px">{html.escape(name)}</div>'
+        + line_chart(
+            curve_lines([curve for curve in facts.curves if curve.name == name]),
+            title=name,
+            x_label="step",
+            marks=facts.marks,
+        )
+        + "</div>"
+        for name in names[:_MOST_CHARTS]
+    ]
+    if not charts:
+        return ""
+    more = f"<div>{_soft(', '.join(names[_MOST_CHARTS:]))}</div>" if names[_MOST_CHARTS:] else ""
+    return _section("Curves", f'<div style="{_CHARTS_STYLE}">{"".join(charts)}</div>{more}')
+
+
+def curve_lines(curves: Sequence[MetricCurve]) -> list[ChartLine]:
+    """The lines of one metric's chart: ranks thin, their mean thick and smoothed if it is noisy.
+
+    Args:
+        curves: Of each rank that has logged it.
+    """
+    if not curves:
+        return []
+    rank_lines = [
+        ChartLine(
+            f"rank {curve.rank}",
+            list(zip(curve.steps, curve.values, strict=True)),
+            "rank" if len(curves) > 1 else "raw",
+        )
+        for curve in curves
+    ]
+    if len(curves) == 1:
+        name, points = f"rank {curves[0].rank}", list(rank_lines[0].points)
+    else:
+        name, points = "mean of ranks", mean_points([line.points for line in rank_lines])
+    values = [value for _, value in points]
+    if not _is_noisy(values):
+        # Drawn as it is, it would cover the only rank's own line.
+        return [*(rank_lines if len(curves) > 1 else ()), ChartLine(name, points, "mean")]
+    smooth_points = [
+        (step, value) for (step, _), value in zip(points, smoothed(values), strict=True)
+    ]
+    return [*rank_lines, ChartLine(f"{name}, smoothed", smooth_points, "mean")]
+
+
+def _is_noisy(values: Sequence[float]) -> bool:
+    """Whether a curve often turns; smoothing would only delay one that does not."""
+    rises = [after > before for before, after in itertools.pairwise(values) if after != before]
+    turns = sum(after != before for before, after in itertools.pairwise(rises))
+    return len(rises) >= 8 and turns > _NOISY_SHARE * len(rises)
+
+
+# ------------------------------------------------------------------------- the rest
+
+
+def _rank_section(facts: RunFacts) -> str:
+    rows = figure_rows(facts)
+    return _section("Steps and memory", _html_table(rows)) if len(rows) > 1 else ""
+
+
+def _warning_section(facts: RunFacts) -> str:
+    lines = warning_lines(facts)
+    if not lines:
+        return ""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return _section("Warnings", f'<ul style="margin:0;padding-left:1.4em">{items}</ul>')
+
+
+def _note_section(facts: RunFacts) -> str:
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in facts.notes)
+    return _section(
+        "How it was measured",
+        f'<ul style="margin:0;padding-left:1.4em;{_SOFT_STYLE}">{items}</ul>' if items else "",
+    )

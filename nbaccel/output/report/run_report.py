@@ -1,0 +1,107 @@
+"""``RunReport``: what a finished run can tell of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbaccel import atomic
+from nbaccel.errors import ConfigError
+from nbaccel.output.report.report_html import report_document, report_part
+from nbaccel.output.report.report_text import report_lines
+from nbaccel.output.report.run_facts import RunFacts, facts_as_json, facts_from_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RunReport"]
+
+
+class RunReport:
+    """Curves, time by rank, memory, warnings and the plan of a finished run.
+
+    As the last line of a cell it shows itself; `print(report)` writes it for a terminal.
+
+    Args:
+        facts: What it tells.
+
+    Examples:
+        >>> report = results.report()
+        >>> report.save("run.html")
+        >>> report.to_dict()["slowest"]
+        {'rank': 1, 'waited_s': 4.2, 'waited_share': 0.12}
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        self.facts = facts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain containers.
+
+        Returns:
+            Keys, units and version: `nbaccel/output/report/run_facts.py`, "the JSON form".
+        """
+        return facts_as_json(self.facts)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Self:
+        """The report of what `to_dict` gave, as from a saved file.
+
+        Args:
+            document: `json.load` of a saved report.
+
+        Raises:
+            ConfigError: It is none, or of an unknown version.
+        """
+        return cls(facts_from_json(document))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it into one file, which appears whole or not at all.
+
+        Args:
+            path: Ends with `.html` (a page that needs nothing beside it) or `.json`.
+
+        Returns:
+            The file.
+
+        Raises:
+            ConfigError: The name ends otherwise, or its folder does not exist.
+            OSError: It cannot be written.
+        """
+        target = Path(path).expanduser()
+        writers = {".html": self._as_document, ".json": self._as_json}
+        writer = writers.get(target.suffix.lower())
+        if writer is None:
+            raise ConfigError(
+                f"report.save({str(path)!r}): the name must end with .html or .json, which says "
+                f"what is written. Give for example {str(target.with_suffix('.html'))!r}."
+            )
+        if not target.parent.is_dir():
+            raise ConfigError(
+                f"report.save({str(path)!r}): the folder {str(target.parent)!r} does not exist, so "
+                "nothing was written. Create it, or give another path."
+            )
+        atomic.write_text(target, writer())
+        return target
+
+    def details_html(self) -> str:
+        """The report without its headline, for a summary that has one."""
+        return report_part(self.facts, has_headline=False)
+
+    def _as_document(self) -> str:
+        return report_document(self.facts)
+
+    def _as_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def _repr_html_(self) -> str:
+        return report_part(self.facts)
+
+    def __str__(self) -> str:
+        return "\n".join(report_lines(self.facts))
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,0 +1,187 @@
+"""Where a process's time goes while it trains: waiting for data, in collectives, the rest.
+
+    with spent_time.reading_data:     the loader reads a batch
+    with spent_time.communicating:    a collective; within reading_data, it counts as communication
+
+Only a worker that reports to a notebook keeps an account (`open_account`); elsewhere a block costs
+a comparison. Only the thread that opened it is measured: what other threads do, they do beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = [
+    "SpentTime",
+    "TimeAccount",
+    "add_exchange",
+    "begin_account",
+    "communicating",
+    "open_account",
+    "present_account",
+    "present_spent",
+    "reading_data",
+    "use_account",
+]
+
+ExchangeSource = Callable[[], "float | None"]
+"""Seconds for which an exchange of gradients has delayed its process so far; None where its library
+does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpentTime:
+    """Where one rank's time has gone since its first loop over batches began, in seconds."""
+
+    total_s: float
+    data_s: float
+    """Waiting for batches."""
+    communication_s: float
+    """In collectives, which includes waiting for other ranks there."""
+    is_partial: bool = False
+    """Whether some exchange of gradients could not be measured; it is part of the computing."""
+
+    @property
+    def computing_s(self) -> float:
+        """The rest: computing, and whatever else the function does."""
+        return max(0.0, self.total_s - self.data_s - self.communication_s)
+
+
+class TimeAccount:
+    """Adds up the time of one thread by what it was spent on.
+
+    Args:
+        read_clock: Seconds of a clock that never goes back.
+    """
+
+    def __init__(self, read_clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = read_clock
+        self._thread_id = threading.get_ident()
+        self._began_at: float | None = None
+        self._kinds: list[str] = []
+        """What the thread is in, the innermost last."""
+        self._since = 0.0
+        self._seconds = {"data": 0.0, "communication": 0.0}
+        self._exchanges: list[tuple[ExchangeSource, float]] = []
+        """Each with its seconds before this account."""
+        self._exchange_s = 0.0
+
+    def begin(self) -> None:
+        """A loop begins; what was before the first one is not counted."""
+        if self._began_at is None:
+            self._began_at = self._since = self._clock()
+            for kind in self._seconds:
+                self._seconds[kind] = 0.0
+
+    def enter(self, kind: str) -> None:
+        """The thread begins to wait.
+
+        Args:
+            kind: `data` or `communication`. What it is in already is interrupted.
+        """
+        if threading.get_ident() != self._thread_id:
+            return
+        current_time = self._clock()
+        if self._kinds:
+            self._seconds[self._kinds[-1]] += current_time - self._since
+        self._kinds.append(kind)
+        self._since = current_time
+
+    def leave(self) -> None:
+        """The thread goes on with what it was in before."""
+        # Empty where the account was opened within a block.
+        if threading.get_ident() != self._thread_id or not self._kinds:
+            return
+        current_time = self._clock()
+        self._seconds[self._kinds.pop()] += current_time - self._since
+        self._since = current_time
+
+    def add_exchange(self, source: ExchangeSource) -> None:
+        """Count an exchange of gradients that a library measures itself."""
+        self._exchanges.append((source, source() or 0.0))
+
+    def spent(self) -> SpentTime | None:
+        """Where the time has gone so far; None before the first loop."""
+        if self._began_at is None:
+            return None
+        readings = [(source(), before) for source, before in self._exchanges]
+        exchange_s = sum(reading - before for reading, before in readings if reading is not None)
+        # A mean of samples may become smaller; what has been told is not taken back.
+        self._exchange_s = max(self._exchange_s, exchange_s)
+        return SpentTime(
+            total_s=self._clock() - self._began_at,
+            data_s=self._seconds["data"],
+            communication_s=self._seconds["communication"] + self._exchange_s,
+            is_partial=any(reading is None for reading, _ in readings),
+        )
+
+
+_process_account: TimeAccount | None = None
+_exchange_sources: list[ExchangeSource] = []
+"""Of this process, also from before its present account."""
+
+
+class _TimedBlock:
+    """A context whose time is counted; one object serves all uses, nested ones too."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        if _process_account is not None:
+            _process_account.enter(self._kind)
+
+    def __exit__(self, *exc: object) -> None:
+        if _process_account is not None:
+            _process_account.leave()
+
+
+reading_data = _TimedBlock("data")
+communicating = _TimedBlock("communication")
+
+
+def open_account() -> TimeAccount:
+    """Count from now on, for this thread; an earlier account of the process ends."""
+    account = TimeAccount()
+    for source in _exchange_sources:
+        account.add_exchange(source)
+    use_account(account)
+    return account
+
+
+def present_account() -> TimeAccount | None:
+    """The process's account; None where nothing is counted."""
+    return _process_account
+
+
+def use_account(account: TimeAccount | None) -> None:
+    """Count in this account from now on; None: count no longer."""
+    global _process_account  # noqa: PLW0603 - loops and collectives have no handle on it
+    _process_account = account
+
+
+def begin_account() -> None:
+    """A loop over batches begins."""
+    if _process_account is not None:
+        _process_account.begin()
+
+
+def present_spent() -> SpentTime | None:
+    """Where this process's time has gone so far; None where no loop has begun or none counts."""
+    return None if _process_account is None else _process_account.spent()
+
+
+def add_exchange(source: ExchangeSource) -> None:
+    """Count what a library measures of its exchange of gradients, in this process from now on.
+
+    Args:
+        source: Gives the seconds so far.
+    """
+    _exchange_sources.append(source)
+    if _process_account is not None:
+        _process_account.add_exchange(source)

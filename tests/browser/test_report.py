@@ -1,0 +1,84 @@
+"""A saved report in a real browser: nothing is fetched, nothing overflows, both themes are read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbaccel.output.report.run_report import RunReport
+from tests.output.report.test_run_report import facts
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page
+
+LUMINANCE = """(selector) => {
+    const element = document.querySelector(selector);
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const light = (colour) => {
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((part) => {
+            const value = part / 255;
+            return value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+        });
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+    };
+    return [light(getComputedStyle(element).color),
+            light(getComputedStyle(document.body).backgroundColor)];
+}"""
+
+
+@pytest.fixture
+def page(browser: BrowserContext, tmp_path: Path) -> Any:
+    saved = RunReport(facts()).save(tmp_path / "run.html")
+    opened = browser.new_page()
+    complaints: list[str] = []
+    opened.on("console", lambda message: complaints.append(message.text))
+    opened.on("request", lambda request: complaints.append(request.url))
+    opened.goto(saved.as_uri())
+    try:
+        yield opened
+        assert complaints == [saved.as_uri()], "it asked for more, or complained"
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_in_both_themes(page: Page, scheme: Any) -> None:
+    page.emulate_media(color_scheme=scheme)
+    lights = page.evaluate(LUMINANCE, "body")
+    contrast = (max(lights) + 0.05) / (min(lights) + 0.05)
+    assert contrast > 7
+    assert (lights[0] > lights[1]) is (scheme == "dark")
+
+
+@pytest.mark.parametrize("width", [1180, 420])
+def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # Charts shrink with their column, and keep their shape.
+    for box in [chart.bounding_box() for chart in page.locator("svg").all()]:
+        assert box is not None
+        assert box["width"] <= width - 48
+        assert box["width"] / box["height"] == pytest.approx(520 / 160, rel=0.02)
+
+
+def test_the_bars_of_time_are_as_wide_as_they_say(page: Page) -> None:
+    bars = page.locator("[aria-hidden] [title]")
+    widths = {
+        bar.get_attribute("title"): box["width"]
+        for bar in bars.all()
+        if (box := bar.bounding_box()) is not None
+    }
+    assert widths["computing: 8.0 s"] / widths["computing: 3.0 s"] == pytest.approx(8 / 3, rel=0.02)
+    assert widths["waiting for others: 5.0 s"] > widths["computing: 3.0 s"]
+
+
+def test_a_screen_reader_meets_headings_tables_and_charts(page: Page) -> None:
+    for heading in ("Time by rank", "Curves", "Steps and memory", "Warnings", "Plan"):
+        assert page.get_by_role("heading", name=heading).count() == 1
+    assert page.get_by_role("table").count() == 2
+    assert page.get_by_role("img", name=re.compile(r"lr: from 0.001 at step 0")).count() == 1

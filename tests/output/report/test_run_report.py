@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbaccel import ConfigError
+from nbaccel.output.dashboard.rank_times import RankTimes, SlowestRank
+from nbaccel.output.report.report_html import curve_lines
+from nbaccel.output.report.run_facts import (
+    MetricCurve,
+    PlannedRun,
+    RankFigures,
+    RunFacts,
+    SeenWarning,
+)
+from nbaccel.output.report.run_report import RunReport
+
+ODD = "<script>alert(1)</script> & \"'"
+PLAN = PlannedRun(
+    text=f"2 CPU workers\n\nwhat  value  {ODD}",
+    headline="2 CPU workers",
+    device="cpu",
+    num_processes=2,
+    world_size=2,
+    warnings=(ODD,),
+)
+
+
+def times(rank: int, computing_s: float, waiting_s: float, data_s: float = 0.5) -> RankTimes:
+    return RankTimes(
+        rank=rank,
+        total_s=computing_s + waiting_s + data_s + 1.0,
+        computing_s=computing_s,
+        communicating_s=1.0,
+        data_s=data_s,
+        waiting_s=waiting_s,
+        is_partial=False,
+    )
+
+
+def facts(**changes: Any) -> RunFacts:
+    steps = tuple(float(step) for step in range(0, 200, 2))
+    values = tuple(math.exp(-step / 60) + 0.05 * ((step // 2) % 3) for step in steps)
+    whole: dict[str, Any] = {
+        "nbaccel_version": "0.1.0",
+        "began": "2026-11-25T20:00:00+00:00",
+        "seconds": 12.5,
+        "ending": "",
+        "plan": PLAN,
+        "ranks": (
+            RankFigures(
+                rank=0,
+                steps=200,
+                steps_per_s=20.0,
+                samples=3200,
+                samples_per_s=320.0,
+                peak_host_bytes=300 << 20,
+                times=times(0, 3.0, 5.0),
+            ),
+            RankFigures(
+                rank=1,
+                steps=200,
+                steps_per_s=20.0,
+                samples=3200,
+                samples_per_s=320.0,
+                peak_host_bytes=310 << 20,
+                peak_device_bytes=2 << 30,
+                times=times(1, 8.0, 0.0),
+            ),
+        ),
+        "slowest": SlowestRank(1, 5.0, 0.52),
+        "curves": (
+            MetricCurve(name="lr", rank=0, steps=steps, values=tuple(1e-3 for _ in steps)),
+            MetricCurve(name=f"loss {ODD}", rank=0, steps=steps, values=values),
+            MetricCurve(name=f"loss {ODD}", rank=1, steps=steps, values=(*values[:-1], math.nan)),
+        ),
+        "marks": ((0.0, "epoch 1"), (100.0, f"epoch {ODD}")),
+        "warnings": (SeenWarning(text=f"UserWarning: {ODD}", count=3, ranks=(0, 1)),),
+        "notes": ("Memory was looked at once a second.",),
+    }
+    return RunFacts(**whole | changes)
+
+
+EMPTY = facts(
+    ranks=(RankFigures(rank=0), RankFigures(rank=1)),
+    slowest=None,
+    curves=(),
+    marks=(),
+    warnings=(),
+    notes=(),
+)
+
+
+class Reader(HTMLParser):
+    """Elements that are opened and closed in order, and the text."""
+
+    VOID = ("meta", "br", "path", "circle")
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID or tag == "path":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert not reader.open
+    return reader
+
+
+# ------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
+def test_a_report_survives_json(known: RunFacts) -> None:
+    report = RunReport(known)
+    text = json.dumps(report.to_dict(), allow_nan=False)
+    again = RunReport.from_dict(json.loads(text))
+    assert again.to_dict() == report.to_dict()
+    # Not the facts themselves where a value is no number: that is unequal to itself.
+    assert str(again) == str(report)
+    assert again._repr_html_() == report._repr_html_()
+
+
+def test_the_json_form_is_the_documented_one() -> None:
+    document = RunReport(facts()).to_dict()
+    assert (document["format"], document["version"]) == ("nbaccel.report", 1)
+    assert set(document) == {
+        *("format", "version", "nbaccel_version", "began", "seconds", "ending", "plan", "ranks"),
+        *("slowest", "curves", "marks", "warnings", "notes"),
+    }
+    assert document["slowest"] == {"rank": 1, "waited_s": 5.0, "waited_share": 0.52}
+    assert document["ranks"][1]["times"] == {
+        "total_s": 9.5,
+        "computing_s": 8.0,
+        "communicating_s": 1.0,
+        "data_s": 0.5,
+        "waiting_s": 0.0,
+        "is_partial": False,
+    }
+    assert document["curves"][2]["values"][-1] == "nan"
+    assert document["marks"][0] == {"step": 0.0, "text": "epoch 1"}
+
+
+@pytest.mark.parametrize(
+    "document", [{}, {"format": "nbaccel.report", "version": 2}, {"format": "other", "version": 1}]
+)
+def test_what_is_no_report_is_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="no report that can be read"):
+        RunReport.from_dict(document)
+
+
+# ------------------------------------------------------------------------- files
+
+
+def test_it_is_saved_as_html_and_as_json(tmp_path: Path) -> None:
+    report = RunReport(facts())
+    page = report.save(tmp_path / "run.html")
+    assert page == tmp_path / "run.html"
+    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
+    report.save(os.fspath(tmp_path / "run.JSON"))
+    assert json.loads((tmp_path / "run.JSON").read_text("utf-8")) == report.to_dict()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.JSON", "run.html"]
+
+
+def test_a_file_that_was_there_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "run.html"
+    target.write_text("old")
+    RunReport(facts()).save(target)
+    assert "old" not in target.read_text("utf-8")[:100]
+
+
+@pytest.mark.parametrize("name", ["run", "run.txt", "run.html.gz"])
+def test_another_ending_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"must end with \.html or \.json"):
+        RunReport(facts()).save(tmp_path / name)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing.* does not exist"):
+        RunReport(facts()).save(tmp_path / "missing" / "run.html")
+
+
+# ------------------------------------------------------------------------- HTML
+
+
+@pytest.mark.parametrize("known", [facts(), EMPTY], ids=["whole", "empty"])
+def test_the_page_is_valid_and_needs_nothing_beside_it(known: RunFacts, tmp_path: Path) -> None:
+    text = RunReport(known).save(tmp_path / "run.html").read_text("utf-8")
+    reader = read(text)
+    assert not {"script", "link", "img", "iframe"} & set(reader.tags)
+    assert not {"src", "href", "id"} & {name for name, _ in reader.attributes}
+    assert "http" not in text
+    assert "url(" not in text
+    assert reader.tags.count("style") == 1
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_part_for_a_notebook_has_no_style_sheet() -> None:
+    for part in (RunReport(facts())._repr_html_(), RunReport(facts()).details_html()):
+        assert not {"style", "script", "html", "body"} & set(read(part).tags)
+
+
+def test_texts_are_escaped_and_whole() -> None:
+    words = "\n".join(read(RunReport(facts())._repr_html_()).words)
+    # In the plan, a metric's name, a mark, a warning.
+    assert words.count(ODD) >= 4
+
+
+def test_the_bar_is_in_the_table_too() -> None:
+    words = read(RunReport(facts())._repr_html_()).words
+    assert "5.0 s (53 %)" in words
+    assert "8.0 s (84 %)" in words
+    assert "waiting for others" in words
+
+
+def test_parts_of_the_bar_differ_in_pattern() -> None:
+    reader = read(RunReport(facts())._repr_html_())
+    looks = {
+        style.partition("background:")[2]
+        for name, style in reader.attributes
+        if name == "style" and style is not None and style.startswith("display:inline-block")
+    }
+    patterns = {look.rpartition(")")[0] for look in looks}
+    assert len(patterns) == len(looks) == 4
+
+
+def test_the_details_leave_the_headline_to_the_summary() -> None:
+    report = RunReport(facts())
+    assert "Run on 2 workers" in report._repr_html_()
+    assert "Run on 2 workers" not in report.details_html()
+
+
+# ------------------------------------------------------------------------- words
+
+
+def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
+    said = "Rank 1 holds the others up: the other waited 5.0 s for it (52 % of the time); it "
+    assert f"{said}computes longer than the other." in str(RunReport(facts()))
+    slow_data = facts(
+        ranks=(
+            RankFigures(rank=0, times=times(0, 3.0, 5.0)),
+            RankFigures(rank=1, times=times(1, 3.0, 0.0, data_s=5.5)),
+        )
+    )
+    assert f"{said}waits longer for data than the other." in str(RunReport(slow_data))
+
+
+def test_where_nobody_does_that_is_said() -> None:
+    assert "No rank holds the others up." in str(RunReport(facts(slowest=None)))
+
+
+def test_text_names_the_parts_of_a_bar_and_all_bars_are_equally_long() -> None:
+    lines = str(RunReport(facts())).split("\n")
+    bars = [
+        line.split()[1] for line in lines if line.startswith(("  0  ", "  1  ")) and "%" in line
+    ]
+    assert {len(bar) for bar in bars} == {32}
+    assert bars[1].count("█") == round(32 * 8.0 / 9.5)
+
+
+def test_a_run_too_short_to_measure_says_so() -> None:
+    text = str(RunReport(EMPTY))
+    assert "no loop over batches was seen" in text
+    assert "Curves" not in text
+    assert "No loop over batches was seen." in RunReport(EMPTY)._repr_html_()
+
+
+def test_an_ending_that_was_not_well_is_in_the_headline() -> None:
+    assert str(RunReport(facts(ending="stopped"))).startswith("Run on 2 workers · stopped after")
+
+
+# ------------------------------------------------------------------------- curves
+
+
+def curve(rank: int, *values: float, name: str = "loss") -> MetricCurve:
+    steps = tuple(map(float, range(len(values))))
+    return MetricCurve(name=name, rank=rank, steps=steps, values=values)
+
+
+def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
+    noisy = [1.0 + (-1) ** place * 0.3 for place in range(60)]
+    raw, mean = curve_lines([curve(0, *noisy)])
+    assert (raw.role, mean.role, mean.name) == ("raw", "mean", "rank 0, smoothed")
+    late = [value for _, value in mean.points][30:]
+    assert max(late) - min(late) < 0.3
+
+
+def test_a_curve_without_noise_is_drawn_as_it_is() -> None:
+    values = [0.01 * (100 - place) for place in range(100)]
+    (only,) = curve_lines([curve(0, *values, name="lr")])
+    assert only.role == "mean"
+    assert [value for _, value in only.points] == values
+
+
+def test_ranks_are_thin_around_their_mean() -> None:
+    values = [1.0 / (place + 1) for place in range(20)]
+    first, second, mean = curve_lines([curve(0, *values), curve(1, *(v + 2 for v in values))])
+    assert (first.role, second.role, mean.role) == ("rank", "rank", "mean")
+    assert mean.points[0][1] == pytest.approx(values[0] + 1)

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from nbaccel.output.chart import ChartLine, line_chart, short_number, smoothed
+
+
+def drawn(*lines: ChartLine, **settings: object) -> ET.Element:
+    return ET.fromstring(line_chart(lines, title="loss", x_label="step", **settings))  # type: ignore[arg-type]
+
+
+def line(*values: float, role: str = "mean", name: str = "loss") -> ChartLine:
+    return ChartLine(name, [*enumerate(values)], role)  # type: ignore[arg-type]
+
+
+def texts(svg: ET.Element) -> list[str]:
+    return [element.text or "" for element in svg.iter("text")]
+
+
+def y_labels(svg: ET.Element) -> list[str]:
+    labels = [element for element in svg.iter("text") if element.get("text-anchor") == "end"]
+    return [label.text or "" for label in labels[:-1]]  # the last one is the name of the x axis
+
+
+def accent_paths(svg: ET.Element) -> list[ET.Element]:
+    return [path for path in svg.iter("path") if (path.get("stroke") or "").startswith("#")]
+
+
+def coordinates(path: ET.Element) -> list[tuple[float, float]]:
+    pairs = re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path.get("d") or "")
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+# ------------------------------------------------------------------------- smoothing
+
+
+def test_the_average_of_a_constant_is_that_constant_from_the_first_value_on() -> None:
+    assert smoothed([0.3] * 20) == pytest.approx([0.3] * 20)
+
+
+def test_an_average_is_the_weighted_mean_of_what_came_before() -> None:
+    values = [5.0, 1.0, -2.0, 7.0]
+    weights = [0.8 ** (3 - place) for place in range(4)]
+    expected = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    assert smoothed(values, 0.8)[-1] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_stays_in_its_place_and_spoils_no_average(missing: float) -> None:
+    before, at, after = smoothed([1.0, missing, 1.0])
+    assert (before, after) == pytest.approx((1.0, 1.0))
+    assert at == missing or (math.isnan(at) and math.isnan(missing))
+
+
+# ------------------------------------------------------------------------- what is said
+
+
+def test_a_screen_reader_says_the_first_and_the_last_value() -> None:
+    svg = drawn(line(0.7, 0.5, 0.25, role="raw"), line(0.69, 0.5, 0.3))
+    spoken = "loss: from 0.69 at step 0 to 0.3 at step 2"
+    assert svg.get("role") == "img"
+    assert svg.get("aria-label") == svg.findtext("title") == spoken
+
+
+def test_names_and_titles_are_escaped() -> None:
+    odd = '<b a="1">&\''
+    svg = ET.fromstring(
+        line_chart(
+            [line(1, 2, name=odd), line(1, 2, role="rank", name=odd)],
+            title=odd,
+            x_label=odd,
+            marks=[(0, odd)],
+        )
+    )
+    assert texts(svg).count(odd) == 4
+    assert (svg.get("aria-label") or "").startswith(odd)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"), [([], "no values yet"), ([math.nan, math.inf], "no numbers")]
+)
+def test_without_numbers_it_says_so(values: list[float], said: str) -> None:
+    assert texts(drawn(line(*values))) == [said]
+
+
+def test_a_chart_has_nothing_that_could_clash_with_another_or_run() -> None:
+    svg = drawn(line(1, 2, 3), line(2, 3, 4, role="rank"), marks=[(1, "epoch 2")])
+    for element in svg.iter():
+        assert element.tag in {"svg", "title", "path", "text", "circle"}
+        assert not {"id", "class", "href"} & set(element.attrib)
+
+
+# ------------------------------------------------------------------------- axes
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0.0, 1.0], ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        ([-3.0, 4.0], ["-2", "0", "2", "4"]),
+        ([2.0, 3.0], ["2.0", "2.2", "2.4", "2.6", "2.8", "3.0"]),
+        ([1000.0, 4000.0], ["1,000", "2,000", "3,000", "4,000"]),
+        ([0.0, 3e-6], ["0", "1e-6", "2e-6", "3e-6"]),
+        ([1e7, 1e7 + 150], ["10,000,000", "10,000,050", "10,000,100", "10,000,150"]),
+    ],
+)
+def test_linear_ticks_are_round(values: list[float], labels: list[str]) -> None:
+    assert y_labels(drawn(line(*values), log_y=False)) == labels
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0.04, 0.7], ["0.05", "0.1", "0.2", "0.5"]),
+        ([1.0, 1e3], ["1", "10", "100", "1,000"]),
+        ([1e-12, 1.0], ["1e-12", "1e-9", "1e-6", "0.001", "1"]),
+    ],
+)
+def test_logarithmic_ticks_are_round(values: list[float], labels: list[str]) -> None:
+    assert y_labels(drawn(line(*values), log_y=True)) == labels
+
+
+def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_scale() -> None:
+    (path,) = accent_paths(drawn(line(1.0, 10.0, 100.0)))
+    (_, low), (_, middle), (_, high) = coordinates(path)
+    assert middle == pytest.approx((low + high) / 2, abs=0.1)
+    assert low > middle > high
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [
+        ([7.9, 1.5, 1.0], False),
+        ([8.0, 1.5, 1.0], True),
+        ([100.0, 1.0, 0.0], False),
+        ([100.0, 50.0, 1.0], False),  # as a learning rate that falls evenly
+    ],
+)
+def test_the_scale_is_logarithmic_where_that_shows_more(values: list[float], is_log: bool) -> None:
+    high, middle, low = values
+    (path,) = accent_paths(drawn(line(*values)))
+    (_, high_y), (_, middle_y), (_, low_y) = coordinates(path)
+    place = (low_y - middle_y) / (low_y - high_y)
+    assert (place == pytest.approx((middle - low) / (high - low), abs=0.01)) is not is_log
+
+
+def test_a_constant_lies_in_the_middle() -> None:
+    (path,) = accent_paths(drawn(line(0.25, 0.25, 0.25), height=160))
+    assert {y for _, y in coordinates(path)} == {(6 + 140) / 2}
+
+
+def test_everything_lies_within_the_picture() -> None:
+    values = [math.exp(-place / 40) * (1 + (place % 7) / 5) for place in range(1000)]
+    svg = drawn(line(*values), line(*values, role="raw"), width=300, height=120)
+    for path in accent_paths(svg):
+        for x, y in coordinates(path):
+            assert 0 <= x <= 300
+            assert 0 <= y <= 120
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5e-324, 0.0, 1e-310],
+        [-1.7e308, 1.7e308, 1.0],
+        [1e-299, 1e299],
+        [1e300, 1.0],
+        [1e16, 1e16 + 2],
+        [0.1, 0.1 + 1e-12],
+    ],
+)
+@pytest.mark.parametrize("log_y", [None, True, False])
+def test_extreme_values_are_drawn_or_marked(values: list[float], log_y: bool | None) -> None:
+    svg = drawn(line(*values), log_y=log_y)
+    assert "nan" not in ET.tostring(svg, encoding="unicode")
+    crosses = [path for path in svg.iter("path") if path.find("title") is not None]
+    points = sum(len(coordinates(path)) for path in accent_paths(svg))
+    dots = len([*svg.iter("circle")])
+    assert len(crosses) + points + dots == len(values) or texts(svg) == ["no numbers"]
+
+
+# ------------------------------------------------------------------------- lines
+
+
+def test_a_single_value_is_a_dot() -> None:
+    (dot,) = drawn(line(0.25)).iter("circle")
+    assert float(dot.get("cy") or 0) == (6 + 140) / 2
+
+
+def test_a_value_that_is_no_number_is_a_gap_with_a_marker() -> None:
+    svg = drawn(line(1, 2, math.nan, 3, 2))
+    assert [len(coordinates(path)) for path in accent_paths(svg)] == [2, 2]
+    (marker,) = [path for path in svg.iter("path") if path.find("title") is not None]
+    assert marker.findtext("title") == "nan"
+
+
+def test_roles_differ_in_more_than_colour() -> None:
+    svg = drawn(
+        line(1, 2),
+        *(line(1, 2, role="rank", name=f"rank {rank}") for rank in range(3)),
+    )
+    looks = {(path.get("stroke-width"), path.get("stroke-dasharray")) for path in accent_paths(svg)}
+    assert len(looks) == 4
+    # The legend's lines come last; before them the mean, which covers the ranks.
+    assert accent_paths(svg)[3].get("stroke-width") == "2.2"
+
+
+def test_many_points_are_thinned_and_a_spike_stays() -> None:
+    values = [1.0] * 100_000
+    values[54_321] = 5.0
+    values[77_777] = math.nan
+    svg = drawn(line(*values))
+    paths = accent_paths(svg)
+    assert sum(len(coordinates(path)) for path in paths) <= 240
+    assert len(paths) == 2, "the gap is gone"
+    heights = sorted({y for path in paths for _, y in coordinates(path)})
+    assert len(heights) == 2, "the spike is gone"
+    assert len(line_chart([line(*values)], title="loss", x_label="step")) < 8000
+
+
+def test_the_size_is_bounded() -> None:
+    lines = [line(*map(float, range(5000)), role="rank", name=f"rank {r}") for r in range(8)]
+    marks = [(float(place), f"epoch {place}") for place in range(5000)]
+    assert len(line_chart(lines, title="loss", x_label="step", marks=marks)) < 40_000
+
+
+def test_marks_have_their_text_where_there_is_room() -> None:
+    marks = [(0.0, "epoch 1"), (50.0, "epoch 2"), (51.0, "epoch 3"), (500.0, "beyond")]
+    svg = drawn(line(*map(float, range(101))), marks=marks)
+    dashed = [path for path in svg.iter("path") if path.get("stroke-dasharray") == "2 3"]
+    assert len(dashed) == 3
+    assert [text for text in texts(svg) if text.startswith("epoch")] == ["epoch 1", "epoch 2"]
+
+
+def test_the_legend_names_the_mean_first_and_says_how_many_it_leaves_out() -> None:
+    ranks = [line(1, 2, role="rank", name=f"rank {rank}") for rank in range(6)]
+    named = texts(drawn(*ranks, line(1, 2, name="mean")))[-5:]
+    assert named == ["mean", "rank 0", "rank 1", "rank 2", "and 3 more"]
+
+
+def test_a_single_line_has_no_legend() -> None:
+    assert "loss" not in texts(drawn(line(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.09123, "0.09123"), (1904.2, "1,904"), (2e6, "2e6"), (1e-7, "1e-7"), (0.0, "0")],
+)
+def test_numbers_are_short(number: float, text: str) -> None:
+    assert short_number(number) == text
