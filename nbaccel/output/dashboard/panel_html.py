@@ -62,9 +62,11 @@ _TRACK_STYLE = (
 )
 _FILL_STYLE = f"display:block;height:100%;background:{ACCENT_COLOUR}"
 _LINES_STYLE = (
-    "margin:0.3em 0 0 0;padding:0.3em 0;max-height:14em;overflow:auto;white-space:pre-wrap;"
+    "margin:0.3em 0 0 0;padding:0.3em 0;white-space:pre-wrap;"
     "overflow-wrap:anywhere;line-height:1.35;background:none"
 )
+
+_SCROLLED_STYLE = "max-height:14em;overflow:auto"
 
 _STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "running")
 _ENDING_SIGNS = {"": "✓", "stopped": "■"}
@@ -180,8 +182,8 @@ def lines_html(run_board: RunBoard, shown_rank: int | None = None) -> str:
     recent_lines = _recent_lines(run_board, shown_rank)[-_SHOWN_LINES:]
     # Upside down twice: a box that scrolls opens at its end, where the newest line is.
     return (
-        '<div style="display:flex;flex-direction:column-reverse;max-height:14em;overflow:auto">'
-        f"{_lines_block(_lines_text(recent_lines, with_ranks=shown_rank is None), is_free=True)}"
+        f'<div style="display:flex;flex-direction:column-reverse;{_SCROLLED_STYLE}">'
+        f"{_lines_block(_lines_text(recent_lines, with_ranks=shown_rank is None), scrolls=False)}"
         "</div>"
     )
 
@@ -214,15 +216,14 @@ def _saved_lines(run_board: RunBoard) -> Iterable[str]:
             yield _folded(f"last lines of rank {worker_rank}", _lines_block(saved_text))
 
 
-def _lines_block(block_text: str, *, is_free: bool = False) -> str:
-    block_style = (
-        _LINES_STYLE.replace("max-height:14em;overflow:auto;", "") if is_free else (_LINES_STYLE)
-    )
+def _lines_block(block_text: str, *, scrolls: bool = True) -> str:
+    # Front ends let a `<pre>` scroll by itself, and would show the start of it.
+    block_style = _SCROLLED_STYLE if scrolls else "flex:none;overflow:visible"
     shown_text = "\n".join(
         plain_text(line_text, LINE_CHARS * 4, keeps_start=True)
         for line_text in block_text.split("\n")
     )
-    return f'<pre style="{block_style}">{html.escape(shown_text)}</pre>'
+    return f'<pre style="{_LINES_STYLE};{block_style}">{html.escape(shown_text)}</pre>'
 
 
 def _folded(title: str, content_html: str) -> str:
