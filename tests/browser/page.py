@@ -148,6 +148,8 @@ class NotebookPage:
         )
         is_light = "true" if theme == "light" else "false"
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", is_light)
+        # What covers the window meanwhile: JupyterLab stumbles over two changes at once.
+        expect(self.page.locator("#jupyterlab-splash")).to_have_count(0)
 
     def screenshot(self, path: Path, of: Locator | None = None) -> None:
         """Take a picture of the window, or of one element."""

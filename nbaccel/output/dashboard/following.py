@@ -25,6 +25,7 @@ from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.dashboard.display import Dashboard
 from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Plan
+from nbaccel.plan.inventory import Inventory
 from nbaccel.workers.messaging import Metrics
 from nbaccel.workers.process_use import ProcessUse
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
@@ -85,12 +86,8 @@ class DashboardUpdater:
             place=place,
             is_wanted=is_wanted,
         )
-        run_board = self._dashboard.board
-        run_board.host_total_bytes = plan.inventory.host_total_bytes or None
-        for worker_rank, total_bytes in _device_totals(plan, worker_ranks).items():
-            run_board.ranks[worker_rank].device_total_bytes = total_bytes
         self._ranks = frozenset(worker_ranks)
-        self._device_name = plan.device
+        self._plan = plan
         self._scales: MemoryMeter | None = None
         self._watched: WatchedCall | None = None
         self._whereabouts = WaitingRanks()
@@ -148,7 +145,9 @@ class DashboardUpdater:
         tail_lines, shown_bars = output_console.last_lines(), output_console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.
-            self._scales = MemoryMeter(_catalog.device(self._device_name))
+            memory_device = _catalog.device(self._plan.device)
+            self._scales = MemoryMeter(memory_device)
+            _note_totals(self._dashboard.board, memory_device, self._plan.inventory)
         on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])
         return [
             replace(
@@ -238,22 +237,15 @@ def state_of(member: WorkerHandle) -> str:
     return "stopped" if member.record is None or member.record.was_stopped else "failed"
 
 
-def _device_totals(plan: Plan, worker_ranks: Sequence[int]) -> dict[int, int]:
-    """Bytes that there are on each rank's device, as far as the plan knows."""
-    inventory = plan.inventory
-    total_sizes = [
-        gpu.total_bytes
-        for gpu in (*inventory.gpus, *inventory.accelerators)
-        if gpu.kind == plan.device
-    ]
-    if not total_sizes and plan.device == "tpu" and inventory.tpu is not None:
-        total_sizes = [inventory.tpu.bytes_per_chip]
-    # Workers beyond the number of devices share them in turn.
-    return {
-        worker_rank: total_sizes[worker_rank % len(total_sizes)]
-        for worker_rank in worker_ranks
-        if total_sizes and total_sizes[worker_rank % len(total_sizes)]
-    }
+def _note_totals(run_board: RunBoard, memory_device: Device, inventory: Inventory) -> None:
+    """Note how much memory there is, on the host and on each rank's device."""
+    run_board.host_total_bytes = inventory.host_total_bytes or None
+    device_units = memory_device.units(inventory)
+    for worker_rank, rank_facts in run_board.ranks.items():
+        if device_units:
+            # Workers beyond the number of devices share them in turn.
+            device_unit = device_units[worker_rank % len(device_units)]
+            rank_facts.device_total_bytes = device_unit.total_bytes or None
 
 
 class MemoryMeter:

@@ -25,6 +25,7 @@ from nbaccel.output.dashboard.drawing import (
     rate_text,
     summary_parts,
 )
+from nbaccel.output.dashboard.time_bars import mean_time_html
 from nbaccel.output.recent_lines import RecentLine
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
@@ -35,6 +36,7 @@ __all__ = [
     "lines_html",
     "live_html",
     "ranks_html",
+    "time_html",
 ]
 
 BY_HAND = "Stop: interrupt the cell (■)"
@@ -62,9 +64,11 @@ _TRACK_STYLE = (
 )
 _FILL_STYLE = f"display:block;height:100%;background:{ACCENT_COLOUR}"
 _LINES_STYLE = (
-    "margin:0.3em 0 0 0;padding:0.3em 0;max-height:14em;overflow:auto;white-space:pre-wrap;"
+    "margin:0.3em 0 0 0;padding:0.3em 0;white-space:pre-wrap;"
     "overflow-wrap:anywhere;line-height:1.35;background:none"
 )
+
+_SCROLLED_STYLE = "max-height:14em;overflow:auto"
 
 _STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "running")
 _ENDING_SIGNS = {"": "✓", "stopped": "■"}
@@ -85,6 +89,7 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
     parts = [
         headline_html(run_board),
         ranks_html(run_board),
+        time_html(run_board),
         _chart_html(run_board, metric_names[:1]),
         _small_charts(run_board, metric_names[1:]),
         _folded("newest lines", lines_html(run_board)) if is_long(run_board) else "",
@@ -108,6 +113,7 @@ def final_html(run_board: RunBoard) -> str:
     metric_names = run_board.metric_names()
     folded_parts = [
         _table_html(run_board, _STATIC_COLUMNS),
+        time_html(run_board),
         _small_charts(run_board, metric_names[1:]),
         *(_saved_lines(run_board) if is_long(run_board) else ()),
         library_html(run_board),
@@ -156,6 +162,15 @@ def ranks_html(run_board: RunBoard, *, with_metrics: bool = True) -> str:
     return _table_html(run_board, columns)
 
 
+def time_html(run_board: RunBoard) -> str:
+    """Where the time of all ranks has gone, as a bar; empty where that is not known.
+
+    Args:
+        run_board: The facts.
+    """
+    return mean_time_html(run_board.times.by_rank())
+
+
 def library_html(run_board: RunBoard) -> str:
     """The harmless messages of libraries, folded away; empty where there are none.
 
@@ -180,8 +195,8 @@ def lines_html(run_board: RunBoard, shown_rank: int | None = None) -> str:
     recent_lines = _recent_lines(run_board, shown_rank)[-_SHOWN_LINES:]
     # Upside down twice: a box that scrolls opens at its end, where the newest line is.
     return (
-        '<div style="display:flex;flex-direction:column-reverse;max-height:14em;overflow:auto">'
-        f"{_lines_block(_lines_text(recent_lines, with_ranks=shown_rank is None), is_free=True)}"
+        f'<div style="display:flex;flex-direction:column-reverse;{_SCROLLED_STYLE}">'
+        f"{_lines_block(_lines_text(recent_lines, with_ranks=shown_rank is None), scrolls=False)}"
         "</div>"
     )
 
@@ -214,15 +229,14 @@ def _saved_lines(run_board: RunBoard) -> Iterable[str]:
             yield _folded(f"last lines of rank {worker_rank}", _lines_block(saved_text))
 
 
-def _lines_block(block_text: str, *, is_free: bool = False) -> str:
-    block_style = (
-        _LINES_STYLE.replace("max-height:14em;overflow:auto;", "") if is_free else (_LINES_STYLE)
-    )
+def _lines_block(block_text: str, *, scrolls: bool = True) -> str:
+    # Front ends let a `<pre>` scroll by itself, and would show the start of it.
+    block_style = _SCROLLED_STYLE if scrolls else "flex:none;overflow:visible"
     shown_text = "\n".join(
         plain_text(line_text, LINE_CHARS * 4, keeps_start=True)
         for line_text in block_text.split("\n")
     )
-    return f'<pre style="{block_style}">{html.escape(shown_text)}</pre>'
+    return f'<pre style="{_LINES_STYLE};{block_style}">{html.escape(shown_text)}</pre>'
 
 
 def _folded(title: str, content_html: str) -> str:

@@ -14,21 +14,20 @@ from collections.abc import Sequence
 from nbaccel.output.chart import ChartLine, line_chart, smoothed
 from nbaccel.output.dashboard.board import mean_points
 from nbaccel.output.dashboard.rank_times import RankTimes
-from nbaccel.output.report.report_text import (
+from nbaccel.output.dashboard.time_bars import (
     TIME_KINDS,
-    figure_rows,
-    headline_of,
+    part_of_time,
     percent_of,
+    rank_bars_html,
     slowest_sentence,
     spent_s,
-    warning_lines,
 )
+from nbaccel.output.report.report_text import figure_rows, headline_of, warning_lines
 from nbaccel.output.report.run_facts import MetricCurve, RunFacts
 
 __all__ = ["curve_lines", "report_document", "report_part"]
 
 _MOST_CHARTS = 12
-_MOST_BARS = 16
 _NOISY_SHARE = 0.25  # of the steps that go against the one before
 
 _PART_STYLE = "font-size:13px;line-height:1.5;max-width:1120px"
@@ -46,17 +45,6 @@ _PRE_STYLE = (
     "font-family:'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12px;white-space:pre-wrap;"
     "background:none;color:inherit;margin:0;padding:0;border:none;overflow-x:auto"
 )
-
-# White lines on the colour, in another direction for each: no colour is needed to tell them apart.
-_STRIPES = "repeating-linear-gradient({angle},rgba(255,255,255,0.45) 0 2px,transparent 2px 6px)"
-_BAR_LOOKS = {
-    "computing": "background:#1976d2",
-    "communicating": f"background:{_STRIPES.format(angle='45deg')},#d9730d",
-    "data": f"background:{_STRIPES.format(angle='90deg')},#8e44ad",
-    "waiting": (
-        f"background:{_STRIPES.format(angle='45deg')},{_STRIPES.format(angle='135deg')},#7b8794"
-    ),
-}
 
 _PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1c1f23; }
@@ -133,38 +121,10 @@ def _time_section(facts: RunFacts) -> str:
     timed_ranks = facts.timed_ranks
     if not timed_ranks:
         return _section("Time", f"<div>{_soft('No loop over batches was seen.')}</div>")
-    longest_s = max(times.total_s for times in timed_ranks) or 1.0
-    bars = "".join(_time_bar(times, longest_s) for times in timed_ranks[:_MOST_BARS])
-    sentence = f"<div>{html.escape(slowest_sentence(facts))}</div>" if len(timed_ranks) > 1 else ""
-    return _section("Time by rank", f"{sentence}{bars}{_time_legend()}{_time_table(timed_ranks)}")
-
-
-def _time_bar(times: RankTimes, longest_s: float) -> str:
-    parts = "".join(
-        f'<div title="{label}: {spent_s(seconds)}" '
-        f'style="width:{100 * seconds / longest_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
-        for kind, label in TIME_KINDS.items()
-        if (seconds := getattr(times, f"{kind}_s")) > 0
-    )
-    return (
-        '<div style="display:flex;align-items:center;gap:10px;margin:4px 0" aria-hidden="true">'
-        f'<div style="width:4.5em">rank {times.rank}</div>'
-        '<div style="flex:1;display:flex;height:14px;border-radius:3px;overflow:hidden">'
-        f"{parts}</div></div>"
-    )
-
-
-def _time_legend() -> str:
-    entries = "".join(
-        '<span style="display:inline-flex;align-items:center;gap:6px">'
-        f'<span style="display:inline-block;width:18px;height:12px;border-radius:2px;{looks}">'
-        f"</span>"
-        f"{html.escape(TIME_KINDS[kind])}</span>"
-        for kind, looks in _BAR_LOOKS.items()
-    )
-    return (
-        '<div aria-hidden="true" style="display:flex;flex-wrap:wrap;gap:4px 18px;'
-        f'margin:6px 0 8px">{entries}</div>'
+    sentence = slowest_sentence(facts.slowest, timed_ranks) if len(timed_ranks) > 1 else ""
+    return _section(
+        "Time by rank",
+        f"<div>{html.escape(sentence)}</div>{rank_bars_html(timed_ranks)}{_time_table(timed_ranks)}",
     )
 
 
@@ -176,7 +136,7 @@ def _time_table(timed_ranks: Sequence[RankTimes]) -> str:
             *(
                 f"{spent_s(seconds)} ({percent_of(seconds, times.total_s)})"
                 for kind in TIME_KINDS
-                for seconds in (getattr(times, f"{kind}_s"),)
+                for seconds in (part_of_time(times, kind),)
             ),
             spent_s(times.total_s),
         ]

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 
 from nbaccel.output.chart import short_number
 from nbaccel.output.dashboard.drawing import sparkline
-from nbaccel.output.dashboard.rank_times import RankTimes, SlowestRank
+from nbaccel.output.dashboard.rank_times import RankTimes
+from nbaccel.output.dashboard.time_bars import (
+    TIME_KINDS,
+    part_of_time,
+    percent_of,
+    slowest_sentence,
+)
 from nbaccel.output.report.run_facts import RankFigures, RunFacts
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
 __all__ = [
-    "TIME_KINDS",
     "figure_rows",
     "headline_of",
-    "percent_of",
     "report_lines",
-    "slowest_sentence",
-    "spent_s",
     "warning_lines",
 ]
-
-TIME_KINDS = {
-    "computing": "computing",
-    "communicating": "communicating",
-    "data": "waiting for data",
-    "waiting": "waiting for others",
-}
-"""Parts of a rank's time: as attributes of `RankTimes` without `_s`, and in words."""
 
 _BAR_CHARS = 32
 _BAR_LETTERS = {"computing": "█", "communicating": "▒", "data": "d", "waiting": "·"}
@@ -56,49 +49,6 @@ def headline_of(facts: RunFacts) -> tuple[str, list[str]]:
 
 def _rate_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def spent_s(seconds: float) -> str:
-    """A duration as it is shown."""
-    return format_seconds(seconds) if seconds >= 0.0005 else "0"
-
-
-def percent_of(part: float, whole: float) -> str:
-    """`12 %`."""
-    return f"{100 * part / whole:.0f} %" if whole > 0 else "0 %"
-
-
-def slowest_sentence(facts: RunFacts) -> str:
-    """Who holds the others up, and why, as far as that is known."""
-    slowest = facts.slowest
-    if slowest is None:
-        return "No rank holds the others up."
-    is_pair = len(facts.timed_ranks) == 2
-    others = "the other" if is_pair else "each of the others"
-    sentence = (
-        f"Rank {slowest.rank} holds the others up: {others} waited "
-        f"{format_seconds(slowest.waited_s)} for it ({100 * slowest.waited_share:.0f} % of the "
-        "time)"
-    )
-    reason = _reason_of(slowest, facts.timed_ranks)
-    than_others = "than the other" if is_pair else "than they do"
-    return f"{sentence}; it {reason} {than_others}." if reason else f"{sentence}."
-
-
-def _reason_of(slowest: SlowestRank, timed_ranks: Sequence[RankTimes]) -> str:
-    """In what it spends more than the others."""
-    own_times = next((times for times in timed_ranks if times.rank == slowest.rank), None)
-    others = [times for times in timed_ranks if times.rank != slowest.rank]
-    if own_times is None or not others:
-        return ""
-    more_data_s = own_times.data_s - statistics.fmean(times.data_s for times in others)
-    more_computing_s = own_times.computing_s - statistics.fmean(
-        times.computing_s for times in others
-    )
-    more_s, words = max(
-        (more_data_s, "waits longer for data"), (more_computing_s, "computes longer")
-    )
-    return words if more_s > slowest.waited_s / 4 else ""
 
 
 def figure_rows(facts: RunFacts) -> list[list[str]]:
@@ -157,7 +107,7 @@ def report_lines(facts: RunFacts) -> list[str]:
         key = ", ".join(f"{_BAR_LETTERS[kind]} {label}" for kind, label in TIME_KINDS.items())
         lines += [f"  {key}"]
         if len(timed_ranks) > 1:
-            lines += [f"  {slowest_sentence(facts)}"]
+            lines += [f"  {slowest_sentence(facts.slowest, timed_ranks)}"]
     else:
         lines += ["", "Time by rank: no loop over batches was seen."]
     if facts.metric_names:
@@ -175,7 +125,7 @@ def report_lines(facts: RunFacts) -> list[str]:
 def _time_rows(timed_ranks: Sequence[RankTimes]) -> list[list[str]]:
     rows = [["rank", "", *TIME_KINDS.values()]]
     for times in timed_ranks:
-        seconds = {kind: getattr(times, f"{kind}_s") for kind in TIME_KINDS}
+        seconds = {kind: part_of_time(times, kind) for kind in TIME_KINDS}
         cells = [percent_of(part_s, times.total_s) for part_s in seconds.values()]
         rows.append([str(times.rank), _text_bar(seconds, times.total_s), *cells])
     return rows
