@@ -83,8 +83,19 @@ def summary_parts(
         f"{ending_words}{format_seconds(run_board.seconds)}",
         *(_loop_words(run_board) if is_live else ()),
         *_training_words(run_board, with_curve=with_curve, is_live=is_live),
+        *(() if is_live else _waiting_words(run_board)),
         *(_memory_words(run_board) if with_memory else ()),
     ]
+
+
+def _waiting_words(run_board: RunBoard) -> list[str]:
+    """`12 % waited for rank 0`, where one rank has held the others up."""
+    slowest = run_board.times.slowest()
+    return (
+        []
+        if slowest is None
+        else [f"{slowest.waited_share * 100:.0f} % waited for rank {slowest.rank}"]
+    )
 
 
 def _loop_words(run_board: RunBoard) -> list[str]:

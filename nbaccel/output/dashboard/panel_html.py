@@ -25,6 +25,7 @@ from nbaccel.output.dashboard.drawing import (
     rate_text,
     summary_parts,
 )
+from nbaccel.output.dashboard.time_bars import mean_time_html
 from nbaccel.output.recent_lines import RecentLine
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
@@ -35,6 +36,7 @@ __all__ = [
     "lines_html",
     "live_html",
     "ranks_html",
+    "time_html",
 ]
 
 BY_HAND = "Stop: interrupt the cell (■)"
@@ -87,6 +89,7 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
     parts = [
         headline_html(run_board),
         ranks_html(run_board),
+        time_html(run_board),
         _chart_html(run_board, metric_names[:1]),
         _small_charts(run_board, metric_names[1:]),
         _folded("newest lines", lines_html(run_board)) if is_long(run_board) else "",
@@ -110,6 +113,7 @@ def final_html(run_board: RunBoard) -> str:
     metric_names = run_board.metric_names()
     folded_parts = [
         _table_html(run_board, _STATIC_COLUMNS),
+        time_html(run_board),
         _small_charts(run_board, metric_names[1:]),
         *(_saved_lines(run_board) if is_long(run_board) else ()),
         library_html(run_board),
@@ -156,6 +160,15 @@ def ranks_html(run_board: RunBoard, *, with_metrics: bool = True) -> str:
     """
     columns = [c for c in _LIVE_COLUMNS if with_metrics or c.of is not _other_metrics]
     return _table_html(run_board, columns)
+
+
+def time_html(run_board: RunBoard) -> str:
+    """Where the time of all ranks has gone, as a bar; empty where that is not known.
+
+    Args:
+        run_board: The facts.
+    """
+    return mean_time_html(run_board.times.by_rank())
 
 
 def library_html(run_board: RunBoard) -> str:

@@ -180,7 +180,9 @@ class RunPanel:
             is_stopping: Whether Stop has been pressed.
         """
         self._head.value = panel_html.headline_html(run_board)
-        self._table.value = panel_html.ranks_html(run_board, with_metrics=False)
+        self._table.value = panel_html.ranks_html(
+            run_board, with_metrics=False
+        ) + panel_html.time_html(run_board)
         self._notes.value = panel_html.library_html(run_board)
         self._button.description = _STOPPING_LABEL if is_stopping else _STOP_LABEL
         self._show_chart(run_board)
