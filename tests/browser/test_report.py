@@ -14,6 +14,8 @@ from tests.output.report.test_run_report import facts
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
 
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
 LUMINANCE = """(selector) => {
     const element = document.querySelector(selector);
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from nbaccel.output.bar_text import BarText
 from nbaccel.output.dashboard.rank_times import TimeComparison
+from nbaccel.output.seen_warnings import SeenWarnings
 
 if TYPE_CHECKING:
     from nbaccel.output.recent_lines import RecentLine
+    from nbaccel.plan import Plan
     from nbaccel.workers.messaging import Metrics
 
 
@@ -227,6 +229,9 @@ class RunBoard:
         num_library_messages: How many there were, equal ones of several ranks counted each.
         recent_lines: The newest lines that each rank has printed.
         num_lines: How many lines have been shown in all.
+        times: What ranks spend their time on, compared.
+        plan: What was planned; None where it is not known here.
+        warnings: Warnings that ranks have printed.
     """
 
     def __init__(self, worker_ranks: Iterable[int], *, began_at: float) -> None:
@@ -240,6 +245,8 @@ class RunBoard:
             for worker_rank in sorted(worker_ranks)
         }
         self.times = TimeComparison(self.ranks)
+        self.plan: Plan | None = None
+        self.warnings = SeenWarnings()
         self.began = began_at
         self.now = began_at
         """The time of the latest look."""

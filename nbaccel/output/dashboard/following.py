@@ -88,6 +88,7 @@ class DashboardUpdater:
         )
         self._ranks = frozenset(worker_ranks)
         self._plan = plan
+        self._dashboard.board.plan = plan
         self._scales: MemoryMeter | None = None
         self._watched: WatchedCall | None = None
         self._whereabouts = WaitingRanks()
@@ -142,6 +143,7 @@ class DashboardUpdater:
         run_board.num_library_messages = output_console.library_messages.count
         run_board.recent_lines = output_console.recent_lines.by_rank()
         run_board.num_lines = output_console.recent_lines.num_shown
+        run_board.warnings = output_console.warnings
         tail_lines, shown_bars = output_console.last_lines(), output_console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.

@@ -25,7 +25,11 @@ from nbaccel.output.dashboard.drawing import (
     rate_text,
     summary_parts,
 )
-from nbaccel.output.dashboard.time_bars import mean_time_html
+from nbaccel.output.dashboard.time_bars import (
+    mean_time_html,
+    rank_bars_html,
+    slowest_sentence,
+)
 from nbaccel.output.recent_lines import RecentLine
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
@@ -113,10 +117,12 @@ def final_html(run_board: RunBoard) -> str:
     metric_names = run_board.metric_names()
     folded_parts = [
         _table_html(run_board, _STATIC_COLUMNS),
-        time_html(run_board),
+        _rank_times_html(run_board),
         _small_charts(run_board, metric_names[1:]),
         *(_saved_lines(run_board) if is_long(run_board) else ()),
         library_html(run_board),
+        _warnings_html(run_board),
+        _plan_html(run_board),
     ]
     details_html = f"<details>{head_html}{''.join(folded_parts)}</details>"
     chart_html = _chart_html(run_board, metric_names[:1])
@@ -169,6 +175,31 @@ def time_html(run_board: RunBoard) -> str:
         run_board: The facts.
     """
     return mean_time_html(run_board.times.by_rank())
+
+
+def _rank_times_html(run_board: RunBoard) -> str:
+    """What each rank has spent its time on, and who has held the others up."""
+    timed_ranks = run_board.times.by_rank()
+    if len(timed_ranks) < 2:
+        return mean_time_html(timed_ranks)
+    slowest = run_board.times.slowest()
+    sentence = slowest_sentence(slowest, timed_ranks) if slowest is not None else ""
+    return f"<div>{html.escape(sentence)}</div>{rank_bars_html(timed_ranks, has_percents=True)}"
+
+
+def _warnings_html(run_board: RunBoard) -> str:
+    by_text = run_board.warnings.by_text
+    items = "".join(
+        f"<li>{html.escape(text)} ({count_noun(seen.count, 'time')}, rank "
+        f"{number_ranges(seen.ranks)})</li>"
+        for text, seen in by_text.items()
+    )
+    return _folded(count_noun(len(by_text), "warning"), f"<ul>{items}</ul>") if items else ""
+
+
+def _plan_html(run_board: RunBoard) -> str:
+    plan = run_board.plan
+    return "" if plan is None else _folded("plan", _lines_block(plan.explain(), scrolls=False))
 
 
 def library_html(run_board: RunBoard) -> str:

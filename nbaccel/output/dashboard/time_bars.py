@@ -31,6 +31,7 @@ TIME_KINDS = {
 """Parts of a rank's time: as attributes of `RankTimes` without `_s`, and in words."""
 
 _MOST_BARS = 16
+_HIDDEN = 'aria-hidden="true"'
 # White lines on the colour, in another direction for each: no colour is needed to tell them apart.
 _STRIPES = "repeating-linear-gradient({angle},rgba(255,255,255,0.45) 0 2px,transparent 2px 6px)"
 _BAR_LOOKS = {
@@ -102,20 +103,28 @@ def _reason_of(slowest: SlowestRank, timed_ranks: Sequence[RankTimes]) -> str:
 # ------------------------------------------------------------------------- bars
 
 
-def rank_bars_html(timed_ranks: Sequence[RankTimes]) -> str:
+def rank_bars_html(timed_ranks: Sequence[RankTimes], *, has_percents: bool = False) -> str:
     """A bar for each rank, and what its parts are.
 
     Args:
         timed_ranks: The times of the ranks.
+        has_percents: Whether the parts are written behind each bar, because no table says them.
     """
     longest_s = max((times.total_s for times in timed_ranks), default=0.0) or 1.0
-    bars = "".join(
-        '<div style="display:flex;align-items:center;gap:10px;margin:4px 0" aria-hidden="true">'
-        f'<div style="width:4.5em">rank {times.rank}</div>'
-        f"{_bar_html({kind: part_of_time(times, kind) for kind in TIME_KINDS}, longest_s)}</div>"
-        for times in timed_ranks[:_MOST_BARS]
-    )
-    return bars + _legend_html(TIME_KINDS.values(), is_hidden=True)
+    bars = []
+    for times in timed_ranks[:_MOST_BARS]:
+        seconds = {kind: part_of_time(times, kind) for kind in TIME_KINDS}
+        percents = [percent_of(part_s, times.total_s) for part_s in seconds.values()]
+        words = ", ".join(map(" ".join, zip(TIME_KINDS.values(), percents, strict=True)))
+        spoken = f'role="img" aria-label="rank {times.rank}: {words}"'
+        shown = f'<div style="width:13em">{" · ".join(percents)}</div>'
+        bars.append(
+            f"<div {spoken if has_percents else _HIDDEN} "
+            'style="display:flex;align-items:center;gap:10px;margin:4px 0">'
+            f'<div style="width:4.5em">rank {times.rank}</div>{_bar_html(seconds, longest_s)}'
+            f"{shown if has_percents else ''}</div>"
+        )
+    return "".join(bars) + _legend_html(TIME_KINDS.values(), is_hidden=True)
 
 
 def mean_time_html(timed_ranks: Sequence[RankTimes]) -> str:
@@ -159,8 +168,7 @@ def _legend_html(words: Iterable[str], *, is_hidden: bool = False) -> str:
         f'border-radius:2px;{looks}"></span>{html.escape(text)}</span>'
         for text, looks in zip(words, _BAR_LOOKS.values(), strict=True)
     )
-    hidden_attribute = ' aria-hidden="true"' if is_hidden else ""
     return (
-        f'<div{hidden_attribute} style="display:flex;flex-wrap:wrap;gap:4px 18px;'
+        f'<div {_HIDDEN if is_hidden else ""} style="display:flex;flex-wrap:wrap;gap:4px 18px;'
         f'margin:6px 0 8px">{entries}</div>'
     )
