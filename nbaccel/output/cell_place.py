@@ -21,6 +21,10 @@ from nbaccel.output import publish
 __all__ = ["CellPlace"]
 
 
+# Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
+_EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", "text/html": ""}
+
+
 class CellPlace:
     """One output of a cell.
 
@@ -32,7 +36,7 @@ class CellPlace:
     def __init__(self) -> None:
         self.is_there = publish.has_cells()
         self.has_panel = self.is_there and env.flag("NBACCEL_DASHBOARD") is not False
-        self._content: dict[str, Any] = {}
+        self._content = _EMPTY_CONTENT
         self._stands = False
 
     @functools.cached_property
@@ -50,7 +54,7 @@ class CellPlace:
         Args:
             mime_data: By media type; empty for nothing.
         """
-        self._content = mime_data
+        self._content = mime_data or _EMPTY_CONTENT
         if self._stands or mime_data:
             self._publish_content()
 

@@ -47,10 +47,10 @@ _MAX_RANK_BUTTONS = 16
 # the window is high enough for both. Elsewhere no such elements exist, and that has no effect.
 _STYLE_SHEET = """<style>
 .nbaccel-panel { border: 1px solid rgba(128,128,128,0.3); border-radius: 6px;
-  padding: 0.3em 0.8em; }
-.nbaccel-panel .widget-html-content { line-height: 1.45; }
+  padding: 0.3em 0.8em; max-width: 100%; box-sizing: border-box; }
+.nbaccel-panel .widget-html-content { line-height: 1.45; min-width: 0; overflow-x: auto; }
 @media (min-height: 36em) {
-  .jp-OutputArea:has(> .jp-OutputArea-child .nbaccel-panel) { overflow: visible; }
+  .jp-OutputArea:has(> .jp-OutputArea-child .nbaccel-panel) { overflow: visible; min-width: 0; }
   .jp-OutputArea-child:has(.nbaccel-panel) { position: sticky; top: 0; z-index: 2;
     overflow: visible; background: var(--jp-layout-color0, Canvas); }
 }
@@ -125,7 +125,7 @@ class RunPanel:
     def _arrange(self) -> None:
         boxes = self._library
         self._button.layout.width = self._log.layout.width = "auto"
-        self._head.layout.flex = "1 1 20em"
+        self._head.layout.flex, self._head.layout.min_width = "1 1 20em", "0"
         self._chart_part = boxes.VBox(
             [boxes.HBox([self._metrics, self._caption]), self._chart],
         )
@@ -143,6 +143,7 @@ class RunPanel:
             row.layout.flex_flow = "row wrap"
         head_row.layout.align_items = "center"
         self._table.layout.flex = "1 1 auto"
+        self._table.layout.min_width, self._table.layout.max_width = "0", "100%"
         self._chart_part.layout.flex = "1 1 24em"
         self._chart_part.layout.max_width = "36em"
         self._part_boxes += [
