@@ -39,10 +39,15 @@ class RunReport:
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain containers.
+        """The report in plain containers, which `json.dumps` takes.
 
         Returns:
-            Keys, units and version: `nbaccel/output/report/run_facts.py`, "the JSON form".
+            `format` (`"nbaccel.report"`) and `version` (1: keys may be added to it), `began`
+            (ISO 8601, UTC), `seconds`, `ending` (empty if it ended well), `plan`, `ranks` (steps,
+            samples, speeds, most memory in bytes, and `times`: seconds by kind), `slowest` (the
+            rank that the others wait for, or None), `curves` (per metric and rank: `steps`,
+            `values`; what was no number is `"nan"`, `"inf"` or `"-inf"`), `marks` on the curves,
+            `warnings`, `notes`.
         """
         return facts_as_json(self.facts)
 
