@@ -96,6 +96,7 @@ bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights agai
 	@$(BIN)/python benchmarks/zero_memory.py
 	@$(BIN)/python benchmarks/zero_training.py
 	@$(BIN)/python benchmarks/pickers.py
+	@$(BIN)/python benchmarks/step_estimates.py
 	@$(BIN)/python benchmarks/output.py
 	@$(BIN)/python benchmarks/bigmodel.py
 
