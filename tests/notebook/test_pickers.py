@@ -89,7 +89,7 @@ def test_pressing_what_is_chosen_leaves_it_chosen(show):
     assert shown.picker.config.mixed_precision == "bf16"
 
 
-@needs.DEEPSPEED_ROW
+@DEEPSPEED
 def test_a_change_rebuilds_no_widget(show):
     """Else the keyboard would lose its place."""
     shown = show(model=net())
@@ -181,7 +181,7 @@ def test_undo_takes_wrong_text_back_too(show):
     assert "Not taken" not in shown.everything()
 
 
-@needs.DEEPSPEED_ROW
+@DEEPSPEED
 def test_yes_no_and_neither(show):
     overlap = "zero_optimization.overlap_comm"
     shown = show(config=RunConfig(zero_stage=2))

@@ -66,7 +66,7 @@ def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
         ]
     text_lines += ["Memory", *(f"  {memory_line}" for memory_line in _memory_lines(model)), ""]
     if plan_choices := model.resolved():
-        text_lines += [choices_table("What is left open comes to", plan_choices, ()), ""]
+        text_lines += [choices_table("What open settings come to", plan_choices, ()), ""]
     for face in model.faces():
         text_lines += [
             face.name,
@@ -95,7 +95,7 @@ def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
     html_parts.append(f"<p><b>Memory</b></p><ul>{memory_items}</ul>")
     if plan_choices := model.resolved():
         html_parts.append(
-            f"<p><b>What is left open comes to</b></p>{_html_table(_choice_rows(plan_choices))}"
+            f"<p><b>What open settings come to</b></p>{_html_table(_choice_rows(plan_choices))}"
         )
     html_parts += [
         f"<p><b>{escape(face.name)}</b></p><pre>{escape(face.text)}</pre>" for face in model.faces()
@@ -108,22 +108,20 @@ def _is_whole(panel_names: Sequence[str]) -> bool:
 
 
 # ---------------------------------------------------------------------- the three questions
-def _question_texts(model: PickerModel) -> Iterator[tuple[str, str]]:
-    """The first two questions, each with its answer."""
+def _question_texts(model: PickerModel) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The first two questions, each with the lines of its answer."""
     trained = model.trained
-    answer = "nothing yet: configure(model, batch) shows what fits"
+    answer: tuple[str, ...] = ("nothing yet: configure(model, batch) shows what fits",)
     if trained is not None:
         batch = f"batch {model.batch_shapes}" if model.batch_shapes else "no batch"
-        answer = f"{trained.name} · {trained.facts()} · {batch}"
+        answer = (f"{trained.name} · {trained.facts()}", batch)
     yield "1. What is trained", answer
     parts = [f"{part.label} (used)" if part.is_used else part.label for part in model.machine_parts]
-    chosen = [
-        _shown_value(model, "num_processes"),
-        f"precision {_shown_value(model, 'mixed_precision')}",
-    ]
-    reason = outcome_of(model, model.setting("num_processes")).reason
-    chosen[0] += f" ({reason})" if reason else ""
-    yield "2. On what", " · ".join((*parts, *chosen))
+    processes = _shown_value(model, "num_processes")
+    if reason := outcome_of(model, model.setting("num_processes")).reason:
+        processes = f"{processes} ({reason})"
+    precision = f"precision {_shown_value(model, 'mixed_precision')}"
+    yield "2. On what", (*parts, f"{processes} · {precision}")
 
 
 def _fit_lines(model: PickerModel) -> list[str]:
@@ -135,7 +133,8 @@ def _fit_lines(model: PickerModel) -> list[str]:
     candidates = model.candidates()
     rows = candidate_rows(candidates)
     name_width = max((len(row[0]) for row in rows), default=0)
-    word_width = max((len(row[2]) for row in rows), default=0)
+    # A refusal is a sentence, beside which no time is told.
+    word_width = max((len(row[2]) for row in rows if row[3]), default=0)
     lines = [
         f"{name:<{name_width}}  {bar:<{_BAR_CHARS + 1}}  {words:<{word_width}}  {step}"
         for name, bar, words, step in rows
@@ -163,7 +162,7 @@ def candidate_rows(candidates: Sequence[Candidate]) -> list[tuple[str, str, str,
                 f"{sign} {candidate.name}",
                 "" if bar is None else text_bar(bar, full_width),
                 verdict_text(candidate),
-                f"{step_text(candidate)}{best}",
+                "" if candidate.refusal else f"{step_text(candidate)}{best}",
             )
         )
     return rows
@@ -207,7 +206,7 @@ def _letters_of(candidates: Sequence[Candidate]) -> str:
 def _question_lines(model: PickerModel) -> list[str]:
     lines: list[str] = []
     for question, answer in _question_texts(model):
-        lines += [question, f"  {answer}", ""]
+        lines += [question, *(f"  {answer_line}" for answer_line in answer), ""]
     fit_lines = _fit_lines(model)
     if fit_lines:
         lines += ["3. What fits", *(f"  {fit_line}" for fit_line in fit_lines), ""]
@@ -216,7 +215,7 @@ def _question_lines(model: PickerModel) -> list[str]:
 
 def _question_html(model: PickerModel) -> list[str]:
     parts = [
-        f"<p><b>{escape(question)}</b><br>{escape(answer)}</p>"
+        f"<p><b>{escape(question)}</b><br>{'<br>'.join(map(escape, answer))}</p>"
         for question, answer in _question_texts(model)
     ]
     if model.trained is None:

@@ -132,7 +132,8 @@ def _place_words(candidates: Sequence[Candidate]) -> str:
 def _told_candidate(candidate: Candidate) -> str:
     """What a screen reader and the mouse's pointer say of a candidate."""
     clauses = [verdict_text(candidate), step_text(candidate) if candidate.step_s else ""]
-    return "; ".join(filter(None, (*clauses, candidate.reason)))
+    # The reason of one that cannot be taken is its verdict, too.
+    return "; ".join(dict.fromkeys(filter(None, (*clauses, candidate.reason))))
 
 
 class TakenLine:

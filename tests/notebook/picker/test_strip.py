@@ -122,7 +122,7 @@ def test_every_kind_has_a_letter_of_its_own():
     assert len(set(text_bar(every, len(kinds) * GIB))) == len(kinds)
 
 
-@needs.DEEPSPEED_ROW
+@needs.DEEPSPEED
 def test_terminal_and_saved_notebook_show_the_three_questions_and_the_strip():
     model = PickerModel(RunConfig(mixed_precision="bf16"), model=big(), inventory=with_gpus(2))
     text, html = picker_text(model), " ".join(Reader(picker_html(model)).words)
