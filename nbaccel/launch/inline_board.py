@@ -110,6 +110,6 @@ def observing_here(plan: Plan) -> Iterator[RunBoard]:
         except KeyboardInterrupt:
             ending = "stopped"
             raise
-        except BaseException:
+        except BaseException:  # whatever the function raises, SystemExit too, it has failed
             ending = "failed"
             raise

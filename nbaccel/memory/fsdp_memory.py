@@ -26,7 +26,7 @@ __all__ = ["WrappedSizes", "fsdp_estimate", "wrapped_sizes"]
 
 _GATHERED_LAYERS = 2
 """The one that computes and the one that is gathered ahead (torch's default prefetching)."""
-_FLOAT32_BYTES = 4
+_REDUCED_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +117,8 @@ def fsdp_estimate(
     if world_size > 1 or offloads:
         layer_bytes = compute_bytes * sizes.largest_layer
         # Gradients are whole until they are reduced, from a copy in float32.
-        layer_moment = (_GATHERED_LAYERS + 1) * layer_bytes + _FLOAT32_BYTES * sizes.largest_layer
-        root_moment = (compute_bytes + _FLOAT32_BYTES) * sizes.root
+        layer_moment = (_GATHERED_LAYERS + 1) * layer_bytes + _REDUCED_BYTES * sizes.largest_layer
+        root_moment = (compute_bytes + _REDUCED_BYTES) * sizes.root
         gathered = Bytes(
             buckets=compute_bytes * sizes.root, in_backward=max(layer_moment, root_moment)
         )

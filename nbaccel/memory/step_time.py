@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbaccel.capabilities import DEVICES, device_row, precision_row
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.units import format_seconds
 
 __all__ = [
+    "SHORTEST_S",
     "StepTime",
     "StepWork",
     "Traffic",
@@ -33,7 +35,8 @@ _REACHED_SHARE = 0.4
 """Of the data sheet's operations per second, in training of transformers (Narayanan et al. 2021,
 Megatron-LM, table 1: 0.44 to 0.52 on A100)."""
 _GIGA = 1e9
-_SHORTEST_S = 0.001
+SHORTEST_S = 0.001
+"""Shorter steps are not told: what Python does between operations decides about them."""
 
 # Dense tera operations per second of NVIDIA's data sheets: float32, and 16-bit floats on tensor
 # cores (float16 where there is no bfloat16). By the first name that is contained, newest first.
@@ -139,7 +142,7 @@ class StepTime:
     @property
     def words(self) -> str:
         """The parts in a clause: ``1.2 s computing, 0.4 s of the optimizer on the CPU``."""
-        if self.total < _SHORTEST_S:
+        if self.total < SHORTEST_S:
             return "too short to estimate: what Python does between operations decides"
         named_parts = [
             (self.computing, "computing"),
@@ -225,7 +228,7 @@ def _card_speed(gpu: Gpu, precision: str) -> float:
         if card_name in gpu.name:
             tera = full_speed if precision == "no" else half_speed
             # Ampere and older have no tensor cores for 8 bits.
-            if precision == "fp8" and gpu.compute_capability >= (8, 9):
+            if precision_row(precision).has_backends and gpu.compute_capability >= (8, 9):
                 tera *= _FP8_FACTOR
             return tera * 1e12
     return 0.0
@@ -246,6 +249,7 @@ def _exchange_rate(gpus: Sequence[Gpu]) -> float:
 # two fused multiply-adds at once.
 _PER_CYCLE = (("avx512f", 64), ("avx2", 32), ("asimd", 16))
 _USUAL_FREQUENCY = 2.5e9
+_HOST_DEVICE = next(row.name for row in DEVICES if row.in_host_memory)
 _HALF_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
@@ -293,4 +297,5 @@ def computes_in_bf16() -> bool:
 
 def _cpu_share_in(precision: str) -> float:
     """Speed in 16 bits, as a share of that in float32: without instructions it is imitated."""
-    return 2.0 if precision == "bf16" and computes_in_bf16() else 0.5
+    is_imitated = precision in dict(device_row(_HOST_DEVICE).slow)
+    return 2.0 if computes_in_bf16() and not is_imitated else 0.5

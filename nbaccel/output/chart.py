@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ChartLine", "line_chart", "short_number", "smoothed"]
+__all__ = ["LOGARITHMIC_RATIO", "ChartLine", "line_chart", "short_number", "smoothed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ ACCENT_COLOUR = "#1e88e5"
 _MOST_POINTS = 240
 _MARK_GAP = 48  # px between two marks, at least: less is a grey area
 _MOST_LEGEND_LINES = 4
-_LOGARITHMIC_RATIO = 8.0
+LOGARITHMIC_RATIO = 8.0
 """From this ratio of highest to lowest on, the scale may be logarithmic: a loss falls fast at
 first, and the rest of the run would be a flat line."""
 _LARGEST_SHOWN = 1e300
@@ -184,7 +184,7 @@ def _is_logarithmic(shown_values: Sequence[float], log_y: bool | None) -> bool:
     if log_y is not None:
         return log_y and any(value >= _SMALLEST_POSITIVE for value in shown_values)
     low, high = min(shown_values, default=0.0), max(shown_values, default=0.0)
-    if low < _SMALLEST_POSITIVE or high / _LOGARITHMIC_RATIO < low:
+    if low < _SMALLEST_POSITIVE or high / LOGARITHMIC_RATIO < low:
         return False
     # Not for a learning rate that falls evenly to nearly nothing: whichever scale has as many
     # values above its middle as below shows more of them.

@@ -30,10 +30,10 @@ _PLACEMENTS = (
     (3, "nvme", "nvme"),
 )
 _PLACE_WORDS = {"cpu": "the CPU", "nvme": "disk"}
-_OFFLOAD_SECTIONS = ("offload_optimizer", "offload_param")
+_PLACED_SECTIONS = ("offload_optimizer", "offload_param")
 _USUAL_BUCKET = 5 * 10**8
 """DeepSpeed's default, in elements; it is reserved on a GPU however small the model is."""
-_SMALLEST_BUCKET = 2**16
+_LEAST_ELEMENTS = 2**16
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),
@@ -142,7 +142,7 @@ def _placed(
     zero_section = settings.setdefault(ZERO, {})
     zero_section.pop("stage", None)
     for section_name, place in zip(
-        _OFFLOAD_SECTIONS, (placement.optimizer, placement.parameters), strict=True
+        _PLACED_SECTIONS, (placement.optimizer, placement.parameters), strict=True
     ):
         given_section = zero_section.pop(section_name, None)
         if place == "none":
@@ -157,7 +157,7 @@ def _placed(
     least_elements = max(shape.sizes, default=shape.largest_layer)
     if shape.trainable < _USUAL_BUCKET:
         for bucket_key in _BUCKETS[placement.stage]:
-            zero_section.setdefault(bucket_key, max(_SMALLEST_BUCKET, shape.trainable))
+            zero_section.setdefault(bucket_key, max(_LEAST_ELEMENTS, shape.trainable))
     if at_once is not None:
         for lowered_key in LOWERED_KEYS:
             zero_section.setdefault(lowered_key, max(at_once, least_elements))

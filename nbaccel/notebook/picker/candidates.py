@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbaccel import _catalog
 from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, NbaccelError
@@ -106,12 +107,12 @@ def way_of(config: RunConfig, *, world_size: int) -> str:
         if settings_form.is_chosen(config):
             return settings_form.way_of(config)
     if config.strategy == _FSDP:
-        return _FSDP_ON_HOST if (config.fsdp or {}).get("cpu_offload") else _FSDP_NAME
+        return _SHARDED_ON_HOST if (config.fsdp or {}).get("cpu_offload") else _SHARDED_NAME
     return _copies_name(world_size)
 
 
-_FSDP_NAME = "FSDP"
-_FSDP_ON_HOST = "FSDP, all on the CPU"
+_SHARDED_NAME = "FSDP"
+_SHARDED_ON_HOST = "FSDP, all on the CPU"
 
 
 def _copies_name(world_size: int) -> str:
@@ -175,14 +176,14 @@ class CandidateFinder:
         )
         refusal = "" if plan.world_size > 1 else "needs two processes or more"
         yield TrainingWay(
-            name=_FSDP_NAME,
+            name=_SHARDED_NAME,
             configs=self._recomputing(sharded_config),
             traffic=Traffic(shards_parameters=True),
             refusal=refusal,
         )
         if not on_host:
             yield TrainingWay(
-                name=_FSDP_ON_HOST,
+                name=_SHARDED_ON_HOST,
                 configs=self._recomputing(
                     sharded_config.changed(fsdp=_fsdp_settings(config, True))
                 ),
@@ -262,7 +263,7 @@ class CandidateFinder:
     ) -> StepTime | None:
         memory_model = self.memory_model
         per_sample = memory_model.operations_per_sample()
-        if per_sample is None or device_row(plan.device).name not in ("cpu", "cuda"):
+        if per_sample is None:
             return None
         shape = memory_model.shape
         work = StepWork(
@@ -274,9 +275,11 @@ class CandidateFinder:
             value_bytes=4 if config.mixed_precision == "no" else 2,
             precision=config.mixed_precision,
         )
-        machine = memory_model.inventory
-        if device_row(plan.device).in_host_memory:
-            machine = replace(machine, gpus=())
+        on_host = device_row(plan.device).in_host_memory
+        device_units = _catalog.device(plan.device).units(memory_model.inventory)
+        if not (on_host or device_units):
+            return None
+        machine = replace(memory_model.inventory, gpus=() if on_host else device_units)
         return estimate_step(
             work,
             traffic,

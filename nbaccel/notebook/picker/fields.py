@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ipywidgets as w
 
 from nbaccel.notebook.picker.html import css_name, error_html, label_html, note_html
-from nbaccel.notebook.picker.outcomes import default_text_of, outcome_of
+from nbaccel.notebook.picker.outcomes import TRUTH_WORDS, default_text_of, outcome_of
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import ChoiceOption, Setting
@@ -46,7 +46,6 @@ options that cannot be chosen, and says only what an open value comes to."""
 _MAX_BUTTONS = 5  # more options than these are a list, unless their words are short
 _ROW_CHARS = 30
 _GROUPED_DIGITS = re.compile(r"\d{1,3}(,\d{3})+")  # 500,000,000
-_TRUTH_WORDS = {True: "yes", False: "no"}
 _EMPTY_CLAUSE = re.compile(r"; empty [^;]*")
 _OPEN_LABEL = "default"
 
@@ -345,9 +344,9 @@ class ListField(SettingField):
 
     def _truths(self) -> list[tuple[str, Any]]:
         named_truths: list[tuple[str, Any]] = [
-            (truth_word, truth_value) for truth_value, truth_word in _TRUTH_WORDS.items()
+            (truth_word, truth_value) for truth_value, truth_word in TRUTH_WORDS.items()
         ]
-        if not self.setting.may_be_open and self.setting.default in _TRUTH_WORDS:
+        if not self.setting.may_be_open and self.setting.default in TRUTH_WORDS:
             return named_truths  # such a field always holds one of the two
         default_text = default_text_of(self._model, self.setting)
         default_label = f"{_OPEN_LABEL} ({default_text})" if default_text else _OPEN_LABEL

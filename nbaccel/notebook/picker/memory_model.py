@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-_FSDP_NAME = "fsdp"
+_SHARDED_BY_TORCH = "fsdp"
 
 SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations", "moment")
 """The contents of memory, in the order of the bars; ``moment`` is freed within the step."""
@@ -193,7 +193,7 @@ class MemoryModel:
         }
         if chosen_form is not None:
             memory_estimate = chosen_form.estimate(self.shape, strategy_document, **estimate_inputs)
-        elif plan.strategy == _FSDP_NAME:
+        elif plan.strategy == _SHARDED_BY_TORCH:
             memory_estimate = self._sharded(config, plan, estimate_inputs)
         else:
             formats = short_formats(config, plan.device)

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from nbaccel.notebook.picker.choices import Setting
     from nbaccel.notebook.picker.model import PickerModel
 
-__all__ = ["SettingOutcome", "default_text_of", "outcome_of", "value_with_unit"]
+__all__ = ["TRUTH_WORDS", "SettingOutcome", "default_text_of", "outcome_of", "value_with_unit"]
 
 _OPEN_VALUES = (None, "auto", "")
 # Units that are not the plural with its `s` removed.
 _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": "power of two"}
-_TRUTH_WORDS = {True: "yes", False: "no"}
+TRUTH_WORDS = {True: "yes", False: "no"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def value_with_unit(setting_value: Any, unit_name: str) -> str:
         ``500,000,000 elements``, ``1 process``, ``yes``.
     """
     if isinstance(setting_value, bool):
-        return _TRUTH_WORDS[setting_value]
+        return TRUTH_WORDS[setting_value]
     is_number = isinstance(setting_value, (int, float))
     if not is_number:
         return str(setting_value)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbaccel.memory.step_time import SHORTEST_S
 from nbaccel.notebook.picker.html import css_name
 from nbaccel.notebook.picker.memory_model import SEGMENT_KINDS, SEGMENT_NAMES
 from nbaccel.units import format_bytes, format_seconds
@@ -34,7 +35,6 @@ __all__ = [
 _NO_MODEL = "configure(model, batch)"
 _FITS_CLASSES = {True: "nbaccel-fits", False: "nbaccel-lacks", None: ""}
 _FITS_SIGNS = {True: "✓ ", False: "✗ ", None: ""}
-_SHORTEST_S = 0.001
 _MOST_CAPACITIES = 1.7  # a bar may be so many times what there is; longer ones are cut
 
 
@@ -181,7 +181,7 @@ def step_text(candidate: Candidate) -> str:
         return "—"
     return (
         f"≈ {format_seconds(candidate.step_s)}/step"
-        if candidate.step_s >= _SHORTEST_S
+        if candidate.step_s >= SHORTEST_S
         else "< 1 ms/step"
     )
 
@@ -251,7 +251,7 @@ def _step_sentence(candidate: Candidate) -> str:
     if candidate.step_s is None:
         return ""
     words = f" ({candidate.step_words})" if candidate.step_words else ""
-    if candidate.step_s < _SHORTEST_S:
+    if candidate.step_s < SHORTEST_S:
         return f"Less than 1 ms a step{words}."
     return f"About {format_seconds(candidate.step_s)} a step{words}."
 

@@ -13,7 +13,7 @@ from typing import Any
 from nbaccel.capabilities import device_row, precision_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, NbaccelError
-from nbaccel.memory.step_time import computes_in_bf16
+from nbaccel.memory.step_time import SHORTEST_S, computes_in_bf16
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder, beside
 from nbaccel.notebook.picker.choices import settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryModel
@@ -28,8 +28,8 @@ _MAX_LARGER_BATCH = 8
 _WORTH_IT = 1.1
 """How many times faster per sample a larger batch must be."""
 _MAX_NOT_CHOSEN = 5
-_SHORTEST_S = 0.001
-"""Shorter steps are not told: what Python does between operations decides about them."""
+_HALVES = ("bf16", "fp16")
+"""Formats of 16 bits, the one that needs no scaling of gradients first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,16 +196,19 @@ class Suggester:
         if config.mixed_precision != "no":
             return config.mixed_precision, ""
         if device_row(plan.device).in_host_memory:
-            if computes_in_bf16():
-                return "bf16", "this processor has instructions for it"
+            # Of a device that computes in host memory one 16-bit format is not imitated.
+            native = [name for name in _HALVES if name not in dict(device_row(plan.device).slow)]
+            if native and computes_in_bf16():
+                return native[0], "this processor has instructions for it"
             return "no", ""
         gpus = self._memory_model.inventory.gpus[: plan.num_processes]
         if not gpus:
             return "no", ""
         weakest = min(gpus, key=lambda gpu: gpu.compute_capability)
-        if weakest.compute_capability >= precision_row("bf16").imitated_below:
-            return "bf16", f"{weakest.name} computes in it, with the range of fp32"
-        return "fp16", f"{weakest.name} only imitates bf16"
+        widest, smallest = _HALVES
+        if weakest.compute_capability >= precision_row(widest).imitated_below:
+            return widest, f"{weakest.name} computes in it, with the range of fp32"
+        return smallest, f"{weakest.name} only imitates {widest}"
 
     def _batches(self, config: RunConfig) -> Iterator[tuple[int | None, int]]:
         """The batch, then half of it with twice the accumulation, and so on."""
@@ -303,7 +306,7 @@ def _proposal(
     if batch_size is not None:
         accumulated = f", {passes} accumulated" if passes > 1 else ""
         title_parts.append(f"batch {batch_size} each{accumulated}")
-    if candidate.step_s is not None and candidate.step_s >= _SHORTEST_S:
+    if candidate.step_s is not None and candidate.step_s >= SHORTEST_S:
         why = (*why, f"about {format_seconds(candidate.step_s)} per step: {candidate.step_words}")
     return Proposal(
         title=", ".join(title_parts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nbaccel.output.chart import ChartLine, line_chart, smoothed
+from nbaccel.output.chart import LOGARITHMIC_RATIO, ChartLine, line_chart, smoothed
 from nbaccel.output.dashboard.board import RankFacts, RunBoard, mean_points
 from nbaccel.output.dashboard.drawing import leading_rank, plain_text
 
@@ -17,8 +17,6 @@ SMALL_WIDTH = 320
 SMALL_HEIGHT = 110
 _MAX_RANK_LINES = 16
 _MIN_SMOOTHED_POINTS = 8
-_LOGARITHMIC_RATIO = 8.0
-"""From this ratio of highest to lowest on, the axis is logarithmic."""
 _MAX_DECAY = 0.9
 _MAX_MARKS = 12
 _NAME_CHARS = 40
@@ -80,7 +78,7 @@ def is_logarithmic(run_board: RunBoard, metric_name: str) -> bool:
         if math.isfinite(value)
     ]
     low_value, high_value = min(finite_values, default=0.0), max(finite_values, default=0.0)
-    return low_value > 0 and high_value / _LOGARITHMIC_RATIO >= low_value
+    return low_value > 0 and high_value / LOGARITHMIC_RATIO >= low_value
 
 
 def smoothed_value(run_board: RunBoard, metric_name: str) -> float | None:

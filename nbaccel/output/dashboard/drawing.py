@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbaccel.output.bar_text import BATCH_UNIT
+from nbaccel.output.chart import LOGARITHMIC_RATIO
 from nbaccel.output.dashboard.board import RankFacts, RunBoard, mean
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
@@ -34,12 +35,9 @@ MOST_ROWS = 8  # more rows of ranks are not readable
 CURVE_CHARS = 20
 LINE_CHARS = 72
 LABEL_CHARS = 24
-_LOGARITHMIC_RATIO = 8.0
-"""From this ratio of highest to lowest on, a curve shows factors: a loss falls fast at first, and
-the rest of the run would be a flat line."""
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 _NO_NUMBER = "!"
-_NO_VALUE = "-"
+NO_VALUE = "-"
 # Terminal sequences mean nothing in HTML and would count as characters of the width.
 _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 
@@ -318,7 +316,7 @@ def sparkline(spark_values: Sequence[float], max_chars: int = CURVE_CHARS) -> st
         ]
     finite_values = [shown_value for shown_value in spark_points if math.isfinite(shown_value)]
     low_value, high_value = min(finite_values, default=0.0), max(finite_values, default=0.0)
-    if low_value > 0 and high_value / low_value >= _LOGARITHMIC_RATIO:
+    if low_value > 0 and high_value / low_value >= LOGARITHMIC_RATIO:
         spark_points = [
             math.log(metric_value) if math.isfinite(metric_value) else metric_value
             for metric_value in spark_points
@@ -367,7 +365,7 @@ def number_text(shown_value: float | None) -> str:
         shown_value: The value; None for none.
     """
     if shown_value is None:
-        return _NO_VALUE
+        return NO_VALUE
     if not math.isfinite(shown_value):
         return str(shown_value)
     if abs(shown_value) < 10_000:

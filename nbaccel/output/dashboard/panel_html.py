@@ -17,6 +17,7 @@ from nbaccel.output.dashboard.curves import metric_chart
 from nbaccel.output.dashboard.drawing import (
     LINE_CHARS,
     MOST_ROWS,
+    NO_VALUE,
     ShownProgress,
     memory_range,
     number_text,
@@ -345,7 +346,7 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
     for position, rank_facts in enumerate(shown_facts):
         data_cells = "".join(
             f'<td style="{table_column.style}">'
-            f"{table_cells[table_column.name][position] or _NO_VALUE}</td>"
+            f"{table_cells[table_column.name][position] or NO_VALUE}</td>"
             for table_column in kept_columns
         )
         table_row = f'<th scope="row" style="{_NUMBER_STYLE}">{rank_facts.rank}</th>{data_cells}'
@@ -360,9 +361,6 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
         f'style="border:none"><tr style="background:none">{header_cells}</tr></thead>'
         f"<tbody>{''.join(table_rows)}</tbody></table></div>"
     )
-
-
-_NO_VALUE = "-"
 
 
 def _shown_ranks(run_board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
