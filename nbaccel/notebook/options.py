@@ -128,7 +128,8 @@ _START_OPTIONS = ("config", "dist")
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
-        name="status", meaning="What each worker is, has and does; also without a subcommand."
+        name="status",
+        meaning="The workers: state, memory, process group, names; also without a subcommand.",
     ),
     Subcommand(
         name="restart",

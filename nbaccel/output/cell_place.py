@@ -54,8 +54,10 @@ class CellPlace:
         Args:
             mime_data: By media type; empty for nothing.
         """
-        self._content = mime_data or _EMPTY_CONTENT
-        if self._stands or mime_data:
+        new_content = mime_data or _EMPTY_CONTENT
+        is_other, self._content = new_content != self._content, new_content
+        # A place that is not there yet holds nothing, and need not be made for that.
+        if is_other if self._stands else mime_data:
             self._publish_content()
 
     def note_cleared(self) -> None:

@@ -50,8 +50,17 @@ CELLS = [
     "    print('epoch 1')\n"
     "    return losses[int(os.environ['RANK'])]\n"
     "notebook_launcher(train, (), 2)",
+    "def steps():\n"
+    "    import time\n"
+    "    from nbaccel import Accelerator\n"
+    "    accelerator = Accelerator()\n"
+    "    for batch in accelerator.progress(list(range(100))):\n"
+    "        accelerator.log({'loss': 1 / (1 + batch)})\n"
+    "        time.sleep(0.04)\n"
+    "    accelerator.print('trained')\n"
+    "notebook_launcher(steps, (), 2);",
 ]
-FORM, PRINT, WORKERS, FAILED = range(1, 5)
+FORM, PRINT, WORKERS, FAILED, STEPS = range(1, 6)
 _READY = "() => window.Jupyter?.notebook?.kernel?.is_connected()"
 _RUN = """(number) => {
     window.nbaccelRan = window.Jupyter.notebook.get_cell(number);
@@ -146,3 +155,21 @@ def test_a_failed_launch_names_the_cell_and_its_line(classic: Classic) -> None:
     expect(output).to_contain_text("return losses[int(os.environ['RANK'])]")
     expect(output).not_to_contain_text("site-packages")
     classic.picture("failed_launch", FAILED)
+
+
+def test_a_training_has_its_panel_at_the_top_and_nothing_of_an_error(classic: Classic) -> None:
+    """Its front end takes no clicks while a cell runs, so the panel says how to stop."""
+    from playwright.sync_api import expect
+
+    classic.page.evaluate(_RUN, STEPS)
+    outputs = classic.cell(STEPS).locator(".output_area")
+    expect(outputs.first).to_contain_text("Stop: interrupt the cell")
+    expect(outputs.first.locator("svg[role=img]")).to_be_visible()
+    expect(outputs.first).to_contain_text("of 100")
+    classic.picture("training", STEPS)
+    classic.page.wait_for_function(_DONE, polling=50)
+    expect(outputs.first.locator("details").first).to_contain_text("2 ranks")
+    expect(outputs.first.locator("svg[role=img]")).to_be_visible()
+    expect(outputs.nth(1)).to_contain_text("[0] trained")
+    expect(classic.cell(STEPS).locator(".output_stderr")).to_have_count(0)
+    classic.picture("trained", STEPS)

@@ -300,6 +300,19 @@ def test_a_short_training_keeps_its_summary_at_the_top(live: Kernel) -> None:
     assert "quick, 3 of 3" in cell.displays[-1]["text/html"]
 
 
+def test_a_bar_in_the_notebook_itself_is_no_error(live: Kernel) -> None:
+    cell = live.run(
+        """
+        def alone():
+            accelerator = Accelerator()
+            for _ in accelerator.progress(list(range(5)), "alone"): time.sleep(0.01)
+        notebook_launcher(alone, (), 1);
+        """
+    ).check()
+    assert "alone: 100%" in cell.stdout
+    assert cell.stderr == ""
+
+
 def test_a_front_end_that_opens_no_way_for_clicks_gets_no_button(live: Kernel) -> None:
     front_end = FrontEnd(live)
     run = front_end.begin("notebook_launcher(train, (13,), 2)").finish()

@@ -47,3 +47,43 @@ def test_displays_of_ranks_come_between_their_lines(kernel: Kernel) -> None:
     ).check()
     assert [data["text/html"] for data in cell.displays] == ["same", "rank 0", "rank 1"]
     assert cell.stdout.split() == ["[0-1]", "before", "[0]", "[1]"]
+
+
+def test_the_panel_of_any_ipywidgets_is_made_changed_and_closed(kernel: Kernel) -> None:
+    """What a click does in a front end is set here; with clicks: `test_dashboard`."""
+    cell = kernel.run(
+        """
+        import ipywidgets
+        from nbaccel.output.dashboard.board import RankStatus, RunBoard
+        from nbaccel.output.dashboard.run_panel import RunPanel
+        from nbaccel.output.recent_lines import RecentLine
+        from nbaccel.workers.messaging import Metrics
+
+        before = len(get_ipython().kernel.comm_manager.comms)
+        board = RunBoard([0, 1], began_at=0.0)
+        board.see([RankStatus(rank=r, state="running", seconds=1, rss_bytes=2**30) for r in (0, 1)])
+        for step in range(1, 30):
+            for rank in (0, 1):
+                board.now = float(step)
+                values = (("lr", 0.5), ("loss", 1 / step))
+                board.hear(rank, Metrics(time=float(step), steps=step, values=values,
+                                         device_bytes=None))
+        board.num_lines, said = 1000, []
+        board.recent_lines = {r: [RecentLine(r, (r,), f"line of {r}")] for r in (0, 1)}
+        panel = RunPanel([0, 1], lambda: said.append("stop"), lambda: said.append("choice"))
+        panel.show(board, is_stopping=False)
+        assert (panel._metrics.value, panel._log.value) == ("loss", True)
+        assert "loss" in panel._chart.value and "line of 0" in panel._lines.value
+        assert said == ["choice"], said  # that the first metric is chosen is a choice, too
+        panel._metrics.value, panel._ranks.value, panel._log.value = "lr", 1, False
+        panel.show(board, is_stopping=True)
+        assert "lr" in panel._chart.value and "line of 0" not in panel._lines.value
+        assert "Stopping" in panel._button.description
+        panel._button.click()
+        assert said[-1] == "stop"
+        assert panel.view["model_id"]
+        panel.close()
+        print(len(get_ipython().kernel.comm_manager.comms) - before, "comms left")
+        """
+    ).check()
+    assert cell.stdout == "0 comms left\n"

@@ -78,7 +78,7 @@ def test_workers_from_start_to_end(own: Kernel) -> None:
     text = told(own.run("%accelerate pull rank"))
     assert "there are none (rank 1 was killed by SIGKILL" in " ".join(text.split())
     cell = own.run(START.replace("-n 2", "-n 3")).check()
-    assert "3 new workers started, because rank 1 was killed by SIGKILL" in cell.stderr
+    assert "3 new workers started, because rank 1 was killed by SIGKILL" in cell.stdout
 
     own.run("%accelerate restart -n 1").check()
     own.run("%%accelerate --out all_of_them\nall_of_them = 5").check()

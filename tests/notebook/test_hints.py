@@ -56,11 +56,11 @@ def test_a_name_that_only_workers_have(own: Kernel) -> None:
     own.run("%%accelerate -n 2\nlosses = [0.5]").check()
     cell = own.run("print(losses)")
     assert cell.error == "NameError"
-    assert "losses exists in the workers of %%accelerate" in cell.stderr
-    assert "%accelerate pull losses" in cell.stderr
+    assert "losses exists in the workers of %%accelerate" in cell.stdout
+    assert "%accelerate pull losses" in cell.stdout
     other = own.run("print(nowhere)")
     assert other.error == "NameError"
-    assert "exists in the workers" not in other.stderr
+    assert "exists in the workers" not in other.stdout
 
 
 def test_help_is_a_word_too(own: Kernel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nbaccel import WorkerFailed, notebook_launcher
 from nbaccel.output.library_messages import LibraryMessages
 
 HARMLESS = [
@@ -54,3 +55,22 @@ def test_what_is_kept_is_bounded() -> None:
         messages.take_from(0, [f"{HARMLESS[1]}{number}{'x' * 100_000 if number < 3 else ''}"])
     assert messages.count == 10_000
     assert sum(map(len, messages.lines())) < 200_000
+
+
+def print_and_fail() -> None:
+    print(HARMLESS[1], flush=True)
+    raise ValueError("diverged")
+
+
+def test_what_fails_tells_them_in_full(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed, match="diverged") as caught:
+        notebook_launcher(print_and_fail, (), 2)
+    lines = str(caught.value).splitlines()
+    place = lines.index("Messages of libraries:")
+    assert lines[place + 1].endswith(f"] {HARMLESS[1]}")
+    assert "c10d" not in capfd.readouterr().out
+
+
+def test_what_does_well_does_not_show_them(capfd: pytest.CaptureFixture[str]) -> None:
+    notebook_launcher(print, (f"{HARMLESS[1]}\nmine",), 2)
+    assert capfd.readouterr().out == "[0-1] mine\n"

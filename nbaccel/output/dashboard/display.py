@@ -243,14 +243,12 @@ class Dashboard:
             if has_failed
             else ""
         )
+        summary_text = drawing.summary_line(run_board, with_curve=True)
         if not self._in_place:
             if self._was_shown:
-                self._say(_with_prefix(drawing.summary_line(run_board)))
+                self._say(_with_prefix(summary_text))
         elif self._is_wanted and (self._was_shown or self.has_progress):
-            self._show_in_place(
-                panel_html.final_html(run_board),
-                drawing.summary_line(run_board, with_curve=True),
-            )
+            self._show_in_place(panel_html.final_html(run_board), summary_text)
         else:
             # What was waited for may still be there.
             self._place.show({})

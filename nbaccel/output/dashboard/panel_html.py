@@ -60,7 +60,8 @@ _CELL_STYLE = (
 _NUMBER_STYLE = f"{_CELL_STYLE};font-variant-numeric:tabular-nums"
 _CODE_STYLE = f"{_CELL_STYLE};font-family:monospace;overflow:hidden;text-overflow:ellipsis"
 _QUIET_STYLE = "opacity:0.65"
-_SUMMARY_STYLE = "cursor:pointer"
+# The display is that of browsers, which Notebook 6 takes the triangle from.
+_SUMMARY_STYLE = "cursor:pointer;display:list-item"
 # A grey that lets any background through, as the empty part of a bar.
 _TRACK_STYLE = (
     "display:inline-block;vertical-align:middle;width:7em;height:0.6em;border-radius:0.3em;"

@@ -17,6 +17,7 @@ from nbaccel.output.chart import ACCENT_COLOUR
 from nbaccel.output.dashboard import curves, drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.recent_lines import RecentLine
+from nbaccel.spent_time import SpentTime
 from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
@@ -376,3 +377,31 @@ def test_any_values_have_a_curve(values: list[float]) -> None:
     assert len(curve) == min(len(values), drawing.CURVE_CHARS)
     assert set(curve) <= set("▁▂▃▄▅▆▇█!")
     assert html_module.escape(curve) == curve
+
+
+# ------------------------------------------------------------------------- where the time goes
+
+
+def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> None:
+    board = board_of(2)
+    for second in range(1, 21):
+        for rank in (0, 1):
+            # Rank 1 computes; rank 0 waits for it in collectives for half of the time.
+            spent = SpentTime(
+                total_s=float(second),
+                data_s=0.0,
+                communication_s=second * (0.5 if not rank else 0.0),
+            )
+            message = Metrics(
+                time=float(second), steps=second, values=(), device_bytes=None, spent=spent
+            )
+            board.hear(rank, message)
+    for html in both(board):
+        assert "computing 75 %" in html
+        assert "waiting for others 25 %" in html
+    assert "waited for rank 1" in drawing.summary_line(board)
+    assert "waited for rank" not in drawing.summary_line(board, is_live=True)
+
+
+def test_without_such_a_report_there_is_no_bar_of_times() -> None:
+    assert panel_html.time_html(board_of(2)) == ""
