@@ -119,10 +119,18 @@ def test_open_fields_show_what_they_come_to(show):
     shown = show(model=net(), config=RunConfig(zero_stage=2))
     assert shown.field("num_processes").placeholder == "2 processes"
     assert "One per GPU, 2 found." in shown.text("num_processes")
+    assert shown.field("timeout").placeholder == "no limit"
+    assert shown.field("hostfile").placeholder == "none"
     assert shown.field(BUCKET).placeholder == "500,000,000 elements"
     assert "https://www.deepspeed.ai/docs/" in shown.text(BUCKET)
     shown.field(BUCKET).value = "7"
     assert "Default." not in shown.text(BUCKET)
+
+
+def test_plain_training_accumulates_nothing_and_says_so(show):
+    shown = show(model=net())
+    assert shown.field("gradient_accumulation_steps").placeholder == "1 batch"
+    assert "Unless the code accumulates." in shown.text("gradient_accumulation_steps")
 
 
 # ------------------------------------------------------------------------------ proposals

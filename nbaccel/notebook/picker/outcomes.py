@@ -36,6 +36,15 @@ class SettingOutcome:
         return ": ".join(filter(None, (self.value, self.reason)))
 
 
+# What settings without a value come to, where neither the plan nor a default says so.
+_WHEN_EMPTY = {
+    "gradient_accumulation_steps": SettingOutcome("1 batch", "unless the code accumulates"),
+    "timeout": SettingOutcome("no limit"),
+    "shown_output": SettingOutcome("both streams"),
+}
+_NOTHING_KINDS = ("text", "table", "words")
+
+
 def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
     """What an open setting comes to.
 
@@ -54,7 +63,14 @@ def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
             value_text = value_with_unit(choice.value, setting.unit) if is_decided else ""
             return SettingOutcome(value_text, choice.reason)
     default_text = default_text_of(model, setting)
-    return SettingOutcome(default_text, "default") if default_text else SettingOutcome()
+    if default_text:
+        return SettingOutcome(default_text, "default")
+    if setting.name in _WHEN_EMPTY:
+        return _WHEN_EMPTY[setting.name]
+    is_of_run = form_of(setting.name) is None and model.value(setting.name) is None
+    return (
+        SettingOutcome("none") if is_of_run and setting.kind in _NOTHING_KINDS else SettingOutcome()
+    )
 
 
 def default_text_of(model: PickerModel, setting: Setting) -> str:

@@ -137,7 +137,9 @@ def strip_html(candidates: Sequence[Candidate]) -> str:
 def _row_html(candidate: Candidate, full_width: int) -> str:
     fits_class = "" if candidate.refusal else _FITS_CLASSES[candidate.fits]
     bar = device_bar(candidate)
-    track_html = '<span class="nbaccel-track"></span>' if bar is None else _track(bar, full_width)
+    track_html = '<span class="nbaccel-track"></span>'
+    if bar is not None:
+        track_html = _track(bar, full_width, candidate.name)
     if candidate.refusal:
         words_html = f'<span class="nbaccel-refused">{escape(candidate.refusal)}</span>'
     else:
@@ -186,7 +188,7 @@ def step_text(candidate: Candidate) -> str:
     )
 
 
-def _track(bar: MemoryBar, full_width: int) -> str:
+def _track(bar: MemoryBar, full_width: int, name: str) -> str:
     segments = "".join(
         _strip_segment(segment, full_width)
         for segment in bar.segments
@@ -199,7 +201,7 @@ def _track(bar: MemoryBar, full_width: int) -> str:
         mark = f'<span class="nbaccel-mark" style="left:{place:.2f}%"></span>'
     return (
         f'<span class="nbaccel-track-place"><span class="nbaccel-track{cut_class}" role="img" '
-        f'aria-label="{escape(bar.told())}">{segments}</span>{mark}</span>'
+        f'aria-label="{escape(f"{name}: {bar.told()}")}">{segments}</span>{mark}</span>'
     )
 
 
@@ -236,7 +238,9 @@ def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: s
     clauses.append(samples_text)
     bar_html = ""
     if candidate is not None and (bar := device_bar(candidate)) is not None:
-        bar_html = f'<div class="nbaccel-taken-bar">{_track(bar, strip_scale([candidate]))}</div>'
+        bar_html = (
+            f'<div class="nbaccel-taken-bar">{_track(bar, strip_scale([candidate]), name)}</div>'
+        )
     fits_class, sign = _FITS_CLASSES[verdict.fits], _FITS_SIGNS[verdict.fits]
     return (
         f'<div class="nbaccel-taken {fits_class}" role="status">'
