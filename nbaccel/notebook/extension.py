@@ -47,7 +47,6 @@ class Extension:
         self._completion.load()
         self._inspection.load()
         self._hints.load()
-        self._board.load()
         self._readiness.load()
         atexit.register(self.session.stop)
 

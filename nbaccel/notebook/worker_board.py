@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from nbaccel.notebook.session import Session
@@ -25,37 +24,36 @@ class WorkerBoard:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._shell: InteractiveShell = session.shell
+        self._events = session.shell.events
         self._handle: Any = None
         self._is_new = False
 
-    def load(self) -> None:
-        """Listen for the ends of cells."""
-        self._shell.events.register("post_run_cell", self._refresh)
-
-    def unload(self) -> None:
-        """Undo :meth:`load`."""
-        self._shell.events.unregister("post_run_cell", self._refresh)
-        self._handle = None
-
     def show(self) -> None:
         """Show the workers; from now on after each cell, too."""
+        self.unload()
         pool = self._session.pool
         if pool is None:
-            self._handle = None
             print(self._session.told_absence())
             return
-        handle = display(pool.status(), display_id=publish.has_cells() or None)  # type: ignore[no-untyped-call]
-        self._handle, self._is_new = handle, True
+        if not publish.has_cells():
+            display(pool.status())  # type: ignore[no-untyped-call]
+            return
+        self._handle = display(pool.status(), display_id=True)  # type: ignore[no-untyped-call]
+        self._is_new = True
+        self._events.register("post_run_cell", self._refresh)
+
+    def unload(self) -> None:
+        """Leave the board as it is."""
+        if self._handle is not None:
+            self._handle = None
+            self._events.unregister("post_run_cell", self._refresh)
 
     def _refresh(self, _cell_result: object = None) -> None:
         # The cell that shows it has just done so.
         is_new, self._is_new = self._is_new, False
         pool = self._session.pool
-        if self._handle is None or is_new:
-            return
         if pool is None:
             # The workers were ended on request: the table stays as it was last.
-            self._handle = None
-            return
-        self._handle.update(pool.status())
+            self.unload()
+        elif not is_new:
+            self._handle.update(pool.status())

@@ -38,6 +38,10 @@ class Cell:
     stdout: str = ""
     stderr: str = ""
     displays: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    """What has become of outputs of earlier cells."""
+    handles: set[str] = field(default_factory=set)
+    """By what its own displays can be updated."""
     error: str = ""
     """Name of the exception's class."""
     traceback: list[str] = field(default_factory=list)
@@ -188,8 +192,12 @@ def _note(cell: Cell, kind: str, content: dict[str, Any]) -> None:
     if kind == "stream":
         cell.text += content["text"]
         setattr(cell, content["name"], getattr(cell, content["name"]) + content["text"])
-    elif kind in ("display_data", "execute_result", "update_display_data"):
+    elif kind in ("display_data", "execute_result"):
         cell.displays.append(content["data"])
+        cell.handles.add(content.get("transient", {}).get("display_id", ""))
+    elif kind == "update_display_data":
+        is_own = content["transient"]["display_id"] in cell.handles
+        (cell.displays if is_own else cell.updates).append(content["data"])
     elif kind == "error":
         cell.error = content["ename"]
         cell.traceback = _COLOURS.sub("", "\n".join(content["traceback"])).splitlines()
