@@ -107,27 +107,3 @@ def test_what_starts_workers_is_imported_once_the_notebook_has_torch() -> None:
         )
     finally:
         fresh.close()
-
-
-def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(own: Kernel) -> None:
-    own.run("%accelerate restart -n 2").check()
-    (board,) = own.run("%accelerate").check().displays
-    assert "names" not in board["text/plain"]
-    assert "group" not in board["text/plain"]
-    changed = own.run(
-        "%%accelerate\n_hidden, one, two = 0, 1, 2\n"
-        "from nbaccel import Accelerator\nAccelerator().wait_for_everyone()"
-    ).check()
-    (update,) = changed.updates
-    rows = update["text/plain"].splitlines()[2:]
-    assert len(rows) == 2
-    for row in rows:
-        assert "idle" in row
-        assert "gloo, 2 ranks" in row
-        assert "one, two, Accelerator" in row
-        assert "_hidden" not in row
-    assert "gloo, 2 ranks" in update["text/html"]
-    (again,) = own.run("1;").check().updates
-    assert "one, two" in again["text/plain"]
-    own.run("%accelerate stop").check()
-    assert own.run("1;").check().updates == []
