@@ -193,7 +193,9 @@ def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(
     say(clean, "learn()")
     assert say(clean, LAUNCH.format(name="beside")) == "1"
     (tmp_path / "beside.py").write_text(NOTE.replace("VERSION = 1", "VERSION = 22"))
-    assert say(clean, LAUNCH.format(name="beside")) == "22"
+    *notice, version = say(clean, LAUNCH.format(name="beside")).splitlines()
+    assert version == "22"
+    assert "has been edited since the notebook imported beside" in "".join(notice)
     say(clean, f"del sys.modules['beside']; sys.path.remove({str(tmp_path)!r})")
 
 

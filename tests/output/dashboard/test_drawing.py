@@ -396,9 +396,10 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> 
                 time=float(second), steps=second, values=(), device_bytes=None, spent=spent
             )
             board.hear(rank, message)
-    for html in both(board):
-        assert "computing 75 %" in html
-        assert "waiting for others 25 %" in html
+    live, final = both(board)
+    assert "computing 75 %" in live
+    assert "waiting for others 25 %" in live
+    assert "Rank 1 holds the others up" in final, "what stays has the times rank by rank"
     assert "waited for rank 1" in drawing.summary_line(board)
     assert "waited for rank" not in drawing.summary_line(board, is_live=True)
 
