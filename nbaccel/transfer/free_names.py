@@ -283,15 +283,26 @@ class _NameWalk:
         self.visit(node.iter)
         bound_before = set(self.bound)
         self.visit(node.target)
+        targets = self.bound - bound_before | stored_names(node.target)
         # The loop may run no round, so what it binds does not count after it.
-        self.bound = self._branch(node.body, self.bound) & bound_before
+        self.bound = self._rounds(node.body, self.bound, rebound=targets) & bound_before
         self.bound &= self._branch(node.orelse, self.bound)
 
     def while_(self, node: ast.While) -> None:
         self.visit(node.test)
         bound_before = set(self.bound)
-        self.bound = self._branch(node.body, bound_before) & bound_before
+        self.bound = self._rounds(node.body, bound_before) & bound_before
         self.bound &= self._branch(node.orelse, self.bound)
+
+    def _rounds(
+        self, body: list[ast.stmt], bound: set[str], *, rebound: Iterable[str] = ()
+    ) -> set[str]:
+        """The body of a loop, whose later rounds begin without what a `del` in it has unbound."""
+        bound_at_end = self._branch(body, bound)
+        while unbound_names := bound - bound_at_end - set(rebound):
+            bound = bound - unbound_names
+            bound_at_end = self._branch(body, bound)
+        return bound_at_end
 
     def try_(self, node: ast.Try) -> None:
         bound_at_start = set(self.bound)

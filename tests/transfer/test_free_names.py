@@ -32,6 +32,8 @@ def possible(text: str) -> set[str]:
         ("x[0] = y.z", "x y"),
         ("del x", "x"),
         ("x = 1\ndel x\nx", "x"),
+        ("x = 1\nwhile y:\n    del x", "x y"),
+        ("for x in y:\n    del x", "y"),
         ("import a.b as c, d.e\nc, d, a", "a"),
         ("from a import b as c\nb, c", "b"),
         ("if a:\n    x = 1\nx", "a x"),
