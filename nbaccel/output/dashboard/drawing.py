@@ -109,11 +109,13 @@ def _loop_words(run_board: RunBoard) -> list[str]:
 def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> list[str]:
     leading_facts = leading_rank(run_board)
     line_parts = []
-    if leading_facts is not None and leading_facts.steps is not None:
+    # 0 of a function that only has times to tell: it counts no steps.
+    if leading_facts is not None and leading_facts.steps:
         step_rate = leading_facts.pace.overall
         speed_words = f" ({rate_text(step_rate)}/s)" if step_rate is not None else ""
         line_parts.append(f"step {leading_facts.steps:,}{speed_words}")
         line_parts += _sample_words(run_board, is_live=is_live)
+    if leading_facts is not None:
         line_parts += _compile_words(leading_facts)
     loss_facts = [
         rank_facts for rank_facts in run_board.ranks.values() if rank_facts.loss.last is not None

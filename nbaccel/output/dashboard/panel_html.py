@@ -448,7 +448,7 @@ def _live_steps(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 
 def _step_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    return "" if rank_facts.steps is None else f"{rank_facts.steps:,}"
+    return f"{rank_facts.steps:,}" if rank_facts.steps else ""
 
 
 def _speed_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
