@@ -434,7 +434,7 @@ def test_a_choice_does_not_wait_for_all_estimates(measured: Kernel):
 def test_the_table_beside_it_follows_at_the_latest_when_the_cell_ends(kernel: Kernel):
     kernel.run("from nbaccel.notebook.pickers import configure\npicker = configure()").check()
     changes = 'picker.choose("mixed_precision", "fp16"); picker.choose("mixed_precision", "bf16")'
-    told = kernel.run(changes).check().displays
+    told = kernel.run(changes).check().updates
     assert len(told) == 1, "two changes in a moment renew it once"
     assert "bf16" in told[0]["text/html"]
     assert "bf16" in told[0]["text/plain"]
