@@ -13,7 +13,7 @@ from nbaccel.memory.model_size import Shape
 from nbaccel.plan.inventory import Inventory
 from nbaccel.units import count_noun, format_bytes
 
-__all__ = ["Bytes", "MemoryEstimate", "common_notes", "replicated"]
+__all__ = ["Bytes", "MemoryEstimate", "common_notes", "free_on_devices", "replicated"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +211,7 @@ def replicated(
     Returns:
         The estimate.
     """
-    gpus = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
+    free_bytes = free_on_devices(inventory, num_processes)
     return MemoryEstimate(
         device=states + Bytes(activations=activation_bytes),
         host=Bytes(),
@@ -221,11 +221,24 @@ def replicated(
         settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,
-        # Each process needs as much, so the fullest GPU decides.
-        device_free=min((gpu.free_bytes for gpu in gpus), default=None),
+        device_free=free_bytes,
         host_free=inventory.host_available_bytes,
-        notes=common_notes(activation_bytes, on_cpu=not gpus),
+        notes=common_notes(activation_bytes, on_cpu=free_bytes is None),
     )
+
+
+def free_on_devices(inventory: Inventory, num_processes: int) -> int | None:
+    """What is free on the fullest device that processes use: each needs as much, so it decides.
+
+    Args:
+        inventory: The machine.
+        num_processes: Processes on it, which take the first devices, one each.
+
+    Returns:
+        Bytes; None where processes compute in host memory.
+    """
+    units = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
+    return min((unit.free_bytes for unit in units), default=None)
 
 
 def common_notes(activation_bytes: int, *, on_cpu: bool) -> tuple[str, ...]:

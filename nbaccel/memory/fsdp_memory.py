@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _catalog
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, free_on_devices
 from nbaccel.plan import Inventory
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def fsdp_estimate(
         gathered = Bytes(
             buckets=compute_bytes * sizes.root, in_backward=max(layer_moment, root_moment)
         )
-    gpus = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
+    free_bytes = free_on_devices(inventory, num_processes)
     on_device = gathered + Bytes(activations=activation_bytes)
     return MemoryEstimate(
         device=on_device if offloads else shards + on_device,
@@ -133,7 +132,7 @@ def fsdp_estimate(
         settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,
-        device_free=min((gpu.free_bytes for gpu in gpus), default=None),
+        device_free=free_bytes,
         host_free=inventory.host_available_bytes,
-        notes=common_notes(activation_bytes, on_cpu=not gpus),
+        notes=common_notes(activation_bytes, on_cpu=free_bytes is None),
     )

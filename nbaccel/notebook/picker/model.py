@@ -638,10 +638,6 @@ class PickerModel:
         candidate = named[name]
         self._become(candidate.config, () if candidate.fits else (f"{name}: {candidate.verdict}",))
 
-    def precisions(self) -> tuple[OptionOffer, ...]:
-        """The precisions, those that this machine does not train in with the reason."""
-        return self.offers("mixed_precision")
-
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures activations for all precisions, so that no later choice waits for that.
 
