@@ -21,7 +21,7 @@ from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
 from nbaccel.pool.task import RankTasks, TaskResult, TaskSupervisor
-from nbaccel.pool.user_messages import CellDashboardUpdater
+from nbaccel.pool.user_messages import CellDashboardUpdater, RankStatus, rank_status
 from nbaccel.supervision import outcome
 from nbaccel.workers import messaging, template_learning, time_limits, worker
 from nbaccel.workers.fork import ForkStarter
@@ -198,13 +198,26 @@ class LiveGroup(WorkerGroup):
             with contextlib.suppress(OSError):
                 member.channel.send(messages.Task(number=0, body=task_body))
 
-    @property
-    def open_ranks(self) -> frozenset[int]:
-        """Ranks that are in a task now."""
-        return frozenset() if self._task is None else self._task.open
+    def rank_rows(self) -> list[RankStatus]:
+        """How each worker stands by what is known of it here; none is asked."""
+        current_time = time.monotonic()
+        open_ranks = frozenset() if self._task is None else self._task.open
+        ended_ranks = self._ended_ranks()
+        return [
+            rank_status(
+                member,
+                current_time - member.since,
+                # While a cell runs, workers are asked about once a second.
+                (member.whereabouts if member.rank in open_ranks else None)
+                or self._answers.get(member.rank),
+                is_open=member.rank in open_ranks,
+                is_gone=member.rank in ended_ranks,
+            )
+            for member in self.members
+        ]
 
-    def ended_ranks(self) -> frozenset[int]:
-        """Ranks whose process is gone, also where no task has noticed it yet. Asks no worker."""
+    def _ended_ranks(self) -> frozenset[int]:
+        """Ranks whose process is gone, though no task has noticed it yet."""
         sentinel_poll = select.poll()
         rank_of = {
             self._sentinels[member.rank]: member.rank
@@ -213,18 +226,7 @@ class LiveGroup(WorkerGroup):
         }
         for sentinel in rank_of:
             sentinel_poll.register(sentinel, select.POLLIN)
-        noticed = {member.rank for member in self.members if member.has_ended}
-        return frozenset(noticed | {rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0)})
-
-    def known_places(self) -> dict[int, messaging.Whereabouts]:
-        """Where workers are by what they have answered last. Asks no worker."""
-        open_ranks = self.open_ranks
-        in_task = {
-            member.rank: member.whereabouts
-            for member in self.members
-            if member.rank in open_ranks and member.whereabouts is not None
-        }
-        return {**self._answers, **in_task}
+        return frozenset(rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0))
 
     def look(self) -> None:
         """Ask all workers where they are; of those that do not answer at once nothing is known."""

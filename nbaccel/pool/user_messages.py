@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import html
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from nbaccel.config.mistakes import closest
 from nbaccel.failures import failure
@@ -22,9 +21,6 @@ from nbaccel.units import count_noun, first_few, format_bytes, format_seconds, n
 from nbaccel.workers import messaging, template_learning
 from nbaccel.workers.template_facts import told_left_out
 from nbaccel.workers.worker_handle import WorkerHandle
-
-if TYPE_CHECKING:
-    from nbaccel.pool.live_group import LiveGroup
 
 __all__ = [
     "POOL_LOST",
@@ -326,32 +322,18 @@ def rank_status(
 
 
 def status_table(
-    pool_state: PoolState, end_reason: str, plan: Plan, live_group: LiveGroup | None, activity: str
+    pool_state: PoolState, end_reason: str, plan: Plan, rows: Sequence[RankStatus], activity: str
 ) -> StatusTable:
-    """The pool as `%accelerate status` shows it, by what is known of its workers.
+    """The pool as `%accelerate status` shows it.
 
     Args:
         pool_state: How the pool stands.
         end_reason: Why it has ended, if so.
         plan: What its workers were, or will be, started by.
-        live_group: The workers; None for none.
+        rows: Its workers; empty for none.
         activity: What they run: `cell In[7]`; empty where that has no name.
     """
-    current_time = time.monotonic()
-    pool_members = live_group.members if live_group is not None else []
-    rank_places = live_group.known_places() if live_group is not None else {}
-    open_ranks = live_group.open_ranks if live_group is not None else frozenset()
-    ended_ranks = live_group.ended_ranks() if live_group is not None else frozenset()
-    rows = [
-        rank_status(
-            member,
-            current_time - member.since,
-            rank_places.get(member.rank),
-            is_open=member.rank in open_ranks,
-            is_gone=member.rank in ended_ranks,
-        )
-        for member in pool_members
-    ]
+    ended_ranks = [row.rank for row in rows if row.state == WorkerState.GONE.name.lower()]
     told_reason = f": {end_reason}" if end_reason else ""
     if activity and pool_state is PoolState.RUNNING:
         told_reason = f" {activity}"
@@ -360,13 +342,13 @@ def status_table(
             f", but {_ended_words(ended_ranks)}: the next cell tells why, and the one after that "
             "starts new workers"
         )
-    worker_words = plan.headline() if pool_members else f"The next cell starts {plan.headline()}"
+    worker_words = plan.headline() if rows else f"The next cell starts {plan.headline()}"
     left_out = told_left_out(template_learning.learner(plan.device))
     headline = f"{pool_state.name.lower()}{told_reason}. {worker_words} {left_out}".rstrip()
     return StatusTable(rows, headline=headline)
 
 
-def _ended_words(ended_ranks: Sequence[int] | frozenset[int]) -> str:
+def _ended_words(ended_ranks: Sequence[int]) -> str:
     """`rank 1 has ended`, `ranks 0-3 have ended`."""
     numbers = number_ranges(ended_ranks)
     return f"rank {numbers} has ended" if len(ended_ranks) == 1 else f"ranks {numbers} have ended"

@@ -358,8 +358,9 @@ class Pool:
         """
         if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
             self._workers.look()
+        rank_rows = self._workers.rank_rows() if self._workers is not None else []
         return user_messages.status_table(
-            self._state, self.reason, self.plan, self._workers, self._activity
+            self._state, self.reason, self.plan, rank_rows, self._activity
         )
 
     # ---- a cell

@@ -182,7 +182,9 @@ def test_a_captured_cell_does_not_get_the_board_and_unloading_ends_the_timer(
         "%%capture kept\nget_ipython().run_cell_magic('accelerate', '',"
         " 'import time; time.sleep(2.5)')"
     ).check()
-    seen = kernel_with_workers.run("print([o.data.get('text/plain') for o in kept.outputs])").check()
+    seen = kernel_with_workers.run(
+        "print([o.data.get('text/plain') for o in kept.outputs])"
+    ).check()
     assert "2 ranks" in seen.stdout
     assert "rank  state" not in seen.stdout
     kernel_with_workers.run("%unload_ext nbaccel").check()
