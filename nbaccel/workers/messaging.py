@@ -207,9 +207,15 @@ def unless_gone() -> contextlib.suppress:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork a worker. Descriptors: its channel, stdout, stderr and stack pipe."""
+    """Fork a worker. Descriptors: its channel, stdout, stderr and stack pipe.
+
+    Attributes:
+        ticket: Comes back with its process id.
+        threads: How many it will compute with; 0: not known yet.
+    """
 
     ticket: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)

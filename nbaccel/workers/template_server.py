@@ -183,9 +183,10 @@ def _die_with(parent_id: int) -> None:
 
 class _ForkServer:
     def __init__(self, channel: object, parent_id: int) -> None:
-        from nbaccel.workers import messaging, template_candidate
+        from nbaccel.workers import messaging, template_candidate, thread_limits
 
         self._wire = messaging
+        self._set_threads = thread_limits.set_before_fork
         self._channel: messaging.Channel = channel  # type: ignore[assignment]
         self._workers: set[int] = set()
         self._candidates = template_candidate.CandidateKeeper(
@@ -199,6 +200,7 @@ class _ForkServer:
         # Any handler: Python writes to the wakeup descriptor only for signals that have one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._parent = _open_process(parent_id)
+        thread_limits.find_libraries()
 
     def serve(self) -> NoReturn:
         """Serve until the notebook hangs up or dies, and leave."""
@@ -228,6 +230,7 @@ class _ForkServer:
         except EOFError:
             return False
         if isinstance(message, self._wire.Fork):
+            self._set_threads(message.threads)
             process_id = self._fork(file_descriptors)
             self._workers.add(process_id)
             self._channel.send(self._wire.Forked(message.ticket, process_id))

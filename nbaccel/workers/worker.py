@@ -47,7 +47,14 @@ from nbaccel.topology import Topology
 from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
-from nbaccel.workers import messaging, metrics_reporter, precision_check, rendezvous, worker_output
+from nbaccel.workers import (
+    messaging,
+    metrics_reporter,
+    precision_check,
+    rendezvous,
+    thread_limits,
+    worker_output,
+)
 from nbaccel.workers.reaping import (
     WORKER_NAME,
     adopt_orphans,
@@ -227,7 +234,7 @@ def settle_in_process(
         os.chdir(worker_assignment.working_directory)
         # In place, because other modules hold a reference to this list.
         sys.path[:] = worker_assignment.import_path
-    _limit_threads(worker_assignment.threads)
+    thread_limits.limit_threads(worker_assignment.threads)
     hardware_device = _catalog.device(worker_assignment.device)
     hardware_device.enter_worker(place.local_rank)
     _catalog.enter_worker(worker_assignment.device)
@@ -255,17 +262,6 @@ def settle_in_process(
     if worker_context.on_other_host:
         worker_context.go_to(worker_assignment.working_directory)
     return worker_context
-
-
-def _limit_threads(num_threads: int) -> None:
-    """Let libraries compute with so many threads, those that were loaded before the fork included.
-
-    They read their variables when they are loaded, which was not in this worker.
-    """
-    torch.set_num_threads(num_threads)
-    # Whoever computes with other OpenMP runtimes and BLAS libraries (scikit-learn) has it loaded.
-    if (pool_module := sys.modules.get("threadpoolctl")) is not None:
-        pool_module.threadpool_limits(num_threads)
 
 
 def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:
