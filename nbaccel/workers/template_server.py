@@ -82,11 +82,13 @@ def serve_notebook_fork(channel_fd: int, parent_id: int) -> NoReturn:
         parent_id: Process id of the notebook.
     """
     from nbaccel import _accelerate
+    from nbaccel.transfer import sharded_tensors
     from nbaccel.workers.reaping import adopt_orphans
 
     # Its state says that this process is the only one.
     _accelerate.forget()
     adopt_orphans()
+    sharded_tensors.load_readers()
     rehearse_transfer()
     gc.freeze()
     serve_forks(channel_fd, parent_id)
@@ -295,9 +297,13 @@ class _ForkServer:
 
 def _become_template(channel: object, parent_id: int) -> NoReturn:
     """Serve as a template of its own; called in a fork of another one."""
+    from nbaccel.transfer import sharded_tensors
     from nbaccel.workers.reaping import adopt_orphans
 
     adopt_orphans()
+    # Of libraries that have just been imported; another package's reader may fail.
+    with contextlib.suppress(Exception):
+        sharded_tensors.load_readers()
     fork_server = _ForkServer(channel, parent_id)
     freeze_memory()
     fork_server.serve()
