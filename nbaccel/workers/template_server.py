@@ -18,7 +18,10 @@ import select
 import signal
 import socket
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from nbaccel.workers import messaging
 
 # The first optimizer of a process imports torch._dynamo (one to two seconds): here it is paid once.
 _PREIMPORTED_MODULES = (
@@ -192,7 +195,8 @@ class _ForkServer:
         self._channel: messaging.Channel = channel  # type: ignore[assignment]
         self._workers: set[int] = set()
         self._candidates = template_candidate.CandidateKeeper(
-            lambda own_channel: _become_template(own_channel, parent_id), self._let_go
+            lambda own_channel, learned: _become_template(own_channel, learned, parent_id),
+            self._let_go,
         )
         self._woken, self._waker = socket.socketpair()
         for wakeup_end in (self._woken, self._waker):
@@ -295,7 +299,7 @@ class _ForkServer:
         end_descendants()
 
 
-def _become_template(channel: object, parent_id: int) -> NoReturn:
+def _become_template(channel: messaging.Channel, learned: object, parent_id: int) -> NoReturn:
     """Serve as a template of its own; called in a fork of another one."""
     from nbaccel.transfer import sharded_tensors
     from nbaccel.workers.reaping import adopt_orphans
@@ -306,6 +310,8 @@ def _become_template(channel: object, parent_id: int) -> NoReturn:
         sharded_tensors.load_readers()
     fork_server = _ForkServer(channel, parent_id)
     freeze_memory()
+    # Not before: the next launch would wait for the collection of what the imports have left.
+    channel.send(learned)
     fork_server.serve()
 
 
