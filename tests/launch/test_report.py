@@ -50,6 +50,17 @@ def test_collectives_of_torch_and_of_the_accelerator_are_counted(loop: Any) -> N
     assert slowest.rank == 1
 
 
+def test_waiting_at_the_first_call_of_all_is_waiting() -> None:
+    results = notebook_launcher(loops.come_late_to_first_call, (3,), num_processes=4)
+    slept_s = loops.BATCHES * loops.SLOW_STEP_S
+    for times in timed(results)[:3]:
+        assert times.waiting_s + times.communicating_s > 0.8 * slept_s
+    slowest = results.report().facts.slowest
+    assert slowest is not None
+    assert slowest.rank == 3
+    assert slowest.waited_s > 0.7 * slept_s
+
+
 def test_a_slow_dataset_shows_as_waiting_for_data() -> None:
     results = notebook_launcher(loops.train, (None, loops.SlowDataset), num_processes=2)
     for times in timed(results):
