@@ -147,7 +147,8 @@ class Run:
         elif message["parent_header"].get("msg_id") != self.ident:
             return
         elif kind in ("display_data", "update_display_data"):
-            self.outputs[content["transient"]["display_id"]] = content["data"]
+            shown_as = content["transient"].get("display_id", "")
+            self.outputs[shown_as] = content["data"]
         elif kind == "stream":
             self.text += content["text"]
         elif kind == "error":
@@ -308,6 +309,25 @@ def test_a_bar_in_the_notebook_itself_is_no_error(live: Kernel) -> None:
     ).check()
     assert "alone: 100%" in cell.stdout
     assert cell.stderr == ""
+
+
+def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel: Kernel) -> None:
+    """An `Output` ignores updates of displays: the panel would say "running" for ever."""
+    fresh_kernel.run(TRAIN).check()
+    front_end = FrontEnd(fresh_kernel)
+    front_end.open_subshell()
+    run = front_end.begin(
+        """
+        import ipywidgets
+        with ipywidgets.Output():
+            notebook_launcher(train, (2.5,), 2)
+        """
+    )
+    run.until(lambda r: "Stop: interrupt the cell" in r.facts())
+    assert run.finish().error == ""
+    run.until(lambda r: "✓ <b>2 ranks" in r.facts())
+    assert "Stop: interrupt" not in run.facts()
+    front_end.close_subshell()
 
 
 def test_a_front_end_that_opens_no_way_for_clicks_gets_no_button(live: Kernel) -> None:
