@@ -418,7 +418,7 @@ def _undisturbed() -> Iterator[None]:
     # No devices: saving the state of CUDA's generators would initialise CUDA in the notebook.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # transformers warns through logging; torch tells of each operation that fails without values.
+        # transformers warns through it; torch tells of each operation that fails without values.
         logging.disable(logging.ERROR)
         try:
             yield

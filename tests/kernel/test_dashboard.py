@@ -27,7 +27,7 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 
 TRAIN = """
-import os, time
+import os, sys, time
 from nbaccel import Accelerator, notebook_launcher
 def train(seconds):
     accelerator = Accelerator()
@@ -227,6 +227,18 @@ def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code:
     assert wait_for(lambda: {p.pid for p in live.workers()} == processes)
     found = live.run("after = state(); print(before == after, before, after)").check().stdout
     assert found.startswith("True"), found
+
+
+def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
+    run = live.begin(LAUNCH)
+    live.until(run, "running")
+    live.interrupt()
+    assert live.finish(run).error == "KeyboardInterrupt"
+    live.run("report = %accelerate report").check()
+    told = live.run("print(report.facts.ending, report.facts.curves[0].name)").check().stdout
+    assert told == "stopped loss\n"
+    told = live.run("print(sys.last_value.report().facts == report.facts)").check().stdout
+    assert told == "True\n"
 
 
 def test_a_metric_a_scale_and_a_rank_are_chosen_while_the_cell_runs(live: Kernel) -> None:
