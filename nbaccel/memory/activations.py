@@ -299,7 +299,8 @@ def measure_activations(
         The bytes.
 
     Raises:
-        ConfigError: The model cannot be run without values, and is too large for a real copy.
+        ConfigError: The model cannot be run without values, and is too large for a real copy; or
+            it does not take this batch.
     """
     dtype = _DTYPES.get(precision)
     # A model may hold real tensors besides its parameters and buffers; these are allowed.
@@ -315,7 +316,17 @@ def measure_activations(
         # A copy, because hooks are added and gradients computed.
         real = copy.deepcopy(model).to(dtype=dtype)
         batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
-        return _run(real, batch, gradient_checkpointing)
+        try:
+            return _run(real, batch, gradient_checkpointing)
+        except ConfigError:
+            raise
+        except Exception as error:  # a batch of another form makes the model fail in any way
+            raise ConfigError(
+                f"{type(model).__name__} does not run with this sample_batch, so its activations "
+                f"cannot be measured: it raised {type(error).__name__}: {error}. Give a batch as "
+                "the training loop hands it to the model: a tensor, or a dict or tuple of the "
+                "model's arguments."
+            ) from error
 
 
 def on_fake_copy(
@@ -407,7 +418,8 @@ def _undisturbed() -> Iterator[None]:
     # No devices: saving the state of CUDA's generators would initialise CUDA in the notebook.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)  # transformers warns through logging
+        # transformers warns through it; torch tells of each operation that fails without values.
+        logging.disable(logging.ERROR)
         try:
             yield
         finally:

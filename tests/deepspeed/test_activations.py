@@ -143,6 +143,12 @@ def test_one_without_values_that_needs_them_is_refused(x):
         measure_activations(model, x)
 
 
+def test_a_batch_that_does_not_fit_the_model_is_refused_in_words(capfd):
+    with pytest.raises(ConfigError, match=r"does not run with this sample_batch.*10.*batch as"):
+        measure_activations(nn.Linear(10, 10), torch.ones(4, 7))
+    assert capfd.readouterr() == ("", "")
+
+
 # ---------------------------------------------------------------- transformers, and the estimate
 @pytest.fixture(scope="module")
 def llama():

@@ -29,10 +29,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbaccel import env
-from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.cell_place import VIEW_MIME, CellPlace
 from nbaccel.output.dashboard import drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.dashboard.run_panel import VIEW_MIME, RunPanel, may_be_heard
+from nbaccel.output.dashboard.run_panel import RunPanel, may_be_heard
 
 if TYPE_CHECKING:
     from nbaccel.workers.messaging import Metrics
@@ -77,6 +77,9 @@ class Dashboard:
         self._say = say_line or _say
         self._place = place or CellPlace()
         self._in_place = self._place.is_there
+        if self._place.is_widget:
+            # What stands there cannot become a panel with a button of its own.
+            self._stop = None
         self._is_wanted = is_wanted and env.flag("NBACCEL_DASHBOARD") is not False
         self._next = self.board.began + FIRST_S
         self._lines = _less_and_less()

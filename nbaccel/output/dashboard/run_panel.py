@@ -27,9 +27,7 @@ from nbaccel.output.dashboard.board import RunBoard
 from nbaccel.output.dashboard.curves import is_logarithmic, metric_chart, smoothed_value
 from nbaccel.output.dashboard.drawing import number_text, plain_text
 
-__all__ = ["VIEW_MIME", "RunPanel", "may_be_heard"]
-
-VIEW_MIME = "application/vnd.jupyter.widget-view+json"
+__all__ = ["RunPanel", "may_be_heard"]
 
 _STOP_LABEL = "■ Stop"
 _STOPPING_LABEL = "■ Stopping… press again to end at once"
