@@ -259,12 +259,15 @@ class MemoryModel:
         if cache_key not in self._activations:
             from nbaccel.memory.activations import measure_activations
 
-            self._activations[cache_key] = measure_activations(
+            measured = measure_activations(
                 self.model,
                 resized(self.sample_batch, sample_count),
                 precision=precision,
                 gradient_checkpointing=config.activation_checkpointing,
-            ).peak
+            )
+            self._activations[cache_key] = measured.peak
+            if sample_count == own_samples and measured.forward_flops is not None:
+                self._operations = measured.forward_flops / max(1, own_samples)
         return self._activations[cache_key]
 
 
