@@ -23,6 +23,7 @@ from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.notebook.picker import availability
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
+from nbaccel.notebook.picker.compared_ways import compare_precisions, name_with_precision
 from nbaccel.notebook.picker.edits import edit_config, value_of
 from nbaccel.notebook.picker.exporters import (
     ConfigFace,
@@ -39,6 +40,7 @@ from nbaccel.notebook.picker.memory_model import (
 from nbaccel.notebook.picker.questions import (
     MachinePart,
     TrainedModel,
+    check_model_and_batch,
     describe_batch,
     describe_model,
     machine_parts,
@@ -114,7 +116,7 @@ class PickerModel:
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
-        _check_model_and_batch(model, sample_batch)
+        check_model_and_batch(model, sample_batch)
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
         self._config = RunConfig() if config is None else run_config_of(config)
@@ -126,6 +128,7 @@ class PickerModel:
             )
             self._finder = CandidateFinder(self._memory_model)
         self._is_memory_postponed = False
+        self._compares_precisions = False
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -615,28 +618,67 @@ class PickerModel:
         except NbaccelError:  # reported by `problems`, or by the verdict
             return ()
 
-    def take(self, name: str) -> None:
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precisions that the machine has, as things are; the chosen one is among them."""
+        offers = self.offers("mixed_precision")
+        return tuple(str(offer.option.value) for offer in offers if not offer.reason)
+
+    @property
+    def compares_precisions(self) -> bool:
+        """Whether the ways to train are shown in each precision, not in the chosen one alone."""
+        return self._compares_precisions and len(self.precisions) > 1
+
+    def compare_precisions(self, *, is_on: bool) -> None:
+        """Show the ways to train in each precision, or in the chosen one alone.
+
+        It changes nothing of what is chosen, so there is nothing to undo.
+
+        Args:
+            is_on: Whether to compare.
+        """
+        if is_on != self._compares_precisions:
+            self._compares_precisions = is_on
+            self._call_observers()
+
+    def shown_candidates(self) -> tuple[Candidate, ...]:
+        """The `candidates`; of each way one for each precision while these are compared."""
+        finder = self._finder
+        if finder is None or not self.compares_precisions or not self.candidates():
+            return self.candidates()
+        return self._once(
+            "compared", lambda: compare_precisions(finder, self._config, self.precisions)
+        )
+
+    def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change.
 
         Args:
             name: Its name.
+            precision: One of `precisions`, to take it with the way; None: the chosen one.
 
         Raises:
             ConfigError: There is none of that name, or it cannot be taken here.
         """
-        named = {candidate.name: candidate for candidate in self.candidates()}
+        candidates = self.candidates()
+        if precision not in (None, self._config.mixed_precision) and self._finder is not None:
+            compared = compare_precisions(self._finder, self._config, self.precisions)
+            candidates = tuple(one for one in compared if one.precision == precision)
+        named = {candidate.name: candidate for candidate in candidates}
         if name not in named:
             raise ConfigError(
                 f"There is no way to train called {name!r}: nothing would change."
                 f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
             )
-        if named[name].refusal:
+        candidate = named[name]
+        told_name = name if precision is None else name_with_precision(candidate)
+        if candidate.refusal:
             raise ConfigError(
-                f"{name!r} cannot be taken: {named[name].refusal}. Training would fail. Take "
+                f"{told_name!r} cannot be taken: {candidate.refusal}. Training would fail. Take "
                 "another."
             )
-        candidate = named[name]
-        self._become(candidate.config, () if candidate.fits else (f"{name}: {candidate.verdict}",))
+        remark = f"{told_name}: {candidate.verdict}"
+        self._become(candidate.config, () if candidate.fits else (remark,))
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures activations for all precisions, so that no later choice waits for that.
@@ -677,17 +719,3 @@ def _config_variants(picker_model: PickerModel) -> Iterator[RunConfig]:
                     mixed_precision=option_offer.option.value,
                     activation_checkpointing=with_recompute,
                 )
-
-
-def _check_model_and_batch(model: Any, sample_batch: Any) -> None:
-    # By its method, because `isinstance` would import torch for a form without a model.
-    if model is not None and not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
-            "torch module; it may be on meta."
-        )
-    if model is None and sample_batch is not None:
-        raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
-            "nothing to call with it. Give the model, too."
-        )

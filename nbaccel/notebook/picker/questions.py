@@ -13,10 +13,18 @@ from typing import Any
 
 from nbaccel import _catalog
 from nbaccel.capabilities import device_row
+from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, Plan
 from nbaccel.units import count_noun, format_bytes
 
-__all__ = ["MachinePart", "TrainedModel", "describe_batch", "describe_model", "machine_parts"]
+__all__ = [
+    "MachinePart",
+    "TrainedModel",
+    "check_model_and_batch",
+    "describe_batch",
+    "describe_model",
+    "machine_parts",
+]
 
 _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
@@ -188,3 +196,26 @@ def _short_count(number: int) -> str:
         if number >= unit_size:
             return f"{number / unit_size:.3g} {unit_letter}"
     return str(number)
+
+
+def check_model_and_batch(model: Any, sample_batch: Any) -> None:
+    """Refuse what cannot be described.
+
+    Args:
+        model: A torch module, or None.
+        sample_batch: A batch for it, or None.
+
+    Raises:
+        ConfigError: The model is no module, or there is a batch without a model.
+    """
+    # By its method, because `isinstance` would import torch for a form without a model.
+    if model is not None and not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
+            "torch module; it may be on meta."
+        )
+    if model is None and sample_batch is not None:
+        raise ConfigError(
+            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
+            "nothing to call with it. Give the model, too."
+        )
