@@ -327,7 +327,7 @@ def test_mistakes_of_a_loaded_file_are_at_the_lines_of_its_text(files, tmp_path)
 def test_what_nobody_expects_is_shown_as_well(show, monkeypatch):
     shown = show(model=net())
 
-    def fail(name: str) -> None:
+    def fail(name: str, precision: str) -> None:
         raise ZeroDivisionError(name)
 
     monkeypatch.setattr(shown.view._model, "take", fail)

@@ -98,7 +98,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _RunFigures:
     """The memory and time of a run, or why it cannot be run."""
 
     need: MemoryNeed | None = None
@@ -106,7 +106,7 @@ class _Answer:
     refusal: str = ""
 
 
-_Question: TypeAlias = "tuple[RunConfig, Traffic, int | None, int | None]"
+_FiguresKey: TypeAlias = "tuple[RunConfig, Traffic, int | None, int | None]"
 _MOST_KEPT = 2000  # a strip has about a hundred, in all precisions
 
 
@@ -146,7 +146,7 @@ class CandidateFinder:
     """
 
     memory_model: MemoryModel
-    _evaluated: dict[_Question, _Answer] = field(default_factory=dict)
+    _evaluated: dict[_FiguresKey, _RunFigures] = field(default_factory=dict)
 
     @functools.cached_property
     def can_checkpoint(self) -> bool:
@@ -263,21 +263,21 @@ class CandidateFinder:
             way = replace(way, configs=(config,), refusal="")
         candidate = None
         for variant_config in way.configs:
-            answer = self._evaluate(variant_config, way.traffic, samples, passes)
-            if answer.need is None:
+            figures = self._evaluate(variant_config, way.traffic, samples, passes)
+            if figures.need is None:
                 kept = candidate or Candidate(name=way.name, config=variant_config)
-                candidate = replace(kept, refusal=way.refusal or answer.refusal)
+                candidate = replace(kept, refusal=way.refusal or figures.refusal)
                 continue
-            step_time = answer.step_time
+            step_time = figures.step_time
             candidate = Candidate(
                 name=way.name,
                 config=variant_config,
-                need=answer.need,
+                need=figures.need,
                 refusal=way.refusal,
                 step_s=None if step_time is None else step_time.total,
                 step_words="" if step_time is None else step_time.words,
             )
-            if not answer.need.lacking or way.refusal:
+            if not figures.need.lacking or way.refusal:
                 break
         if candidate is None:
             raise InternalError(f"The way to train {way.name!r} has no settings.")
@@ -285,26 +285,26 @@ class CandidateFinder:
 
     def _evaluate(
         self, config: RunConfig, traffic: Traffic, samples: int | None, passes: int | None
-    ) -> _Answer:
+    ) -> _RunFigures:
         """What a run needs and takes: found once, as most of a strip is the same after a choice."""
-        question = (config, traffic, samples, passes)
-        if question in self._evaluated:
-            return self._evaluated[question]
+        figures_key = (config, traffic, samples, passes)
+        if figures_key in self._evaluated:
+            return self._evaluated[figures_key]
         try:
             plan = resolve(config, self.memory_model.inventory)
             need = self._need(config, plan, samples)
         except NbaccelError as error:
-            answer = _Answer(refusal=_first_mistake(error))
+            figures = _RunFigures(refusal=_first_mistake(error))
         else:
-            answer = _Answer(
+            figures = _RunFigures(
                 need=need, step_time=self._step_time(config, plan, traffic, samples, passes)
             )
             if need.estimate.nvme.total:
-                return answer  # what is free on a disk changes while one looks
+                return figures  # what is free on a disk changes while one looks
         if len(self._evaluated) >= _MOST_KEPT:
             self._evaluated.clear()
-        self._evaluated[question] = answer
-        return answer
+        self._evaluated[figures_key] = figures
+        return figures
 
     def _need(self, config: RunConfig, plan: Plan, samples: int | None) -> MemoryNeed:
         memory_model = self.memory_model

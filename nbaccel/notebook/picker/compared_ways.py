@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from nbaccel.capabilities import precision_row
 from nbaccel.config import RunConfig
-from nbaccel.errors import NbaccelError
+from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder, judged
-from nbaccel.notebook.picker.choices import by_name
+from nbaccel.notebook.picker.choices import by_name, settings_forms
+from nbaccel.notebook.picker.memory_model import MemoryModel
 
 __all__ = [
     "button_names",
@@ -94,6 +96,43 @@ def _told_once(by_precision: Mapping[str, Candidate]) -> Iterator[Candidate]:
     refusals = {candidate.refusal for candidate in candidates}
     is_refused = len(refusals) == 1 and "" not in refusals
     yield from candidates[:1] if is_refused else candidates
+
+
+# ----------------------------------------------------------------------- before they are asked for
+def precision_variants(
+    config: RunConfig, precision_names: Sequence[str], *, may_recompute: bool
+) -> Iterator[RunConfig]:
+    """Runs whose activations differ: in each precision, kept and computed again.
+
+    Args:
+        config: The chosen settings.
+        precision_names: The precisions.
+        may_recompute: Whether the model can compute its activations again.
+
+    Yields:
+        The runs.
+    """
+    recompute_choices = (False, True) if may_recompute else (config.activation_checkpointing,)
+    for precision_name in precision_names:
+        for with_recompute in recompute_choices:
+            yield config.changed(
+                mixed_precision=precision_name, activation_checkpointing=with_recompute
+            )
+
+
+def measure_later(memory_model: MemoryModel, config: RunConfig) -> None:
+    """Measure the activations of a run, so that a later choice need not.
+
+    Args:
+        memory_model: Measures and keeps them.
+        config: The run.
+    """
+    with contextlib.suppress(ConfigError):  # reported when it is chosen
+        batch_sizes = (
+            settings_form.batch_size(settings_form.document(config) or {})
+            for settings_form in settings_forms()
+        )
+        memory_model.activation_bytes(config, next(filter(None, batch_sizes), None))
 
 
 # ----------------------------------------------------------------------- how they are shown

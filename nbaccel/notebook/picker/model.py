@@ -7,9 +7,8 @@ the rows of ``nbaccel.capabilities``.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +22,12 @@ from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.notebook.picker import availability
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
-from nbaccel.notebook.picker.compared_ways import compare_precisions, name_with_precision
+from nbaccel.notebook.picker.compared_ways import (
+    compare_precisions,
+    measure_later,
+    name_with_precision,
+    precision_variants,
+)
 from nbaccel.notebook.picker.edits import edit_config, value_of
 from nbaccel.notebook.picker.exporters import (
     ConfigFace,
@@ -44,12 +48,13 @@ from nbaccel.notebook.picker.questions import (
     describe_batch,
     describe_model,
     machine_parts,
+    samples_sentence,
 )
 from nbaccel.notebook.picker.suggesting import Proposal, Suggester, refusal_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.strategies.settings_form import FilledConfig, SettingsForm
-from nbaccel.units import count_noun, format_bytes
+from nbaccel.units import format_bytes
 
 __all__ = [
     "ChoiceOption",
@@ -248,13 +253,7 @@ class PickerModel:
         if per_process is None:
             return ""
         accumulated = self._config.gradient_accumulation_steps or 1
-        total = per_process * accumulated * self.plan.world_size
-        factors = [f"{per_process} per process"]
-        factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
-        factors += [f"{self.plan.world_size} processes"] if self.plan.world_size > 1 else []
-        if len(factors) == 1:
-            return f"{count_noun(total, 'sample')} per step."
-        return f"{count_noun(total, 'sample')} per step: {' * '.join(factors)}."
+        return samples_sentence(per_process, accumulated, self.plan.world_size)
 
     # ------------------------------------------------------------------- what is greyed
 
@@ -643,9 +642,12 @@ class PickerModel:
 
     def shown_candidates(self) -> tuple[Candidate, ...]:
         """The `candidates`; of each way one for each precision while these are compared."""
+        return self._compared() if self.compares_precisions else self.candidates()
+
+    def _compared(self) -> tuple[Candidate, ...]:
         finder = self._finder
-        if finder is None or not self.compares_precisions or not self.candidates():
-            return self.candidates()
+        if finder is None or not self.candidates():
+            return ()
         return self._once(
             "compared", lambda: compare_precisions(finder, self._config, self.precisions)
         )
@@ -660,25 +662,23 @@ class PickerModel:
         Raises:
             ConfigError: There is none of that name, or it cannot be taken here.
         """
-        candidates = self.candidates()
-        if precision not in (None, self._config.mixed_precision) and self._finder is not None:
-            compared = compare_precisions(self._finder, self._config, self.precisions)
-            candidates = tuple(one for one in compared if one.precision == precision)
-        named = {candidate.name: candidate for candidate in candidates}
+        is_other = precision not in (None, self._config.mixed_precision)
+        candidates = self._compared() if is_other else self.candidates()
+        named = {one.name: one for one in candidates if not is_other or one.precision == precision}
         if name not in named:
             raise ConfigError(
                 f"There is no way to train called {name!r}: nothing would change."
                 f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
             )
         candidate = named[name]
-        told_name = name if precision is None else name_with_precision(candidate)
+        told_name = name_with_precision(candidate) if is_other else name
         if candidate.refusal:
             raise ConfigError(
                 f"{told_name!r} cannot be taken: {candidate.refusal}. Training would fail. Take "
                 "another."
             )
-        remark = f"{told_name}: {candidate.verdict}"
-        self._become(candidate.config, () if candidate.fits else (remark,))
+        remarks = () if candidate.fits else (f"{told_name}: {candidate.verdict}",)
+        self._become(candidate.config, remarks)
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures activations for all precisions, so that no later choice waits for that.
@@ -690,32 +690,9 @@ class PickerModel:
         memory_model = self._memory_model
         if memory_model is None or memory_model.sample_batch is None:
             return ()
-        return tuple(
-            partial(_measure_activations, memory_model, variant_config)
-            for variant_config in _config_variants(self)
-        )
+        recomputes = not self.refusal("activation_checkpointing")
+        variants = precision_variants(self._config, self.precisions, may_recompute=recomputes)
+        return tuple(partial(measure_later, memory_model, variant) for variant in variants)
 
 
 _NO_BATCH = "Activations are not in it: give configure(model, sample_batch)."
-
-
-def _measure_activations(memory_model: MemoryModel, config: RunConfig) -> None:
-    with contextlib.suppress(ConfigError):  # reported when it is chosen
-        batch_sizes = (
-            settings_form.batch_size(settings_form.document(config) or {})
-            for settings_form in settings_forms()
-        )
-        memory_model.activation_bytes(config, next(filter(None, batch_sizes), None))
-
-
-def _config_variants(picker_model: PickerModel) -> Iterator[RunConfig]:
-    recompute_choices = (False, True)
-    if picker_model.refusal("activation_checkpointing"):
-        recompute_choices = (picker_model.config.activation_checkpointing,) * 2
-    for option_offer in picker_model.offers("mixed_precision"):
-        if not option_offer.reason:
-            for with_recompute in dict.fromkeys(recompute_choices):
-                yield picker_model.config.changed(
-                    mixed_precision=option_offer.option.value,
-                    activation_checkpointing=with_recompute,
-                )

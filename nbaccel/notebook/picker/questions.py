@@ -24,6 +24,7 @@ __all__ = [
     "describe_batch",
     "describe_model",
     "machine_parts",
+    "samples_sentence",
 ]
 
 _MAX_SINGLE_UNITS = 4  # more equal ones are described together
@@ -153,6 +154,26 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
         MachinePart(f"host memory{host_text}", computes_on_host),
         MachinePart(count_noun(inventory.cpu_cores, "core"), computes_on_host),
     )
+
+
+def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str:
+    """The samples of one optimizer step.
+
+    Args:
+        per_process: Samples of one process in one forward pass.
+        accumulated: Forward passes of a step.
+        world_size: Processes.
+
+    Returns:
+        ``64 samples per step: 8 per process * 4 accumulated * 2 processes.``
+    """
+    total = per_process * accumulated * world_size
+    factors = [f"{per_process} per process"]
+    factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
+    factors += [f"{world_size} processes"] if world_size > 1 else []
+    if len(factors) == 1:
+        return f"{count_noun(total, 'sample')} per step."
+    return f"{count_noun(total, 'sample')} per step: {' * '.join(factors)}."
 
 
 def _unit_size(total_bytes: int, free_bytes: int) -> str:
