@@ -98,8 +98,7 @@ class CandidateStrip:
         if self._model.trained is None:
             return escape(_WITHOUT_MODEL)
         best = next((candidate for candidate in candidates if candidate.is_best), None)
-        line_text = "the dashed line is what there is; click to take one."
-        remark = f"{escape(_place_words(candidates))}{line_text}"
+        remark = f"{escape(_place_words(candidates))}click to take one."
         if best is not None:
             best_name = name_with_precision(best) if self._model.compares_precisions else best.name
             remark += f" ★ <b>{escape(best_name)}</b>: {escape(best.reason)}."
