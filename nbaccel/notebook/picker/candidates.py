@@ -24,10 +24,10 @@ from nbaccel.strategies import gradient_checkpointing
 from nbaccel.strategies.settings_form import TrainingWay
 from nbaccel.units import format_bytes
 
-__all__ = ["Candidate", "CandidateFinder", "beside", "judged", "way_of"]
+__all__ = ["SAME_SPEED", "Candidate", "CandidateFinder", "beside", "judged", "way_of"]
 
 _FSDP = "fsdp"
-_SAME_SPEED = 1.05
+SAME_SPEED = 1.05
 """Estimates that differ by less say nothing: the simpler way is the better one then."""
 
 
@@ -398,7 +398,7 @@ def _best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     known_times = [candidate.step_s for candidate in fitting if candidate.step_s is not None]
     if not known_times:
         return fitting[0] if fitting else None
-    limit_s = min(known_times) * _SAME_SPEED
+    limit_s = min(known_times) * SAME_SPEED
     return next(
         candidate
         for candidate in fitting
@@ -417,7 +417,7 @@ def _best_reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
     if best.step_s is None:
         return f"{room_words}; the simplest that does{recompute_words}"
     is_alone = not any(
-        other is not best and other.step_s is not None and other.step_s <= best.step_s * _SAME_SPEED
+        other is not best and other.step_s is not None and other.step_s <= best.step_s * SAME_SPEED
         for other in others
     )
     speed_words = (
@@ -444,6 +444,6 @@ def beside(candidate: Candidate, best: Candidate | None) -> str:
     room_words = f", {format_bytes(more_free)} more free" if more_free > 0 else ""
     if candidate.config.activation_checkpointing and not best.config.activation_checkpointing:
         room_words += "; activations are computed again"
-    if times_longer <= _SAME_SPEED:
+    if times_longer <= SAME_SPEED:
         return f"as fast{room_words}"
     return f"a step takes {times_longer:.1f} times as long{room_words}"

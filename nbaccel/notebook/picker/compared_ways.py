@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from nbaccel.capabilities import precision_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, NbaccelError
-from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder, judged
+from nbaccel.memory.step_time import SHORTEST_S
+from nbaccel.notebook.picker.candidates import SAME_SPEED, Candidate, CandidateFinder, judged
 from nbaccel.notebook.picker.choices import by_name, settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryModel
+from nbaccel.units import format_seconds
 
 __all__ = [
     "button_names",
     "compare_precisions",
     "groups_of_ways",
+    "hint_of",
     "is_told_once",
     "name_with_precision",
     "precision_label",
@@ -26,6 +30,7 @@ _SETTING = "mixed_precision"
 _SIMPLEST_FIRST = ("no", "bf16", "fp16")
 """Of equally fast ones the first is the better one: fp16 needs its gradients scaled, and formats
 of 8 bits a library of their own."""
+_CAUTION = "see that the loss falls as in bf16"
 
 
 def precision_label(precision_name: str) -> str:
@@ -74,7 +79,40 @@ def compare_precisions(
         for candidate in candidates:
             found.setdefault(candidate.name, {})[precision_name] = candidate
     compared = [one for by_precision in found.values() for one in _told_once(by_precision)]
-    return tuple(judged(compared, simplest_first=sorted(compared, key=_Order(found))))
+    simplest_first = sorted(compared, key=_Order(found))
+    return tuple(map(_with_caution, judged(compared, simplest_first=simplest_first)))
+
+
+def _with_caution(candidate: Candidate) -> Candidate:
+    """The best one; what its precision asks of the training is told with it."""
+    if candidate.is_best and precision_row(candidate.precision).has_backends:
+        return replace(candidate, reason=f"{candidate.reason}; {_CAUTION}")
+    return candidate
+
+
+def hint_of(candidates: Sequence[Candidate], compared: Sequence[Candidate]) -> str:
+    """What another precision would do better.
+
+    Args:
+        candidates: The ways in the chosen precision.
+        compared: The ways in all precisions.
+
+    Returns:
+        A sentence; empty where the chosen precision does as well.
+    """
+    best = next((candidate for candidate in candidates if candidate.is_best), None)
+    better = next((candidate for candidate in compared if candidate.is_best), None)
+    if better is None or (best is not None and best.precision == better.precision):
+        return ""
+    words = f"In {precision_label(better.precision)}, {better.name} would"
+    if best is None:
+        return f"{words} fit."
+    if best.step_s is None or better.step_s is None or best.step_s <= better.step_s * SAME_SPEED:
+        return ""
+    if better.step_s < SHORTEST_S:
+        return ""
+    seconds = format_seconds(better.step_s)
+    return f"{words} take about {seconds} a step."
 
 
 class _Order:

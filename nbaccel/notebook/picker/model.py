@@ -24,6 +24,7 @@ from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
 from nbaccel.notebook.picker.compared_ways import (
     compare_precisions,
+    hint_of,
     measure_later,
     name_with_precision,
     precision_variants,
@@ -35,12 +36,7 @@ from nbaccel.notebook.picker.exporters import (
     mistakes_by_setting,
     read_settings_source,
 )
-from nbaccel.notebook.picker.memory_model import (
-    MemoryBar,
-    MemoryModel,
-    MemoryNeed,
-    told_together,
-)
+from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed
 from nbaccel.notebook.picker.questions import (
     MachinePart,
     TrainedModel,
@@ -51,10 +47,10 @@ from nbaccel.notebook.picker.questions import (
     samples_sentence,
 )
 from nbaccel.notebook.picker.suggesting import Proposal, Suggester, refusal_of
+from nbaccel.notebook.picker.verdicts import FitVerdict, verdict_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.strategies.settings_form import FilledConfig, SettingsForm
-from nbaccel.units import format_bytes
 
 __all__ = [
     "ChoiceOption",
@@ -82,21 +78,6 @@ class OptionOffer:
 
     option: ChoiceOption
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FitVerdict:
-    """Whether a run fits.
-
-    Attributes:
-        fits: None where nothing is known.
-        text: The verdict with its numbers.
-        remedy: What to do; empty where nothing is to be done.
-    """
-
-    fits: bool | None
-    text: str
-    remedy: str = ""
 
 
 class PickerModel:
@@ -133,7 +114,7 @@ class PickerModel:
             )
             self._finder = CandidateFinder(self._memory_model)
         self._is_memory_postponed = False
-        self._compares_precisions = False
+        self._compares_precisions = self._may_hint = False
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -488,27 +469,10 @@ class PickerModel:
             return FitVerdict(
                 None, "Memory cannot be estimated.", self._once("need", self._measured)[1]
             )
-        short_bars = [memory_bar for memory_bar in self.bars() if memory_bar.lacking]
-        if short_bars:
-            needs_text = ", ".join(
-                told_together(
-                    short_bars, lambda memory_bar: f"{format_bytes(memory_bar.lacking)} too little"
-                )
-            )
-            return FitVerdict(
-                False, f"Does not fit: {needs_text}.", self._suggester().remedy(self._config)
-            )
-        needed_bars = [memory_bar for memory_bar in self.bars() if memory_bar.needed]
-        needs_text = ", ".join(
-            told_together(
-                needed_bars,
-                lambda memory_bar: (
-                    f"{format_bytes(memory_bar.needed)} of {format_bytes(memory_bar.capacity)}"
-                ),
-            )
-        )
         no_batch_text = "" if self._memory_model.sample_batch is not None else _NO_BATCH
-        return FitVerdict(True, f"Fits: {needs_text}.", no_batch_text)
+        return verdict_of(
+            self.need, lambda: self._suggester().remedy(self._config), remark=no_batch_text
+        )
 
     # ------------------------------------------------------------------- faces
 
@@ -652,6 +616,16 @@ class PickerModel:
             "compared", lambda: compare_precisions(finder, self._config, self.precisions)
         )
 
+    @property
+    def precision_hint(self) -> str:
+        """What another precision would do better, in a sentence; empty where nothing is known.
+
+        It is known once all precisions have been measured, by `later_estimates`.
+        """
+        if not self._may_hint or self.compares_precisions or self.is_memory_postponed:
+            return ""
+        return self._once("hint", lambda: hint_of(self.candidates(), self._compared()))
+
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change.
 
@@ -681,18 +655,25 @@ class PickerModel:
         self._become(candidate.config, remarks)
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
-        """Measures activations for all precisions, so that no later choice waits for that.
+        """Measures all precisions, so that no later choice waits for that.
 
         Returns:
             A function for each measurement, a forward and backward pass without memory: a second
-            for a large model, and nothing where it has been made.
+            for a large model, and nothing where it has been made. The last one compares them.
         """
-        memory_model = self._memory_model
-        if memory_model is None or memory_model.sample_batch is None:
+        memory_model, estimates = self._memory_model, []
+        if memory_model is None:
             return ()
-        recomputes = not self.refusal("activation_checkpointing")
-        variants = precision_variants(self._config, self.precisions, may_recompute=recomputes)
-        return tuple(partial(measure_later, memory_model, variant) for variant in variants)
+        if memory_model.sample_batch is not None:
+            recomputes = not self.refusal("activation_checkpointing")
+            variants = precision_variants(self._config, self.precisions, may_recompute=recomputes)
+            estimates = [partial(measure_later, memory_model, variant) for variant in variants]
+        return (*estimates, self._compare_in_advance)
+
+    def _compare_in_advance(self) -> None:
+        self._may_hint = True
+        if self.precision_hint:
+            self._call_observers()
 
 
 _NO_BATCH = "Activations are not in it: give configure(model, sample_batch)."

@@ -41,7 +41,7 @@ _WITHOUT_MODEL = (
     "With a model, a bar for each way to train is here, against the memory that there is."
 )
 _COMPARE = "Compare precisions"
-_COMPARE_MEANING = "Show each way to train in each precision that the machine has"
+_COMPARE_MEANING = "Show each way to train in each precision that the machine has."
 _WAITING = "Memory is being estimated …"
 
 
@@ -84,13 +84,18 @@ class CandidateStrip:
         self._is_syncing = True
         try:
             self._compare.value = compares
+            self._compare.tooltip = f"{_COMPARE_MEANING} {self._model.precision_hint}".strip()
             may_compare = not is_waiting and len(self._model.precisions) > 1
             toggle_class(self._compare, "nbaccel-hidden", not (self._shown and may_compare))
             self._sync_buttons(self._shown)
         finally:
             self._is_syncing = False
-        draw = compared_html if compares else strip_html
-        self._bars.value = draw(self._shown) if self._shown else ""
+        self._bars.value = self._drawn() if self._shown else ""
+
+    def _drawn(self) -> str:
+        if self._model.compares_precisions:
+            return compared_html(self._shown)
+        return strip_html(self._shown, self._model.precision_hint)
 
     def _remark(self, candidates: Sequence[Candidate]) -> str:
         if self._model.is_memory_postponed:

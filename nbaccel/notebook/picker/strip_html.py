@@ -117,11 +117,12 @@ def strip_scale(candidates: Iterable[Candidate]) -> int:
     return max(most, 1)
 
 
-def strip_html(candidates: Sequence[Candidate]) -> str:
+def strip_html(candidates: Sequence[Candidate], hint: str = "") -> str:
     """A bar for each candidate, against the line of what there is.
 
     Args:
         candidates: All of them, in the order of their buttons.
+        hint: A sentence to say below the bars.
 
     Returns:
         HTML; each row stands over the button of its candidate.
@@ -131,7 +132,7 @@ def strip_html(candidates: Sequence[Candidate]) -> str:
     rows = "".join(
         _row_html(candidate, full_width, candidate.name, place_html) for candidate in candidates
     )
-    return f'<div class="nbaccel-rows">{rows}</div>{_strip_legend(candidates)}'
+    return f'<div class="nbaccel-rows">{rows}</div>{_strip_legend(candidates, hint)}'
 
 
 def compared_html(candidates: Sequence[Candidate]) -> str:
@@ -160,7 +161,7 @@ def compared_html(candidates: Sequence[Candidate]) -> str:
     return f'<div class="nbaccel-rows">{"".join(rows)}</div>{_strip_legend(candidates)}'
 
 
-def _strip_legend(candidates: Sequence[Candidate]) -> str:
+def _strip_legend(candidates: Sequence[Candidate], hint: str = "") -> str:
     bars = [bar for bar in map(device_bar, candidates) if bar is not None]
     kinds = {segment.kind for bar in bars for segment in bar.segments if segment.bytes}
     legend = "".join(
@@ -170,15 +171,16 @@ def _strip_legend(candidates: Sequence[Candidate]) -> str:
         if kind in kinds
     )
     line = '<li><span class="nbaccel-swatch nbaccel-mark"></span>what there is</li>'
-    return f'<ul class="nbaccel-legend">{legend}{line}</ul>' if bars else ""
+    hint_html = f'<span class="nbaccel-hint">{escape(hint)}</span>' if hint else ""
+    legend_html = f'<ul class="nbaccel-legend">{legend}{line}</ul>' if bars else ""
+    return f'<div class="nbaccel-below-bars">{legend_html}{hint_html}</div>'
 
 
 def _row_html(
     candidate: Candidate, full_width: int, told_name: str, place_html: str, row_class: str = ""
 ) -> str:
     fits_class = "" if candidate.refusal else _FITS_CLASSES[candidate.fits]
-    taken_class = "nbaccel-is-taken" if candidate.is_taken else ""
-    css_classes = " ".join(filter(None, ("nbaccel-strip-row", row_class, taken_class, fits_class)))
+    css_classes = " ".join(filter(None, ("nbaccel-strip-row", row_class, fits_class)))
     bar = device_bar(candidate)
     track_html = '<span class="nbaccel-track"></span>'
     if bar is not None:
