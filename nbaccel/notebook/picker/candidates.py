@@ -24,9 +24,17 @@ from nbaccel.strategies import gradient_checkpointing
 from nbaccel.strategies.settings_form import TrainingWay
 from nbaccel.units import format_bytes
 
-__all__ = ["SAME_SPEED", "Candidate", "CandidateFinder", "beside", "judged", "way_of"]
+__all__ = [
+    "SAME_SPEED",
+    "Candidate",
+    "CandidateFinder",
+    "beside",
+    "judged",
+    "way_of",
+]
 
 _FSDP = "fsdp"
+_BEING_ESTIMATED = "being estimated …"
 SAME_SPEED = 1.05
 """Estimates that differ by less say nothing: the simpler way is the better one then."""
 
@@ -45,6 +53,8 @@ class Candidate:
         is_taken: Whether it is what is chosen now.
         is_best: Whether it is the fastest that fits.
         reason: Why it is the best, or what it costs beside the best: a clause.
+        is_estimated: Whether all that may make it fit has been looked at; otherwise its memory is
+            that of its first variant.
     """
 
     name: str
@@ -56,6 +66,7 @@ class Candidate:
     is_taken: bool = False
     is_best: bool = False
     reason: str = ""
+    is_estimated: bool = True
 
     @property
     def precision(self) -> str:
@@ -65,7 +76,7 @@ class Candidate:
     @property
     def fits(self) -> bool | None:
         """Whether the machine has the memory; None where nothing is known."""
-        return None if self.need is None else not self.need.lacking
+        return None if self.need is None or not self.is_estimated else not self.need.lacking
 
     @property
     def can_be_taken(self) -> bool:
@@ -85,6 +96,8 @@ class Candidate:
     @property
     def verdict(self) -> str:
         """Whether it fits, in a few words: ``3.3 GiB free``."""
+        if not self.is_estimated:
+            return _BEING_ESTIMATED
         if self.need is None:
             return "not known"
         if not self.need.lacking:
@@ -143,9 +156,14 @@ class CandidateFinder:
 
     Args:
         memory_model: Measures them.
+
+    Attributes:
+        defers_recomputing: Whether a way that does not fit as it is stays unfinished where
+            activations that are computed again would have to be measured first.
     """
 
     memory_model: MemoryModel
+    defers_recomputing: bool = False
     _evaluated: dict[_FiguresKey, _RunFigures] = field(default_factory=dict)
 
     @functools.cached_property
@@ -263,6 +281,9 @@ class CandidateFinder:
             way = replace(way, configs=(config,), refusal="")
         candidate = None
         for variant_config in way.configs:
+            if candidate is not None and self._is_deferred(variant_config) and not way.refusal:
+                candidate = replace(candidate, is_estimated=False)
+                break
             figures = self._evaluate(variant_config, way.traffic, samples, passes)
             if figures.need is None:
                 kept = candidate or Candidate(name=way.name, config=variant_config)
@@ -282,6 +303,13 @@ class CandidateFinder:
         if candidate is None:
             raise InternalError(f"The way to train {way.name!r} has no settings.")
         return replace(candidate, is_taken=is_taken)
+
+    def _is_deferred(self, config: RunConfig) -> bool:
+        return (
+            self.defers_recomputing
+            and config.activation_checkpointing
+            and not self.memory_model.has_measured(config)
+        )
 
     def _evaluate(
         self, config: RunConfig, traffic: Traffic, samples: int | None, passes: int | None
@@ -385,6 +413,9 @@ def judged(
     Yields:
         The candidates, with their reasons.
     """
+    if not all(candidate.is_estimated for candidate in candidates):
+        yield from candidates  # one of those that are missing may be better than all others
+        return
     best = _best_of(simplest_first)
     for candidate in candidates:
         if candidate is best:

@@ -413,7 +413,24 @@ class PickerModel:
         if self._is_memory_postponed:
             # First, so that an estimate that is interrupted is made at the next change.
             self._is_memory_postponed = False
+            if self._finder is not None:
+                self._finder.defers_recomputing = True
             self._call_observers()
+
+    def finish_estimate(self) -> None:
+        """Estimate the ways, too, that need another measurement, and call back if there are any.
+
+        Which ways fit as they are is seen in half of the time.
+        """
+        if not all(candidate.is_estimated for candidate in self.shown_candidates()):
+            self.defer_nothing()
+            self._call_observers()
+
+    def defer_nothing(self) -> None:
+        """Estimate all ways from now on, whenever one is asked for."""
+        if self._finder is not None and self._finder.defers_recomputing:
+            self._finder.defers_recomputing = False
+            self._known.clear()
 
     @property
     def need(self) -> MemoryNeed | None:
@@ -543,6 +560,7 @@ class PickerModel:
             raise ConfigError(
                 f"Nothing can be suggested for {self._config}: {self.suggest_refusal}."
             )
+        self.defer_nothing()
         return self._once("proposals", lambda: self._suggester().proposals(self._config))
 
     def take_proposal(self, proposal: Proposal) -> None:
@@ -636,6 +654,7 @@ class PickerModel:
         Raises:
             ConfigError: There is none of that name, or it cannot be taken here.
         """
+        self.defer_nothing()
         is_other = precision not in (None, self._config.mixed_precision)
         candidates = self._compared() if is_other else self.candidates()
         named = {one.name: one for one in candidates if not is_other or one.precision == precision}

@@ -42,6 +42,7 @@ _WITHOUT_MODEL = (
 )
 _COMPARE = "Compare precisions"
 _COMPARE_MEANING = "Show each way to train in each precision that the machine has."
+_SOME_WAIT = "Ways that may fit with activations computed again are being estimated …"
 _WAITING = "Memory is being estimated …"
 
 
@@ -107,6 +108,8 @@ class CandidateStrip:
         if best is not None:
             best_name = name_with_precision(best) if self._model.compares_precisions else best.name
             remark += f" ★ <b>{escape(best_name)}</b>: {escape(best.reason)}."
+        if not all(candidate.is_estimated for candidate in candidates):
+            remark += f" {escape(_SOME_WAIT)}"
         return remark
 
     def _sync_buttons(self, candidates: Sequence[Candidate]) -> None:

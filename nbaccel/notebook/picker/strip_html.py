@@ -207,6 +207,8 @@ def verdict_text(candidate: Candidate) -> str:
     """
     if candidate.refusal:
         return candidate.refusal
+    if not candidate.is_estimated:
+        return candidate.verdict
     bars = () if candidate.need is None else candidate.need.bars
     for bar in bars:
         if bar.lacking:

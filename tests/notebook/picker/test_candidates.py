@@ -46,6 +46,15 @@ class Language(nn.Module):
         return self.head(values)
 
 
+class Recomputing(Language):
+    """One whose activations can be computed again."""
+
+    supports_gradient_checkpointing = True
+
+    def gradient_checkpointing_enable(self, **options: object) -> None:
+        """As transformers' models: here only asked for."""
+
+
 def language(**sizes: int) -> nn.Module:
     with torch.device("meta"):
         return Language(**sizes)
@@ -156,6 +165,47 @@ def test_what_a_run_needs_is_found_once(picker, monkeypatch):
     own.choose("max_restarts", 1)
     own.undo()
     assert own.candidates() == before
+
+
+def test_ways_that_fit_as_they_are_are_seen_before_the_others_are_estimated():
+    with torch.device("meta"):
+        model = Recomputing()
+    gpus = with_gpus(2, total=40, free=39)
+    complete = PickerModel(model=model, sample_batch=TOKENS, inventory=gpus).candidates()
+
+    def begun() -> PickerModel:
+        own = PickerModel(model=model, sample_batch=TOKENS, inventory=gpus)
+        own.postpone_memory()
+        own.estimate_memory()
+        return own
+
+    own = begun()
+    waiting = [way.name for way in own.candidates() if not way.is_estimated]
+    assert waiting
+    for way, final in zip(own.candidates(), complete, strict=True):
+        if way.is_estimated:
+            assert (way.need, way.fits) == (final.need, final.fits)
+        else:
+            assert (way.verdict, way.fits) == ("being estimated …", None)
+            assert final.config.activation_checkpointing
+    assert not any(way.is_best for way in own.candidates()), "it may be among those that wait"
+    assert own.verdict.remedy == ""
+    told = []
+    own.observe(lambda: told.append(own.candidates()))
+    own.finish_estimate()
+    own.finish_estimate()
+    assert told == [complete], "told once"
+    assert own.verdict.remedy.endswith(" would fit.")
+
+    taken = begun()
+    taken.take(waiting[0])
+    final = next(way for way in complete if way.name == waiting[0])
+    assert taken.config == final.config, "what is taken is estimated first"
+    assert begun().proposals()[0].config == own.proposals()[0].config
+    interrupted = begun()
+    interrupted.defer_nothing()
+    interrupted.choose("max_restarts", 1)
+    assert all(way.is_estimated for way in interrupted.candidates())
 
 
 # ----------------------------------------------------------------------- in each precision
@@ -318,14 +368,8 @@ def test_an_older_gpu_gets_fp16_and_a_choice_is_kept():
 
 
 def test_a_tight_fit_comes_with_one_that_leaves_more():
-    class Tight(Language):
-        supports_gradient_checkpointing = True
-
-        def gradient_checkpointing_enable(self, **options: object) -> None:
-            """As transformers' models: here only asked for."""
-
     with torch.device("meta"):
-        model = Language()
+        model = Recomputing()
     needed = (
         next(
             way
