@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -28,24 +29,36 @@ def is_sharding_new_models() -> bool:
     return integration_module is not None and bool(integration_module.is_deepspeed_zero3_enabled())
 
 
-def adopt_trainers() -> None:
-    """Let trainers from the notebook work in this worker. Once per worker."""
-    patch_module(_TRAINER_MODULE, _patch_trainer)
+def adopt_trainers(around_training: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let trainers from the notebook work in this worker. Once per worker.
+
+    Args:
+        around_training: Makes a context in which a trainer trains; it draws one bar for all steps.
+    """
+    patch_module(
+        _TRAINER_MODULE, functools.partial(_patch_trainer, around_training=around_training)
+    )
 
 
-def _patch_trainer(trainer_module: ModuleType) -> None:
+def _patch_trainer(
+    trainer_module: ModuleType, around_training: Callable[[], AbstractContextManager[None]]
+) -> None:
     for method_name in _TRAINER_ENTRIES:
         method = getattr(trainer_module.Trainer, method_name, None)
         if method is not None:
-            setattr(trainer_module.Trainer, method_name, _adopting_method(method))
+            context = around_training if method_name == "train" else nullcontext
+            setattr(trainer_module.Trainer, method_name, _adopting_method(method, context))
 
 
-def _adopting_method(method: Callable[..., Any]) -> Callable[..., Any]:
+def _adopting_method(
+    method: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def adopted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _comes_from_notebook(self):
             _rebuild_accelerator(self)
-        return method(self, *args, **kwargs)
+        with context():
+            return method(self, *args, **kwargs)
 
     return adopted
 

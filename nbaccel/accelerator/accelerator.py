@@ -649,29 +649,30 @@ class Accelerator(RunDescription):
             unwrap: Whether to return what is inside it (a `SummaryWriter`, for example).
 
         Returns:
-            The tracker. Where none has begun (on other processes than 0, before `init_trackers`, or
-            where no package is installed), one that does nothing.
+            The tracker; where none has begun, as on other processes than 0, one that does nothing.
 
         Raises:
             ConfigError: Trackers have begun, and none of that name.
         """
         return trackers.find_started_tracker(self.trackers, name, unwrap=unwrap)
 
-    def progress(self, loader: Iterable[_AnyBatch], description: str = "") -> Iterator[_AnyBatch]:
+    def progress(
+        self, loader: Iterable[_AnyBatch], description: str = "", *, epochs: int | None = None
+    ) -> Iterator[_AnyBatch]:
         """Iterate over a loader's batches under one progress bar for all processes.
 
-        Process 0 shows it, with the mean of all processes' losses (as `backward` sees them) and
-        the samples per second of all together. Call it on every process.
+        Call it on every process; process 0 shows it, with mean loss and samples per second of all.
 
         Args:
             loader: What to iterate over.
             description: Text before the bar.
+            epochs: How often this loop is run in all; so the panel tells what is left of all.
         """
-        previous, self._progress = self._progress, Progress(loader, self._place, description)
+        before, self._progress = self._progress, Progress(loader, self._place, description, epochs)
         try:
             yield from self._progress
         finally:  # loops with bars may be nested
-            self._progress = previous
+            self._progress = before
 
     @contextlib.contextmanager
     def profile(

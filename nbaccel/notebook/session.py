@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -77,6 +77,7 @@ class Session:
         shell: The notebook's shell.
         pool: The workers, once a cell has started some.
         dist: Whether the next workers join their process group at once.
+        on_look: Called about once a second while workers run a cell; None for nothing.
     """
 
     def __init__(self, ipython_shell: InteractiveShell) -> None:
@@ -85,6 +86,7 @@ class Session:
         self._config = RunConfig()
         self._picker: Picker | None = None
         self.dist = False
+        self.on_look: Callable[[], None] | None = None
         self._reloads = False
         self._reloading: Pool | None = None
 
@@ -268,10 +270,15 @@ class Session:
         from nbaccel.pool.worker_pool import Pool
 
         new_pool = Pool(config=config, namespace=self.shell.user_ns, dist=joins_group)
+        new_pool.on_look = self._looked
         new_pool.start()
         # Kept only after the start, so that settings that cannot start are not used again.
         self.pool, self.config, self.dist = new_pool, config, joins_group
         return new_pool
+
+    def _looked(self) -> None:
+        if self.on_look is not None:
+            self.on_look()
 
     def _refuse_other(self, live_pool: Pool, magic_line: MagicLine) -> None:
         differing_names = self._differing(live_pool, magic_line.wanted, magic_line.given)

@@ -1,15 +1,33 @@
-"""The board of live workers that `%accelerate` shows, brought up to date after each cell."""
+"""The board of live workers that `%accelerate` shows, and keeps up to date.
+
+    while a cell runs   whenever its panel looks at the ranks, about once a second
+    after each cell     workers are asked for the names that they hold
+    between cells       every two seconds: what has changed by itself, such as a worker that the
+                        system has killed; no worker is asked, and nothing is sent if nothing has
+                        changed
+
+[Note: who looks between cells] A timer of the kernel's own event loop, in the main thread: it runs
+only while no cell does. A thread could send a display while a cell prints; ipykernel would
+give it whichever cell is running as its parent, and a worker that is forked from the notebook would
+be without a thread that it has a record of. What a timer leaves behind in a forked worker is an
+entry of an event loop that never runs there.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.display import display
 
 from nbaccel.notebook.session import Session
 from nbaccel.output import publish
 
 __all__ = ["WorkerBoard"]
+
+_LOOK_INTERVAL_S = 2.0
 
 
 class WorkerBoard:
@@ -26,34 +44,70 @@ class WorkerBoard:
         self._session = session
         self._events = session.shell.events
         self._handle: Any = None
+        self._pool: Any = None
         self._is_new = False
+        self._shown_text = ""
+        self._timer: asyncio.TimerHandle | None = None
 
     def show(self) -> None:
-        """Show the workers; from now on after each cell, too."""
+        """Show the workers, and keep them up to date from now on."""
         self.unload()
         pool = self._session.pool
         if pool is None:
             print(self._session.told_absence())
             return
+        status = pool.status()
         if not publish.has_cells():
-            display(pool.status())  # type: ignore[no-untyped-call]
+            display(status)  # type: ignore[no-untyped-call]
             return
-        self._handle = display(pool.status(), display_id=True)  # type: ignore[no-untyped-call]
-        self._is_new = True
-        self._events.register("post_run_cell", self._refresh)
+        self._handle = display(status, display_id=True)  # type: ignore[no-untyped-call]
+        self._pool, self._is_new, self._shown_text = pool, True, str(status)
+        self._events.register("post_run_cell", self._after_cell)
+        self._session.on_look = self._renew
+        self._look_later()
 
     def unload(self) -> None:
         """Leave the board as it is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._handle is not None:
             self._handle = None
-            self._events.unregister("post_run_cell", self._refresh)
+            self._session.on_look = None
+            self._events.unregister("post_run_cell", self._after_cell)
 
-    def _refresh(self, _cell_result: object = None) -> None:
+    def _after_cell(self, _cell_result: object = None) -> None:
         # The cell that shows it has just done so.
         is_new, self._is_new = self._is_new, False
-        pool = self._session.pool
-        if pool is None:
-            # The workers were ended on request: the table stays as it was last.
+        if not is_new:
+            self._renew(asks_workers=True)
+
+    def _look_later(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            event_loop = asyncio.get_running_loop()
+        except RuntimeError:  # a kernel without one: then it is renewed by cells only
+            return
+        self._timer = event_loop.call_later(_LOOK_INTERVAL_S, self._look_between_cells)
+
+    def _look_between_cells(self) -> None:
+        self._timer = None
+        self._renew()
+        if self._handle is not None:
+            self._look_later()
+
+    def _renew(self, *, asks_workers: bool = False) -> None:
+        # A cell that captures its output would get the board, too.
+        if isinstance(self._session.shell.display_pub, CapturingDisplayPublisher):
+            return
+        # After a restart with other settings it is another one; after a stop, which is told once
+        # and then for ever, it is the last one.
+        pool = self._pool = self._session.pool or self._pool
+        status = pool.status(asks_workers=asks_workers)
+        status_text = str(status)
+        if status_text != self._shown_text:
+            self._shown_text = status_text
+            self._handle.update(status)
+        if self._session.pool is None:
             self.unload()
-        elif not is_new:
-            self._handle.update(pool.status())

@@ -13,7 +13,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BATCH_UNIT", "BarText", "RankBars", "read_bar", "split_bar"]
+__all__ = [
+    "BATCH_UNIT",
+    "BarText",
+    "RankBars",
+    "SeenBar",
+    "note_outer_bar",
+    "outer_bar_of",
+    "read_bar",
+    "split_bar",
+]
 
 BATCH_UNIT = "batch"
 """What the bar of `accelerator.progress` counts."""
@@ -44,6 +53,8 @@ class BarText:
     total: str = ""
     left_s: float | None = None
     """Seconds that are left, as the bar estimates them."""
+    elapsed_s: float | None = None
+    """Seconds since it began, when it was drawn."""
     rate: str = ""
     """`1.9it/s`, `2.1s/batch`."""
     postfix: str = ""
@@ -97,9 +108,47 @@ def _bar_of(bar_match: re.Match[str]) -> BarText:
         done=found_parts["done"],
         total=found_parts.get("total", ""),
         left_s=_clock_seconds(found_parts.get("left", "")),
+        elapsed_s=_clock_seconds(found_parts["elapsed"]),
         rate=found_parts["rate"].strip(),
         postfix=found_parts["postfix"],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenBar:
+    """When an outer bar was first seen as it is now."""
+
+    key: tuple[str, str, str]
+    """Its description, and how much of how much is done."""
+    seen_at: float
+
+
+def note_outer_bar(
+    seen_bar: SeenBar | None, bars: tuple[BarText, ...], current_time: float
+) -> SeenBar | None:
+    """What is to be remembered of a rank's outer bar, whose text changes only with its rounds.
+
+    Args:
+        seen_bar: What was remembered until now.
+        bars: The rank's bars, the outer one first.
+        current_time: Now.
+    """
+    outer_bar = outer_bar_of(bars)
+    if outer_bar is None:
+        return seen_bar
+    key = (outer_bar.description, outer_bar.done, outer_bar.total)
+    is_same = seen_bar is not None and seen_bar.key == key
+    return seen_bar if is_same else SeenBar(key=key, seen_at=current_time)
+
+
+def outer_bar_of(bars: tuple[BarText, ...]) -> BarText | None:
+    """The bar of a rank's outermost loop; None where its code draws none.
+
+    Args:
+        bars: The rank's bars, the outer one first.
+    """
+    # The bars of `accelerator.progress` are not read: ranks report these loops.
+    return next((bar for bar in bars if BATCH_UNIT not in bar.rate), None)
 
 
 def _clock_seconds(clock_text: str) -> float | None:
@@ -116,22 +165,24 @@ class RankBars:
     """The bars of one rank that are of interest now: an inner loop's, and the one around it."""
 
     def __init__(self) -> None:
-        self._bars: dict[str, BarText] = {}
-        self._newest = ""
+        self._bars: dict[tuple[str, str], BarText] = {}
+        """By description and total: both of two nested loops may be without a name."""
+        self._newest = ("", "")
 
     def note(self, bar: BarText) -> None:
         """Take in a bar's newest state."""
-        if bar.description != self._newest:
+        bar_key = (bar.description, bar.total)
+        if bar_key != self._newest:
             # A loop that is through is of no interest once another one is drawn.
             self._bars = {
-                name: known_bar
-                for name, known_bar in self._bars.items()
-                if name == bar.description or not known_bar.is_complete
+                known_key: known_bar
+                for known_key, known_bar in self._bars.items()
+                if known_key == bar_key or not known_bar.is_complete
             }
-        self._newest = bar.description
-        self._bars[bar.description] = bar
+        self._newest = bar_key
+        self._bars[bar_key] = bar
         while len(self._bars) > _MAX_BARS:
-            oldest = next(name for name in self._bars if name != self._newest)
+            oldest = next(known_key for known_key in self._bars if known_key != self._newest)
             del self._bars[oldest]
 
     def shown(self, unfinished_lines: Iterable[str]) -> tuple[BarText, ...]:

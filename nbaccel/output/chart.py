@@ -1,4 +1,4 @@
-"""A line chart as one SVG element, readable on light and dark backgrounds.
+"""A line chart as one SVG element, or one image, readable on light and dark backgrounds.
 
 No style sheet, no script and no ids: several charts of a page cannot disturb each other, and a
 saved notebook shows them without a kernel. Axes have the colour of the text around the chart;
@@ -7,6 +7,7 @@ lines differ in width and dash pattern, not in colour alone.
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import statistics
@@ -32,6 +33,11 @@ class ChartLine:
 
 ACCENT_COLOUR = "#1e88e5"
 """At least 3.6:1 against white and 5:1 against the dark themes' backgrounds."""
+
+_IMAGE_GREY = "#787878"
+"""Axes and labels of an image, which does not know the colour of the text around it: 4.4:1 against
+white, 4.3:1 against JupyterLab's dark background. An image could ask for the browser's preference,
+but JupyterLab's theme may be another."""
 
 _MOST_POINTS = 240
 _MARK_GAP = 48  # px between two marks, at least: less is a grey area
@@ -91,6 +97,7 @@ def line_chart(
     width: int = 520,
     height: int = 160,
     log_y: bool | None = None,
+    as_image: bool = False,
 ) -> str:
     """Draw lines over a common x axis.
 
@@ -104,10 +111,15 @@ def line_chart(
         height: In pixels.
         log_y: Whether the y axis is logarithmic; then values that are not positive are marked
             like those that are no numbers. None: where it shows more.
+        as_image: Whether to return an `<img>` whose address holds the chart. Of an `<svg>` element
+            in a notebook that is not trusted, front ends leave only the texts, run together.
 
     Returns:
-        One `<svg>` element.
+        One `<svg>` element, or one `<img>`.
     """
+    svg = _Svg(
+        spoken=_spoken_summary(lines, title, x_label), width=width, height=height, is_image=as_image
+    )
     thinned_lines = [
         ChartLine(line.name, _thinned(line.points), line.role) for line in lines if line.points
     ]
@@ -118,11 +130,10 @@ def line_chart(
     if is_log:
         shown_values = [value for value in shown_values if value >= _SMALLEST_POSITIVE]
     shown_x = [x for line in thinned_lines for x, _ in line.points if _is_shown(x)]
-    spoken = _spoken_summary(lines, title, x_label)
     if not shown_values:
         empty_words = "no numbers" if shown_x else "no values yet"
         empty_text = _text(width / 2, height / 2, empty_words, anchor="middle")
-        return _svg(spoken, width, height, [empty_text])
+        return svg.of([empty_text])
     legend_lines = _legend_lines(thinned_lines)
     top, bottom = (18 if legend_lines else 6) + (12 if marks else 0), height - 20
     y_scale = _Scale.of(shown_values, is_log=is_log, most_ticks=(bottom - top) // _TICK_GAP_Y)
@@ -141,16 +152,13 @@ def line_chart(
         x_scale=x_scale,
         y_scale=y_scale,
     )
-    return _svg(
-        spoken,
-        width,
-        height,
+    return svg.of(
         [
             *_axis_elements(area, y_labels, x_label),
             *_mark_elements(area, marks),
             *_line_elements(area, thinned_lines),
             *_legend_elements(area, legend_lines),
-        ],
+        ]
     )
 
 
@@ -358,13 +366,33 @@ class _PlotArea:
         return _is_shown(x) and _is_shown(y) and (is_positive or not self.y_scale.is_log)
 
 
-def _svg(spoken: str, width: int, height: int, elements: Iterable[str]) -> str:
-    spoken_text = html.escape(spoken)
-    return (
-        f'<svg role="img" aria-label="{spoken_text}" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" style="max-width:100%;height:auto" fill="none" {_FONT}>'
-        f"<title>{spoken_text}</title>{''.join(elements)}</svg>"
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Svg:
+    """The element around what is drawn."""
+
+    spoken: str
+    """What a screen reader says."""
+    width: int
+    height: int
+    is_image: bool
+
+    def of(self, elements: Iterable[str]) -> str:
+        """The whole element."""
+        spoken_text = html.escape(self.spoken)
+        size = f'width="{self.width}" height="{self.height}"'
+        style = 'style="max-width:100%;height:auto"'
+        view = f'{size} viewBox="0 0 {self.width} {self.height}" fill="none" {_FONT}'
+        title = f"<title>{spoken_text}</title>"
+        drawn = "".join(elements)
+        if not self.is_image:
+            return f'<svg role="img" aria-label="{spoken_text}" {style} {view}>{title}{drawn}</svg>'
+        # In an image a style sheet disturbs nothing else; labels that are grey need no opacity.
+        image = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" color="{_IMAGE_GREY}" {view}>{title}'
+            f"<style>text{{fill-opacity:1}}</style>{drawn}</svg>"
+        )
+        address = f"data:image/svg+xml;base64,{base64.b64encode(image.encode()).decode()}"
+        return f'<img src="{address}" alt="{spoken_text}" {size} {style}>'
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", opacity: float = 0.75) -> str:

@@ -21,7 +21,7 @@ from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Plan
 from nbaccel.pool import messages
 from nbaccel.pool.task import RankTasks, TaskResult, TaskSupervisor
-from nbaccel.pool.user_messages import CellDashboardUpdater
+from nbaccel.pool.user_messages import CellDashboardUpdater, RankStatus, rank_status
 from nbaccel.supervision import outcome
 from nbaccel.workers import messaging, template_learning, time_limits, worker
 from nbaccel.workers.fork import ForkStarter
@@ -54,6 +54,9 @@ class LiveGroup(WorkerGroup):
         self._on_end.callback(self._close_sentinels)
         self._rank_logs = self._on_end.enter_context(logs_of_run(plan))
         self._after_end = after_end
+        self._task: TaskSupervisor | None = None
+        self._answers: dict[int, messaging.Whereabouts] = {}
+        """What each worker has answered last while it was idle."""
 
     def end(self) -> None:
         """End the workers, then let their hosts go."""
@@ -151,6 +154,7 @@ class LiveGroup(WorkerGroup):
         *,
         timeout_s: float | None = None,
         is_shown: bool = False,
+        on_look: Callable[[], None] | None = None,
     ) -> TaskResult:
         """Give some workers a task each, and watch until all of them have finished.
 
@@ -158,6 +162,7 @@ class LiveGroup(WorkerGroup):
             pool_tasks: The tasks by rank.
             timeout_s: Seconds after which the task is ended; None for no limit.
             is_shown: Whether a dashboard shows how the ranks get on.
+            on_look: Called whenever that has looked at the ranks, about once a second.
 
         Returns:
             What became of it.
@@ -168,7 +173,7 @@ class LiveGroup(WorkerGroup):
 
         def make_show() -> CellDashboardUpdater:
             return CellDashboardUpdater(
-                list(pool_tasks), plan=self.plan, place=place or CellPlace()
+                list(pool_tasks), plan=self.plan, place=place or CellPlace(), on_look=on_look
             )
 
         return self._watch(
@@ -193,8 +198,38 @@ class LiveGroup(WorkerGroup):
             with contextlib.suppress(OSError):
                 member.channel.send(messages.Task(number=0, body=task_body))
 
-    def look(self) -> dict[int, messaging.Whereabouts]:
-        """Ask all workers where they are; those that do not answer at once are left out."""
+    def rank_rows(self) -> list[RankStatus]:
+        """How each worker stands by what is known of it here; none is asked."""
+        current_time = time.monotonic()
+        open_ranks = frozenset() if self._task is None else self._task.open
+        ended_ranks = self._ended_ranks()
+        return [
+            rank_status(
+                member,
+                current_time - member.since,
+                # While a cell runs, workers are asked about once a second.
+                (member.whereabouts if member.rank in open_ranks else None)
+                or self._answers.get(member.rank),
+                is_open=member.rank in open_ranks,
+                is_gone=member.rank in ended_ranks,
+            )
+            for member in self.members
+        ]
+
+    def _ended_ranks(self) -> frozenset[int]:
+        """Ranks whose process is gone, though no task has noticed it yet."""
+        sentinel_poll = select.poll()
+        rank_of = {
+            self._sentinels[member.rank]: member.rank
+            for member in self.members
+            if not member.has_ended
+        }
+        for sentinel in rank_of:
+            sentinel_poll.register(sentinel, select.POLLIN)
+        return frozenset(rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0))
+
+    def look(self) -> None:
+        """Ask all workers where they are; of those that do not answer at once nothing is known."""
         whereabouts_by_rank: dict[int, messaging.Whereabouts] = {}
         waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}
         for member in waiting_members.values():
@@ -215,7 +250,7 @@ class LiveGroup(WorkerGroup):
                 elif isinstance(look_answer, (messaging.Display, messaging.ClearOutput)):
                     # Displayed by a thread that a cell has left running.
                     publish.show_message(look_answer)
-        return whereabouts_by_rank
+        self._answers = whereabouts_by_rank
 
     def _watch(
         self,
@@ -242,9 +277,14 @@ class LiveGroup(WorkerGroup):
             if member.rank not in ranks:
                 # Equal lines of ranks are joined; ranks with the task must not wait for this one.
                 console.close(member.rank)
-        return TaskSupervisor(
+        task = TaskSupervisor(
             self, ranks, pool_tasks, task_number=task_number, console=console, **watch_options
-        ).run()
+        )
+        self._task = task
+        try:
+            return task.run()
+        finally:
+            self._task = None
 
     def _close_sentinels(self) -> None:
         while self._sentinels:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -18,7 +17,7 @@ from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall, re
 from nbaccel.plan import Plan
 from nbaccel.pool.states import PoolState, WorkerState
 from nbaccel.pool.task import TaskResult, TaskSupervisor
-from nbaccel.units import count_noun, first_few, format_bytes, format_seconds
+from nbaccel.units import count_noun, first_few, format_bytes, format_seconds, number_ranges
 from nbaccel.workers import messaging, template_learning
 from nbaccel.workers.template_facts import told_left_out
 from nbaccel.workers.worker_handle import WorkerHandle
@@ -240,10 +239,19 @@ class CellDashboardUpdater(DashboardUpdater):
         ranks: The ranks that have the task.
         plan: What the workers were started by.
         place: Where in the cell the panel stands.
+        on_look: Called whenever the ranks have been looked at.
     """
 
-    def __init__(self, ranks: Sequence[int], *, plan: Plan, place: CellPlace) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        plan: Plan,
+        place: CellPlace,
+        on_look: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(ranks, plan=plan, place=place, always_shown=True)
+        self._on_look = on_look
 
     def row(
         self,
@@ -268,6 +276,8 @@ class CellDashboardUpdater(DashboardUpdater):
 
     def looked(self, watched_worker: WatchedCall) -> None:
         """Ask the ranks where they are, for the next time."""
+        if self._on_look is not None:
+            self._on_look()
         rank_task = cast("TaskSupervisor", watched_worker)
         for member in rank_task.at_work():
             if member.rank in rank_task.open:
@@ -288,10 +298,11 @@ def rank_status(
     rank_place: messaging.Whereabouts | None,
     *,
     is_open: bool,
+    is_gone: bool = False,
 ) -> RankStatus:
     """One row of the status table."""
-    rank_state = WorkerState.GONE if member.has_ended else WorkerState.IDLE
-    if is_open:
+    rank_state = WorkerState.GONE if member.has_ended or is_gone else WorkerState.IDLE
+    if is_open and not is_gone:
         rank_state = WorkerState.STOPPING if member.is_stopped else WorkerState.RUNNING
     activity_words = (
         str(RankActivity.of_stack(rank_place.stack))
@@ -311,28 +322,36 @@ def rank_status(
 
 
 def status_table(
-    rank_state: PoolState,
-    end_reason: str,
-    plan: Plan,
-    pool_members: Sequence[WorkerHandle],
-    rank_places: Mapping[int, messaging.Whereabouts],
+    pool_state: PoolState, end_reason: str, plan: Plan, rows: Sequence[RankStatus], activity: str
 ) -> StatusTable:
-    """The pool as `%accelerate status` shows it."""
-    current_time = time.monotonic()
-    rows = [
-        rank_status(
-            member,
-            current_time - member.since,
-            rank_places.get(member.rank),
-            is_open=rank_state is PoolState.RUNNING,
+    """The pool as `%accelerate status` shows it.
+
+    Args:
+        pool_state: How the pool stands.
+        end_reason: Why it has ended, if so.
+        plan: What its workers were, or will be, started by.
+        rows: Its workers; empty for none.
+        activity: What they run: `cell In[7]`; empty where that has no name.
+    """
+    ended_ranks = [row.rank for row in rows if row.state == WorkerState.GONE.name.lower()]
+    told_reason = f": {end_reason}" if end_reason else ""
+    if activity and pool_state is PoolState.RUNNING:
+        told_reason = f" {activity}"
+    elif ended_ranks and pool_state is PoolState.IDLE:
+        told_reason = (
+            f", but {_ended_words(ended_ranks)}: the next cell tells why, and the one after that "
+            "starts new workers"
         )
-        for member in pool_members
-    ]
-    told_lines = f": {end_reason}" if end_reason else ""
-    worker_words = plan.headline() if pool_members else f"The next cell starts {plan.headline()}"
+    worker_words = plan.headline() if rows else f"The next cell starts {plan.headline()}"
     left_out = told_left_out(template_learning.learner(plan.device))
-    headline = f"{rank_state.name.lower()}{told_lines}. {worker_words} {left_out}".rstrip()
+    headline = f"{pool_state.name.lower()}{told_reason}. {worker_words} {left_out}".rstrip()
     return StatusTable(rows, headline=headline)
+
+
+def _ended_words(ended_ranks: Sequence[int]) -> str:
+    """`rank 1 has ended`, `ranks 0-3 have ended`."""
+    numbers = number_ranges(ended_ranks)
+    return f"rank {numbers} has ended" if len(ended_ranks) == 1 else f"ranks {numbers} have ended"
 
 
 # No colour is named, and the background shows through: it reads on light and dark alike.
@@ -407,11 +426,26 @@ def _device_words(row: RankStatus) -> str:
     return "" if row.device_bytes is None else format_bytes(row.device_bytes)
 
 
+def _duration_words(row: RankStatus) -> str:
+    """How long it has been in its state; of one that waits in whole minutes, without haste.
+
+    A board that counted the seconds of workers that do nothing would change all the time.
+    """
+    if row.state == WorkerState.GONE.name.lower():
+        return ""  # when it ended has not been seen
+    if row.state != WorkerState.IDLE.name.lower():
+        return format_seconds(row.seconds)
+    if row.seconds < _MINUTE_S:
+        return "under 1 min"
+    hours, minutes = divmod(int(row.seconds // _MINUTE_S), 60)
+    return f"{hours} h" if hours else f"{minutes} min"
+
+
 _STATUS_COLUMNS: tuple[tuple[str, Callable[[RankStatus], str]], ...] = (
     ("rank", lambda row: str(row.rank)),
     ("state", lambda row: row.state),
-    ("for", lambda row: format_seconds(row.seconds)),
-    ("memory", lambda row: format_bytes(row.rss_bytes)),
+    ("for", _duration_words),
+    ("memory", lambda row: format_bytes(row.rss_bytes) if row.rss_bytes else ""),
     ("on device", _device_words),
     ("group", lambda row: row.group),
     ("names", lambda row: first_few(row.names, _MAX_TOLD_NAMES)),
@@ -420,3 +454,4 @@ _STATUS_COLUMNS: tuple[tuple[str, Callable[[RankStatus], str]], ...] = (
 _LASTING_COLUMNS = ("rank", "state", "for", "memory", "doing")
 _NO_VALUES = {"doing": ""}
 _MAX_TOLD_NAMES = 6
+_MINUTE_S = 60

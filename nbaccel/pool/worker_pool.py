@@ -126,6 +126,9 @@ class Pool:
         self._lock = threading.Lock()
         self._cwd_env_tracker = CwdEnvTracker()
         self._observed: ObservedRun | None = None
+        self._activity = ""
+        self.on_look: Callable[[], None] | None = None
+        """Called about once a second while a cell runs, from the thread that runs it."""
 
     # ---- what it is
 
@@ -345,16 +348,19 @@ class Pool:
         """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
         return self._ask(messages.Inspect(name=name, detail=detail))  # type: ignore[no-any-return]
 
-    def status(self) -> user_messages.StatusTable:
-        """What each worker is doing and what it has in memory."""
-        rank_places = (
+    def status(self, *, asks_workers: bool = True) -> user_messages.StatusTable:
+        """What each worker is doing and what it has in memory.
+
+        Args:
+            asks_workers: Whether workers that wait for a cell are asked for the names that they
+                hold, which takes up to 0.2 s where one does not answer. Else, and while a cell
+                runs, it is what they have answered last.
+        """
+        if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
             self._workers.look()
-            if self._workers is not None and self._state is PoolState.IDLE
-            else {}
-        )
-        pool_members = self._workers.members if self._workers is not None else []
+        rank_rows = self._workers.rank_rows() if self._workers is not None else []
         return user_messages.status_table(
-            self._state, self.reason, self.plan, pool_members, rank_places
+            self._state, self.reason, self.plan, rank_rows, self._activity
         )
 
     # ---- a cell
@@ -367,9 +373,16 @@ class Pool:
             environment=self._cwd_env_tracker.environment(),
             logging=worker_output.as_configured(),
         )
-        return live_group.run_tasks(
-            dict.fromkeys(ranks, (task_body, ())), timeout_s=self.config.timeout, is_shown=True
-        )
+        self._activity = f"cell In[{cell_source.count}]" if cell_source.count else ""
+        try:
+            return live_group.run_tasks(
+                dict.fromkeys(ranks, (task_body, ())),
+                timeout_s=self.config.timeout,
+                is_shown=True,
+                on_look=self.on_look,
+            )
+        finally:
+            self._activity = ""
 
     def _after_cell(self, call_result: TaskResult) -> BaseException | None:
         """Update names, weights and process groups; returns the error of that, if any."""

@@ -41,6 +41,7 @@ class Progress(Generic[_LoaderBatch]):
         loader: What to iterate over.
         place: This process among the others.
         description: Text before the bar.
+        epochs: How often the loop is run in all; None where that is not known.
 
     Attributes:
         samples: Rows that this process has had.
@@ -48,7 +49,13 @@ class Progress(Generic[_LoaderBatch]):
             all processes' last losses, and samples per second of all together.
     """
 
-    def __init__(self, loader: Iterable[_LoaderBatch], place: Place, description: str = "") -> None:
+    def __init__(
+        self,
+        loader: Iterable[_LoaderBatch],
+        place: Place,
+        description: str = "",
+        epochs: int | None = None,
+    ) -> None:
         self._loader = loader
         self._place = place
         self._bar_number = next(_BAR_COUNTER)
@@ -58,6 +65,7 @@ class Progress(Generic[_LoaderBatch]):
         self._last_post_s = 0.0
         self._had_phase = False
         self._description = description
+        self._epochs = epochs
         self.samples = 0
         try:
             self._num_batches: int | None = len(loader)  # type: ignore[arg-type]
@@ -76,7 +84,7 @@ class Progress(Generic[_LoaderBatch]):
 
     def __iter__(self) -> Iterator[_LoaderBatch]:
         self._start_time = time.time()
-        metrics_reporter.loop_begins(self._description, self._num_batches)
+        loop = metrics_reporter.loop_begins(self._description, self._num_batches, self._epochs)
         try:
             for batch in self._batches():
                 batch_samples = find_batch_size(batch) or 0
@@ -85,12 +93,13 @@ class Progress(Generic[_LoaderBatch]):
                 yield batch
                 # After the loop's body: the batch counts when it has been trained with.
                 self.bar.update(1)
-                metrics_reporter.step_done(batch_samples)
+                metrics_reporter.step_done(batch_samples, loop)
                 if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
                     self._report_progress()
             self._show_phase()
             self._report_progress()
         finally:
+            metrics_reporter.loop_ends(loop)
             self.bar.close()
 
     def _batches(self) -> Iterator[_LoaderBatch]:

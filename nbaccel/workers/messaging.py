@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from nbaccel.frames import Frame
 from nbaccel.leftovers import LeftoverFolders
+from nbaccel.outer_loop import OuterLoop
 from nbaccel.spent_time import SpentTime
 from nbaccel.transfer import shared_memory
 from nbaccel.transfer.pickling import PackedObject
@@ -464,6 +465,10 @@ class Metrics:
     """Batches that it has; None where that is not known."""
     samples: int = 0
     """Samples that this rank has used in all its loops."""
+    outer: OuterLoop | None = None
+    """The loop over epochs around the loop over batches; None where its length is not known."""
+    bar_is_whole: bool = False
+    """Whether the bar that its code draws is that of the whole training."""
 
 
 @dataclass(frozen=True, slots=True)

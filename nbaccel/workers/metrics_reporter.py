@@ -15,7 +15,6 @@ import numbers
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,13 +23,16 @@ import torch.distributed as dist
 from nbaccel import leftovers, spent_time
 from nbaccel.abc.device import Device
 from nbaccel.workers import messaging
+from nbaccel.workers.training_loops import RunningLoop, TrainingLoops
 
 __all__ = [
     "begin",
+    "drawing_whole_bar",
     "draws_bars",
     "flush",
     "log",
     "loop_begins",
+    "loop_ends",
     "loss_is",
     "note_compiled",
     "note_phase",
@@ -44,16 +46,6 @@ REPORT_INTERVAL_S = 0.25
 _MAX_METRICS = 16
 """Metrics that are shown; a loop that logs a thousand has a tracker for them."""
 _NAME_CHARS = 60
-
-
-@dataclass(kw_only=True, slots=True)
-class LoopFacts:
-    """The loop over batches that is under way, or was last."""
-
-    name: str = ""
-    epoch: int = 0
-    batches: int = 0
-    total_batches: int | None = None
 
 
 class MetricsChannel(Protocol):
@@ -85,9 +77,8 @@ class Reporter:
         self._values: dict[str, float] = {}
         self._value_steps: dict[str, int] = {}
         self._steps = 0
-        self._epochs: dict[tuple[str, int | None], int] = {}
-        """How often each loop has begun, by its name and length."""
-        self._loop = LoopFacts()
+        self._loops = TrainingLoops()
+        self._bar_is_whole = False
         self._samples = 0
         self._counts_batches = False
         self._logs_a_loss = False
@@ -110,24 +101,40 @@ class Reporter:
                 self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
         self._tell()
 
-    def loop_begins(self, loop_name: str, total_batches: int | None) -> None:
+    def loop_begins(
+        self, loop_name: str, total_batches: int | None, epochs: int | None
+    ) -> RunningLoop:
         """A loop over batches begins: from now on a step is a batch."""
         spent_time.begin_account()
         if not self._counts_batches:
             self._counts_batches, self._steps = True, 0
-        # Not by the loader, of which there may be a new one for each epoch.
-        loop_key = (loop_name, total_batches)
-        epoch = self._epochs[loop_key] = self._epochs.get(loop_key, 0) + 1
-        self._loop = LoopFacts(name=loop_name, epoch=epoch, total_batches=total_batches)
+        new_loop = self._loops.begin(
+            loop_name,
+            total_batches,
+            epochs=epochs,
+            current_time=time.monotonic(),
+            steps=self._steps,
+        )
         # Sent at once: the notebook computes the speed from the first message of a loop.
         self._next = 0.0
         self._tell()
+        return new_loop
 
-    def step_done(self, num_samples: int) -> None:
-        """A batch was used."""
-        self._steps += 1
-        self._loop.batches += 1
-        self._samples += num_samples
+    def step_done(self, num_samples: int, loop: RunningLoop | None) -> None:
+        """A batch was used, or an epoch is over."""
+        if self._loops.round_done(loop, time.monotonic(), self._steps):
+            self._steps += 1
+            self._samples += num_samples
+        self._tell()
+
+    def loop_ends(self, loop: RunningLoop) -> None:
+        """A loop is over, or was left."""
+        self._loops.end(loop)
+
+    def note_whole_bar(self, is_drawn: bool) -> None:
+        """From now on the bar that is drawn is that of the whole training, or it is not."""
+        self._bar_is_whole = is_drawn
+        self._next = 0.0
         self._tell()
 
     def loss_is(self, value: float) -> None:
@@ -185,11 +192,13 @@ class Reporter:
             compile_s=self._compile_s,
             spent=spent_time.present_spent(),
             value_steps=tuple(self._value_steps[name] for name in self._values),
-            loop_name=self._loop.name[:_NAME_CHARS],
-            epoch=self._loop.epoch,
-            batches=self._loop.batches,
-            total_batches=self._loop.total_batches,
+            loop_name=self._loops.latest.name[:_NAME_CHARS],
+            epoch=self._loops.latest.epoch,
+            batches=self._loops.latest.batches,
+            total_batches=self._loops.latest.total_batches,
             samples=self._samples,
+            outer=self._loops.around(current_time, self._steps),
+            bar_is_whole=self._bar_is_whole,
         )
 
 
@@ -270,25 +279,57 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
         _process_reporter.log(values, step)
 
 
-def loop_begins(loop_name: str = "", total_batches: int | None = None) -> None:
+def loop_begins(
+    loop_name: str = "", total_batches: int | None = None, epochs: int | None = None
+) -> RunningLoop | None:
     """A loop over batches begins; one of the same name and length is the next epoch.
 
     Args:
         loop_name: What the user calls it; empty for no name.
         total_batches: How many batches there are; None where that is not known.
+        epochs: How often this loop is run in all; None where that was not said.
+
+    Returns:
+        The loop, for the functions below; None where nobody is told of it.
     """
-    if _process_reporter is not None:
-        _process_reporter.loop_begins(loop_name, total_batches)
+    if _process_reporter is None:
+        return None
+    return _process_reporter.loop_begins(loop_name, total_batches, epochs)
 
 
-def step_done(num_samples: int = 0) -> None:
+def step_done(num_samples: int = 0, loop: RunningLoop | None = None) -> None:
     """A batch was used.
 
     Args:
         num_samples: How many samples it had; 0 where that is not known.
+        loop: Of which loop; None for the latest. One within which others have begun is a loop
+            over epochs, and its rounds are no batches.
     """
     if _process_reporter is not None:
-        _process_reporter.step_done(num_samples)
+        _process_reporter.step_done(num_samples, loop)
+
+
+def loop_ends(loop: RunningLoop | None) -> None:
+    """A loop is over, or was left.
+
+    Args:
+        loop: What `loop_begins` has returned.
+    """
+    if _process_reporter is not None and loop is not None:
+        _process_reporter.loop_ends(loop)
+
+
+@contextlib.contextmanager
+def drawing_whole_bar() -> Iterator[None]:
+    """A block whose outer bar is that of a whole training, with all its epochs."""
+    reporter = _process_reporter
+    if reporter is not None:
+        reporter.note_whole_bar(True)
+    try:
+        yield
+    finally:
+        if reporter is not None:
+            reporter.note_whole_bar(False)
 
 
 def loss_is(value: float) -> None:

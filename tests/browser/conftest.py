@@ -6,7 +6,7 @@ and tests of other files could not run theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +15,7 @@ from tests.browser import chromium
 from tests.browser.server import Server
 
 if TYPE_CHECKING:
+    from nbformat import NotebookNode
     from playwright.sync_api import BrowserContext
 
     from tests.browser.page import NotebookPage
@@ -74,7 +75,9 @@ def open_notebook(server: Server, browser: BrowserContext) -> Iterator[Open]:
 
     opened: list[NotebookPage] = []
 
-    def open_it(name: str, cells: list[str], *, application: str = "lab") -> NotebookPage:
+    def open_it(
+        name: str, cells: Sequence[str | NotebookNode], *, application: str = "lab"
+    ) -> NotebookPage:
         page = NotebookPage(browser, server, application=application, name=name, cells=cells)
         opened.append(page)
         return page

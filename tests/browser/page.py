@@ -6,10 +6,12 @@ request that would leave the machine, is kept and fails the test when the page i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import nbformat
 from playwright.sync_api import (
     BrowserContext,
     ConsoleMessage,
@@ -72,7 +74,7 @@ class NotebookPage:
         *,
         application: str,
         name: str,
-        cells: list[str],
+        cells: Sequence[str | nbformat.NotebookNode],
     ) -> None:
         self.name, self.path = name, server.write(name, cells)
         self._server = server

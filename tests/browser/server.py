@@ -17,6 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,21 @@ class Server:
         """What it has written to its terminal."""
         return self._log.read_text(errors="replace")
 
-    def write(self, name: str, cells: list[str]) -> Path:
-        """Put a notebook of code cells into its folder.
+    def write(self, name: str, cells: Sequence[str | nbformat.NotebookNode]) -> Path:
+        """Put a notebook into its folder.
+
+        Args:
+            name: Without folder and ending.
+            cells: The code of each cell, or whole cells with their outputs. Nothing is signed, so
+                that Jupyter does not trust outputs that are there.
 
         Returns:
             The file.
         """
         notebook = nbformat.v4.new_notebook(
-            cells=[nbformat.v4.new_code_cell(source) for source in cells],
+            cells=[
+                nbformat.v4.new_code_cell(cell) if isinstance(cell, str) else cell for cell in cells
+            ],
             metadata={
                 "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
             },

@@ -174,7 +174,7 @@ def test_a_training_has_its_panel_at_the_top_and_nothing_of_an_error(classic: Cl
     classic.picture("training", STEPS)
     classic.page.wait_for_function(_DONE, polling=50)
     expect(outputs.first.locator("details").first).to_contain_text("2 ranks")
-    expect(outputs.first.locator("svg[role=img]")).to_be_visible()
+    expect(outputs.first.locator("img[alt^='loss: from']")).to_be_visible()
     expect(outputs.nth(1)).to_contain_text("[0] trained")
     expect(classic.cell(STEPS).locator(".output_stderr")).to_have_count(0)
     classic.picture("trained", STEPS)

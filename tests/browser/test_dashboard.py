@@ -141,7 +141,7 @@ def test_its_summary_stays_as_plain_output_and_unfolds(page: NotebookPage) -> No
         cell = page.cell(number)
         details = cell.locator(".jp-OutputArea-child").first.locator("details").first
         expect(details).to_contain_text("2 ranks · stopped after")
-        expect(cell.locator("svg[role=img]").last).to_be_visible()
+        expect(cell.get_by_alt_text(re.compile("^loss: from")).last).to_be_visible()
         expect(details.locator("table")).to_be_hidden()
         details.locator("summary").first.click()
         expect(details.locator("tbody tr")).to_have_count(2)

@@ -49,7 +49,7 @@ def test_a_loop_is_shown_above_what_it_prints_and_nothing_is_an_error(kernel: Ke
     place, *_, summary = cell.displays
     assert not any(place.values()), "the place is kept before anything is printed"
     assert "10 of 10" in summary["text/html"], "the loop's bar is in the summary"
-    assert "<svg" in summary["text/html"]
+    assert "<img" in summary["text/html"]
     assert "step 30" in summary["text/plain"]
 
 

@@ -1,12 +1,25 @@
-"""The board of `%accelerate`: what workers are, have and hold, after each cell."""
+"""The board of `%accelerate`: what workers are, have and hold, while cells run and in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import queue
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.kernel.kernel import Kernel
+from tests.kernel.kernel import WAIT_S, Cell, Kernel
+
+LOOKS = 5  # of two seconds each, while nothing changes
+STATE_OF_TIMERS = """
+import asyncio, threading
+timers = [h for h in asyncio.get_running_loop()._scheduled
+          if not h.cancelled() and "_look_between_cells" in repr(h)]
+print(len(timers), sorted(t.name for t in threading.enumerate() if "accel" in t.name.lower()))
+"""
 
 
 @pytest.fixture
@@ -20,6 +33,27 @@ def kernel_with_workers() -> Iterator[Kernel]:
         found.close()
 
 
+def between_cells(
+    kernel: Kernel, until: Callable[[str], bool], *, timeout_s: float = WAIT_S
+) -> list[str]:
+    """What outputs of earlier cells become while no cell runs, until one of them is so."""
+    deadline = time.monotonic() + timeout_s
+    texts: list[str] = []
+    while not (texts and until(texts[-1])) and time.monotonic() < deadline:
+        try:
+            message = kernel.client.get_iopub_msg(timeout=0.2)
+        except queue.Empty:
+            continue
+        if message["msg_type"] == "update_display_data":
+            texts.append(message["content"]["data"]["text/plain"])
+    return texts
+
+
+def boards_of(cell: Cell) -> list[list[str]]:
+    """The rows of each board that a cell has renewed, below the head of its table."""
+    return [update["text/plain"].splitlines() for update in cell.updates]
+
+
 def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(
     kernel_with_workers: Kernel,
 ) -> None:
@@ -30,7 +64,7 @@ def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(
         "%%accelerate\n_hidden, one, two = 0, 1, 2\n"
         "from nbaccel import Accelerator\nAccelerator().wait_for_everyone()"
     ).check()
-    (update,) = changed.updates
+    update = changed.updates[-1]
     rows = update["text/plain"].splitlines()[2:]
     assert len(rows) == 2
     for row in rows:
@@ -39,7 +73,119 @@ def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(
         assert "one, two, Accelerator" in row
         assert "_hidden" not in row
     assert "gloo, 2 ranks" in update["text/html"]
-    (again,) = kernel_with_workers.run("1;").check().updates
-    assert "one, two" in again["text/plain"]
-    kernel_with_workers.run("%accelerate stop").check()
+    kernel_with_workers.run("%%accelerate\nthree = 3").check()
+    stopped = kernel_with_workers.run("%accelerate stop").check().updates
+    assert stopped[-1]["text/plain"].startswith("stopped: it was stopped on request. The next cell")
     assert kernel_with_workers.run("1;").check().updates == []
+    assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout == "0 []\n"
+
+
+def test_while_a_cell_runs_the_board_says_which_how_long_and_what_is_waited_at(
+    kernel_with_workers: Kernel,
+) -> None:
+    kernel_with_workers.run("%%accelerate\nold = 1").check()
+    (board,) = kernel_with_workers.run("%accelerate").check().displays
+    assert "under 1 min" in board["text/plain"]
+    began = time.monotonic()
+    cell = kernel_with_workers.run(
+        """\
+        %%accelerate
+        import os, time
+        from nbaccel import Accelerator
+        taken = bytearray(300_000_000)
+        time.sleep(4 if os.environ["RANK"] == "0" else 0)
+        Accelerator().wait_for_everyone()
+        """
+    ).check()
+    seconds = time.monotonic() - began
+    assert not any(text.get("text/plain", "").startswith("idle") for text in cell.displays)
+    boards = boards_of(cell)
+    assert 3 <= len(boards) <= seconds + 2, "about one a second"
+    *during, after = boards
+    assert all(re.match(r"running cell In\[\d+\]\. 2 CPU workers", lines[0]) for lines in during)
+    assert after[0].startswith("idle. ")
+    times = [float(re.findall(r"running +([\d.]+) s", lines[2])[0]) for lines in during]
+    assert times == sorted(times)
+    assert times[-1] - times[0] >= 1.5
+    waiting = [line for lines in during for line in lines if "waiting in " in line]
+    assert waiting, during
+    assert all(line.startswith("1 ") and "In[" in line for line in waiting)
+    assert "old" in during[0][2], "names as of the last answer"
+    memory = [float(re.findall(r"([\d.]+) MiB", lines[2])[0]) for lines in (during[-1], boards[0])]
+    assert memory[0] > 400, "the memory is what the worker has now"
+
+
+def test_a_rank_that_has_no_part_in_the_cell_is_idle(kernel_with_workers: Kernel) -> None:
+    kernel_with_workers.run("%accelerate").check()
+    cell = kernel_with_workers.run(
+        "%%accelerate --ranks 1\nimport time\ntime.sleep(2.5)\nonly_here = 1"
+    ).check()
+    *during, after = boards_of(cell)
+    assert during
+    for lines in during:
+        assert lines[2].split()[:2] == ["0", "idle"]
+        assert lines[3].split()[:2] == ["1", "running"]
+    assert "only_here" in after[3]
+    assert "only_here" not in after[2]
+
+
+def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(
+    kernel_with_workers: Kernel,
+) -> None:
+    ranks = "%%accelerate --out pid\nimport os\npid = os.getpid()"
+    kernel_with_workers.run(ranks).check()
+    pid = int(kernel_with_workers.run("print(pid[1])").check().stdout)
+    kernel_with_workers.run("%accelerate").check()
+    os.kill(pid, signal.SIGKILL)
+    texts = between_cells(kernel_with_workers, lambda text: "gone" in text)
+    assert "idle, but rank 1 has ended: the next cell tells why" in texts[-1]
+    assert re.search(r"^1 +gone +- +- ", texts[-1], re.MULTILINE)
+    told = kernel_with_workers.run("%%accelerate\n1")
+    assert told.error == "WorkerDied"
+    assert "SIGKILL" in "\n".join(told.traceback)
+    assert boards_of(told)[-1][0].startswith("broken: ")
+    assert not kernel_with_workers.run("%%accelerate\n1").error
+
+
+def test_between_cells_only_what_changes_is_sent_and_no_worker_is_asked(
+    kernel_with_workers: Kernel,
+) -> None:
+    """Memory that a thread takes is seen; one that a debugger has stopped holds nothing up."""
+    kernel_with_workers.run(
+        """\
+        %%accelerate --ranks 1
+        import threading, time
+        def take():
+            time.sleep(3)
+            globals()["taken"] = bytearray(500_000_000)
+        threading.Thread(target=take, daemon=True).start()
+        """
+    ).check()
+    kernel_with_workers.run("%accelerate").check()
+
+    def has_taken(text: str) -> bool:
+        return max(float(size) for size in re.findall(r"([\d.]+) MiB", text)) > 600
+
+    texts = between_cells(kernel_with_workers, has_taken)
+    assert has_taken(texts[-1])
+    assert "taken" not in texts[-1], "names are those of the last cell"
+    quiet = between_cells(kernel_with_workers, lambda _: False, timeout_s=2.0 * LOOKS)
+    assert len(quiet) <= 2, "the memory has settled, and the minutes have changed once at most"
+
+
+def test_a_captured_cell_does_not_get_the_board_and_unloading_ends_the_timer(
+    kernel_with_workers: Kernel,
+) -> None:
+    kernel_with_workers.run("%accelerate").check()
+    assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout.startswith("1 ")
+    kernel_with_workers.run(
+        "%%capture kept\nget_ipython().run_cell_magic('accelerate', '',"
+        " 'import time; time.sleep(2.5)')"
+    ).check()
+    seen = kernel_with_workers.run(
+        "print([o.data.get('text/plain') for o in kept.outputs])"
+    ).check()
+    assert "2 ranks" in seen.stdout
+    assert "rank  state" not in seen.stdout
+    kernel_with_workers.run("%unload_ext nbaccel").check()
+    assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout == "0 []\n"

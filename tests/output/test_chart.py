@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import math
 import re
 from xml.etree import ElementTree as ET
@@ -33,6 +34,25 @@ def accent_paths(svg: ET.Element) -> list[ET.Element]:
 def coordinates(path: ET.Element) -> list[tuple[float, float]]:
     pairs = re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path.get("d") or "")
     return [(float(x), float(y)) for x, y in pairs]
+
+
+# ------------------------------------------------------------------------- as an image
+
+
+def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show() -> None:
+    lines = [line(4.0, 2.0, 1.0), line(3.0, 2.0, 1.5, role="rank", name="<rank> 1")]
+    image = ET.fromstring(line_chart(lines, title="loss", x_label="step", as_image=True) + "</img>")
+    kind, _, content = image.attrib["src"].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    inside = re.sub(r' xmlns="[^"]+"', "", base64.b64decode(content).decode())
+    svg, as_element = ET.fromstring(inside), drawn(*lines)
+    assert image.attrib["alt"] == as_element.attrib["aria-label"]
+    assert [image.attrib[side] for side in ("width", "height")] == ["520", "160"]
+    assert texts(svg) == texts(as_element)
+    grey = int(svg.attrib["color"].removeprefix("#")[:2], 16) / 255
+    light = ((grey + 0.055) / 1.055) ** 2.4
+    assert 1.05 / (light + 0.05) > 4
+    assert (light + 0.05) / (((0x11 / 255 + 0.055) / 1.055) ** 2.4 + 0.05) > 4
 
 
 # ------------------------------------------------------------------------- smoothing

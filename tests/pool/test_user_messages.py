@@ -22,11 +22,21 @@ def test_the_table_is_read_as_text() -> None:
         row(10, state="idle", seconds=75, rss_bytes=GIB // 2),
     ]
     assert str(StatusTable(rows)).splitlines() == [
-        "rank  state    for         memory     doing",
-        "0     running  2.0 s       1.0 GiB    waiting in all_reduce",
-        "10    idle     1 min 15 s  512.0 MiB",
+        "rank  state    for    memory     doing",
+        "0     running  2.0 s  1.0 GiB    waiting in all_reduce",
+        "10    idle     1 min  512.0 MiB",
     ]
     assert repr(StatusTable(rows)) == str(StatusTable(rows))
+
+
+def test_what_waits_is_told_in_minutes_and_of_what_is_gone_nothing() -> None:
+    """A board of workers that do nothing must not change every second."""
+    seconds = (0.3, 59.9, 60, 3599, 3600, 9000)
+    table = StatusTable([row(0, state="idle", seconds=spent) for spent in seconds])
+    told = [re.split("  +", line)[2] for line in str(table).splitlines()[1:]]
+    assert told == ["under 1 min", "under 1 min", "1 min", "59 min", "1 h", "2 h"]
+    gone = StatusTable([row(1, state="gone", seconds=75, rss_bytes=0)])
+    assert str(gone).splitlines()[1].split() == ["1", "gone", "-", "-"]
 
 
 def test_a_device_has_a_column_where_there_is_one() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbaccel.output.bar_text import BarText
+from nbaccel.output.bar_text import BarText, SeenBar, note_outer_bar
 from nbaccel.output.dashboard.rank_times import TimeComparison
 from nbaccel.output.seen_warnings import SeenWarnings
 
 if TYPE_CHECKING:
+    from nbaccel.outer_loop import OuterLoop
     from nbaccel.output.recent_lines import RecentLine
     from nbaccel.plan import Plan
     from nbaccel.workers.messaging import Metrics
@@ -174,12 +175,16 @@ class RankFacts:
     samples: int = 0
     """Samples that it has used in loops over batches."""
     samples_pace: StepPace = field(default_factory=StepPace)
+    heard_at: float = 0.0
+    """When it has reported last, by the clock of the rank."""
     loop_name: str = ""
     """What its loop over batches is called, if that has a name."""
     epoch: int = 0
     """How many loops of this name and length have begun, this one included."""
     batches: int = 0
     total_batches: int | None = None
+    outer: OuterLoop | None = None
+    """The loop over epochs around it, if the rank reports one."""
     epoch_marks: list[tuple[float, str]] = field(default_factory=list)
     """The step at which each loop over batches began, and the loop's name."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -189,6 +194,10 @@ class RankFacts:
     """The metric that is shown first."""
     bars: tuple[BarText, ...] = ()
     """Progress bars that its own code draws."""
+    seen_bar: SeenBar | None = None
+    """When the outer one of these has changed."""
+    bar_is_whole: bool = False
+    """Whether the outer one is that of the whole training."""
     rss_bytes: int = 0
     peak_rss_bytes: int = 0
     device_bytes: int | None = None
@@ -271,6 +280,7 @@ class RunBoard:
             rank_facts.doing = rank_row.doing
             rank_facts.last_line = rank_row.last_line or rank_facts.last_line
             rank_facts.bars = rank_row.bars or rank_facts.bars
+            rank_facts.seen_bar = note_outer_bar(rank_facts.seen_bar, rank_facts.bars, self.now)
             # A process that has ended has 0: the last value that was seen is kept.
             if rank_row.rss_bytes:
                 rank_facts.rss_bytes = rank_row.rss_bytes
@@ -313,16 +323,6 @@ class RunBoard:
         ]
         return math.fsum(rates) if rates else None
 
-    @property
-    def left_s(self) -> float | None:
-        """Seconds that the slowest rank's loop will still take; None where that is not known."""
-        rank_estimates = [
-            estimate
-            for rank_facts in self.ranks.values()
-            if (estimate := _loop_left_s(rank_facts, self.now)) is not None
-        ]
-        return max(rank_estimates, default=None)
-
 
 def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
     """What is known of the loop over batches."""
@@ -332,11 +332,16 @@ def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
     rank_facts.epoch = metrics_message.epoch
     rank_facts.batches = metrics_message.batches
     rank_facts.total_batches = metrics_message.total_batches
+    rank_facts.bar_is_whole = metrics_message.bar_is_whole
+    rank_facts.outer, rank_facts.heard_at = metrics_message.outer, metrics_message.time
     loop_now = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
     if rank_facts.epoch and (began_anew or loop_now != loop_before):
-        began_at_step = metrics_message.steps - metrics_message.batches
+        began_at_step = float(metrics_message.steps - metrics_message.batches)
+        # A loop over epochs and the first loop within it begin at one step.
+        if rank_facts.epoch_marks and rank_facts.epoch_marks[-1][0] == began_at_step:
+            rank_facts.epoch_marks.pop()
         if len(rank_facts.epoch_marks) < _MAX_EPOCH_MARKS:
-            rank_facts.epoch_marks.append((float(began_at_step), rank_facts.loop_label))
+            rank_facts.epoch_marks.append((began_at_step, rank_facts.loop_label))
     rank_facts.samples = metrics_message.samples
     rank_facts.samples_pace.add(metrics_message.time, metrics_message.samples)
 
@@ -351,18 +356,6 @@ def _take_values(rank_facts: RankFacts, metrics_message: Metrics) -> None:
         # Values that were reported before come with each message: those are no new points.
         elif (float(metrics_message.value_steps[position]), metric_value) != history.last_point:
             history.add(metric_value, float(metrics_message.value_steps[position]))
-
-
-def _loop_left_s(rank_facts: RankFacts, current_time: float) -> float | None:
-    batch_rate = rank_facts.pace.recent(current_time)
-    if rank_facts.total_batches is not None:
-        left_batches = rank_facts.total_batches - rank_facts.batches
-        return left_batches / batch_rate if batch_rate and left_batches > 0 else None
-    # The outer bar's estimate: the inner loop's is only a part of it.
-    return next(
-        (bar.left_s for bar in rank_facts.bars if bar.left_s is not None and not bar.is_complete),
-        None,
-    )
 
 
 def mean_points(

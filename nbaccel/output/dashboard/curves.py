@@ -28,6 +28,7 @@ def metric_chart(
     *,
     is_small: bool = False,
     log_y: bool | None = None,
+    as_image: bool = False,
 ) -> str:
     """A metric over the steps, as an SVG element.
 
@@ -36,6 +37,7 @@ def metric_chart(
         metric_name: Which metric.
         is_small: Whether it is one of several.
         log_y: Whether the axis is logarithmic; None: where `is_logarithmic`.
+        as_image: Whether to return an `<img>`, which untrusted notebooks show, too.
 
     Returns:
         The element; empty where there are fewer than two values.
@@ -60,6 +62,7 @@ def metric_chart(
         width=SMALL_WIDTH if is_small else CHART_WIDTH,
         height=SMALL_HEIGHT if is_small else CHART_HEIGHT,
         log_y=is_logarithmic(run_board, metric_name) if log_y is None else log_y,
+        as_image=as_image,
     )
 
 

@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from nbaccel.output.bar_text import BATCH_UNIT
 from nbaccel.output.chart import LOGARITHMIC_RATIO
 from nbaccel.output.dashboard.board import RankFacts, RunBoard, mean
+from nbaccel.output.dashboard.time_left import (
+    epochs_around,
+    is_over_epochs,
+    most_left,
+    steps_in_all,
+)
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
 __all__ = [
@@ -97,13 +103,44 @@ def _waiting_words(run_board: RunBoard) -> list[str]:
 
 
 def _loop_words(run_board: RunBoard) -> list[str]:
-    """`epoch 3, 29.0 s left`."""
-    leading_facts = leading_rank(run_board)
-    loop_label = leading_facts.loop_label if leading_facts is not None else ""
-    words = [plain_text(loop_label, LABEL_CHARS)] if loop_label else []
-    if run_board.left_s is not None:
-        words.append(f"{format_seconds(max(1.0, round(run_board.left_s)))} left")
+    """`epoch 3 of 14, 29.0 s left`, or `epoch 3, 2.0 s left in this epoch`."""
+    words = _epoch_words(run_board)
+    if (left := most_left(run_board.ranks.values(), run_board.now)) is not None:
+        of_words = f" in this {left.of_what}" if left.of_what else ""
+        words.append(f"{format_seconds(max(1.0, round(left.seconds)))} left{of_words}")
     return [", ".join(words)] if words else []
+
+
+def _epoch_words(run_board: RunBoard) -> list[str]:
+    """`epoch 3 of 14` and what the loop is called, as far as there is either."""
+    with_loops = [facts for facts in run_board.ranks.values() if facts.epoch or facts.bars]
+    # Often a single rank draws the bar around the loop.
+    shown_facts = next(
+        (facts for facts in with_loops if epochs_around(facts, run_board.now) is not None),
+        leading_rank(run_board),
+    )
+    if shown_facts is None:
+        return []
+    around_words = epoch_of(shown_facts, run_board.now)
+    if not around_words:
+        return [plain_text(shown_facts.loop_label, LABEL_CHARS)] if shown_facts.loop_label else []
+    # A name such as "epoch 3" would say it twice.
+    is_told = not shown_facts.loop_name or "epoch" in shown_facts.loop_name.lower()
+    name_words = [] if is_told else [plain_text(shown_facts.loop_name, LABEL_CHARS)]
+    return [around_words, *name_words]
+
+
+def epoch_of(rank_facts: RankFacts, current_time: float) -> str:
+    """`epoch 3 of 14`; empty where it is not known how many there are.
+
+    Args:
+        rank_facts: What is known of the rank.
+        current_time: Now.
+    """
+    around = epochs_around(rank_facts, current_time)
+    if around is None or not is_over_epochs(rank_facts):
+        return ""
+    return f"epoch {min(around.done + 1, around.total):,} of {around.total:,}"
 
 
 def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> list[str]:
@@ -113,7 +150,7 @@ def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> 
     if leading_facts is not None and leading_facts.steps:
         step_rate = leading_facts.pace.overall
         speed_words = f" ({rate_text(step_rate)}/s)" if step_rate is not None else ""
-        line_parts.append(f"step {leading_facts.steps:,}{speed_words}")
+        line_parts.append(f"{_step_words(leading_facts, run_board, is_live)}{speed_words}")
         line_parts += _sample_words(run_board, is_live=is_live)
     if leading_facts is not None:
         line_parts += _compile_words(leading_facts)
@@ -133,6 +170,14 @@ def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> 
             f"{plain_text(loss_facts[0].loss_name, 24)} {number_text(mean_loss)}{loss_curve}"
         )
     return line_parts
+
+
+def _step_words(rank_facts: RankFacts, run_board: RunBoard, is_live: bool) -> str:
+    """`step 412`, and of how many, where more were to come."""
+    in_all = steps_in_all(rank_facts, run_board.now)
+    is_cut = is_live or (bool(run_board.ending) and in_all != rank_facts.steps)
+    of_words = f" of {in_all:,}" if in_all is not None and is_cut else ""
+    return f"step {rank_facts.steps:,}{of_words}"
 
 
 def _sample_words(run_board: RunBoard, *, is_live: bool) -> list[str]:
@@ -237,7 +282,7 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
         total = rank_facts.total_batches
         shown_loops.append(
             ShownProgress(
-                label=plain_text(rank_facts.loop_label, LABEL_CHARS),
+                label=_own_loop_label(rank_facts),
                 fraction=None if not total else min(1.0, rank_facts.batches / total),
                 done=f"{rank_facts.batches:,}" + (f" of {total:,}" if total else ""),
             )
@@ -255,6 +300,12 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
             )
         )
     return shown_loops
+
+
+def _own_loop_label(rank_facts: RankFacts) -> str:
+    """`epoch 3 of 14`, or what the loop is called."""
+    around_words = epoch_of(rank_facts, rank_facts.heard_at) if not rank_facts.loop_name else ""
+    return around_words or plain_text(rank_facts.loop_label, LABEL_CHARS)
 
 
 def _progress_words(shown_ranks: Sequence[RankFacts]) -> str:

@@ -1,7 +1,9 @@
 """A board as HTML: the panel while a call runs, and the summary that stays.
 
-No script and no style sheet: what stays passes the sanitizers of GitHub and Jupyter, and reads on
-light and dark backgrounds. Where an `<svg>` is left out, the words say the same.
+No script and no style sheet: what stays passes Jupyter's sanitizer, as it must in a notebook that
+somebody else has made, and reads on light and dark backgrounds. Charts that stay are images, since
+of an `<svg>` only the texts are left. Where images and styles are left out, too, as on GitHub, the
+words say the same.
 """
 
 from __future__ import annotations
@@ -120,14 +122,14 @@ def final_html(run_board: RunBoard) -> str:
     folded_parts = [
         _table_html(run_board, _STATIC_COLUMNS),
         _rank_times_html(run_board),
-        _small_charts(run_board, metric_names[1:]),
+        _small_charts(run_board, metric_names[1:], as_image=True),
         *(_saved_lines(run_board) if is_long(run_board) else ()),
         library_html(run_board),
         _warnings_html(run_board),
         _plan_html(run_board),
     ]
     details_html = f"<details>{head_html}{''.join(folded_parts)}</details>"
-    chart_html = _chart_html(run_board, metric_names[:1])
+    chart_html = _chart_html(run_board, metric_names[:1], as_image=True)
     return f'<div style="{_PANEL_STYLE}">{details_html}{chart_html}</div>'
 
 
@@ -279,11 +281,11 @@ def _folded(title: str, content_html: str) -> str:
     )
 
 
-def _chart_html(run_board: RunBoard, metric_names: Sequence[str]) -> str:
+def _chart_html(run_board: RunBoard, metric_names: Sequence[str], *, as_image: bool = False) -> str:
     charts = [
         (metric_name, chart)
         for metric_name in metric_names
-        if (chart := metric_chart(run_board, metric_name))
+        if (chart := metric_chart(run_board, metric_name, as_image=as_image))
     ]
     return "".join(
         f'<div style="margin-top:0.3em"><span style="{_QUIET_STYLE}">'
@@ -292,12 +294,14 @@ def _chart_html(run_board: RunBoard, metric_names: Sequence[str]) -> str:
     )
 
 
-def _small_charts(run_board: RunBoard, metric_names: Sequence[str]) -> str:
+def _small_charts(
+    run_board: RunBoard, metric_names: Sequence[str], *, as_image: bool = False
+) -> str:
     charts = [
         f'<div style="display:inline-block;margin-right:1em">{_metric_label(run_board, name)}<br>'
         f"{chart}</div>"
         for name in metric_names[:_MAX_SMALL_CHARTS]
-        if (chart := metric_chart(run_board, name, is_small=True))
+        if (chart := metric_chart(run_board, name, is_small=True, as_image=as_image))
     ]
     if not charts:
         return ""

@@ -35,13 +35,15 @@ _HIDDEN = 'aria-hidden="true"'
 # White lines on the colour, in another direction for each: no colour is needed to tell them apart.
 _STRIPES = "repeating-linear-gradient({angle},rgba(255,255,255,0.45) 0 2px,transparent 2px 6px)"
 _BAR_LOOKS = {
-    "computing": "background:#1976d2",
-    "communicating": f"background:{_STRIPES.format(angle='45deg')},#d9730d",
-    "data": f"background:{_STRIPES.format(angle='90deg')},#8e44ad",
+    "computing": "background-color:#1976d2",
+    "communicating": f"background-color:#d9730d;background-image:{_STRIPES.format(angle='45deg')}",
+    "data": f"background-color:#8e44ad;background-image:{_STRIPES.format(angle='90deg')}",
     "waiting": (
-        f"background:{_STRIPES.format(angle='45deg')},{_STRIPES.format(angle='135deg')},#7b8794"
+        f"background-color:#7b8794;background-image:{_STRIPES.format(angle='45deg')},"
+        f"{_STRIPES.format(angle='135deg')}"
     ),
 }
+"""Colour and pattern apart: of a notebook that is not trusted JupyterLab drops the patterns."""
 
 
 def part_of_time(times: RankTimes, kind: str) -> float:
@@ -162,7 +164,8 @@ def _bar_html(seconds: dict[str, float], full_s: float) -> str:
 
 def _legend_html(words: Iterable[str], *, is_hidden: bool = False) -> str:
     """What each pattern means; hidden from screen readers where a table says it again."""
-    entries = "".join(
+    # Where styles are dropped, the blanks between keep the words apart.
+    entries = " ".join(
         '<span style="display:inline-flex;align-items:center;gap:6px">'
         '<span aria-hidden="true" style="display:inline-block;width:18px;height:12px;'
         f'border-radius:2px;{looks}"></span>{html.escape(text)}</span>'

@@ -68,17 +68,20 @@ def report_document(facts: RunFacts) -> str:
         f"<title>{html.escape(title)}</title>\n<style>{_PAGE_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n"
         f"<p>{html.escape(' · '.join(details))}</p>\n"
-        f"{report_part(facts, has_headline=False)}\n"
+        f"{report_part(facts, has_headline=False, charts_are_images=False)}\n"
         f'<p style="font-size:13px">{_soft(_origin_line(facts))}</p>\n</body>\n</html>\n'
     )
 
 
-def report_part(facts: RunFacts, *, has_headline: bool = True) -> str:
+def report_part(
+    facts: RunFacts, *, has_headline: bool = True, charts_are_images: bool = True
+) -> str:
     """The report as a part of a page.
 
     Args:
         facts: What it tells.
         has_headline: Whether it begins with the headline; a summary has its own.
+        charts_are_images: Whether charts are `<img>`, as a notebook that is not trusted needs.
     """
     title, details = headline_of(facts)
     headline = (
@@ -88,7 +91,7 @@ def report_part(facts: RunFacts, *, has_headline: bool = True) -> str:
     )
     sections = (
         _time_section(facts),
-        _curve_section(facts),
+        _curve_section(facts, as_image=charts_are_images),
         _rank_section(facts),
         _warning_section(facts),
         _section("Plan", f'<pre style="{_PRE_STYLE}">{html.escape(facts.plan.text)}</pre>'),
@@ -167,7 +170,7 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
 # ------------------------------------------------------------------------- curves
 
 
-def _curve_section(facts: RunFacts) -> str:
+def _curve_section(facts: RunFacts, *, as_image: bool) -> str:
     names = facts.metric_names
     charts = [
         f'<div style="min-width:0"><div style="margin-bottom:2px">{html.escape(name)}</div>'
@@ -176,6 +179,7 @@ def _curve_section(facts: RunFacts) -> str:
             title=name,
             x_label="step",
             marks=facts.marks,
+            as_image=as_image,
         )
         + "</div>"
         for name in names[:_MOST_CHARTS]

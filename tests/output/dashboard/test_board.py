@@ -19,6 +19,7 @@ from nbaccel.output.dashboard.board import (
     mean,
     mean_points,
 )
+from nbaccel.output.dashboard.time_left import TimeLeft, most_left
 from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
@@ -130,12 +131,14 @@ def looping(time: float, batches: int, **more: object) -> Metrics:
 
 def test_what_is_left_is_that_of_the_slowest_rank() -> None:
     board = RunBoard([0, 1], began_at=0.0)
-    assert board.left_s is None
+    assert most_left(board.ranks.values(), board.now) is None
     for rank, speed in ((0, 10), (1, 5)):
         for second in range(6):
             board.hear(rank, looping(second, speed * second))
     board.now = 5.0
-    assert board.left_s == pytest.approx((100 - 25) / 5)
+    assert most_left(board.ranks.values(), board.now) == TimeLeft(
+        seconds=pytest.approx((100 - 25) / 5), of_what="epoch"
+    )
     assert board.samples_per_s == pytest.approx((10 + 5) * 8)
 
 
@@ -144,7 +147,12 @@ def test_what_is_left_of_bars_is_the_outer_one_s() -> None:
     outer = BarText(text="a", description="a", fraction=0.5, left_s=60.0)
     inner = BarText(text="b", description="b", fraction=0.5, left_s=2.0)
     board.see([row(bars=(outer, inner))])
-    assert board.left_s == 60.0
+    assert most_left(board.ranks.values(), board.now) == TimeLeft(seconds=60.0, of_what="")
+    board.now += 7.0
+    board.see([row(bars=(outer, inner))])
+    assert most_left(board.ranks.values(), board.now) == TimeLeft(seconds=53.0, of_what=""), (
+        "it is drawn again only when it moves"
+    )
 
 
 def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readable() -> None:

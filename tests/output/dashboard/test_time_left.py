@@ -1,0 +1,256 @@
+"""What is left, and of what: of all epochs where their number is known, else of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nbaccel.outer_loop import OuterLoop
+from nbaccel.output.bar_text import BarText, read_bar
+from nbaccel.output.dashboard import drawing, panel_html
+from nbaccel.output.dashboard.board import RankStatus, RunBoard
+from nbaccel.output.dashboard.time_left import most_left
+from nbaccel.workers.messaging import Metrics
+from nbaccel.workers.training_loops import TrainingLoops
+
+BATCH_S = 0.5
+EVALUATION_S = 4.0
+EPOCHS, BATCHES, EVALUATED = 14, 20, 5
+
+
+class Training:
+    """A training by a clock of its own: what ranks report of it, and what it will really take.
+
+    Args:
+        epochs: What `accelerator.progress` is told.
+        has_outer_bar: Whether the loop over epochs is one of `accelerator.progress`.
+        evaluates: Whether each epoch ends with a loop over other batches, which has a name.
+        bars: What tqdm draws while so many epochs are done.
+    """
+
+    def __init__(
+        self,
+        *,
+        epochs: int | None = None,
+        has_outer_bar: bool = False,
+        evaluates: bool = False,
+        bars: Sequence[str] = (),
+    ) -> None:
+        self.board = RunBoard([0], began_at=0.0)
+        self._given, self._evaluates, self._bars = epochs, evaluates, bars
+        self._loops = TrainingLoops()
+        self._steps = 0
+        self.now = 0.0
+        self._outer = self._begin("", EPOCHS) if has_outer_bar else None
+
+    def run(self, epochs: int, batches: int = 0) -> None:
+        """So many whole epochs, and a part of the next one."""
+        for epoch in range(epochs):
+            self._see(epoch)
+            self._loop("", BATCHES, BATCHES, BATCH_S, self._given)
+            if self._evaluates:
+                self._loop("evaluation", EVALUATED, EVALUATED, EVALUATION_S / EVALUATED)
+            if self._outer is not None:
+                self._loops.round_done(self._outer, self.now, self._steps)
+        self._see(epochs)
+        if batches:
+            self._loop("", BATCHES, batches, BATCH_S, self._given)
+
+    @property
+    def truly_left(self) -> float:
+        """Seconds until the end of all epochs, after a first epoch or a part of it."""
+        epoch_s = BATCHES * BATCH_S + (EVALUATION_S if self._evaluates else 0)
+        return EPOCHS * epoch_s - self.now
+
+    def _loop(
+        self, name: str, length: int, done: int, batch_s: float, epochs: int | None = None
+    ) -> None:
+        loop = self._begin(name, length, epochs)
+        for _ in range(done):
+            self.now += batch_s
+            self._loops.round_done(loop, self.now, self._steps)
+            self._steps += 1
+            self._tell()
+        if done == length:
+            self._loops.end(loop)
+
+    def _begin(self, name: str, length: int, epochs: int | None = None) -> object:
+        loop = self._loops.begin(
+            name, length, epochs=epochs, current_time=self.now, steps=self._steps
+        )
+        self._tell()
+        return loop
+
+    def _tell(self) -> None:
+        latest = self._loops.latest
+        self.board.now = self.now
+        message = Metrics(
+            time=self.now,
+            steps=self._steps,
+            values=(),
+            device_bytes=None,
+            loop_name=latest.name,
+            epoch=latest.epoch,
+            batches=latest.batches,
+            total_batches=latest.total_batches,
+            outer=self._loops.around(self.now, self._steps),
+        )
+        self.board.hear(0, message)
+
+    def _see(self, epoch: int) -> None:
+        bars = tuple(bar for text in self._bars[epoch : epoch + 1] if (bar := read_bar(text)))
+        row = RankStatus(rank=0, state="running", seconds=0.0, rss_bytes=2**30, bars=bars)
+        self.board.now = self.now
+        self.board.see([row])
+
+
+def drawn(done: int, elapsed_s: float, total: int = EPOCHS, description: str = "") -> str:
+    """A bar of tqdm around the loop over batches."""
+    minutes, seconds = divmod(int(elapsed_s), 60)
+    left = "?" if done == 0 else "01:00"
+    name = f"{description}: " if description else ""
+    clock = f"[{minutes:02}:{seconds:02}<{left}, 9s/it]"
+    return f"{name}{done * 100 // total}%|##   | {done}/{total} {clock}"
+
+
+WAYS = {
+    "a number that is given": {"epochs": EPOCHS},
+    "a bar of accelerator.progress": {"has_outer_bar": True},
+    "a bar of tqdm": {"bars": [drawn(done, 10.0 * done) for done in range(EPOCHS)]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("epochs", "batches"), [(0, 5), (0, 19), (1, 1), (6, 10), (13, 18)])
+def test_where_the_epochs_are_known_the_whole_training_is_told(
+    way: str, epochs: int, batches: int
+) -> None:
+    training = Training(**WAYS[way])  # type: ignore[arg-type]
+    training.run(epochs, batches)
+    left = most_left(training.board.ranks.values(), training.board.now)
+    assert left is not None
+    assert left.of_what == ""
+    assert left.seconds == pytest.approx(training.truly_left, rel=0.02, abs=1.0)
+    line = drawing.summary_line(training.board, is_live=True)
+    assert f"epoch {epochs + 1} of 14, " in line
+    assert " left · " in line
+    assert f"step {epochs * BATCHES + batches} of {EPOCHS * BATCHES} (" in line
+    assert f"epoch {epochs + 1} of 14, {batches} of 20" in panel_html.ranks_html(training.board)
+
+
+@pytest.mark.parametrize("way", list(WAYS)[:2])
+def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way: str) -> None:
+    training = Training(evaluates=True, **WAYS[way])  # type: ignore[arg-type]
+    training.run(3, 10)
+    left = most_left(training.board.ranks.values(), training.board.now)
+    assert left is not None
+    assert left.seconds == pytest.approx(training.truly_left, rel=0.02)
+    steps = EPOCHS * (BATCHES + EVALUATED)
+    assert f"step 85 of {steps} (" in drawing.summary_line(training.board, is_live=True)
+
+
+def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that() -> None:
+    training = Training(epochs=EPOCHS)
+    training.run(13, 2)
+    training.board.now += 60.0
+    left = most_left(training.board.ranks.values(), training.board.now)
+    assert left is None or left.seconds >= 0
+    assert "-" not in drawing.summary_line(training.board, is_live=True)
+
+
+def test_without_a_number_of_epochs_it_says_what_is_left_of_what() -> None:
+    training = Training()
+    training.run(2, 5)
+    line = drawing.summary_line(training.board, is_live=True)
+    assert "epoch 3, 8.0 s left in this epoch · step 45 (" in line
+    named = Training(evaluates=True)
+    named.run(1)
+    named._loop("evaluation", EVALUATED, 2, 1.0)
+    line = drawing.summary_line(named.board, is_live=True)
+    assert "evaluation, " in line
+    assert " left in this loop" in line
+
+
+def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs() -> None:
+    training = Training(bars=[drawn(40, 9.0, total=100)] * 3)
+    training.run(1, 5)
+    assert "epoch 2, 8.0 s left in this epoch" in drawing.summary_line(training.board, is_live=True)
+
+
+def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name() -> None:
+    def line(*bars: str, whole: bool = False) -> str:
+        board = RunBoard([0], began_at=0.0)
+        board.hear(0, Metrics(time=0.0, steps=0, values=(), device_bytes=None, bar_is_whole=whole))
+        found = tuple(bar for text in bars if (bar := read_bar(text)))
+        assert len(found) == len(bars)
+        board.see([RankStatus(rank=0, state="running", seconds=0.0, rss_bytes=0, bars=found)])
+        return drawing.summary_line(board, is_live=True)
+
+    inner = " 50%|##  | 10/20 [00:05<00:05, 2.00it/s]"
+    assert "epoch 3 of 14, 2 min 0 s left" in line(drawn(2, 20.0, description="epochs"), inner)
+    assert "epoch" not in line(drawn(2, 20.0), inner)
+    assert "5.0 s left in this loop" in line(inner)
+    # transformers' Trainer has one bar for all its steps, and says so.
+    assert line(inner, whole=True).endswith("5.0 s left")
+
+
+def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not() -> None:
+    stopped = Training(epochs=EPOCHS)
+    stopped.run(2, 10)
+    stopped.board.ending = "stopped"
+    assert " · step 50 of 280 (" in drawing.summary_line(stopped.board)
+    finished = Training(epochs=EPOCHS)
+    finished.run(EPOCHS)
+    assert " · step 280 (" in drawing.summary_line(finished.board)
+    assert "epoch 14 of 14, 20 of 20" in panel_html.final_html(finished.board)
+
+
+def test_a_second_training_counts_its_own_epochs() -> None:
+    """As in a search for a learning rate: the same loop, from the start."""
+    training = Training(epochs=2)
+    training.run(2)
+    training.run(1, 3)
+    around = training.board.ranks[0].outer
+    assert isinstance(around, OuterLoop)
+    assert (around.done, around.total, around.round_steps) == (1, 2, 3)
+    other = Training(epochs=3)
+    other.run(3)
+    other._loop("finetune", 7, 7, 1.0, 5)
+    other._loop("finetune", 7, 2, 1.0, 5)
+    around = other.board.ranks[0].outer
+    assert around is not None
+    assert (around.done, around.total, around.done_steps) == (1, 5, 7)
+
+
+def test_a_loop_whose_name_counts_is_the_same_loop() -> None:
+    training = Training()
+    for epoch in range(3):
+        training._loop(f"epoch {epoch}", BATCHES, BATCHES, BATCH_S, EPOCHS)
+    assert "epoch 3 of 14" in drawing.summary_line(training.board, is_live=True)
+    assert training.board.ranks[0].loop_label == "epoch 2", "the row has the user's own name"
+
+
+def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
+    board = RunBoard([0, 1], began_at=0.0)
+    bar = read_bar(drawn(2, 20.0))
+    assert isinstance(bar, BarText)
+    for rank in (1, 0):
+        for batches in range(6):
+            message = Metrics(
+                time=float(batches),
+                steps=40 + batches,
+                values=(),
+                device_bytes=None,
+                epoch=3,
+                batches=batches,
+                total_batches=20,
+            )
+            board.hear(rank, message)
+    board.now = 0.0
+    settled = {"state": "running", "seconds": 0.0, "rss_bytes": 0}
+    board.see([RankStatus(rank=0, **settled), RankStatus(rank=1, bars=(bar,), **settled)])  # type: ignore[arg-type]
+    board.now = 5.0
+    line = drawing.summary_line(board, is_live=True)
+    assert "epoch 3 of 14, " in line
+    assert "in this" not in line
