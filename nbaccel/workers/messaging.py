@@ -238,8 +238,8 @@ class Learn:
     environment: dict[str, str]
     """The notebook's, which some packages read when they are imported."""
     import_path: tuple[str, ...]
-    of_workers: dict[str, tuple[str, ...]]
-    """What workers have imported and the notebook has not, in the same form, imported last."""
+    of_workers: dict[str, dict[str, str]]
+    """Imported last: what workers have and the notebook has not, by package, with files."""
     worker_variables: dict[str, str | None]
     """Variables that were otherwise there, with their values. A package of these that reads one
     when it is imported is left out: in a worker it would have found another value."""

@@ -288,6 +288,7 @@ def _import_all(
             changes = [
                 *ProcessState.now().changes_since(state_before),
                 *_otherwise_in_workers(read_names, variables),
+                *_from_elsewhere(message.of_workers.get(package, {})),
             ]
             if changes:
                 left_out[package] = " and ".join(changes)
@@ -315,6 +316,15 @@ def _otherwise_in_workers(
         return []
     shown_names = ", ".join(names[:_MOST_NAMES]) + (" ..." if len(names) > _MOST_NAMES else "")
     return [f"it reads {shown_names} when it is imported, which workers have otherwise"]
+
+
+def _from_elsewhere(files: Mapping[str, str]) -> list[str]:
+    """That this process finds another file: a clause with "it"."""
+    # Where the function has put a folder on the path, say.
+    for name, file_path in files.items():
+        if getattr(sys.modules.get(name), "__file__", file_path) != file_path:
+            return [f"its {name} comes from {file_path} in workers"]
+    return []
 
 
 def _import_in_background(module_names: Sequence[str]) -> BaseException | None:

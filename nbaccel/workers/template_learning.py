@@ -109,7 +109,7 @@ class _OfWorkers:
 
 def _label(package: str) -> str:
     """What workers have imported of a package is left out by itself: the rest may be no trouble."""
-    return f"{package} (imported by workers)"
+    return f"more of {package}"
 
 
 class TemplateLearner:
@@ -196,6 +196,9 @@ class TemplateLearner:
         Args:
             message: What the worker says.
         """
+        # What else is imported beside a device's driver may wake it.
+        if self._device:
+            return
         own_variables, variables = env.snapshot(), dict(self._of_workers.variables)
         for name in own_variables.keys() | message.environment.keys():
             if own_variables.get(name) != message.environment.get(name):
@@ -345,9 +348,9 @@ class TemplateLearner:
         packages = installed_modules.by_package(
             dict.fromkeys(template_server.modules_for_workers(in_notebook=True), "") | dict(files)
         )
-        of_workers = installed_modules.by_package(
-            {name: path for name, path in self._of_workers.files.items() if name not in files}
-        )
+        files_of_workers = {
+            name: path for name, path in self._of_workers.files.items() if name not in files
+        }
         own_socket, template_socket, error_file = template_prestart.open_ends()
         candidate_boot = TemplateBoot(
             process=_NotYet(),
@@ -366,7 +369,12 @@ class TemplateLearner:
                         left_out=self.left_out,
                         environment=env.snapshot(),
                         import_path=tuple(working_folder.installed_first()),
-                        of_workers={_label(name): names for name, names in of_workers.items()},
+                        of_workers={
+                            _label(package): {name: files_of_workers[name] for name in names}
+                            for package, names in installed_modules.by_package(
+                                files_of_workers
+                            ).items()
+                        },
                         worker_variables=dict(self._of_workers.variables),
                     ),
                     (template_socket.fileno(), error_file),
