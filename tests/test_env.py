@@ -85,7 +85,7 @@ def test_a_flag_that_is_neither_is_named(monkeypatch):
         (lambda: os.environ["NB_OTHER"], {"NB_OTHER"}),
         (lambda: os.environ.get("NB_OF_NO_INTEREST"), set()),
         (lambda: dict(os.environ), {"NB_ASKED", "NB_OTHER"}),
-        (lambda: os.environ.copy(), {"NB_ASKED", "NB_OTHER"}),
+        (os.environ.copy, {"NB_ASKED", "NB_OTHER"}),
         (lambda: None, set()),
     ],
 )
