@@ -109,11 +109,12 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
     return f'<div style="{_PANEL_STYLE}">{"".join(parts)}</div>'
 
 
-def final_html(run_board: RunBoard) -> str:
+def final_html(run_board: RunBoard, *, folds_chart: bool = False) -> str:
     """What stays of the run: one line that unfolds, and the chart.
 
     Args:
         run_board: The facts.
+        folds_chart: Whether the chart is seen only when the line is unfolded.
     """
     ending_sign = _ENDING_SIGNS.get(run_board.ending, _FAILED_SIGN)
     head_html = (
@@ -121,7 +122,9 @@ def final_html(run_board: RunBoard) -> str:
         f"{_headline_text(run_board, is_live=False)}</summary>"
     )
     metric_names = run_board.metric_names()
+    chart_html = _chart_html(run_board, metric_names[:1])
     folded_parts = [
+        chart_html if folds_chart else "",
         _table_html(run_board, _STATIC_COLUMNS),
         _rank_times_html(run_board),
         _small_charts(run_board, metric_names[1:], _MAX_SAVED_CHARTS),
@@ -131,8 +134,7 @@ def final_html(run_board: RunBoard) -> str:
         _plan_html(run_board),
     ]
     details_html = f"<details>{head_html}{''.join(folded_parts)}</details>"
-    chart_html = _chart_html(run_board, metric_names[:1])
-    return f'<div style="{_PANEL_STYLE}">{details_html}{chart_html}</div>'
+    return f'<div style="{_PANEL_STYLE}">{details_html}{"" if folds_chart else chart_html}</div>'
 
 
 def is_long(run_board: RunBoard) -> bool:
