@@ -299,6 +299,24 @@ def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
         assert told in html
 
 
+def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> None:
+    run = FrontEnd(live).begin(
+        """
+        def steps():
+            accelerator = Accelerator()
+            for step in accelerator.progress(range(3)):
+                accelerator.log({"loss": 1.0 / (1 + step)})
+        for _ in range(5):
+            notebook_launcher(steps, (), 2)
+        """
+    )
+    assert run.finish().error == ""
+    charts = [data["text/html"].rpartition("<svg") for data in run.outputs.values()]
+    assert all(mark for _, mark, _ in charts), "none is lost"
+    is_folded = ["</details>" in behind for _, _, behind in charts]
+    assert is_folded == [True, True, False, False, False]
+
+
 def test_a_short_training_keeps_its_summary_at_the_top(live: Kernel) -> None:
     """Its bars are nowhere else."""
     cell = live.run(

@@ -480,3 +480,5 @@ def test_a_batch_that_does_not_fit_the_model_is_told_in_the_form(show):
     assert "Memory cannot be estimated" in text
     assert "Linear does not run with this sample_batch" in text
     assert "being estimated" not in text
+    taken = next(line for line in text.splitlines() if "Memory cannot be estimated" in line)
+    assert taken.count("does not run with this sample_batch") == 1

@@ -274,7 +274,8 @@ def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: s
     """
     name = "Chosen settings" if candidate is None else candidate.name
     clauses = [verdict.text, verdict.remedy]
-    if candidate is not None:
+    # Why nothing can be estimated is the reason of each candidate, too.
+    if candidate is not None and not (candidate.reason and candidate.reason in verdict.remedy):
         reason = (
             f"{candidate.reason[:1].upper()}{candidate.reason[1:]}." if candidate.reason else ""
         )

@@ -39,7 +39,7 @@ _LOG_TOOLTIP = "Draws the chart with a logarithmic axis, or with a linear one."
 _ALL_RANKS = "all ranks"
 _CHART_INTERVAL_S = 1.0
 _METRIC_CHARS = 24
-_MAX_METRIC_BUTTONS = 8
+_MAX_METRIC_BUTTONS = 16  # as many as ranks report
 _MAX_RANK_BUTTONS = 16
 # In JupyterLab and Notebook 7 the panel stays in sight while the output below it is scrolled, if
 # the window is high enough for both. Elsewhere no such elements exist, and that has no effect.
