@@ -207,14 +207,19 @@ class LiveGroup(WorkerGroup):
             rank_status(
                 member,
                 current_time - member.since,
-                # While a cell runs, workers are asked about once a second.
-                (member.whereabouts if member.rank in open_ranks else None)
-                or self._answers.get(member.rank),
+                None if member.rank in ended_ranks else self._latest_place(member, open_ranks),
                 is_open=member.rank in open_ranks,
                 is_gone=member.rank in ended_ranks,
             )
             for member in self.members
         ]
+
+    def _latest_place(
+        self, member: WorkerHandle, open_ranks: frozenset[int]
+    ) -> messaging.Whereabouts | None:
+        """What a worker has answered last: while a cell runs it is asked about once a second."""
+        in_task = member.whereabouts if member.rank in open_ranks else None
+        return in_task or self._answers.get(member.rank)
 
     def _ended_ranks(self) -> frozenset[int]:
         """Ranks whose process is gone, though no task has noticed it yet."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ START = """\
 %%accelerate -n 2
 from nbaccel import Accelerator
 Accelerator().wait_for_everyone()"""
-LAUNCH, CELL, WIDGETS, TALK, BARS, BOARD = range(3, 9)
+LAUNCH, CELL, WIDGETS, TALK, BARS, BOARD, PID = range(3, 10)
 CELLS = [
     SETUP,
     "%load_ext nbaccel",
@@ -71,6 +72,7 @@ CELLS = [
     "notebook_launcher(talk, (), 2)",
     "notebook_launcher(bars, (), 2)",
     "%accelerate",
+    "print(os.getpid())",
 ]
 
 
@@ -93,8 +95,12 @@ def picture(page: NotebookPage, name: str) -> None:
 
 def workers(page: NotebookPage) -> set[int]:
     """The kernel's living descendants but templates, of which each cell may bring another."""
+    return children_of(psutil.Process(int(page.text(0).split()[-1])))
+
+
+def children_of(kernel: psutil.Process) -> set[int]:
     found = set()
-    for process in psutil.Process(int(page.text(0).split()[-1])).children(recursive=True):
+    for process in kernel.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE and process.name() != TEMPLATE_NAME:
                 found.add(process.pid)
@@ -211,3 +217,27 @@ def test_the_board_of_workers_follows_the_cells(page: NotebookPage) -> None:
     picture(page, "board")
     page.run_cell(WIDGETS)
     assert page.text(WIDGETS) == "0 widgets\n"
+
+
+def test_the_board_of_workers_is_live_while_a_cell_runs_and_in_between(page: NotebookPage) -> None:
+    page.run_cell(BOARD)
+    output = page.cell(BOARD).locator(".jp-OutputArea").first
+    page.run_cell(CELL, wait=False)
+    expect(output).to_contain_text("running cell In[")
+    first = output.locator("tbody tr").first
+    seen = first.inner_text()
+    expect(first).not_to_have_text(seen)
+    output.scroll_into_view_if_needed()
+    picture(page, "board_running")
+    page.find("nbaccel-stop").click()
+    page.wait_idle()
+    expect(output).to_contain_text("idle. 2 CPU workers")
+    page.run_cell(PID)
+    kernel = psutil.Process(int(page.text(PID)))
+    # No cell runs from here on.
+    os.kill(max(children_of(kernel)), signal.SIGKILL)
+    expect(output).to_contain_text("gone")
+    expect(output).to_contain_text("has ended: the next cell tells why")
+    output.scroll_into_view_if_needed()
+    picture(page, "board_gone")
+    assert [list(shown["data"]) for shown in page.outputs(BOARD)] == [["text/plain", "text/html"]]

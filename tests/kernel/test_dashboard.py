@@ -7,6 +7,7 @@ click as a message to the subshell that it has opened for widgets, while the cel
 from __future__ import annotations
 
 import queue
+import re
 import textwrap
 import time
 from collections.abc import Iterator
@@ -311,10 +312,72 @@ def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> Non
         """
     )
     assert run.finish().error == ""
-    charts = [data["text/html"].rpartition("<svg") for data in run.outputs.values()]
+    charts = [data["text/html"].rpartition("<img") for data in run.outputs.values()]
     assert all(mark for _, mark, _ in charts), "none is lost"
     is_folded = ["</details>" in behind for _, _, behind in charts]
     assert is_folded == [True, True, False, False, False]
+
+
+EPOCH_LOOPS = {
+    "a bar of accelerator.progress": (
+        "for epoch in accelerator.progress(range(4)):",
+        "for batch in accelerator.progress(list(range(40))):",
+    ),
+    "a bar of tqdm": (
+        "for epoch in tqdm(range(4)):",
+        "for batch in accelerator.progress(list(range(40))):",
+    ),
+    "a number": (
+        "for epoch in range(4):",
+        "for batch in accelerator.progress(list(range(40)), epochs=4):",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", EPOCH_LOOPS)
+def test_the_epochs_in_all_and_what_is_left_of_the_whole_are_told(live: Kernel, way: str) -> None:
+    outer, inner = EPOCH_LOOPS[way]
+    cell = live.run(
+        f"""
+        def epochs():
+            from tqdm import tqdm
+            accelerator = Accelerator()
+            {outer}
+                {inner}
+                    time.sleep(0.03)
+        notebook_launcher(epochs, (), 2);
+        """
+    ).check()
+    assert (cell.stderr, cell.stdout) == ("", "")
+    lines = [display["text/plain"].splitlines()[0] for display in cell.displays[:-1]]
+    told = [
+        (int(found[1]), float(found[2]), int(found[3]))
+        for line in lines
+        if (found := re.search(r"epoch (\d) of 4, ([\d.]+) s left · step ([\d]+) of 160 ", line))
+    ]
+    assert len(told) >= 3, lines
+    assert sorted(told) == sorted(told, key=lambda seen: seen[2])
+    # It ends after what it has said, and counts 40 batches for each epoch, and no epochs.
+    assert all(abs(epoch - 1 - step / 40) <= 1.1 for epoch, _, step in told)
+    assert told[0][1] > told[-1][1]
+    assert "step 160 (" in cell.displays[-1]["text/plain"]
+
+
+def test_a_loop_over_epochs_of_which_nobody_says_the_number_tells_of_the_epoch(
+    live: Kernel,
+) -> None:
+    cell = live.run(
+        """
+        def epochs():
+            accelerator = Accelerator()
+            for epoch in range(2):
+                for batch in accelerator.progress(list(range(50))):
+                    time.sleep(0.03)
+        notebook_launcher(epochs, (), 2);
+        """
+    ).check()
+    lines = [display["text/plain"].splitlines()[0] for display in cell.displays[:-1]]
+    assert any(re.search(r"epoch 1, [\d.]+ s left in this epoch · step \d+ \(", li) for li in lines)
 
 
 def test_a_short_training_keeps_its_summary_at_the_top(live: Kernel) -> None:

@@ -139,7 +139,7 @@ def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(
     os.kill(pid, signal.SIGKILL)
     texts = between_cells(kernel_with_workers, lambda text: "gone" in text)
     assert "idle, but rank 1 has ended: the next cell tells why" in texts[-1]
-    assert re.search(r"^1 +gone +- +- ", texts[-1], re.MULTILINE)
+    assert re.search(r"^1 +gone +- +- +-$", texts[-1], re.MULTILINE), "nor its names"
     told = kernel_with_workers.run("%%accelerate\n1")
     assert told.error == "WorkerDied"
     assert "SIGKILL" in "\n".join(told.traceback)

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,3 +288,72 @@ def test_a_notebook_that_does_not_listen_holds_no_worker_up() -> None:
         ours.receive()
     reporter.log({"loss": 1.0}, None)  # the notebook is gone: no failure of the training
     ours.close()
+
+
+def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_is(
+    launch: Launch, seen: Seen
+) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        for _ in accelerator.progress(range(3), "epochs"):
+            for _ in accelerator.progress([torch.ones(5, 2)] * 4):
+                pass
+            for _ in accelerator.progress([torch.ones(5, 2)] * 2, "evaluation"):
+                pass
+
+    launch(train)
+    for rank in (0, 1):
+        facts = seen.board.ranks[rank]
+        assert (facts.steps, facts.samples) == (18, 90)
+        assert facts.outer is not None
+        assert (facts.outer.done, facts.outer.total, facts.outer.done_steps) == (3, 3, 18)
+        first = next(message for message in seen.messages_of(rank) if message.outer is not None)
+        assert (first.outer.done, first.outer.round_steps) == (0, 0)
+        marks = [step for step, _ in facts.epoch_marks]
+        assert marks == sorted(set(marks)), "the two loops that begin at step 0 have one mark"
+
+
+def test_a_loop_that_is_left_early_ends_with_its_epoch(seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        for _ in range(3):
+            for number, _ in enumerate(accelerator.progress([1] * 10, epochs=3)):
+                if number == 4:
+                    break
+        for _ in accelerator.progress([1] * 7):
+            pass
+
+    notebook_launcher(train, (), 2)
+    facts = seen.board.ranks[0]
+    # A round that is left is no batch that was used.
+    assert (facts.steps, facts.epoch, facts.total_batches) == (3 * 4 + 7, 1, 7)
+    assert facts.outer is not None
+    assert (facts.outer.done, facts.outer.total) == (2, 3)
+
+
+def test_a_trainer_of_transformers_says_that_its_bar_is_that_of_the_whole_training(
+    seen: Seen, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+
+    def train() -> None:
+        from transformers import Trainer, TrainingArguments
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(2, 1)
+
+            def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+                return {"loss": self.layer(x).square().mean()}
+
+        arguments = TrainingArguments(
+            str(tmp_path), num_train_epochs=2, report_to=[], save_strategy="no", use_cpu=True
+        )
+        Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(2)}] * 32).train()
+
+    notebook_launcher(train, (), 2)
+    for rank in (0, 1):
+        told = [message.bar_is_whole for message in seen.messages_of(rank)]
+        assert told[0] is True
+        assert told[-1] is False
