@@ -167,6 +167,7 @@ def test_what_a_run_needs_is_found_once(picker, monkeypatch):
     assert own.candidates() == before
 
 
+@needs.DEEPSPEED_ROW
 def test_ways_that_fit_as_they_are_are_seen_before_the_others_are_estimated():
     with torch.device("meta"):
         model = Recomputing()
