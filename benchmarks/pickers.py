@@ -143,7 +143,13 @@ def _render_choices(results: Results) -> tuple[str, bool]:
         "| --- | --: | --: | --: | --: | --- |",
     ]
     holds = True
-    for name, *_ in (*CHOICES, *COMPARED):
+    # A result may have been taken before a choice was added here.
+    names = [
+        name
+        for name, *_ in (*CHOICES, *COMPARED)
+        if results.of(f"pickers {name}", "nbaccel").values
+    ]
+    for name in names:
         row, back = (results.of(f"pickers {name}", who) for who in ("nbaccel", "and back"))
         good = row.median is not None and row.median <= BAR_MS
         holds &= good
