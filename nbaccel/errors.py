@@ -37,6 +37,8 @@ value), why it matters and what to do. In a notebook they are shown with the use
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from typing import Any
 
 from nbaccel.rendering import render_failure, render_mistake
 
@@ -201,7 +203,30 @@ class NothingFits(_PlainlyShownError, RuntimeError):
     """No batch size is small enough for the memory there is."""
 
 
-class WorkerFailed(NbaccelError, RuntimeError):
+class _WatchedRunEnd(BaseException):
+    """A run that was watched has not come to its end.
+
+    Attributes:
+        make_report: Makes its report; None where nothing was watched.
+    """
+
+    make_report: Callable[[], Any] | None = None
+
+    def report(self) -> Any:
+        """What the run can tell of itself up to here, as `results.report()` does of a whole one.
+
+        Raises:
+            ConfigError: Nothing was watched: the workers had not begun.
+        """
+        if self.make_report is None:
+            raise ConfigError(
+                f"{type(self).__name__} has nothing to report: its run ended before workers were "
+                "watched, or this is a copy of the error that was raised."
+            )
+        return self.make_report()
+
+
+class WorkerFailed(_WatchedRunEnd, NbaccelError, RuntimeError):
     """A launch failed because a worker did.
 
     Args:
@@ -233,7 +258,7 @@ class StartupFailed(WorkerFailed):
     """Workers did not become ready to run the function."""
 
 
-class LaunchInterrupted(KeyboardInterrupt):
+class LaunchInterrupted(_WatchedRunEnd, KeyboardInterrupt):
     """The user stopped a launch. Like any interrupt it is no `Exception`."""
 
     def _render_traceback_(self) -> list[str]:

@@ -22,6 +22,7 @@ __all__ = [
     "PRIVATE_NAMES",
     "cell_numbers",
     "inspect_also",
+    "is_in_output_widget",
     "keep_cell_lines",
     "keep_no_prints",
     "number_cell",
@@ -280,6 +281,30 @@ def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) 
         display_publisher.publish(**display_content)
     finally:
         vars(display_publisher).pop("_flush_streams", None)
+
+
+def is_in_output_widget(running_kernel: Any) -> bool:
+    """Whether an `Output` of ipywidgets takes what is displayed now: it shows no changes of it.
+
+    Args:
+        running_kernel: The shell's `kernel`.
+
+    Returns:
+        False also for an ipywidgets that does not list its widgets (7 and 8 do).
+    """
+    widget_module = sys.modules.get("ipywidgets.widgets.widget")
+    output_class = getattr(sys.modules.get("ipywidgets.widgets.widget_output"), "Output", None)
+    if output_class is None or not hasattr(running_kernel, "get_parent"):
+        return False
+    # A property of the class in ipywidgets 8, which warns; in 7 the table itself.
+    widgets_of_7 = vars(getattr(widget_module, "Widget", object)).get("widgets")
+    all_widgets = getattr(widget_module, "_instances", widgets_of_7)
+    message_id = (running_kernel.get_parent() or {}).get("header", {}).get("msg_id")
+    return isinstance(all_widgets, dict) and any(
+        isinstance(widget, output_class) and widget.msg_id == message_id
+        for widget in list(all_widgets.values())
+        if message_id
+    )
 
 
 def _has_text(stream: Any) -> bool:

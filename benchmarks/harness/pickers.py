@@ -53,9 +53,13 @@ for setting in below(root):
             for c in widget._dom_classes:
                 if c.startswith("nbaccel-option-"):
                     found[f"{names[-1]} {c.removeprefix('nbaccel-option-')}"] = widget.model_id
-ways = [widget for widget in below(root) if "nbaccel-candidates" in widget._dom_classes]
-for button in ways[0].children:
-    found[f"candidates {button.description}"] = button.model_id
+for widget in below(root):
+    if "nbaccel-compare" in widget._dom_classes:
+        found["precisions compare"] = widget.model_id
+    if "nbaccel-candidates" in widget._dom_classes:
+        for button in widget.children:
+            if "nbaccel-hidden" not in button._dom_classes:
+                found[f"candidates {button.description}"] = button.model_id
 print(json.dumps({
     "buttons": found,
     "widgets": sum(1 for _ in below(root)) + 1,
@@ -99,11 +103,11 @@ class Form:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
 
-    def press(self, setting: str, option: str) -> Took:
+    def press(self, setting: str, option: str, *, is_on: bool = True) -> Took:
         """Press a button; returns when all that follows has come."""
         content = {
             "comm_id": self._buttons[f"{setting} {option}"],
-            "data": {"method": "update", "state": {"value": True}, "buffer_paths": []},
+            "data": {"method": "update", "state": {"value": is_on}, "buffer_paths": []},
         }
         begun = time.perf_counter()
         message = self.client.session.msg("comm_msg", content)
@@ -115,6 +119,8 @@ class Form:
         sent = [m for m in answers if m["msg_type"] == "comm_msg"]
         # The table beside it is renewed a moment later: not in the middle of the next one.
         self._run("import asyncio; await asyncio.sleep(0.5)")
+        if setting == "precisions":  # the buttons of ways stand for others now
+            self._buttons = json.loads(self._run(BUTTONS))["buttons"]
         size = sum(len(json.dumps(m["content"])) for m in sent)
         return Took(took.total_seconds() * 1000, client_ms, len(sent), size)
 

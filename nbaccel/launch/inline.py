@@ -35,9 +35,15 @@ def run_observed(
         What it returned, in a list, and what was seen of it. Warnings are the notebook's own.
     """
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
-    with observing_here(plan) as run_board:
-        values = _call_here(plan, function, args)
-    return values, ObservedRun.ended_now(run_board, SeenWarnings(), plan)
+    run_board = None
+    try:
+        with observing_here(plan) as run_board:
+            values = _call_here(plan, function, args)
+    finally:
+        # Of a call that has failed, too: `%accelerate report` tells of the latest.
+        if run_board is not None:
+            observed = ObservedRun.ended_now(run_board, SeenWarnings(), plan)
+    return values, observed
 
 
 def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:

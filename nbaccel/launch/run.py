@@ -278,7 +278,7 @@ def _make_supervisor(
 
 def _choose_starter(plan: Plan, packed_call: PackedCall, waiting_line: WaitingLine) -> Starter:
     if packed_call.payload is not None:
-        return TemplateStarter(plan.device, waiting_line.say)
+        return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)
     return ForkStarter(worker.InheritedObjects(call=packed_call.call, arenas=packed_call.arenas))
 
 

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from nbaccel import torch_private
 from nbaccel.errors import ConfigError
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     _Mode = Any
 else:
     _Mode = torch_private.dispatch_mode()  # torch has not typed it
+
+
+_ASKS_DEVICE = torch.ops.prim.device.default
 
 
 class LiveBytes(_Mode):  # type: ignore[misc]
@@ -91,8 +96,12 @@ class LiveBytes(_Mode):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, and count what it made."""
+        if func is _ASKS_DEVICE:
+            # Two of three calls with fake tensors, and nothing is made by them.
+            return args[0].device
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        made_tensors = (result,) if isinstance(result, torch.Tensor) else _tensors(result)
+        for tensor in made_tensors:
             # Sparse tensors have no storage of their own to count.
             if tensor.layout is torch.strided:
                 self._count(tensor)
@@ -139,8 +148,6 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     Returns:
         The new batch. A mapping of any kind becomes a dict.
     """
-    import torch
-
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -227,8 +234,6 @@ def loss_of(output: Any) -> torch.Tensor:
     Raises:
         ConfigError: No tensor in it has gradients.
     """
-    import torch
-
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.sum()
@@ -273,10 +278,39 @@ class Activations:
         saved: What is kept at the end of the forward pass, each storage once.
         peak: The most that lives at once in both passes: also what is computed again under
             gradient checkpointing, and gradients until a parameter has them.
+        forward_flops: Floating-point operations of the forward pass; None where it could not be
+            run without values, or not be counted.
     """
 
     saved: int
     peak: int
+    forward_flops: float | None = None
+
+
+class _MeasuredPass(LiveBytes):
+    """Counts operations besides: a pass of its own for them would take as long again."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__(known)
+        self.flops: float | None = 0.0  # None: an operation could not be counted
+        self._formulas = FlopCounterMode(display=False).flop_registry
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and count it and what it made."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        formula: Any = self._formulas.get(getattr(func, "overloadpacket", None))
+        if formula is not None and self.flops is not None:
+            try:
+                self.flops += formula(*args, **(kwargs or {}), out_val=result)
+            except Exception:  # torch's formulas take some operations for granted
+                self.flops = None
+        return result
 
 
 def measure_activations(
@@ -299,7 +333,8 @@ def measure_activations(
         The bytes.
 
     Raises:
-        ConfigError: The model cannot be run without values, and is too large for a real copy.
+        ConfigError: The model cannot be run without values, and is too large for a real copy; or
+            it does not take this batch.
     """
     dtype = _DTYPES.get(precision)
     # A model may hold real tensors besides its parameters and buffers; these are allowed.
@@ -315,7 +350,17 @@ def measure_activations(
         # A copy, because hooks are added and gradients computed.
         real = copy.deepcopy(model).to(dtype=dtype)
         batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
-        return _run(real, batch, gradient_checkpointing)
+        try:
+            return replace(_run(real, batch, gradient_checkpointing), forward_flops=None)
+        except ConfigError:
+            raise
+        except Exception as error:  # a batch of another form makes the model fail in any way
+            raise ConfigError(
+                f"{type(model).__name__} does not run with this sample_batch, so its activations "
+                f"cannot be measured: it raised {type(error).__name__}: {error}. Give a batch as "
+                "the training loop hands it to the model: a tensor, or a dict or tuple of the "
+                "model's arguments."
+            ) from error
 
 
 def on_fake_copy(
@@ -355,14 +400,15 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
             saved[storage_key(tensor)] = tensor.untyped_storage()
         return tensor
 
-    with LiveBytes(own_tensors) as live:
+    with _MeasuredPass(own_tensors) as live:
         mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))
+        forward_flops = live.flops
         num_saved = sum(storage.nbytes() for storage in saved.values())
         saved.clear()  # these references would keep the backward pass from freeing anything
         loss.backward()  # type: ignore[no-untyped-call]
-    return Activations(saved=num_saved, peak=max(num_saved, live.peak))
+    return Activations(saved=num_saved, peak=max(num_saved, live.peak), forward_flops=forward_flops)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
@@ -402,13 +448,22 @@ def _check_small(model: nn.Module, error: Exception) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Restore random numbers and logging after the block; its warnings concern no real run."""
+    """Restore random numbers and logging after the block; its warnings concern no real run.
+
+    Meanwhile reference cycles are not looked for: the many small objects of a measurement would
+    start several searches of all that the notebook holds.
+    """
     previous_level = logging.root.manager.disable
+    was_collecting = gc.isenabled()
     # No devices: saving the state of CUDA's generators would initialise CUDA in the notebook.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)  # transformers warns through logging
+        # transformers warns through it; torch tells of each operation that fails without values.
+        logging.disable(logging.ERROR)
+        gc.disable()
         try:
             yield
         finally:
             logging.disable(previous_level)
+            if was_collecting:
+                gc.enable()

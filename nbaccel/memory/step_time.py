@@ -226,9 +226,14 @@ def _device_speed(gpus: Sequence[Gpu], precision: str) -> float:
 def _card_speed(gpu: Gpu, precision: str) -> float:
     for card_name, full_speed, half_speed in _TERAFLOPS:
         if card_name in gpu.name:
-            tera = full_speed if precision == "no" else half_speed
+            has_backends = precision_row(precision).has_backends
+            # What is not computed in 8 bits is computed in bfloat16.
+            native_from = precision_row("bf16" if has_backends else precision).imitated_below
+            # (0, 0) stands for a card whose kind is not known.
+            is_imitated = (0, 0) < gpu.compute_capability < native_from
+            tera = full_speed if precision == "no" or is_imitated else half_speed
             # Ampere and older have no tensor cores for 8 bits.
-            if precision_row(precision).has_backends and gpu.compute_capability >= (8, 9):
+            if has_backends and gpu.compute_capability >= (8, 9):
                 tera *= _FP8_FACTOR
             return tera * 1e12
     return 0.0
@@ -298,4 +303,6 @@ def computes_in_bf16() -> bool:
 def _cpu_share_in(precision: str) -> float:
     """Speed in 16 bits, as a share of that in float32: without instructions it is imitated."""
     is_imitated = precision in dict(device_row(_HOST_DEVICE).slow)
+    # No processor has instructions for 8-bit floats: they are emulated.
+    is_imitated |= precision_row(precision).has_backends
     return 2.0 if computes_in_bf16() and not is_imitated else 0.5

@@ -20,6 +20,7 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
+from nbaccel.output.report.collecting import latest_run, report_of
 from nbaccel.output.report.run_report import RunReport
 from nbaccel.pool.cell_source import CellSource
 
@@ -156,13 +157,13 @@ def _show_config(session: Session, magic_line: MagicLine) -> None:
 
 def _latest_report(session: Session, magic_line: MagicLine) -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
-    if session.pool is None:
+    observed = latest_run()
+    if observed is None:
         raise ConfigError(
-            f"%accelerate report asked the notebook's pool of workers, which is {session.pool}: no "
-            "cell has run in any. Run one with %%accelerate first; a launch has its report in "
-            "results.report()."
+            f"%accelerate report tells of the latest launch or cell, and there is {observed}. Run "
+            "a cell with %%accelerate, or notebook_launcher(...), first."
         )
-    return session.pool.report()
+    return report_of(observed, "%accelerate report")
 
 
 def _print_traceback(session: Session, magic_line: MagicLine) -> None:

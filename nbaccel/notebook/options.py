@@ -159,7 +159,8 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     ),
     Subcommand(
         name="report",
-        meaning="Show curves, each rank's time, memory and warnings of the latest cell; "
+        meaning="Show curves, each rank's time, memory and warnings of the latest launch "
+        "or cell, also of one that failed or was stopped; "
         "report = %accelerate report keeps it, for report.save(...).",
     ),
     Subcommand(

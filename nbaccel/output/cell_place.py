@@ -7,22 +7,29 @@
 
 All are one output, which is replaced: what workers print comes below it. A call that is over before
 it has printed anything, or shown anything here, leaves no output at all.
+
+An `Output` of ipywidgets ignores changes of what it shows: within it, the place is a widget whose
+HTML changes.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import uuid
 from typing import Any
 
-from nbaccel import env
+from nbaccel import env, frames, ipython_private
 from nbaccel.output import publish
 
-__all__ = ["CellPlace"]
+__all__ = ["VIEW_MIME", "CellPlace"]
+
+VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 # Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
-_EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", "text/html": ""}
+_HTML_TYPE = "text/html"
+_EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", _HTML_TYPE: ""}
 
 
 class CellPlace:
@@ -31,11 +38,15 @@ class CellPlace:
     Attributes:
         is_there: Whether there is a cell whose output can be replaced.
         has_panel: Whether there will be a panel in it, which also shows progress bars.
+        is_widget: Whether it is a widget, which shows HTML only.
     """
 
     def __init__(self) -> None:
         self.is_there = publish.has_cells()
         self.has_panel = self.is_there and env.flag("NBACCEL_DASHBOARD") is not False
+        self.is_widget = self.is_there and ipython_private.is_in_output_widget(
+            getattr(frames.running_shell(), "kernel", None)
+        )
         self._content = _EMPTY_CONTENT
         self._stands = False
 
@@ -64,7 +75,17 @@ class CellPlace:
         """The cell has been cleared: the next output comes below a new place."""
         self._stands = False
 
+    @functools.cached_property
+    def _widget(self) -> Any:
+        return importlib.import_module("ipywidgets").HTML()
+
     def _publish_content(self) -> None:
+        if self.is_widget:
+            self._widget.value = self._content.get(_HTML_TYPE, "")
+            if not self._stands:
+                self._stands = True
+                publish.publish_display(_view_of(self._widget))
+            return
         display_content: dict[str, Any] = {
             "data": self._content,
             "metadata": {},
@@ -75,3 +96,8 @@ class CellPlace:
             display_content["update"] = True
         self._stands = True
         publish.publish_display(display_content)
+
+
+def _view_of(widget: Any) -> dict[str, Any]:
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"data": {"text/plain": "", VIEW_MIME: view}, "metadata": {}}

@@ -284,8 +284,14 @@ class Console:
     def close(self, worker_rank: int) -> None:
         """Note that this rank writes nothing further."""
         for stream in ("stdout", "stderr"):
+            if held_lines := self._held_lines(worker_rank, stream):
+                self._queue(worker_rank, stream, held_lines)
             self._finish(worker_rank, stream)
         self._waiting.close(worker_rank)
+
+    def _held_lines(self, worker_rank: int, stream: str) -> list[str]:
+        rank_source = self._sources.get((worker_rank, stream))
+        return [] if rank_source is None else rank_source.held_lines()
 
     def _finish(self, worker_rank: int, stream: str) -> None:
         rank_source = self._sources.get((worker_rank, stream))

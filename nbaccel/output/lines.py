@@ -24,6 +24,13 @@ __all__ = ["LineAssembler", "LineMerger", "OutputItem", "PrintedLine", "RichOutp
 
 _BAR_CHARS = 1_000
 _LINE_UP = "\x1b[A"  # ECMA-48: cursor up
+_ERASE_LINE = "\x1b[2K"  # ECMA-48: erase in line, all of it; rich draws its bars anew with it
+_CURSOR_HIDDEN, _CURSOR_SHOWN = "\x1b[?25l", "\x1b[?25h"  # DEC private modes
+_ONE_LINE_UP = "\x1b[1A"
+_FRAME_MARK = re.compile(r"(\n|\x1b\[1A|\x1b\[\?25[hl])")
+_FRAME_BEGIN = re.compile(r"\x1b\[(?:1A|\?25[hl])")
+_UNFINISHED_SEQUENCE = re.compile(r"\x1b(?:\[[?\d;]*)?\Z")
+_MOST_HELD_LINES = 100
 _WAY_DOWN = re.compile(r"(?<=\n)\n+(?=\r)")
 
 
@@ -41,6 +48,7 @@ class LineAssembler:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._max_chars = max_chars
         self._parts_bars = parts_bars
+        self._frames = _LiveFrames()
         self._held_back = ""  # the start of a terminal sequence whose end has not come
         self._begin()
         self.bar = ""
@@ -62,6 +70,8 @@ class LineAssembler:
             The finished lines without their ends, and how many others there were.
         """
         line_text = self._decode(output_bytes)
+        if self._parts_bars and (self._frames.is_open or _FRAME_BEGIN.search(line_text)):
+            return self._feed_frames(line_text, at_most)
         dropped_lines = 0 if at_most is None else max(0, line_text.count("\n") - at_most)
         if at_most is not None and dropped_lines:
             # The line that was unfinished is among those left out.
@@ -84,15 +94,37 @@ class LineAssembler:
         self.bar = self._bar() if self._is_rewritten else ""
         return output_lines, dropped_lines
 
+    def _feed_frames(self, line_text: str, at_most: int | None) -> tuple[list[str], int]:
+        """Take in text of a program that draws several lines anew again and again."""
+        output_lines: list[str] = []
+        for part in filter(None, _FRAME_MARK.split(line_text)):
+            if part in (_CURSOR_HIDDEN, _CURSOR_SHOWN):
+                self._frames.is_open = part == _CURSOR_HIDDEN
+            elif part == _ONE_LINE_UP:
+                self._frames.take_back()
+                self._begin()
+                self._is_rewritten = True
+            elif part == "\n":
+                was_erased = self._is_rewritten and not (self._last or self._under)
+                finished_line = self._take()
+                if not was_erased:
+                    self._frames.held.append(finished_line)
+            else:
+                output_lines += self._frames.lines_above(part)
+                self._add(part)
+        output_lines += self._frames.lines_to_show()
+        self.bar = self._bar() if self._is_rewritten else ""
+        num_dropped = 0 if at_most is None else max(0, len(output_lines) - at_most)
+        return output_lines[num_dropped:], num_dropped
+
     def _decode(self, output_bytes: bytes) -> str:
         line_text = self._decoder.decode(output_bytes)
         if not self._parts_bars:
             return line_text
         line_text, self._held_back = self._held_back + line_text, ""
         if "\x1b" in line_text:
-            for start_text in (_LINE_UP[:1], _LINE_UP[:2]):
-                if line_text.endswith(start_text):
-                    line_text, self._held_back = line_text[: -len(start_text)], start_text
+            if unfinished := _UNFINISHED_SEQUENCE.search(line_text):
+                line_text, self._held_back = line_text[: unfinished.start()], unfinished[0]
             # tqdm goes down a line, draws an inner bar there, and comes up again: the inner bar is
             # a line, and where it comes up to a bar stands already.
             line_text = line_text.replace(_LINE_UP, "\n\r")
@@ -112,6 +144,10 @@ class LineAssembler:
         if line_text.endswith("\n\n"):
             line_text, self._held_back = line_text[:-1], "\n" + self._held_back
         return line_text.removeprefix(above)
+
+    def held_lines(self) -> list[str]:
+        """Finished lines that were held back because they might be drawn anew; they are removed."""
+        return self._frames.close()
 
     def finish(self) -> str | None:
         """The line that has no end yet, if there is one; it is removed."""
@@ -145,6 +181,51 @@ class LineAssembler:
     def _bar(self) -> str:
         shown_bar = [self._under[:_BAR_CHARS], self._last.start(_BAR_CHARS)]
         return _overlay_parts(shown_bar).rstrip()
+
+
+class _LiveFrames:
+    """Finished lines that may be drawn anew: rich draws bars below each other so.
+
+    It hides the cursor, writes a frame of lines, erases it line by line upwards, and writes the
+    next; at the end it shows the cursor again. What it prints meanwhile stands above the frame.
+
+    Attributes:
+        is_open: Whether the cursor is hidden.
+        held: Lines of the present frame, and of what was printed above it.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.held: list[str] = []
+        self._was_erased = False
+
+    def take_back(self) -> None:
+        """The cursor goes up, to draw the last line anew."""
+        if self.held:
+            self.held.pop()
+
+    def lines_above(self, text: str) -> list[str]:
+        """Take in a text that is written; returns the lines that it no longer can erase."""
+        _, erasure, new_text = text.rpartition(_ERASE_LINE)
+        self._was_erased = self._was_erased or bool(erasure)
+        if not (self._was_erased and new_text.strip("\r")):
+            return []
+        self._was_erased = False
+        return self._release()
+
+    def lines_to_show(self) -> list[str]:
+        """The lines that are shown at the end of a chunk."""
+        is_through = not self.is_open or len(self.held) > _MOST_HELD_LINES
+        return self._release() if is_through else []
+
+    def close(self) -> list[str]:
+        """Nothing is drawn anew any more; returns the lines of the last frame."""
+        self.is_open = False
+        return self._release()
+
+    def _release(self) -> list[str]:
+        released, self.held = self.held, []
+        return released
 
 
 class _PendingText:
@@ -200,9 +281,12 @@ def _overlay_parts(text_parts: Sequence[str]) -> str:
     overlaid_pieces: list[str] = []
     text_width = 0
     for text_part in reversed(text_parts):
-        if len(text_part) > text_width:
-            overlaid_pieces.append(text_part[text_width:])
-            text_width = len(text_part)
+        _, erasure, shown_text = text_part.rpartition(_ERASE_LINE)
+        if len(shown_text) > text_width:
+            overlaid_pieces.append(shown_text[text_width:])
+            text_width = len(shown_text)
+        if erasure:
+            break
     return "".join(overlaid_pieces)
 
 

@@ -98,6 +98,13 @@ def has_cells() -> bool:
     return getattr(frames.running_shell(), "kernel", None) is not None
 
 
+def request_id() -> str:
+    """The number of the message that the kernel is working on: one per run of a cell; or empty."""
+    running_kernel: Any = getattr(frames.running_shell(), "kernel", None)
+    parent = running_kernel.get_parent() if hasattr(running_kernel, "get_parent") else None
+    return str((parent or {}).get("header", {}).get("msg_id", ""))
+
+
 def is_watched() -> bool:
     """Whether output goes to a notebook or a terminal, not to a file or another program."""
     return frames.running_shell() is not None or sys.stderr.isatty()

@@ -158,7 +158,9 @@ class _CellWorker:
         self._busy = True
         try:
             with own_process():
-                return self._shell.run(current_task.source)
+                shown_bundle = self._shell.run(current_task.source)
+            self._worker_context.imports.tell(self._channel.send)
+            return shown_bundle
         except SystemExit as raised_error:
             if raised_error.code not in (None, 0):
                 raise

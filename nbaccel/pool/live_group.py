@@ -299,4 +299,4 @@ class LiveGroup(WorkerGroup):
 def _local_starter(plan: Plan, waiting_line: WaitingLine) -> Starter:
     if plan.start_method == "fork":
         return ForkStarter(worker.InheritedObjects())
-    return TemplateStarter(plan.device, waiting_line.say)
+    return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)

@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 from nbaccel import env
+from nbaccel.config.mistakes import shown
+from nbaccel.errors import WrongArguments
 from nbaccel.pool.cell_source import CellSource
 from nbaccel.workers import working_folder
 
@@ -22,7 +24,16 @@ def notebook_names() -> dict[str, Any]:
 
 
 def source_of(cell_text: str) -> CellSource:
-    """Code that comes from no cell."""
+    """Code that comes from no cell.
+
+    Raises:
+        WrongArguments: It is no text.
+    """
+    if not isinstance(cell_text, str):
+        raise WrongArguments(
+            f"Pool.run takes a cell's code as text: got {shown(cell_text)}. There is nothing to "
+            "parse. Give text, or pool.call(function, ...) for a function."
+        )
     # Equal code gets an equal name, so that linecache does not grow with each call.
     return CellSource.of_text(cell_text, filename=f"<pool code {abs(hash(cell_text)):x}>")
 

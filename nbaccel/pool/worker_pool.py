@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
-from nbaccel.errors import ConfigError, LaunchInterrupted, UnsafeMoment
+from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.launch.edited_sources import tell_of_edits
 from nbaccel.log import write_notice
@@ -406,7 +406,7 @@ class Pool:
     def _judgement(self, call_result: TaskResult) -> BaseException | None:
         """What a task has to raise, if it did not end well."""
         if call_result.interrupted:
-            return LaunchInterrupted(user_messages.stopped_message(call_result))
+            return outcome.stopped_error(user_messages.stopped_message(call_result), call_result)
         closing_lines = user_messages.closing_lines(call_result, self._namespace_sync.reasons)
         return outcome.call_error(call_result, self.plan, closing_lines=closing_lines)
 

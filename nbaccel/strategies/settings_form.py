@@ -8,7 +8,7 @@ meaning, how much memory it needs and how it is written comes from that library'
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -119,13 +119,13 @@ class TrainingWay:
     Attributes:
         name: As people call it: ``ZeRO-2, optimizer on the CPU``.
         configs: Runs of that way. The first is the fastest, and each needs less memory than the
-            one before it.
+            one before it; they are made while they are looked at, most of them never.
         traffic: What is sent between processes, to the host and to the disk.
         refusal: Why it cannot be taken: a clause; empty where it can.
     """
 
     name: str
-    configs: tuple[RunConfig, ...]
+    configs: Iterable[RunConfig]
     traffic: Traffic
     refusal: str = ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from nbaccel.failures import failure
 from nbaccel.failures.portable_exception import PortableException
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.output import publish
-from nbaccel.output.report.collecting import ObservedRun
+from nbaccel.output.report.collecting import ObservedRun, report_of
 from nbaccel.plan import Plan
 from nbaccel.supervision.supervisor import CallResult
 from nbaccel.transfer import pickling
@@ -26,7 +27,7 @@ from nbaccel.transfer.weight_sync import WeightReport
 from nbaccel.units import count_noun, format_seconds
 from nbaccel.workers.worker_handle import WorkerHandle
 
-__all__ = ["CallOutcome", "conclude_call", "weights_unread"]
+__all__ = ["CallOutcome", "conclude_call", "stopped_error", "weights_unread"]
 
 
 _LATEST_FAILURE: list[failure.FailureRecord] = []
@@ -86,6 +87,23 @@ def _open_result(result_message: Any, payload_fd: int | None) -> Any:
     return pickling.unpack(result_message.payload, payload_fd, {})
 
 
+def stopped_error(message: str, call_result: CallResult) -> LaunchInterrupted:
+    """The exception that a call ends with which the user stopped.
+
+    Args:
+        message: What it says.
+        call_result: What became of the call.
+    """
+    error = LaunchInterrupted(message)
+    _note_report(error, call_result)
+    return error
+
+
+def _note_report(error: WorkerFailed | LaunchInterrupted, call_result: CallResult) -> None:
+    if call_result.observed is not None:
+        error.make_report = functools.partial(report_of, call_result.observed, type(error).__name__)
+
+
 def call_error(
     call_result: CallResult, call_plan: Plan, *, closing_lines: str = ""
 ) -> WorkerFailed | None:
@@ -99,6 +117,13 @@ def call_error(
     members = call_result.members
     if all(m.returned is not None for m in members) and not call_result.timed_out:
         return None
+    failed_error = _failure_error(call_result, call_plan, closing_lines)
+    _note_report(failed_error, call_result)
+    return failed_error
+
+
+def _failure_error(call_result: CallResult, call_plan: Plan, closing_lines: str) -> WorkerFailed:
+    members = call_result.members
     failure_records = [m.record or m.record_of_stop() for m in members if m.returned is None]
     first_failure = failure.first_cause(failure_records) if failure_records else None
     _LATEST_FAILURE[:] = sorted(
@@ -307,7 +332,7 @@ def conclude_call(
         WorkerFailed: A worker failed.
     """
     if call_result.interrupted:
-        raise LaunchInterrupted(interruption_message(call_result, was_stopped))
+        raise stopped_error(interruption_message(call_result, was_stopped), call_result)
     failed_error = call_error(call_result, call_plan, closing_lines=closing_lines)
     if failed_error is not None:
         raise failed_error

@@ -100,7 +100,9 @@ class CollectiveCheck:
         self._process_id = os.getpid()
         self.calls_begun = 0
         """How many calls this process has announced."""
-        meeting = page_setup.meet(rank, world_size)
+        # Whoever comes to the first call early waits for the others here, not in the exchange.
+        with spent_time.communicating:
+            meeting = page_setup.meet(rank, world_size)
         self.hosts = meeting.hosts
         """The ranks that share memory, host by host."""
         self._is_on = meeting.route != "off"

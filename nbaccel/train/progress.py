@@ -146,14 +146,19 @@ class Progress(Generic[_LoaderBatch]):
         # The clock may not have advanced since the start, or may have been set back.
         elapsed_s = max(time.time() - self._start_time, 1e-9)
         all_samples = sum(rank_numbers["samples"] for rank_numbers in all_numbers)
-        bar_postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"}
+        # A loop over numbers has none.
+        bar_postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"} if all_samples else {}
         known_losses = [
             rank_numbers["loss"] for rank_numbers in all_numbers if rank_numbers["loss"] is not None
         ]
         if known_losses:
             bar_postfix = {"loss": f"{sum(known_losses) / len(known_losses):.4g}", **bar_postfix}
-        if len(all_numbers) > 1:
-            bar_postfix["processes"] = str(len(all_numbers))
+        if not self._place.is_alone:
+            num_heard, num_all = len(all_numbers), self._place.world_size
+            # Of those that have said nothing yet no samples are counted.
+            bar_postfix["processes"] = (
+                str(num_all) if num_heard == num_all else f"{num_heard} of {num_all}"
+            )
         self.bar.set_postfix(bar_postfix)
 
     def _exchange_numbers(self, own_numbers: dict[str, Any]) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ __all__ = [
     "full_shape",
     "is_dtensor",
     "is_sharded",
+    "load_readers",
     "module_inside",
     "piece_ranges",
     "pieces",
@@ -281,8 +282,17 @@ def forget_process_groups() -> None:
 
 def remove_process_files() -> None:
     """Remove what libraries keep on disk for this process, which ends."""
-    for shard_reader in shard_readers():
-        shard_reader.leave()
+    for reader_path in _reader_paths():
+        # Nothing is kept for a reader that was never imported, and its import takes longer than
+        # all else that a process does at its end.
+        if reader_path.partition(":")[0] in sys.modules:
+            _catalog.load_object(reader_path).leave()
+
+
+def load_readers() -> None:
+    """Import the readers of libraries that have been imported, for all forks of this process."""
+    for _ in shard_readers():
+        continue
 
 
 class HeldParts:
@@ -335,9 +345,14 @@ def shard_readers(*, loaded_only: bool = True) -> Iterator[ShardReader]:
         loaded_only: Leave out libraries that have not been imported: they have partitioned nothing
             yet.
     """
+    for reader_path in _reader_paths(loaded_only=loaded_only):
+        yield _catalog.load_object(reader_path)
+
+
+def _reader_paths(*, loaded_only: bool = True) -> Iterator[str]:
     readers = [(row.library, row.shards) for row in STRATEGIES]
     readers += [(row.library, row.shards) for row in FP8_BACKENDS]
     for library, reader_path in readers:
         # Reading the shards of a library imports it, which takes seconds.
         if reader_path and (library in sys.modules or not loaded_only):
-            yield _catalog.load_object(reader_path)
+            yield reader_path

@@ -10,13 +10,14 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
     "FileStamp",
     "by_package",
+    "files_of",
     "installed_modules",
     "is_as_imported",
     "local_modules",
@@ -54,6 +55,15 @@ def installed_modules() -> Mapping[str, str]:
         Name → file, in the order in which they were imported. A kernel's own are left out.
     """
     return _sorted_out(len(sys.modules), next(reversed(sys.modules)))[0]
+
+
+def files_of(module_names: Iterable[str]) -> dict[str, str]:
+    """Those of some modules that belong to installed packages, as :func:`installed_modules` has it.
+
+    Args:
+        module_names: Names of imported modules.
+    """
+    return _sort_out(module_names)[0]
 
 
 def local_modules() -> frozenset[str]:
@@ -118,11 +128,15 @@ def _sorted_out(name_count: int, last_name: str) -> tuple[Mapping[str, str], fro
 
     A thousand modules take a millisecond, which every cell would wait for.
     """
+    return _sort_out(tuple(sys.modules))
+
+
+def _sort_out(module_names: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
     installed_files: dict[str, str] = {}
     local_names = set()
-    for module_name, module in tuple(sys.modules.items()):
+    for module_name in module_names:
         # Not by getattr: a module may import another one when it is asked for what it lacks.
-        attributes = getattr(module, "__dict__", {})
+        attributes = getattr(sys.modules.get(module_name), "__dict__", {})
         file_path = attributes.get("__file__")
         package_name = module_name.partition(".")[0]
         if (

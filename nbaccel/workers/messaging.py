@@ -208,9 +208,15 @@ def unless_gone() -> contextlib.suppress:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork a worker. Descriptors: its channel, stdout, stderr and stack pipe."""
+    """Fork a worker. Descriptors: its channel, stdout, stderr and stack pipe.
+
+    Attributes:
+        ticket: Comes back with its process id.
+        threads: How many it will compute with; 0: not known yet.
+    """
 
     ticket: int
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +238,11 @@ class Learn:
     environment: dict[str, str]
     """The notebook's, which some packages read when they are imported."""
     import_path: tuple[str, ...]
+    of_workers: dict[str, dict[str, str]]
+    """Imported last: what workers have and the notebook has not, by package, with files."""
+    worker_variables: dict[str, str | None]
+    """Variables that were otherwise there, with their values. A package of these that reads one
+    when it is imported is left out: in a worker it would have found another value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +347,8 @@ class WorkerAssignment:
     """Notebooks that take part, each with its own staging files."""
     on_other_host: bool = False
     """Whether environment, folder and import path are to be laid over those of its host."""
+    tells_imports: bool = False
+    """Whether it tells of modules that it imports; see `worker_imports`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,6 +485,16 @@ class Leaves:
     leftover: LeftoverFolders
     is_there: bool
     """False: it has removed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The worker has imported modules that its template had not."""
+
+    files: dict[str, str]
+    """Module of an installed package → file, in the order of the import."""
+    environment: dict[str, str]
+    """The worker's, in which they were imported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,13 @@ class Reporter:
             self._steps = self._steps + 1 if step is None else int(step)
         for name, value in _finite_numbers(values):
             # Known names always: a full table must still show new values.
-            if name in self._values or len(self._values) < _MAX_METRICS:
-                self._values[name], self._value_steps[name] = value, self._steps
-                self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
+            if name not in self._values:
+                if len(self._values) == _MAX_METRICS:
+                    continue
+                # Sent at once: it begins a curve, and is what "1 → 0.02" begins with.
+                self._next = 0.0
+            self._values[name], self._value_steps[name] = value, self._steps
+            self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
         self._tell()
 
     def loop_begins(

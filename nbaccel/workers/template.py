@@ -51,13 +51,17 @@ class TemplateStarter(LocalProcesses):
 
     Args:
         device: The row of what the workers will compute on.
+        threads: CPU threads of each worker; 0 where each learns its own.
         say: Takes what is being waited for, again and again while that lasts.
     """
 
     name = "template"
 
-    def __init__(self, device: str, say: Callable[[str], None] = say_nothing) -> None:
+    def __init__(
+        self, device: str, *, threads: int = 0, say: Callable[[str], None] = say_nothing
+    ) -> None:
         self._template = device if _catalog.known_device(device).own_template else ""
+        self._threads = threads
         self._say = say
         self.status: int | None = None
         """How the template process ended, if it did so by itself."""
@@ -112,7 +116,7 @@ class TemplateStarter(LocalProcesses):
         # Only one starter reads at a time, and keeps what it reads of the other's workers.
         with self._boot.hearing:
             try:
-                self._channel.send(messaging.Fork(self._tickets), ends.all())
+                self._channel.send(messaging.Fork(self._tickets, self._threads), ends.all())
             except OSError as error:
                 raise self._gone() from error
             process_id = int(self._receive(messaging.Forked, time_limits.FORK_S).pid)

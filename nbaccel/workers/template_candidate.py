@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -42,6 +42,7 @@ _MOST_BYTES = 4 * 2**30
 _SHARE_OF_FREE = 4
 """A candidate may take a fourth of the memory that is free, at most."""
 _REASON_CHARS = 200
+_MOST_NAMES = 3
 _PROGRESS_S = 0.05
 _LOWEST_PRIORITY = 19
 # Imports are deeply nested, and a thread's stack may be small (ulimit -s unlimited: 2 MiB).
@@ -108,12 +109,15 @@ class CandidateKeeper:
     """The template's side: forks candidates, ends those that hang, and tries again without these.
 
     Args:
-        become_template: Called in a candidate that can be forked, with its channel; never returns.
+        become_template: Called in a candidate that can be forked, with its channel and what to say
+            there once it can serve; never returns.
         in_child: Called in a candidate at once: closes what is the template's.
     """
 
     def __init__(
-        self, become_template: Callable[[messaging.Channel], NoReturn], in_child: Callable[[], None]
+        self,
+        become_template: Callable[[messaging.Channel, messaging.Learned], NoReturn],
+        in_child: Callable[[], None],
     ) -> None:
         self._become_template = become_template
         self._in_child = in_child
@@ -195,6 +199,8 @@ class CandidateKeeper:
             left_out=candidate.message.left_out | left_out,
             environment=candidate.message.environment,
             import_path=candidate.message.import_path,
+            of_workers=candidate.message.of_workers,
+            worker_variables=candidate.message.worker_variables,
         )
         self._fork(message, candidate.file_descriptors)
 
@@ -215,8 +221,8 @@ class CandidateKeeper:
             channel_fd, error_file = file_descriptors
             _settle(template_id, error_file, message)
             channel = messaging.Channel.from_fd(channel_fd)
-            _import_all(message, notes, channel)
-            self._become_template(channel)
+            left_out = _import_all(message, notes, channel)
+            self._become_template(channel, messaging.Learned(left_out))
         # The notebook has hung up: it wants this one no more.
         except (BrokenPipeError, ConnectionResetError):
             exit_status = 0
@@ -255,13 +261,19 @@ def _settle(template_id: int, error_file: int, message: messaging.Learn) -> None
     sys.path[:] = message.import_path
 
 
-def _import_all(message: messaging.Learn, notes: _Notes, channel: messaging.Channel) -> None:
-    """Import everything, or end this process where it cannot be forked afterwards."""
+def _import_all(
+    message: messaging.Learn, notes: _Notes, channel: messaging.Channel
+) -> dict[str, str]:
+    """Import everything, or end this process where it cannot be forked afterwards.
+
+    Returns:
+        Package → why it was left out.
+    """
     left_out = dict(message.left_out)
     # In any case, also where nothing has to be imported: the notebook learns who this is.
     channel.send(messaging.Importing("", os.getpid()))
     with _bounded_memory() as allowed_bytes:
-        for package, module_names in message.packages.items():
+        for package, module_names in (*message.packages.items(), *message.of_workers.items()):
             if package in left_out:
                 continue
             missing_names = [name for name in module_names if name not in sys.modules]
@@ -270,8 +282,14 @@ def _import_all(message: messaging.Learn, notes: _Notes, channel: messaging.Chan
             notes.write(package=package, left_out=left_out)
             channel.send(messaging.Importing(package, os.getpid()))
             state_before = ProcessState.now()
-            import_error = _import_in_background(missing_names)
-            changes = ProcessState.now().changes_since(state_before)
+            variables = message.worker_variables if package in message.of_workers else {}
+            with env.noted_reads(variables) as read_names:
+                import_error = _import_in_background(missing_names)
+            changes = [
+                *ProcessState.now().changes_since(state_before),
+                *_otherwise_in_workers(read_names, variables),
+                *_from_elsewhere(message.of_workers.get(package, {})),
+            ]
             if changes:
                 left_out[package] = " and ".join(changes)
                 notes.write(package=package, left_out=left_out)
@@ -285,7 +303,28 @@ def _import_all(message: messaging.Learn, notes: _Notes, channel: messaging.Chan
     # It outlives the template that it came from, if that is killed: the notebook has its channel.
     end_with_parent(is_wanted=False)
     notes.write(package="", left_out=left_out, is_template=True)
-    channel.send(messaging.Learned(left_out))
+    return left_out
+
+
+def _otherwise_in_workers(
+    read_names: Collection[str], variables: Mapping[str, str | None]
+) -> list[str]:
+    """That an import has read what is otherwise in workers: clauses with "it"."""
+    # What it sets itself, it has set in the worker, too.
+    names = sorted(name for name in read_names if env.read(name) != variables[name])
+    if not names:
+        return []
+    shown_names = ", ".join(names[:_MOST_NAMES]) + (" ..." if len(names) > _MOST_NAMES else "")
+    return [f"it reads {shown_names} when it is imported, which workers have otherwise"]
+
+
+def _from_elsewhere(files: Mapping[str, str]) -> list[str]:
+    """That this process finds another file: a clause with "it"."""
+    # Where the function has put a folder on the path, say.
+    for name, file_path in files.items():
+        if getattr(sys.modules.get(name), "__file__", file_path) != file_path:
+            return [f"its {name} comes from {file_path} in workers"]
+    return []
 
 
 def _import_in_background(module_names: Sequence[str]) -> BaseException | None:

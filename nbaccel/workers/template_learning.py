@@ -3,6 +3,7 @@
     after a cell that has imported packages ─┬─ this process is clean ─► a fork of it is the base
     before a launch ─────────────────────────┘
     afterwards, and where it is not clean ───► the base forks a candidate, which imports them
+    workers have imported more ──────────────► the base forks a candidate, which imports that, too
     an installed file has been changed ──────► what has the old version is not used any more
 
 Modules of the user's own folders are never learned: workers import the version of the moment.
@@ -18,14 +19,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nbaccel import _catalog, env, frames
 from nbaccel.errors import ConfigError
 from nbaccel.workers import installed_modules, template_prestart, time_limits, working_folder
 from nbaccel.workers.installed_modules import FileStamp
 from nbaccel.workers.template_prestart import TemplateBoot
+
+if TYPE_CHECKING:
+    from nbaccel.workers.messaging import Imported
 
 __all__ = ["SWITCH", "TemplateLearner", "follow_cells", "learner", "unfollow_cells"]
 
@@ -72,6 +76,7 @@ class _Lacked:
         imported_files: Mapping[str, str],
         known_names: Mapping[str, Any],
         left_out: Mapping[str, str],
+        label: Callable[[str], str] = str,
     ) -> tuple[str, ...]:
         """Packages with modules that are not known; nbaccel's own alone are not worth it."""
         asked = (imported_files, known_names, dict(left_out))
@@ -83,12 +88,28 @@ class _Lacked:
                     package
                     for module_name in imported_files
                     if module_name not in known_names
-                    and (package := module_name.partition(".")[0]) not in left_out
+                    and label(package := module_name.partition(".")[0]) not in left_out
                     and package != "nbaccel"
                 )
             )
             self.of = asked
         return self.found
+
+
+@dataclass
+class _OfWorkers:
+    """What workers have imported, and where they had another environment than the notebook.
+
+    Replaced as a whole, as :class:`_Lacked` compares by identity.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def _label(package: str) -> str:
+    """What workers have imported of a package is left out by itself: the rest may be no trouble."""
+    return f"more of {package}"
 
 
 class TemplateLearner:
@@ -105,6 +126,8 @@ class TemplateLearner:
         self._device = device
         self._candidate: _NextTemplate | None = None
         self._lacked = _Lacked()
+        self._lacked_of_workers = _Lacked()
+        self._of_workers = _OfWorkers()
         # A launch may run in a thread of the user's while a cell ends.
         self._lock = threading.RLock()
         self.left_out: dict[str, str] = {}
@@ -133,7 +156,7 @@ class TemplateLearner:
         self._hear_candidate()
         if not self._may_learn() or self._best() is None:
             return
-        if self._lacks() and not self._drop_outdated():
+        if self._lacks_own() and not self._drop_outdated():
             self._fork_this_process()
         if self._lacks() or (self._is_bare() and self._candidate is None):
             self._begin()
@@ -145,7 +168,7 @@ class TemplateLearner:
             if not self._may_learn():
                 return
             self._drop_outdated()
-            if self._lacks() or template_prestart.base(self._device) is None:
+            if self._lacks_own() or template_prestart.base(self._device) is None:
                 self._fork_this_process()
 
     @contextlib.contextmanager
@@ -167,9 +190,28 @@ class TemplateLearner:
             with self._lock:
                 self._pause(is_paused=False)
 
+    def note_imports(self, message: Imported) -> None:
+        """Let the next template have what a worker has imported itself.
+
+        Args:
+            message: What the worker says.
+        """
+        # What else is imported beside a device's driver may wake it.
+        if self._device:
+            return
+        own_variables, variables = env.snapshot(), dict(self._of_workers.variables)
+        for name in own_variables.keys() | message.environment.keys():
+            if own_variables.get(name) != message.environment.get(name):
+                variables[name] = message.environment.get(name)
+        self._of_workers = _OfWorkers({**self._of_workers.files, **message.files}, variables)
+
     def learned_packages(self) -> list[str]:
-        """Packages that workers have from their start because the notebook has them."""
-        known_packages = {module_name.partition(".")[0] for module_name in self._known_stamps()}
+        """Packages that workers have from their start: the notebook's, and what workers use."""
+        known_packages = {
+            package
+            for module_name in self._known_stamps()
+            if _label(package := module_name.partition(".")[0]) not in self.left_out
+        }
         return sorted(known_packages - self.left_out.keys())
 
     # ---- what is lacking
@@ -196,11 +238,24 @@ class TemplateLearner:
             installed_modules.installed_modules(), known_names, self.left_out
         )
 
-    def _lacks(self) -> bool:
+    def _lacks_own(self) -> bool:
         """Whether the notebook has modules that no template was asked to import."""
+        return bool(self._lacked_packages(self._asked_names()))
+
+    def _lacks(self) -> bool:
+        """Whether the notebook or its workers have such modules."""
+        return self._lacks_own() or bool(
+            self._lacked_of_workers.packages(
+                self._of_workers.files, self._asked_names(), self.left_out, _label
+            )
+        )
+
+    def _asked_names(self) -> Mapping[str, FileStamp | None]:
         candidate = self._candidate
-        known_names = candidate.boot.stamps if candidate is not None else self._known_stamps()
-        return bool(self._lacked_packages(known_names))
+        return candidate.boot.stamps if candidate is not None else self._known_stamps()
+
+    def _all_files(self) -> Mapping[str, str]:
+        return {**self._of_workers.files, **installed_modules.installed_modules()}
 
     def _is_bare(self) -> bool:
         """Whether the only template is a fork of this process, which lacks what workers need."""
@@ -216,7 +271,7 @@ class TemplateLearner:
         template_boot = self._best()
         if template_boot is None or not template_boot.stamps:
             return False
-        files = installed_modules.installed_modules()
+        files = self._all_files()
         known_files = {name: files[name] for name in template_boot.stamps if name in files}
         changed_packages = {
             module_name.partition(".")[0]
@@ -293,13 +348,16 @@ class TemplateLearner:
         packages = installed_modules.by_package(
             dict.fromkeys(template_server.modules_for_workers(in_notebook=True), "") | dict(files)
         )
+        files_of_workers = {
+            name: path for name, path in self._of_workers.files.items() if name not in files
+        }
         own_socket, template_socket, error_file = template_prestart.open_ends()
         candidate_boot = TemplateBoot(
             process=_NotYet(),
             socket=own_socket,
             errors=error_file,
             owner=os.getpid(),
-            stamps=installed_modules.stamps_of(files),
+            stamps=installed_modules.stamps_of(self._all_files()),
         )
         self._candidate = _NextTemplate(boot=candidate_boot, base=base_boot)
         with template_socket:
@@ -311,6 +369,13 @@ class TemplateLearner:
                         left_out=self.left_out,
                         environment=env.snapshot(),
                         import_path=tuple(working_folder.installed_first()),
+                        of_workers={
+                            _label(package): {name: files_of_workers[name] for name in names}
+                            for package, names in installed_modules.by_package(
+                                files_of_workers
+                            ).items()
+                        },
+                        worker_variables=dict(self._of_workers.variables),
                     ),
                     (template_socket.fileno(), error_file),
                 )

@@ -18,7 +18,10 @@ import select
 import signal
 import socket
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from nbaccel.workers import messaging
 
 # The first optimizer of a process imports torch._dynamo (one to two seconds): here it is paid once.
 _PREIMPORTED_MODULES = (
@@ -82,11 +85,13 @@ def serve_notebook_fork(channel_fd: int, parent_id: int) -> NoReturn:
         parent_id: Process id of the notebook.
     """
     from nbaccel import _accelerate
+    from nbaccel.transfer import sharded_tensors
     from nbaccel.workers.reaping import adopt_orphans
 
     # Its state says that this process is the only one.
     _accelerate.forget()
     adopt_orphans()
+    sharded_tensors.load_readers()
     rehearse_transfer()
     gc.freeze()
     serve_forks(channel_fd, parent_id)
@@ -183,13 +188,15 @@ def _die_with(parent_id: int) -> None:
 
 class _ForkServer:
     def __init__(self, channel: object, parent_id: int) -> None:
-        from nbaccel.workers import messaging, template_candidate
+        from nbaccel.workers import messaging, template_candidate, thread_limits
 
         self._wire = messaging
+        self._set_threads = thread_limits.set_before_fork
         self._channel: messaging.Channel = channel  # type: ignore[assignment]
         self._workers: set[int] = set()
         self._candidates = template_candidate.CandidateKeeper(
-            lambda own_channel: _become_template(own_channel, parent_id), self._let_go
+            lambda own_channel, learned: _become_template(own_channel, learned, parent_id),
+            self._let_go,
         )
         self._woken, self._waker = socket.socketpair()
         for wakeup_end in (self._woken, self._waker):
@@ -199,6 +206,7 @@ class _ForkServer:
         # Any handler: Python writes to the wakeup descriptor only for signals that have one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._parent = _open_process(parent_id)
+        thread_limits.find_libraries()
 
     def serve(self) -> NoReturn:
         """Serve until the notebook hangs up or dies, and leave."""
@@ -228,6 +236,7 @@ class _ForkServer:
         except EOFError:
             return False
         if isinstance(message, self._wire.Fork):
+            self._set_threads(message.threads)
             process_id = self._fork(file_descriptors)
             self._workers.add(process_id)
             self._channel.send(self._wire.Forked(message.ticket, process_id))
@@ -290,13 +299,19 @@ class _ForkServer:
         end_descendants()
 
 
-def _become_template(channel: object, parent_id: int) -> NoReturn:
+def _become_template(channel: messaging.Channel, learned: object, parent_id: int) -> NoReturn:
     """Serve as a template of its own; called in a fork of another one."""
+    from nbaccel.transfer import sharded_tensors
     from nbaccel.workers.reaping import adopt_orphans
 
     adopt_orphans()
+    # Of libraries that have just been imported; another package's reader may fail.
+    with contextlib.suppress(Exception):
+        sharded_tensors.load_readers()
     fork_server = _ForkServer(channel, parent_id)
     freeze_memory()
+    # Not before: the next launch would wait for the collection of what the imports have left.
+    channel.send(learned)
     fork_server.serve()
 
 

@@ -47,7 +47,14 @@ from nbaccel.topology import Topology
 from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
-from nbaccel.workers import messaging, metrics_reporter, precision_check, rendezvous, worker_output
+from nbaccel.workers import (
+    messaging,
+    metrics_reporter,
+    precision_check,
+    rendezvous,
+    thread_limits,
+    worker_output,
+)
 from nbaccel.workers.reaping import (
     WORKER_NAME,
     adopt_orphans,
@@ -55,6 +62,7 @@ from nbaccel.workers.reaping import (
     end_with_parent,
     take_name,
 )
+from nbaccel.workers.worker_imports import WorkerImports
 
 __all__ = ["own_process", "send_notebook_classes"]
 
@@ -190,6 +198,7 @@ class WorkerContext:
     """What torch calls it: `cpu`, `cuda:1`."""
     store: Any
     """The rendezvous store, in the worker that serves it."""
+    imports: WorkerImports
     staging_rank: int = 0
     num_notebooks: int = 1
     on_other_host: bool = False
@@ -227,7 +236,7 @@ def settle_in_process(
         os.chdir(worker_assignment.working_directory)
         # In place, because other modules hold a reference to this list.
         sys.path[:] = worker_assignment.import_path
-    _limit_threads(worker_assignment.threads)
+    thread_limits.limit_threads(worker_assignment.threads)
     hardware_device = _catalog.device(worker_assignment.device)
     hardware_device.enter_worker(place.local_rank)
     _catalog.enter_worker(worker_assignment.device)
@@ -248,6 +257,7 @@ def settle_in_process(
         hardware=hardware_device,
         device=str(hardware_device.torch_device(place.local_rank)),
         store=rendezvous_store,
+        imports=WorkerImports(is_told=worker_assignment.tells_imports),
         staging_rank=worker_assignment.staging_rank,
         num_notebooks=worker_assignment.num_notebooks,
         on_other_host=worker_assignment.on_other_host,
@@ -255,17 +265,6 @@ def settle_in_process(
     if worker_context.on_other_host:
         worker_context.go_to(worker_assignment.working_directory)
     return worker_context
-
-
-def _limit_threads(num_threads: int) -> None:
-    """Let libraries compute with so many threads, those that were loaded before the fork included.
-
-    They read their variables when they are loaded, which was not in this worker.
-    """
-    torch.set_num_threads(num_threads)
-    # Whoever computes with other OpenMP runtimes and BLAS libraries (scikit-learn) has it loaded.
-    if (pool_module := sys.modules.get("threadpoolctl")) is not None:
-        pool_module.threadpool_limits(num_threads)
 
 
 def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:
@@ -435,6 +434,7 @@ class Work:
     def _hand_over(self, returned_value: Any, weight_report: Any) -> None:
         # The work is done: an interrupt must not lose the result.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._worker_context.imports.tell(self._channel.send)
         try:
             packed_value, file_descriptor = self._pack(returned_value)
         except BaseException as raised_error:  # the user's own __reduce__ may raise anything

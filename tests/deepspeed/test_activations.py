@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
 from nbaccel.memory.activations import measure_activations
+from nbaccel.memory.operations import forward_operations
 from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
 
 WIDTH, ROWS = 64, 32
@@ -112,6 +114,30 @@ def memory_events(found):
             yield event.start_ns(), event.nbytes()
 
 
+def test_the_same_pass_counts_the_operations_of_the_forward_pass(x):
+    for model in (stack(5), Checkpointed(), nn.TransformerEncoderLayer(64, 4)):
+        assert measure_activations(model, x).forward_flops == forward_operations(model, x) > 0
+    again = measure_activations(Checkpointed(), x, gradient_checkpointing=True)
+    assert again.forward_flops == forward_operations(Checkpointed(), x), "once, not twice"
+    assert measure_activations(NeedsValues(), x).forward_flops is None
+
+
+def test_the_collection_of_garbage_waits_for_the_end(x):
+    class Looks(nn.Linear):
+        def forward(self, values):
+            seen.append(gc.isenabled())
+            return super().forward(values)
+
+    seen = []
+    for was_on in (True, False):
+        (gc.enable if was_on else gc.disable)()
+        try:
+            measure_activations(Looks(WIDTH, WIDTH), x)
+            assert (seen.pop(), gc.isenabled()) == (False, was_on)
+        finally:
+            gc.enable()
+
+
 def test_the_users_model_and_random_numbers_are_as_before(x):
     model = nn.Sequential(stack(2), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH)).eval()
     before, keys = copy.deepcopy(model.state_dict()), [id(p) for p in model.parameters()]
@@ -141,6 +167,12 @@ def test_one_without_values_that_needs_them_is_refused(x):
         model = NeedsValues()
     with pytest.raises(ConfigError, match=r"NeedsValues cannot be measured.*activation_bytes"):
         measure_activations(model, x)
+
+
+def test_a_batch_that_does_not_fit_the_model_is_refused_in_words(capfd):
+    with pytest.raises(ConfigError, match=r"does not run with this sample_batch.*10.*batch as"):
+        measure_activations(nn.Linear(10, 10), torch.ones(4, 7))
+    assert capfd.readouterr() == ("", "")
 
 
 # ---------------------------------------------------------------- transformers, and the estimate

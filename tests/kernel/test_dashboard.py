@@ -28,7 +28,7 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 
 TRAIN = """
-import os, time
+import os, sys, time
 from nbaccel import Accelerator, notebook_launcher
 def train(seconds):
     accelerator = Accelerator()
@@ -148,7 +148,8 @@ class Run:
         elif message["parent_header"].get("msg_id") != self.ident:
             return
         elif kind in ("display_data", "update_display_data"):
-            self.outputs[content["transient"]["display_id"]] = content["data"]
+            shown_as = content["transient"].get("display_id", "")
+            self.outputs[shown_as] = content["data"]
         elif kind == "stream":
             self.text += content["text"]
         elif kind == "error":
@@ -229,6 +230,18 @@ def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code:
     assert found.startswith("True"), found
 
 
+def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
+    run = live.begin(LAUNCH)
+    live.until(run, "running")
+    live.interrupt()
+    assert live.finish(run).error == "KeyboardInterrupt"
+    live.run("report = %accelerate report").check()
+    told = live.run("print(report.facts.ending, report.facts.curves[0].name)").check().stdout
+    assert told == "stopped loss\n"
+    told = live.run("print(sys.last_value.report().facts == report.facts)").check().stdout
+    assert told == "True\n"
+
+
 def test_a_metric_a_scale_and_a_rank_are_chosen_while_the_cell_runs(live: Kernel) -> None:
     front_end = FrontEnd(live)
     front_end.open_subshell()
@@ -285,6 +298,24 @@ def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
     html = cell.displays[-1]["text/html"]
     for told in ("train, 20 of 20", "epochs, 3 of 3", "<img", "<details>"):
         assert told in html
+
+
+def test_of_a_loop_of_launches_the_last_charts_are_in_sight(live: Kernel) -> None:
+    run = FrontEnd(live).begin(
+        """
+        def steps():
+            accelerator = Accelerator()
+            for step in accelerator.progress(range(3)):
+                accelerator.log({"loss": 1.0 / (1 + step)})
+        for _ in range(5):
+            notebook_launcher(steps, (), 2)
+        """
+    )
+    assert run.finish().error == ""
+    charts = [data["text/html"].rpartition("<img") for data in run.outputs.values()]
+    assert all(mark for _, mark, _ in charts), "none is lost"
+    is_folded = ["</details>" in behind for _, _, behind in charts]
+    assert is_folded == [True, True, False, False, False]
 
 
 EPOCH_LOOPS = {
@@ -371,6 +402,25 @@ def test_a_bar_in_the_notebook_itself_is_no_error(live: Kernel) -> None:
     ).check()
     assert "alone: 100%" in cell.stdout
     assert cell.stderr == ""
+
+
+def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel: Kernel) -> None:
+    """An `Output` ignores updates of displays: the panel would say "running" for ever."""
+    fresh_kernel.run(TRAIN).check()
+    front_end = FrontEnd(fresh_kernel)
+    front_end.open_subshell()
+    run = front_end.begin(
+        """
+        import ipywidgets
+        with ipywidgets.Output():
+            notebook_launcher(train, (2.5,), 2)
+        """
+    )
+    run.until(lambda r: "Stop: interrupt the cell" in r.facts())
+    assert run.finish().error == ""
+    run.until(lambda r: "✓ <b>2 ranks" in r.facts())
+    assert "Stop: interrupt" not in run.facts()
+    front_end.close_subshell()
 
 
 def test_a_front_end_that_opens_no_way_for_clicks_gets_no_button(live: Kernel) -> None:

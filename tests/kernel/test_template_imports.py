@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import textwrap
 from collections.abc import Iterator
@@ -41,6 +42,16 @@ PACKAGES = {
     "hangs": "import time\ntime.sleep(3600)",
     "crashes": "import os\nos.abort()",
     "fails": "raise RuntimeError('not in here')",
+}
+# What only workers import: each says what it found there.
+OF_WORKERS = {
+    "plain_there": "FOUND = 'nothing'",
+    "reads_rank": "import os\nFOUND = os.environ.get('RANK', 'none')",
+    "reads_switch": "import os\nFOUND = os.getenv('NB_TEST_SWITCH', 'off')",
+    "copies_all": "import os\nFOUND = dict(os.environ).get('RANK', 'none')",
+    "sets_its_own": "import os\nFOUND = os.environ.setdefault('NB_TEST_OWN', 'set')",
+    "comes_from_elsewhere": "FOUND = 'here'",
+    "breaks_there": "FOUND = 'nothing'\n" + IN_A_TEMPLATE + "raise RuntimeError('not in here')",
 }
 BAD = [
     name
@@ -87,6 +98,15 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source.write_text(f"{NOTE}{behaviour}\n")
         # Installed before any kernel began: the system tells its start to a second only.
         os.utime(source, (0, 0))
+    for name, code in OF_WORKERS.items():
+        source = folder / f"{name}.py"
+        source.write_text(f"{NOTE}{code}\n")
+        os.utime(source, (0, 0))
+    elsewhere = folder / "imports-other-packages"
+    elsewhere.mkdir()
+    source = elsewhere / "comes_from_elsewhere.py"
+    source.write_text(f"{NOTE}FOUND = 'there'\n")
+    os.utime(source, (0, 0))
     (folder / "imports").touch()
     return folder
 
@@ -328,6 +348,67 @@ def test_live_workers_have_it_from_their_start(used: Kernel, packages: Path) -> 
     )
     assert said == "[1, 1]"
     assert "nbaccel-worker" not in imported_by(packages, "calm_three")[len(before) :]
+
+
+FIND = """
+def found():
+    import importlib
+    os.environ["NB_TEST_SWITCH"] = "on"
+    sys.path.insert(0, os.environ["NB_TEST_IMPORTS"] + "-other-packages")
+    return {name: importlib.import_module(name).FOUND for name in %r}
+print(*notebook_launcher(found, (), 2), sep="\\n")
+"""
+FOUND_THERE = {
+    "plain_there": "nothing",
+    "reads_rank": "1",
+    "reads_switch": "on",
+    "copies_all": "1",
+    "sets_its_own": "set",
+    "comes_from_elsewhere": "there",
+    "breaks_there": "nothing",
+}
+
+
+@pytest.fixture
+def forgetful(packages: Path) -> Iterator[Kernel]:
+    """A kernel whose template has learned nothing yet."""
+    (packages / "imports").write_text("")
+    kernel = start(packages)
+    try:
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def test_what_workers_import_is_learned_but_what_it_finds_otherwise_there(
+    forgetful: Kernel, packages: Path
+) -> None:
+    find = FIND % (tuple(OF_WORKERS),)
+    first = say(forgetful, find).splitlines()
+    say(forgetful, "learn()")
+    later = say(forgetful, find).splitlines()
+
+    assert ast.literal_eval(later[1]) == ast.literal_eval(first[1]) == FOUND_THERE
+    learned = {"plain_there", "sets_its_own"}
+    for name in OF_WORKERS:
+        importers = imported_by(packages, name)
+        # Twice in workers, and each time that the template tried; or once there and once in it.
+        assert importers.count("nbaccel-worker") == (2 if name in learned else 4), name
+    reasons = ast.literal_eval(say(forgetful, "print(learner().left_out)"))
+    assert set(reasons) == {f"more of {name}" for name in OF_WORKERS.keys() - learned}
+    assert "reads RANK when it is imported" in reasons["more of reads_rank"]
+    assert "reads NB_TEST_SWITCH" in reasons["more of reads_switch"]
+    assert "other-packages" in reasons["more of comes_from_elsewhere"]
+    # The notebook has none of it: to it, it is not there before it is asked for.
+    assert say(forgetful, "print('plain_there' in sys.modules)") == "False"
+
+
+def test_what_cells_of_live_workers_import_is_learned(forgetful: Kernel, packages: Path) -> None:
+    cells = "with Pool(2) as pool:\n    pool.run('import plain_there')"
+    say(forgetful, cells)
+    say(forgetful, "learn()")
+    say(forgetful, cells)
+    assert imported_by(packages, "plain_there").count("nbaccel-worker") == 2
 
 
 def test_nothing_is_imported_by_templates_where_that_is_switched_off(packages: Path) -> None:

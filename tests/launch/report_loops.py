@@ -79,3 +79,22 @@ def read_alone() -> None:
     loader = make_loader(accelerator.num_processes, SlowDataset)
     for _ in accelerator.progress(loader):
         pass
+
+
+def fail_after_loop(failing_rank: int) -> None:
+    """Log something, and raise on one rank."""
+    accelerator = Accelerator()
+    for step in accelerator.progress(range(4)):
+        accelerator.log({"loss": 1.0 / (1 + step)})
+    if accelerator.process_index == failing_rank:
+        raise ValueError("as asked")
+
+
+def come_late_to_first_call(slow_rank: int) -> None:
+    """Meet the others for the first time after the loop."""
+    accelerator = Accelerator()
+    for _ in accelerator.progress(range(4)):
+        pass
+    if accelerator.process_index == slow_rank:
+        time.sleep(BATCHES * SLOW_STEP_S)
+    accelerator.wait_for_everyone()

@@ -14,6 +14,7 @@ import nbaccel
 from nbaccel import notebook_launcher
 from nbaccel.launchers import Results
 from nbaccel.output.dashboard.rank_times import RankTimes
+from nbaccel.output.report.collecting import latest_run, report_of
 from tests import worker_functions as workers
 from tests.launch import report_loops as loops
 
@@ -48,6 +49,17 @@ def test_collectives_of_torch_and_of_the_accelerator_are_counted(loop: Any) -> N
     slowest = results.report().facts.slowest
     assert slowest is not None
     assert slowest.rank == 1
+
+
+def test_waiting_at_the_first_call_of_all_is_waiting() -> None:
+    results = notebook_launcher(loops.come_late_to_first_call, (3,), num_processes=4)
+    slept_s = loops.BATCHES * loops.SLOW_STEP_S
+    for times in timed(results)[:3]:
+        assert times.waiting_s + times.communicating_s > 0.8 * slept_s
+    slowest = results.report().facts.slowest
+    assert slowest is not None
+    assert slowest.rank == 3
+    assert slowest.waited_s > 0.7 * slept_s
 
 
 def test_a_slow_dataset_shows_as_waiting_for_data() -> None:
@@ -98,6 +110,25 @@ def test_a_run_in_this_process_has_a_report() -> None:
     assert (facts.ranks[0].peak_host_bytes or 0) > 1 << 20
     assert {curve.name for curve in facts.curves} == {"loss", "rank"}
     assert "start_method" in facts.plan.text
+
+
+@pytest.mark.parametrize(("num_processes", "failing_rank"), [(2, 1), (1, 0)])
+def test_a_run_that_failed_has_a_report(num_processes: int, failing_rank: int) -> None:
+    with pytest.raises(ValueError, match="as asked") as caught:
+        notebook_launcher(loops.fail_after_loop, (failing_rank,), num_processes)
+    latest = report_of(latest_run(), "the latest")
+    assert latest.facts.ending == "failed"
+    assert {curve.name for curve in latest.facts.curves} == {"loss"}
+    assert latest.facts.ranks[failing_rank].steps == 4
+    # In this process the function's own error is raised, which knows nothing of the run.
+    if num_processes > 1:
+        assert isinstance(caught.value, nbaccel.WorkerFailed)
+        assert caught.value.report().to_dict() == latest.to_dict()
+
+
+def test_an_error_of_no_run_has_no_report() -> None:
+    with pytest.raises(nbaccel.ConfigError, match="WorkerFailed has nothing to report"):
+        nbaccel.WorkerFailed("made by hand").report()
 
 
 def test_two_runs_in_this_process_do_not_share_a_report() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from nbaccel.memory.operations import forward_operations
 from nbaccel.memory.step_time import StepWork, Traffic, estimate_step, processor_speed
+from nbaccel.plan import Inventory
 from tests.notebook.machines import WITHOUT_GPU, with_gpus
 
 WORK = StepWork(
@@ -40,6 +41,20 @@ def test_a_card_computes_at_a_share_of_its_data_sheet():
     assert seconds(replace(WORK, precision="fp8")) < seconds()
     unknown = replace(with_gpus(1), gpus=(replace(with_gpus(1).gpus[0], name="Some card"),))
     assert estimate_step(WORK, NOWHERE, unknown, num_processes=1) is None
+
+
+def test_a_precision_that_is_only_imitated_saves_no_time():
+    def computing(precision: str, machine: Inventory) -> float:
+        work = replace(WORK, precision=precision)
+        time = estimate_step(work, NOWHERE, machine, num_processes=1)
+        assert time is not None
+        return time.computing
+
+    turing, ampere = (with_gpus(1, capability=capability) for capability in ((7, 5), (8, 0)))
+    assert computing("bf16", turing) == computing("no", turing) > computing("fp16", turing)
+    assert computing("fp8", turing) == computing("bf16", turing)
+    assert computing("fp8", ampere) == computing("bf16", ampere) < computing("no", ampere)
+    assert computing("fp8", WITHOUT_GPU) > computing("no", WITHOUT_GPU)
 
 
 def test_what_is_sent_and_what_waits_for_the_host_add_to_it():

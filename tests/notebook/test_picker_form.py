@@ -84,6 +84,52 @@ def test_a_press_that_another_thread_hands_on_while_the_state_is_shown_is_not_lo
     assert shown.taken() == ["FSDP"]
 
 
+@DEEPSPEED
+def test_precisions_are_compared_when_that_is_asked_for_and_one_click_takes_both(show):
+    shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
+    in_bf16 = [w.description for w in shown.candidates()]
+    toggle = shown.one("nbaccel-compare")
+    assert not toggle.value
+    toggle.value = True
+    names = [w.description for w in shown.candidates()]
+    assert shown.taken() == ["one copy each (DDP) in bf16"]
+    for name in ("ZeRO-2 in fp32", "ZeRO-2 in bf16", "ZeRO-2 in fp8", "FSDP in fp16"):
+        assert name in names
+    assert shown.one("nbaccel-bars").value.count("★ best") == 1
+    shown.take("ZeRO-2 in fp16")
+    assert shown.taken() == ["ZeRO-2 in fp16"]
+    config = shown.picker.config
+    assert (config.zero_stage, config.mixed_precision) == (2, "fp16")
+    assert shown.on("mixed_precision") == ["fp16"]
+    assert "ZeRO-2" in shown.one("nbaccel-taken-line").value
+    shown.one("nbaccel-undo").click()
+    assert shown.taken() == ["one copy each (DDP) in bf16"]
+    assert shown.one("nbaccel-undo").disabled
+    shown.press("mixed_precision", "no")
+    assert shown.taken() == ["one copy each (DDP) in fp32"]
+    shown.candidates()[names.index("one copy each (DDP) in fp32")].value = False
+    assert shown.taken() == ["one copy each (DDP) in fp32"], "pressed again it stays taken"
+    toggle.value = False
+    assert [w.description for w in shown.candidates()] == in_bf16
+
+
+def test_comparing_is_no_choice_that_observers_hear_of(show):
+    shown = show(model=net(), inventory=with_gpus(2))
+    heard = []
+    shown.picker.observe(heard.append, "config")
+    shown.one("nbaccel-compare").value = True
+    assert not heard
+    assert shown.picker.config == RunConfig()
+    shown.take("one copy each (DDP) in bf16")
+    assert [change["new"].mixed_precision for change in heard] == ["bf16"]
+
+
+def test_where_there_is_nothing_to_compare_nobody_is_offered_it(show):
+    assert "nbaccel-hidden" in show().one("nbaccel-compare")._dom_classes
+    shown = show(model=net())
+    assert "nbaccel-hidden" not in shown.one("nbaccel-compare")._dom_classes
+
+
 def test_a_way_that_cannot_be_taken_is_greyed_and_says_why(show):
     shown = show(model=net(), inventory=WITHOUT_GPU)
     fsdp = next(w for w in shown.candidates() if w.description == "FSDP")
@@ -327,7 +373,7 @@ def test_mistakes_of_a_loaded_file_are_at_the_lines_of_its_text(files, tmp_path)
 def test_what_nobody_expects_is_shown_as_well(show, monkeypatch):
     shown = show(model=net())
 
-    def fail(name: str) -> None:
+    def fail(name: str, precision: str) -> None:
         raise ZeroDivisionError(name)
 
     monkeypatch.setattr(shown.view._model, "take", fail)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from traitlets import TraitError
 
 from nbaccel.config import RunConfig
@@ -471,3 +472,13 @@ def test_in_a_script_it_needs_no_notebook(blocked, told):
         timeout=800,
     )
     assert told in done.stdout
+
+
+def test_a_batch_that_does_not_fit_the_model_is_told_in_the_form(show):
+    shown = show(Picker(model=torch.nn.Linear(10, 10), sample_batch=torch.ones(4, 7)))
+    text = shown.everything()
+    assert "Memory cannot be estimated" in text
+    assert "Linear does not run with this sample_batch" in text
+    assert "being estimated" not in text
+    taken = next(line for line in text.splitlines() if "Memory cannot be estimated" in line)
+    assert taken.count("does not run with this sample_batch") == 1

@@ -40,6 +40,11 @@ def test_names_live_on_from_cell_to_cell(pool: Pool) -> None:
     assert pool.pull("kept") == {"kept": [[0, 5], [1, 15]]}
 
 
+def test_a_function_in_place_of_code_is_refused_with_what_takes_one(pool: Pool) -> None:
+    with pytest.raises(TypeError, match=r"code as text.*pool\.call"):
+        pool.run(len)  # type: ignore[arg-type]
+
+
 def test_what_ranks_give_is_shown_once_where_equal(
     pool: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,9 +88,7 @@ def training_ways(
             way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
         yield TrainingWay(
             name=placement.name,
-            configs=tuple(
-                _variants(config, placement, shape, nvme_folder, can_checkpoint=can_checkpoint)
-            ),
+            configs=_variants(config, placement, shape, nvme_folder, can_checkpoint=can_checkpoint),
             traffic=Traffic(
                 shards_parameters=placement.stage == 3,
                 optimizer_place=placement.optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,7 @@ from nbaccel.strategies.settings_form import (
 
 __all__ = ["DeepSpeedForm"]
 
+_FEW_KEYS = 4  # enough to recognise a file
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
 _KEY_OF_RUN_FIELD = {
     "mixed_precision": "bf16.enabled, fp16.enabled",
@@ -191,11 +193,31 @@ class DeepSpeedForm(SettingsForm):
                 settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
             )
             form_remarks, config_document = checked_config.warnings, checked_config.config.to_dict()
+            _refuse_other_files(settings)
         return config.changed(deepspeed=config_document), form_remarks
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         """See :meth:`SettingsForm.is_document`."""
         return set(settings) == {"gradient_accumulation_steps"}
+
+
+def _refuse_other_files(settings: Mapping[str, Any]) -> None:
+    """Refuse a file of which DeepSpeed would ignore everything: a model's, for example.
+
+    Raises:
+        ConfigError: It has keys, and DeepSpeed knows none of them.
+    """
+    from nbaccel.deepspeed.schema import deepspeed_schema
+
+    key_schema = deepspeed_schema()
+    if settings and not key_schema.sections[""] & {str(key) for key in settings}:
+        first_keys = ", ".join(itertools.islice(map(str, settings), _FEW_KEYS))
+        raise ConfigError(
+            f"DeepSpeed {key_schema.version} has none of these keys, and RunConfig has none of "
+            f"these settings: {first_keys}{', …' if len(settings) > _FEW_KEYS else ''}. They would "
+            'be ignored. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for '
+            "example, or a RunConfig."
+        )
 
 
 def _checked_without_library(settings: Mapping[str, Any]) -> ZeroConfig:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from nbaccel import _catalog
 from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError, NbaccelError
+from nbaccel.errors import ConfigError, InternalError, NbaccelError
 from nbaccel.memory.step_time import StepTime, StepWork, Traffic, estimate_step
 from nbaccel.notebook.picker.choices import settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed, told_together
@@ -24,10 +24,18 @@ from nbaccel.strategies import gradient_checkpointing
 from nbaccel.strategies.settings_form import TrainingWay
 from nbaccel.units import format_bytes
 
-__all__ = ["Candidate", "CandidateFinder", "beside", "way_of"]
+__all__ = [
+    "SAME_SPEED",
+    "Candidate",
+    "CandidateFinder",
+    "beside",
+    "judged",
+    "way_of",
+]
 
 _FSDP = "fsdp"
-_SAME_SPEED = 1.05
+_BEING_ESTIMATED = "being estimated …"
+SAME_SPEED = 1.05
 """Estimates that differ by less say nothing: the simpler way is the better one then."""
 
 
@@ -45,6 +53,8 @@ class Candidate:
         is_taken: Whether it is what is chosen now.
         is_best: Whether it is the fastest that fits.
         reason: Why it is the best, or what it costs beside the best: a clause.
+        is_estimated: Whether all that may make it fit has been looked at; otherwise its memory is
+            that of its first variant.
     """
 
     name: str
@@ -56,11 +66,17 @@ class Candidate:
     is_taken: bool = False
     is_best: bool = False
     reason: str = ""
+    is_estimated: bool = True
+
+    @property
+    def precision(self) -> str:
+        """The precision that it is in: ``no``, ``fp16``, ``bf16`` or ``fp8``."""
+        return self.config.mixed_precision
 
     @property
     def fits(self) -> bool | None:
         """Whether the machine has the memory; None where nothing is known."""
-        return None if self.need is None else not self.need.lacking
+        return None if self.need is None or not self.is_estimated else not self.need.lacking
 
     @property
     def can_be_taken(self) -> bool:
@@ -80,6 +96,8 @@ class Candidate:
     @property
     def verdict(self) -> str:
         """Whether it fits, in a few words: ``3.3 GiB free``."""
+        if not self.is_estimated:
+            return _BEING_ESTIMATED
         if self.need is None:
             return "not known"
         if not self.need.lacking:
@@ -90,6 +108,19 @@ class Candidate:
                 short_bars, lambda memory_bar: f"{format_bytes(memory_bar.lacking)} too little"
             )
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunFigures:
+    """The memory and time of a run, or why it cannot be run."""
+
+    need: MemoryNeed | None = None
+    step_time: StepTime | None = None
+    refusal: str = ""
+
+
+_FiguresKey: TypeAlias = "tuple[RunConfig, Traffic, int | None, int | None]"
+_MOST_KEPT = 2000  # a strip has about a hundred, in all precisions
 
 
 def _free_after(memory_bar: MemoryBar) -> int:
@@ -125,9 +156,15 @@ class CandidateFinder:
 
     Args:
         memory_model: Measures them.
+
+    Attributes:
+        defers_recomputing: Whether a way that does not fit as it is stays unfinished where
+            activations that are computed again would have to be measured first.
     """
 
     memory_model: MemoryModel
+    defers_recomputing: bool = False
+    _evaluated: dict[_FiguresKey, _RunFigures] = field(default_factory=dict)
 
     @functools.cached_property
     def can_checkpoint(self) -> bool:
@@ -153,13 +190,37 @@ class CandidateFinder:
         Raises:
             NbaccelError: The machine cannot run the settings.
         """
+        found_candidates = self.candidates(config, samples=samples, passes=passes)
+        return tuple(judged(found_candidates, simplest_first=found_candidates))
+
+    def candidates(
+        self,
+        config: RunConfig,
+        *,
+        samples: int | None = None,
+        passes: int | None = None,
+        is_chosen: bool = True,
+    ) -> list[Candidate]:
+        """The same, before one of them is found to be the best.
+
+        Args:
+            config: The settings.
+            samples: See `find`.
+            passes: See `find`.
+            is_chosen: Whether the settings are what is chosen now, so that one way is taken.
+
+        Returns:
+            The ways.
+
+        Raises:
+            NbaccelError: The machine cannot run the settings.
+        """
         plan = resolve(config, self.memory_model.inventory)
-        taken_name = way_of(config, world_size=plan.world_size)
-        found_candidates = [
+        taken_name = way_of(config, world_size=plan.world_size) if is_chosen else None
+        return [
             self._candidate(way, config, taken_name, samples, passes)
             for way in self._ways(config, plan)
         ]
-        return tuple(_judged(found_candidates))
 
     # ------------------------------------------------------------------- the ways
 
@@ -200,10 +261,10 @@ class CandidateFinder:
                 can_checkpoint=self.can_checkpoint,
             )
 
-    def _recomputing(self, config: RunConfig) -> tuple[RunConfig, ...]:
-        if config.activation_checkpointing or not self.can_checkpoint:
-            return (config,)
-        return config, config.changed(activation_checkpointing=True)
+    def _recomputing(self, config: RunConfig) -> Iterator[RunConfig]:
+        yield config
+        if not config.activation_checkpointing and self.can_checkpoint:
+            yield config.changed(activation_checkpointing=True)
 
     # ------------------------------------------------------------------- one way
 
@@ -211,34 +272,67 @@ class CandidateFinder:
         self,
         way: TrainingWay,
         config: RunConfig,
-        taken_name: str,
+        taken_name: str | None,
         samples: int | None,
         passes: int | None,
     ) -> Candidate:
         if is_taken := way.name == taken_name:
             # What was changed since by hand is what is shown.
             way = replace(way, configs=(config,), refusal="")
-        candidate = Candidate(name=way.name, config=way.configs[0], refusal=way.refusal)
+        candidate = None
         for variant_config in way.configs:
-            try:
-                plan = resolve(variant_config, self.memory_model.inventory)
-                need = self._need(variant_config, plan, samples)
-            except NbaccelError as error:
-                told_refusal = way.refusal or _first_mistake(error)
-                candidate = replace(candidate, refusal=told_refusal)
+            if candidate is not None and self._is_deferred(variant_config) and not way.refusal:
+                candidate = replace(candidate, is_estimated=False)
+                break
+            figures = self._evaluate(variant_config, way.traffic, samples, passes)
+            if figures.need is None:
+                kept = candidate or Candidate(name=way.name, config=variant_config)
+                candidate = replace(kept, refusal=way.refusal or figures.refusal)
                 continue
-            step_time = self._step_time(variant_config, plan, way.traffic, samples, passes)
-            candidate = replace(
-                candidate,
+            step_time = figures.step_time
+            candidate = Candidate(
+                name=way.name,
                 config=variant_config,
-                need=need,
+                need=figures.need,
                 refusal=way.refusal,
                 step_s=None if step_time is None else step_time.total,
                 step_words="" if step_time is None else step_time.words,
             )
-            if not need.lacking:
+            if not figures.need.lacking or way.refusal:
                 break
+        if candidate is None:
+            raise InternalError(f"The way to train {way.name!r} has no settings.")
         return replace(candidate, is_taken=is_taken)
+
+    def _is_deferred(self, config: RunConfig) -> bool:
+        return (
+            self.defers_recomputing
+            and config.activation_checkpointing
+            and not self.memory_model.has_measured(config)
+        )
+
+    def _evaluate(
+        self, config: RunConfig, traffic: Traffic, samples: int | None, passes: int | None
+    ) -> _RunFigures:
+        """What a run needs and takes: found once, as most of a strip is the same after a choice."""
+        figures_key = (config, traffic, samples, passes)
+        if figures_key in self._evaluated:
+            return self._evaluated[figures_key]
+        try:
+            plan = resolve(config, self.memory_model.inventory)
+            need = self._need(config, plan, samples)
+        except NbaccelError as error:
+            figures = _RunFigures(refusal=_first_mistake(error))
+        else:
+            figures = _RunFigures(
+                need=need, step_time=self._step_time(config, plan, traffic, samples, passes)
+            )
+            if need.estimate.nvme.total:
+                return figures  # what is free on a disk changes while one looks
+        if len(self._evaluated) >= _MOST_KEPT:
+            self._evaluated.clear()
+        self._evaluated[figures_key] = figures
+        return figures
 
     def _need(self, config: RunConfig, plan: Plan, samples: int | None) -> MemoryNeed:
         memory_model = self.memory_model
@@ -307,8 +401,22 @@ def _first_mistake(error: NbaccelError) -> str:
 # ----------------------------------------------------------------------- which is best
 
 
-def _judged(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    best = _best_of(candidates)
+def judged(
+    candidates: Sequence[Candidate], *, simplest_first: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Mark the best, and tell what the others cost beside it.
+
+    Args:
+        candidates: All of them.
+        simplest_first: The same in another order: of equally fast ones the first is the best.
+
+    Yields:
+        The candidates, with their reasons.
+    """
+    if not all(candidate.is_estimated for candidate in candidates):
+        yield from candidates  # one of those that are missing may be better than all others
+        return
+    best = _best_of(simplest_first)
     for candidate in candidates:
         if candidate is best:
             yield replace(candidate, is_best=True, reason=_best_reason(candidate, candidates))
@@ -321,7 +429,7 @@ def _best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     known_times = [candidate.step_s for candidate in fitting if candidate.step_s is not None]
     if not known_times:
         return fitting[0] if fitting else None
-    limit_s = min(known_times) * _SAME_SPEED
+    limit_s = min(known_times) * SAME_SPEED
     return next(
         candidate
         for candidate in fitting
@@ -340,7 +448,7 @@ def _best_reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
     if best.step_s is None:
         return f"{room_words}; the simplest that does{recompute_words}"
     is_alone = not any(
-        other is not best and other.step_s is not None and other.step_s <= best.step_s * _SAME_SPEED
+        other is not best and other.step_s is not None and other.step_s <= best.step_s * SAME_SPEED
         for other in others
     )
     speed_words = (
@@ -367,6 +475,6 @@ def beside(candidate: Candidate, best: Candidate | None) -> str:
     room_words = f", {format_bytes(more_free)} more free" if more_free > 0 else ""
     if candidate.config.activation_checkpointing and not best.config.activation_checkpointing:
         room_words += "; activations are computed again"
-    if times_longer <= _SAME_SPEED:
+    if times_longer <= SAME_SPEED:
         return f"as fast{room_words}"
     return f"a step takes {times_longer:.1f} times as long{room_words}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shlex
@@ -24,6 +25,10 @@ __all__ = [
     "mistakes_by_setting",
     "read_settings_source",
 ]
+
+_SHARED_NAMES = frozenset({"gradient_accumulation_steps", "activation_checkpointing"})
+"""Settings of a run whose names strategies' own configurations have, too."""
+_NEAR_ENOUGH = 0.8  # `mixed_precison` is 0.97 like `mixed_precision`
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,6 @@ def read_settings_source(
         ConfigError: It cannot be read, or holds mistakes, all of them.
     """
     settings = source if isinstance(source, Mapping) else _parse_source(source)
-    field_names = set(RunConfig.model_fields)
     document_form = next(
         (
             settings_form
@@ -146,18 +150,33 @@ def read_settings_source(
         None,
     )
     # Some names exist in both, so the strategies' forms are asked first.
-    if set(settings) <= field_names and document_form is None:
+    if document_form is None and _is_run(settings):
         return RunConfig(
             **{str(field_name): field_value for field_name, field_value in settings.items()}
         ), ()
     document_form = document_form or next(iter(settings_forms()), None)
     if document_form is None:
-        foreign_keys = ", ".join(sorted(map(str, set(settings) - field_names)))
+        foreign_keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
         raise ConfigError(
             f"{foreign_keys} are no settings of RunConfig, and no strategy that is installed has a "
             "configuration of its own. They would have no effect. Leave them out."
         )
     return document_form.read(settings, config, inventory)
+
+
+def _is_run(settings: Mapping[str, Any]) -> bool:
+    """Whether these are settings of a run, with some misspelt perhaps, and not a strategy's own."""
+    field_names = set(RunConfig.model_fields)
+    foreign_keys = [str(key) for key in settings if key not in field_names]
+    own_keys = set(settings) & field_names - _SHARED_NAMES
+    misspelt_keys = [
+        key
+        for key in foreign_keys
+        if difflib.get_close_matches(key.lower(), field_names, n=1, cutoff=_NEAR_ENOUGH)
+    ]
+    return len(own_keys) + len(misspelt_keys) > len(foreign_keys) - len(misspelt_keys) or (
+        not foreign_keys
+    )
 
 
 def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:

@@ -230,6 +230,17 @@ class MemoryModel:
             )
         return self._states[state_key]
 
+    def has_measured(self, config: RunConfig) -> bool:
+        """Whether activations are known, so that a need is found in a moment.
+
+        Args:
+            config: The settings.
+        """
+        measured = (_measured_precision(config), config.activation_checkpointing)
+        return self.sample_batch is None or any(
+            cache_key[1:] == measured for cache_key in self._activations
+        )
+
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision.
 
@@ -246,9 +257,7 @@ class MemoryModel:
         from nbaccel.memory.activations import num_samples, resized
 
         sample_count = num_samples(self.sample_batch) if batch_size is None else batch_size
-        # All precisions but float32 keep 16-bit values for the backward pass, so one measurement
-        # serves them all.
-        precision = "fp32" if config.mixed_precision == "no" else "bf16"
+        precision = _measured_precision(config)
         cache_key = (sample_count, precision, config.activation_checkpointing)
         own_samples = num_samples(self.sample_batch)
         if cache_key not in self._activations and sample_count > own_samples:
@@ -259,13 +268,21 @@ class MemoryModel:
         if cache_key not in self._activations:
             from nbaccel.memory.activations import measure_activations
 
-            self._activations[cache_key] = measure_activations(
+            measured = measure_activations(
                 self.model,
                 resized(self.sample_batch, sample_count),
                 precision=precision,
                 gradient_checkpointing=config.activation_checkpointing,
-            ).peak
+            )
+            self._activations[cache_key] = measured.peak
+            if sample_count == own_samples and measured.forward_flops is not None:
+                self._operations = measured.forward_flops / max(1, own_samples)
         return self._activations[cache_key]
+
+
+def _measured_precision(config: RunConfig) -> str:
+    """All precisions but float32 keep 16-bit values for the backward pass: one serves them all."""
+    return "fp32" if config.mixed_precision == "no" else "bf16"
 
 
 def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[MemoryBar, ...]:

@@ -7,9 +7,8 @@ the rows of ``nbaccel.capabilities``.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +22,13 @@ from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.notebook.picker import availability
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
+from nbaccel.notebook.picker.compared_ways import (
+    compare_precisions,
+    hint_of,
+    measure_later,
+    name_with_precision,
+    precision_variants,
+)
 from nbaccel.notebook.picker.edits import edit_config, value_of
 from nbaccel.notebook.picker.exporters import (
     ConfigFace,
@@ -30,24 +36,21 @@ from nbaccel.notebook.picker.exporters import (
     mistakes_by_setting,
     read_settings_source,
 )
-from nbaccel.notebook.picker.memory_model import (
-    MemoryBar,
-    MemoryModel,
-    MemoryNeed,
-    told_together,
-)
+from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed
 from nbaccel.notebook.picker.questions import (
     MachinePart,
     TrainedModel,
+    check_model_and_batch,
     describe_batch,
     describe_model,
     machine_parts,
+    samples_sentence,
 )
 from nbaccel.notebook.picker.suggesting import Proposal, Suggester, refusal_of
+from nbaccel.notebook.picker.verdicts import FitVerdict, verdict_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.strategies.settings_form import FilledConfig, SettingsForm
-from nbaccel.units import count_noun, format_bytes
 
 __all__ = [
     "ChoiceOption",
@@ -77,21 +80,6 @@ class OptionOffer:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FitVerdict:
-    """Whether a run fits.
-
-    Attributes:
-        fits: None where nothing is known.
-        text: The verdict with its numbers.
-        remedy: What to do; empty where nothing is to be done.
-    """
-
-    fits: bool | None
-    text: str
-    remedy: str = ""
-
-
 class PickerModel:
     """The choices of one picker.
 
@@ -114,7 +102,7 @@ class PickerModel:
         sample_batch: Any = None,
         inventory: Inventory | None = None,
     ) -> None:
-        _check_model_and_batch(model, sample_batch)
+        check_model_and_batch(model, sample_batch)
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
         self._config = RunConfig() if config is None else run_config_of(config)
@@ -126,6 +114,7 @@ class PickerModel:
             )
             self._finder = CandidateFinder(self._memory_model)
         self._is_memory_postponed = False
+        self._compares_precisions = self._may_hint = False
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
@@ -245,13 +234,7 @@ class PickerModel:
         if per_process is None:
             return ""
         accumulated = self._config.gradient_accumulation_steps or 1
-        total = per_process * accumulated * self.plan.world_size
-        factors = [f"{per_process} per process"]
-        factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
-        factors += [f"{self.plan.world_size} processes"] if self.plan.world_size > 1 else []
-        if len(factors) == 1:
-            return f"{count_noun(total, 'sample')} per step."
-        return f"{count_noun(total, 'sample')} per step: {' * '.join(factors)}."
+        return samples_sentence(per_process, accumulated, self.plan.world_size)
 
     # ------------------------------------------------------------------- what is greyed
 
@@ -430,7 +413,24 @@ class PickerModel:
         if self._is_memory_postponed:
             # First, so that an estimate that is interrupted is made at the next change.
             self._is_memory_postponed = False
+            if self._finder is not None:
+                self._finder.defers_recomputing = True
             self._call_observers()
+
+    def finish_estimate(self) -> None:
+        """Estimate the ways, too, that need another measurement, and call back if there are any.
+
+        Which ways fit as they are is seen in half of the time.
+        """
+        if not all(candidate.is_estimated for candidate in self.shown_candidates()):
+            self.defer_nothing()
+            self._call_observers()
+
+    def defer_nothing(self) -> None:
+        """Estimate all ways from now on, whenever one is asked for."""
+        if self._finder is not None and self._finder.defers_recomputing:
+            self._finder.defers_recomputing = False
+            self._known.clear()
 
     @property
     def need(self) -> MemoryNeed | None:
@@ -486,27 +486,10 @@ class PickerModel:
             return FitVerdict(
                 None, "Memory cannot be estimated.", self._once("need", self._measured)[1]
             )
-        short_bars = [memory_bar for memory_bar in self.bars() if memory_bar.lacking]
-        if short_bars:
-            needs_text = ", ".join(
-                told_together(
-                    short_bars, lambda memory_bar: f"{format_bytes(memory_bar.lacking)} too little"
-                )
-            )
-            return FitVerdict(
-                False, f"Does not fit: {needs_text}.", self._suggester().remedy(self._config)
-            )
-        needed_bars = [memory_bar for memory_bar in self.bars() if memory_bar.needed]
-        needs_text = ", ".join(
-            told_together(
-                needed_bars,
-                lambda memory_bar: (
-                    f"{format_bytes(memory_bar.needed)} of {format_bytes(memory_bar.capacity)}"
-                ),
-            )
-        )
         no_batch_text = "" if self._memory_model.sample_batch is not None else _NO_BATCH
-        return FitVerdict(True, f"Fits: {needs_text}.", no_batch_text)
+        return verdict_of(
+            self.need, lambda: self._suggester().remedy(self._config), remark=no_batch_text
+        )
 
     # ------------------------------------------------------------------- faces
 
@@ -577,6 +560,7 @@ class PickerModel:
             raise ConfigError(
                 f"Nothing can be suggested for {self._config}: {self.suggest_refusal}."
             )
+        self.defer_nothing()
         return self._once("proposals", lambda: self._suggester().proposals(self._config))
 
     def take_proposal(self, proposal: Proposal) -> None:
@@ -615,79 +599,100 @@ class PickerModel:
         except NbaccelError:  # reported by `problems`, or by the verdict
             return ()
 
-    def take(self, name: str) -> None:
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precisions that the machine has, as things are; the chosen one is among them."""
+        offers = self.offers("mixed_precision")
+        return tuple(str(offer.option.value) for offer in offers if not offer.reason)
+
+    @property
+    def compares_precisions(self) -> bool:
+        """Whether the ways to train are shown in each precision, not in the chosen one alone."""
+        return self._compares_precisions and len(self.precisions) > 1
+
+    def compare_precisions(self, *, is_on: bool) -> None:
+        """Show the ways to train in each precision, or in the chosen one alone.
+
+        It changes nothing of what is chosen, so there is nothing to undo.
+
+        Args:
+            is_on: Whether to compare.
+        """
+        if is_on != self._compares_precisions:
+            self._compares_precisions = is_on
+            self._call_observers()
+
+    def shown_candidates(self) -> tuple[Candidate, ...]:
+        """The `candidates`; of each way one for each precision while these are compared."""
+        return self._compared() if self.compares_precisions else self.candidates()
+
+    def _compared(self) -> tuple[Candidate, ...]:
+        finder = self._finder
+        if finder is None or not self.candidates():
+            return ()
+        return self._once(
+            "compared", lambda: compare_precisions(finder, self._config, self.precisions)
+        )
+
+    @property
+    def precision_hint(self) -> str:
+        """What another precision would do better, in a sentence; empty where nothing is known.
+
+        It is known once all precisions have been measured, by `later_estimates`.
+        """
+        if not self._may_hint or self.compares_precisions or self.is_memory_postponed:
+            return ""
+        return self._once("hint", lambda: hint_of(self.candidates(), self._compared()))
+
+    def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change.
 
         Args:
             name: Its name.
+            precision: One of `precisions`, to take it with the way; None: the chosen one.
 
         Raises:
             ConfigError: There is none of that name, or it cannot be taken here.
         """
-        named = {candidate.name: candidate for candidate in self.candidates()}
+        self.defer_nothing()
+        is_other = precision not in (None, self._config.mixed_precision)
+        candidates = self._compared() if is_other else self.candidates()
+        named = {one.name: one for one in candidates if not is_other or one.precision == precision}
         if name not in named:
             raise ConfigError(
                 f"There is no way to train called {name!r}: nothing would change."
                 f"{closest(name, named) or ' PickerModel.candidates() lists them.'}"
             )
-        if named[name].refusal:
+        candidate = named[name]
+        told_name = name_with_precision(candidate) if is_other else name
+        if candidate.refusal:
             raise ConfigError(
-                f"{name!r} cannot be taken: {named[name].refusal}. Training would fail. Take "
+                f"{told_name!r} cannot be taken: {candidate.refusal}. Training would fail. Take "
                 "another."
             )
-        candidate = named[name]
-        self._become(candidate.config, () if candidate.fits else (f"{name}: {candidate.verdict}",))
+        remarks = () if candidate.fits else (f"{told_name}: {candidate.verdict}",)
+        self._become(candidate.config, remarks)
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
-        """Measures activations for all precisions, so that no later choice waits for that.
+        """Measures all precisions, so that no later choice waits for that.
 
         Returns:
             A function for each measurement, a forward and backward pass without memory: a second
-            for a large model, and nothing where it has been made.
+            for a large model, and nothing where it has been made. The last one compares them.
         """
-        memory_model = self._memory_model
-        if memory_model is None or memory_model.sample_batch is None:
+        memory_model, estimates = self._memory_model, []
+        if memory_model is None:
             return ()
-        return tuple(
-            partial(_measure_activations, memory_model, variant_config)
-            for variant_config in _config_variants(self)
-        )
+        if memory_model.sample_batch is not None:
+            recomputes = not self.refusal("activation_checkpointing")
+            variants = precision_variants(self._config, self.precisions, may_recompute=recomputes)
+            estimates = [partial(measure_later, memory_model, variant) for variant in variants]
+        return (*estimates, self._compare_in_advance)
+
+    def _compare_in_advance(self) -> None:
+        self._may_hint = True
+        if self.precision_hint:
+            self._call_observers()
 
 
 _NO_BATCH = "Activations are not in it: give configure(model, sample_batch)."
-
-
-def _measure_activations(memory_model: MemoryModel, config: RunConfig) -> None:
-    with contextlib.suppress(ConfigError):  # reported when it is chosen
-        batch_sizes = (
-            settings_form.batch_size(settings_form.document(config) or {})
-            for settings_form in settings_forms()
-        )
-        memory_model.activation_bytes(config, next(filter(None, batch_sizes), None))
-
-
-def _config_variants(picker_model: PickerModel) -> Iterator[RunConfig]:
-    recompute_choices = (False, True)
-    if picker_model.refusal("activation_checkpointing"):
-        recompute_choices = (picker_model.config.activation_checkpointing,) * 2
-    for option_offer in picker_model.offers("mixed_precision"):
-        if not option_offer.reason:
-            for with_recompute in dict.fromkeys(recompute_choices):
-                yield picker_model.config.changed(
-                    mixed_precision=option_offer.option.value,
-                    activation_checkpointing=with_recompute,
-                )
-
-
-def _check_model_and_batch(model: Any, sample_batch: Any) -> None:
-    # By its method, because `isinstance` would import torch for a form without a model.
-    if model is not None and not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
-            "torch module; it may be on meta."
-        )
-    if model is None and sample_batch is not None:
-        raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
-            "nothing to call with it. Give the model, too."
-        )

@@ -86,13 +86,19 @@ class PickerDisplay:
         # processor while this one computes.
         sys.stdout.flush()
         # What takes seconds for a large model comes after the form, while the user reads it.
+        model = self._model
         with self._lock:
-            estimates = (self._model.estimate_memory, *self._model.later_estimates())
-        for make_estimate in estimates:
+            estimates = (model.estimate_memory, model.finish_estimate, *model.later_estimates())
+        try:
+            for make_estimate in estimates:
+                with self._lock:
+                    make_estimate()
+                # Else this thread would have the lock again before one that waits with a click.
+                time.sleep(_LOCK_PAUSE_S)
+        finally:
+            # Where this was interrupted, the next change estimates what is missing.
             with self._lock:
-                make_estimate()
-            # Else this thread would have the lock again before one that waits with a click.
-            time.sleep(_LOCK_PAUSE_S)
+                model.defer_nothing()
 
     def _show_form(self) -> None:
         from IPython.display import display

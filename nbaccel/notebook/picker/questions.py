@@ -13,10 +13,19 @@ from typing import Any
 
 from nbaccel import _catalog
 from nbaccel.capabilities import device_row
+from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, Plan
 from nbaccel.units import count_noun, format_bytes
 
-__all__ = ["MachinePart", "TrainedModel", "describe_batch", "describe_model", "machine_parts"]
+__all__ = [
+    "MachinePart",
+    "TrainedModel",
+    "check_model_and_batch",
+    "describe_batch",
+    "describe_model",
+    "machine_parts",
+    "samples_sentence",
+]
 
 _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
@@ -147,6 +156,26 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
     )
 
 
+def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str:
+    """The samples of one optimizer step.
+
+    Args:
+        per_process: Samples of one process in one forward pass.
+        accumulated: Forward passes of a step.
+        world_size: Processes.
+
+    Returns:
+        ``64 samples per step: 8 per process * 4 accumulated * 2 processes.``
+    """
+    total = per_process * accumulated * world_size
+    factors = [f"{per_process} per process"]
+    factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
+    factors += [f"{world_size} processes"] if world_size > 1 else []
+    if len(factors) == 1:
+        return f"{count_noun(total, 'sample')} per step."
+    return f"{count_noun(total, 'sample')} per step: {' * '.join(factors)}."
+
+
 def _unit_size(total_bytes: int, free_bytes: int) -> str:
     if not total_bytes:
         return ""
@@ -188,3 +217,26 @@ def _short_count(number: int) -> str:
         if number >= unit_size:
             return f"{number / unit_size:.3g} {unit_letter}"
     return str(number)
+
+
+def check_model_and_batch(model: Any, sample_batch: Any) -> None:
+    """Refuse what cannot be described.
+
+    Args:
+        model: A torch module, or None.
+        sample_batch: A batch for it, or None.
+
+    Raises:
+        ConfigError: The model is no module, or there is a batch without a model.
+    """
+    # By its method, because `isinstance` would import torch for a form without a model.
+    if model is not None and not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
+            "torch module; it may be on meta."
+        )
+    if model is None and sample_batch is not None:
+        raise ConfigError(
+            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
+            "nothing to call with it. Give the model, too."
+        )

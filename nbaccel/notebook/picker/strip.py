@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as w
 
 from nbaccel.capabilities import device_row
+from nbaccel.notebook.picker.compared_ways import button_names, name_with_precision
 from nbaccel.notebook.picker.fields import SharedFields, toggle_class
 from nbaccel.notebook.picker.html import label_html
 from nbaccel.notebook.picker.strip_html import (
+    compared_html,
     proposal_html,
     question_html,
     step_text,
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CandidateStrip", "ProposalsPanel", "TakenLine"]
 
-TakeNamed = Callable[[str], Any]
+TakeCandidate = Callable[["Candidate"], Any]
 _TITLE = "What fits"
 _WITHOUT_MODEL = (
     "With a model, a bar for each way to train is here, against the memory that there is."
 )
+_COMPARE = "Compare precisions"
+_COMPARE_MEANING = "Show each way to train in each precision that the machine has."
+_SOME_WAIT = "Ways that may fit with activations computed again are being estimated …"
 _WAITING = "Memory is being estimated …"
 
 
@@ -47,34 +52,51 @@ class CandidateStrip:
     Args:
         model: The picker's model.
         shared_fields: Layouts and styles.
-        take: Takes the candidate of a name.
+        take: Takes a candidate.
 
     Attributes:
         box: The widget to show.
     """
 
-    def __init__(self, model: PickerModel, shared_fields: SharedFields, take: TakeNamed) -> None:
+    def __init__(
+        self, model: PickerModel, shared_fields: SharedFields, take: TakeCandidate
+    ) -> None:
         self._model, self._shared, self._take = model, shared_fields, take
         self._is_syncing = False
+        # What the buttons stand for, in their order.
+        self._shown: tuple[Candidate, ...] = ()
         self._heading = shared_fields.new_html(question_html(3, _TITLE), "nbaccel-strip-head")
+        self._compare = shared_fields.new_toggle(_COMPARE, _COMPARE_MEANING, "nbaccel-compare")
+        self._compare.observe(lambda change: self._compare_pressed(is_on=change.new), "value")
+        top = shared_fields.new_row([self._heading, self._compare], "nbaccel-strip-top")
         self._names = shared_fields.new_box([], "nbaccel-options", "nbaccel-candidates")
         self._bars = shared_fields.new_html("", "nbaccel-bars")
         group_label = shared_fields.new_html(label_html("Ways to train", is_hidden=True))
         self._strip = shared_fields.new_box([self._names, group_label, self._bars], "nbaccel-strip")
-        self.box = shared_fields.new_box([self._heading, self._strip], "nbaccel-part-3")
+        self.box = shared_fields.new_box([top, self._strip], "nbaccel-part-3")
 
     def sync(self) -> None:
         """Show the present candidates; before they are estimated, the room that they will take."""
-        is_waiting = self._model.is_memory_postponed
-        candidates = () if is_waiting else self._model.candidates()
+        is_waiting, compares = self._model.is_memory_postponed, self._model.compares_precisions
+        self._shown = () if is_waiting else self._model.shown_candidates()
         toggle_class(self._strip, "nbaccel-awaited", is_waiting)
-        self._heading.value = question_html(3, _TITLE, self._remark(candidates))
+        toggle_class(self._strip, "nbaccel-comparing", compares)
+        self._heading.value = question_html(3, _TITLE, self._remark(self._shown))
         self._is_syncing = True
         try:
-            self._sync_buttons(candidates)
+            self._compare.value = compares
+            self._compare.tooltip = f"{_COMPARE_MEANING} {self._model.precision_hint}".strip()
+            may_compare = not is_waiting and len(self._model.precisions) > 1
+            toggle_class(self._compare, "nbaccel-hidden", not (self._shown and may_compare))
+            self._sync_buttons(self._shown)
         finally:
             self._is_syncing = False
-        self._bars.value = strip_html(candidates) if candidates else ""
+        self._bars.value = self._drawn() if self._shown else ""
+
+    def _drawn(self) -> str:
+        if self._model.compares_precisions:
+            return compared_html(self._shown)
+        return strip_html(self._shown, self._model.precision_hint)
 
     def _remark(self, candidates: Sequence[Candidate]) -> str:
         if self._model.is_memory_postponed:
@@ -82,10 +104,12 @@ class CandidateStrip:
         if self._model.trained is None:
             return escape(_WITHOUT_MODEL)
         best = next((candidate for candidate in candidates if candidate.is_best), None)
-        line_text = "the dashed line is what there is; click to take one."
-        remark = f"{escape(_place_words(candidates))}{line_text}"
+        remark = f"{escape(_place_words(candidates))}click to take one."
         if best is not None:
-            remark += f" ★ <b>{escape(best.name)}</b>: {escape(best.reason)}."
+            best_name = name_with_precision(best) if self._model.compares_precisions else best.name
+            remark += f" ★ <b>{escape(best_name)}</b>: {escape(best.reason)}."
+        if not all(candidate.is_estimated for candidate in candidates):
+            remark += f" {escape(_SOME_WAIT)}"
         return remark
 
     def _sync_buttons(self, candidates: Sequence[Candidate]) -> None:
@@ -95,28 +119,36 @@ class CandidateStrip:
         # Buttons stay where they are, so that the keyboard keeps its place.
         if len(buttons) != len(self._names.children):
             self._names.children = tuple(buttons)
+        names = button_names(candidates, compares=self._model.compares_precisions)
         for number, button in enumerate(buttons):
             toggle_class(button, "nbaccel-hidden", number >= len(candidates))
             if number < len(candidates):
                 candidate = candidates[number]
-                button.description = candidate.name
+                is_first = number == 0 or candidates[number - 1].name != candidate.name
+                toggle_class(button, "nbaccel-first", is_first)
+                button.description = names[number]
                 button.value = candidate.is_taken
                 button.disabled = bool(candidate.refusal)
                 button.tooltip = _told_candidate(candidate)
 
     def _new_button(self, number: int) -> w.ToggleButton:
         button = self._shared.new_toggle("", "", f"nbaccel-candidate-{number}")
-        button.observe(lambda change: self._pressed(button, is_on=change.new), "value")
+        button.observe(lambda change: self._pressed(number, is_on=change.new), "value")
         return button
 
-    def _pressed(self, button: w.ToggleButton, *, is_on: bool) -> None:
+    def _pressed(self, number: int, *, is_on: bool) -> None:
         with self._shared.lock:
             if self._is_syncing:
                 return
-            if is_on:
-                self._take(button.description)
+            if is_on and number < len(self._shown):
+                self._take(self._shown[number])
             # A refused one goes off again, and the one that is taken stays on when it is pressed.
             self.sync()
+
+    def _compare_pressed(self, *, is_on: bool) -> None:
+        with self._shared.lock:
+            if not self._is_syncing:
+                self._model.compare_precisions(is_on=is_on)
 
 
 def _place_words(candidates: Sequence[Candidate]) -> str:
@@ -155,7 +187,7 @@ class TakenLine:
         """Show the present state of the model."""
         taken = None
         if not self._model.is_memory_postponed:
-            taken = next((one for one in self._model.candidates() if one.is_taken), None)
+            taken = next((one for one in self._model.shown_candidates() if one.is_taken), None)
         self.box.value = taken_html(taken, self._model.verdict, self._model.samples_of_step)
 
 

@@ -7,6 +7,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nbaccel.memory.step_time import SHORTEST_S
+from nbaccel.notebook.picker.compared_ways import (
+    groups_of_ways,
+    is_told_once,
+    name_with_precision,
+    precision_label,
+)
 from nbaccel.notebook.picker.html import css_name
 from nbaccel.notebook.picker.memory_model import SEGMENT_KINDS, SEGMENT_NAMES
 from nbaccel.units import format_bytes, format_seconds
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
     from nbaccel.notebook.picker.suggesting import Proposal
 
 __all__ = [
+    "compared_html",
     "device_bar",
     "machine_html",
     "proposal_html",
@@ -110,17 +117,51 @@ def strip_scale(candidates: Iterable[Candidate]) -> int:
     return max(most, 1)
 
 
-def strip_html(candidates: Sequence[Candidate]) -> str:
+def strip_html(candidates: Sequence[Candidate], hint: str = "") -> str:
     """A bar for each candidate, against the line of what there is.
 
     Args:
         candidates: All of them, in the order of their buttons.
+        hint: A sentence to say below the bars.
 
     Returns:
         HTML; each row stands over the button of its candidate.
     """
     full_width = strip_scale(candidates)
-    rows = "".join(_row_html(candidate, full_width) for candidate in candidates)
+    place_html = '<span class="nbaccel-name-place"></span>'
+    rows = "".join(
+        _row_html(candidate, full_width, candidate.name, place_html) for candidate in candidates
+    )
+    return f'<div class="nbaccel-rows">{rows}</div>{_strip_legend(candidates, hint)}'
+
+
+def compared_html(candidates: Sequence[Candidate]) -> str:
+    """The same, of each way one thin bar for each precision, all with one scale.
+
+    Args:
+        candidates: All of them, in the order of their buttons.
+
+    Returns:
+        HTML; the names of ways stand beside the buttons, those of precisions over them.
+    """
+    full_width = strip_scale(candidates)
+    rows = []
+    for way_name, of_way in groups_of_ways(candidates):
+        for number, candidate in enumerate(of_way):
+            # The buttons say both names.
+            way_text = "" if number else escape(way_name)
+            label = "" if is_told_once(of_way) else precision_label(candidate.precision)
+            place_html = (
+                f'<span class="nbaccel-way" aria-hidden="true">{way_text}</span>'
+                f'<span class="nbaccel-precision" aria-hidden="true">{escape(label)}</span>'
+            )
+            told_name = name_with_precision(candidate)
+            first_class = "" if number else "nbaccel-first"
+            rows.append(_row_html(candidate, full_width, told_name, place_html, first_class))
+    return f'<div class="nbaccel-rows">{"".join(rows)}</div>{_strip_legend(candidates)}'
+
+
+def _strip_legend(candidates: Sequence[Candidate], hint: str = "") -> str:
     bars = [bar for bar in map(device_bar, candidates) if bar is not None]
     kinds = {segment.kind for bar in bars for segment in bar.segments if segment.bytes}
     legend = "".join(
@@ -130,16 +171,20 @@ def strip_html(candidates: Sequence[Candidate]) -> str:
         if kind in kinds
     )
     line = '<li><span class="nbaccel-swatch nbaccel-mark"></span>what there is</li>'
+    hint_html = f'<span class="nbaccel-hint">{escape(hint)}</span>' if hint else ""
     legend_html = f'<ul class="nbaccel-legend">{legend}{line}</ul>' if bars else ""
-    return f'<div class="nbaccel-rows">{rows}</div>{legend_html}'
+    return f'<div class="nbaccel-below-bars">{legend_html}{hint_html}</div>'
 
 
-def _row_html(candidate: Candidate, full_width: int) -> str:
+def _row_html(
+    candidate: Candidate, full_width: int, told_name: str, place_html: str, row_class: str = ""
+) -> str:
     fits_class = "" if candidate.refusal else _FITS_CLASSES[candidate.fits]
+    css_classes = " ".join(filter(None, ("nbaccel-strip-row", row_class, fits_class)))
     bar = device_bar(candidate)
     track_html = '<span class="nbaccel-track"></span>'
     if bar is not None:
-        track_html = _track(bar, full_width, candidate.name)
+        track_html = _track(bar, full_width, told_name)
     if candidate.refusal:
         words_html = f'<span class="nbaccel-refused">{escape(candidate.refusal)}</span>'
     else:
@@ -148,10 +193,7 @@ def _row_html(candidate: Candidate, full_width: int) -> str:
             f'<span class="nbaccel-word">{escape(verdict_text(candidate))}</span>'
             f'<span class="nbaccel-step">{escape(step_text(candidate))}{best_html}</span>'
         )
-    return (
-        f'<div class="nbaccel-strip-row {fits_class}"><span class="nbaccel-name-place"></span>'
-        f"{track_html}{words_html}</div>"
-    )
+    return f'<div class="{css_classes}">{place_html}{track_html}{words_html}</div>'
 
 
 def verdict_text(candidate: Candidate) -> str:
@@ -165,6 +207,8 @@ def verdict_text(candidate: Candidate) -> str:
     """
     if candidate.refusal:
         return candidate.refusal
+    if not candidate.is_estimated:
+        return candidate.verdict
     bars = () if candidate.need is None else candidate.need.bars
     for bar in bars:
         if bar.lacking:
@@ -230,7 +274,8 @@ def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: s
     """
     name = "Chosen settings" if candidate is None else candidate.name
     clauses = [verdict.text, verdict.remedy]
-    if candidate is not None:
+    # Why nothing can be estimated is the reason of each candidate, too.
+    if candidate is not None and not (candidate.reason and candidate.reason in verdict.remedy):
         reason = (
             f"{candidate.reason[:1].upper()}{candidate.reason[1:]}." if candidate.reason else ""
         )

@@ -144,9 +144,12 @@ class Suggester:
             config: The chosen settings.
 
         Returns:
-            A sentence.
+            A sentence; empty as long as ways are still being estimated.
         """
-        best = next((found for found in self._finder.find(config) if found.is_best), None)
+        candidates = self._finder.find(config)
+        if not all(candidate.is_estimated for candidate in candidates):
+            return ""
+        best = next((found for found in candidates if found.is_best), None)
         if best is not None:
             return f"{best.name} would fit."
         if self._memory_model.sample_batch is not None:

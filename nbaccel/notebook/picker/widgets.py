@@ -26,6 +26,7 @@ from nbaccel.notebook.picker.strip import CandidateStrip, ProposalsPanel, TakenL
 from nbaccel.notebook.picker.strip_html import machine_html, trained_html, use_html
 
 if TYPE_CHECKING:
+    from nbaccel.notebook.picker.candidates import Candidate
     from nbaccel.notebook.picker.choices import Setting
     from nbaccel.notebook.picker.model import PickerModel
     from nbaccel.notebook.picker.suggesting import Proposal
@@ -282,8 +283,8 @@ class PickerView:
         panel_boxes = [self._panel(panel_name) for panel_name in panel_names]
         return [self._shared.new_box(panel_boxes), self._messages]
 
-    def _take(self, candidate_name: str) -> None:
-        self.carry_out(lambda: self._model.take(candidate_name))
+    def _take(self, candidate: Candidate) -> None:
+        self.carry_out(lambda: self._model.take(candidate.name, candidate.precision))
 
     def _field(self, setting: Setting, look: FieldLook) -> SettingField:
         new_field = field_for(setting, self._model, self._choose, self._shared, look)

@@ -371,7 +371,10 @@ def mean_points(
     all_points = sorted(
         point for points in rank_points for point in points if math.isfinite(point[1])
     )
-    longest = max((len(points) for points in rank_points), default=0)
+    # Only finite ones: else there would be more groups than steps, and a rank's alone in some.
+    longest = max(
+        (sum(math.isfinite(value) for _, value in points) for points in rank_points), default=0
+    )
     num_groups = min(longest, max_points, len(all_points))
     group_edges = (
         [place * len(all_points) // num_groups for place in range(num_groups + 1)]

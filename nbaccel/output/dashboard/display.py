@@ -26,13 +26,15 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbaccel import env
-from nbaccel.output.cell_place import CellPlace
+from nbaccel.output import publish
+from nbaccel.output.cell_place import VIEW_MIME, CellPlace
 from nbaccel.output.dashboard import drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.dashboard.run_panel import VIEW_MIME, RunPanel, may_be_heard
+from nbaccel.output.dashboard.run_panel import RunPanel, may_be_heard
 
 if TYPE_CHECKING:
     from nbaccel.workers.messaging import Metrics
@@ -44,6 +46,7 @@ __all__ = ["Dashboard"]
 FIRST_S = 1.0
 REDRAW_INTERVAL_S = 1.0
 NEWS_S = 0.25
+_OPEN_CHARTS = 3  # enough to compare two runs of a cell with a third
 _PANEL_S = 10.0
 """How long a front end is given to open a subshell for clicks."""
 _IN_A_TERMINAL_S = (1.0, 5.0, 15.0, 60.0)
@@ -77,6 +80,9 @@ class Dashboard:
         self._say = say_line or _say
         self._place = place or CellPlace()
         self._in_place = self._place.is_there
+        if self._place.is_widget:
+            # What stands there cannot become a panel with a button of its own.
+            self._stop = None
         self._is_wanted = is_wanted and env.flag("NBACCEL_DASHBOARD") is not False
         self._next = self.board.began + FIRST_S
         self._lines = _less_and_less()
@@ -203,10 +209,7 @@ class Dashboard:
         self._has_news = True
 
     def _show_in_place(self, board_html: str, output_text: str = "") -> None:
-        display_data: dict[str, Any] = {
-            "text/plain": output_text or drawing.live_text(self.board),
-            "text/html": board_html,
-        }
+        display_data = _as_data(board_html, output_text or drawing.live_text(self.board))
         if self._panel is not None and self._shows_panel:
             display_data[VIEW_MIME] = self._panel.view
         self._place.show(display_data)
@@ -249,11 +252,46 @@ class Dashboard:
                 self._say(_with_prefix(summary_text))
         elif self._is_wanted and (self._was_shown or self.has_progress):
             self._show_in_place(panel_html.final_html(run_board), summary_text)
+            folded_html = panel_html.final_html(run_board, folds_chart=True)
+            _fold_earlier(self._place, _as_data(folded_html, summary_text))
         else:
             # What was waited for may still be there.
             self._place.show({})
         if stop_panel is not None:
             stop_panel.close()
+
+
+def _as_data(board_html: str, output_text: str) -> dict[str, Any]:
+    return {"text/plain": output_text, "text/html": board_html}
+
+
+@dataclass(frozen=True, slots=True)
+class _ShownSummary:
+    """A summary whose chart is in sight."""
+
+    request_id: str
+    place: CellPlace
+    folded_data: dict[str, Any]
+
+
+_SHOWN_SUMMARIES: list[_ShownSummary] = []
+
+
+def _fold_earlier(place: CellPlace, folded_data: dict[str, Any]) -> None:
+    """Fold the charts of earlier runs of this cell: of a loop of launches they fill screens.
+
+    Args:
+        place: Where the newest summary is.
+        folded_data: What it becomes when enough others have come below it.
+    """
+    newest = _ShownSummary(publish.request_id(), place, folded_data)
+    _SHOWN_SUMMARIES[:] = [
+        *(shown for shown in _SHOWN_SUMMARIES if shown.request_id == newest.request_id),
+        newest,
+    ]
+    while len(_SHOWN_SUMMARIES) > _OPEN_CHARTS:
+        earliest = _SHOWN_SUMMARIES.pop(0)
+        earliest.place.show(earliest.folded_data)
 
 
 def _less_and_less() -> Iterator[float]:

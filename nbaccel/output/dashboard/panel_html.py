@@ -17,6 +17,7 @@ from nbaccel.output.chart import ACCENT_COLOUR
 from nbaccel.output.dashboard.board import RankFacts, RunBoard
 from nbaccel.output.dashboard.curves import metric_chart
 from nbaccel.output.dashboard.drawing import (
+    LABEL_CHARS,
     LINE_CHARS,
     MOST_ROWS,
     NO_VALUE,
@@ -52,7 +53,10 @@ LONG_OUTPUT_LINES = 20
 _SHOWN_LINES = 100
 _SAVED_LINES = 50
 _SAME_S = 2.0
-_MAX_SMALL_CHARTS = 6
+_MAX_SMALL_CHARTS = 6  # of a run that goes on: they are sent every second
+_MAX_SAVED_CHARTS = 15  # as many as ranks report beside the first one
+
+_LOSS_COLUMN = "loss"
 
 _PANEL_STYLE = "font-size:0.9em;line-height:1.5"
 _TABLE_STYLE = "border:none;border-collapse:collapse;margin:0.2em 0;table-layout:auto"
@@ -99,7 +103,7 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
         ranks_html(run_board),
         time_html(run_board),
         _chart_html(run_board, metric_names[:1]),
-        _small_charts(run_board, metric_names[1:]),
+        _small_charts(run_board, metric_names[1:], _MAX_SMALL_CHARTS),
         _folded("newest lines", lines_html(run_board)) if is_long(run_board) else "",
         library_html(run_board),
         f'<div style="{_QUIET_STYLE}">{BY_HAND}</div>' if by_hand else "",
@@ -107,11 +111,12 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
     return f'<div style="{_PANEL_STYLE}">{"".join(parts)}</div>'
 
 
-def final_html(run_board: RunBoard) -> str:
+def final_html(run_board: RunBoard, *, folds_chart: bool = False) -> str:
     """What stays of the run: one line that unfolds, and the chart.
 
     Args:
         run_board: The facts.
+        folds_chart: Whether the chart is seen only when the line is unfolded.
     """
     ending_sign = _ENDING_SIGNS.get(run_board.ending, _FAILED_SIGN)
     head_html = (
@@ -119,18 +124,19 @@ def final_html(run_board: RunBoard) -> str:
         f"{_headline_text(run_board, is_live=False)}</summary>"
     )
     metric_names = run_board.metric_names()
+    chart_html = _chart_html(run_board, metric_names[:1], as_image=True)
     folded_parts = [
+        chart_html if folds_chart else "",
         _table_html(run_board, _STATIC_COLUMNS),
         _rank_times_html(run_board),
-        _small_charts(run_board, metric_names[1:], as_image=True),
+        _small_charts(run_board, metric_names[1:], _MAX_SAVED_CHARTS, as_image=True),
         *(_saved_lines(run_board) if is_long(run_board) else ()),
         library_html(run_board),
         _warnings_html(run_board),
         _plan_html(run_board),
     ]
     details_html = f"<details>{head_html}{''.join(folded_parts)}</details>"
-    chart_html = _chart_html(run_board, metric_names[:1], as_image=True)
-    return f'<div style="{_PANEL_STYLE}">{details_html}{chart_html}</div>'
+    return f'<div style="{_PANEL_STYLE}">{details_html}{"" if folds_chart else chart_html}</div>'
 
 
 def is_long(run_board: RunBoard) -> bool:
@@ -295,12 +301,12 @@ def _chart_html(run_board: RunBoard, metric_names: Sequence[str], *, as_image: b
 
 
 def _small_charts(
-    run_board: RunBoard, metric_names: Sequence[str], *, as_image: bool = False
+    run_board: RunBoard, metric_names: Sequence[str], max_charts: int, *, as_image: bool = False
 ) -> str:
     charts = [
         f'<div style="display:inline-block;margin-right:1em">{_metric_label(run_board, name)}<br>'
         f"{chart}</div>"
-        for name in metric_names[:_MAX_SMALL_CHARTS]
+        for name in metric_names[:max_charts]
         if (chart := metric_chart(run_board, name, is_small=True, as_image=as_image))
     ]
     if not charts:
@@ -344,7 +350,7 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
     ]
     header_cells = "".join(
         f'<th scope="col" style="{_CELL_STYLE};{_QUIET_STYLE}">{html.escape(column_name)}</th>'
-        for column_name in ("rank", *(table_column.name for table_column in kept_columns))
+        for column_name in ("rank", *(_title(column, run_board) for column in kept_columns))
     )
     table_rows = []
     for position, rank_facts in enumerate(shown_facts):
@@ -477,18 +483,34 @@ def _mean_samples(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 def _loss_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
     last_value = rank_facts.loss.last
-    return "" if last_value is None else f"{_loss_label(rank_facts)}{number_text(last_value)}"
+    if last_value is None:
+        return ""
+    return _loss_label(rank_facts, run_board) + number_text(last_value)
 
 
 def _loss_from_to(rank_facts: RankFacts, run_board: RunBoard) -> str:
     first_value, last_value = rank_facts.loss.first, rank_facts.loss.last
     if first_value is None or last_value is None:
         return ""
-    return f"{_loss_label(rank_facts)}{number_text(first_value)} → {number_text(last_value)}"
+    values = f"{number_text(first_value)} → {number_text(last_value)}"
+    return _loss_label(rank_facts, run_board) + values
 
 
-def _loss_label(rank_facts: RankFacts) -> str:
-    if rank_facts.loss_name == "loss":
+def _title(table_column: _TableColumn, run_board: RunBoard) -> str:
+    """The name of a column; that of the loss is the metric's, where all ranks log the same."""
+    if table_column.name != _LOSS_COLUMN:
+        return table_column.name
+    return plain_text(_common_loss_name(run_board), LABEL_CHARS) or _LOSS_COLUMN
+
+
+def _common_loss_name(run_board: RunBoard) -> str:
+    """Empty where ranks log different metrics."""
+    loss_names = {rank_facts.loss_name for rank_facts in run_board.ranks.values()} - {""}
+    return loss_names.pop() if len(loss_names) == 1 else ""
+
+
+def _loss_label(rank_facts: RankFacts, run_board: RunBoard) -> str:
+    if _common_loss_name(run_board):
         return ""
     return html.escape(f"{plain_text(rank_facts.loss_name, 24)} ")
 
@@ -542,7 +564,7 @@ _LIVE_COLUMNS = (
     _TableColumn("step", _live_steps),
     _TableColumn("steps/s", _speed_cell),
     _TableColumn("samples/s", _samples_cell),
-    _TableColumn("loss", _loss_cell),
+    _TableColumn(_LOSS_COLUMN, _loss_cell),
     _TableColumn("metrics", _other_metrics),
     _TableColumn("memory", _memory_cell),
     _TableColumn("on device", _device_cell),
@@ -553,7 +575,7 @@ _STATIC_COLUMNS = (
     _TableColumn("step", _step_cell),
     _TableColumn("steps/s", _mean_speed),
     _TableColumn("samples/s", _mean_samples),
-    _TableColumn("loss", _loss_from_to),
+    _TableColumn(_LOSS_COLUMN, _loss_from_to),
     _TableColumn("metrics", _other_metrics),
     _TableColumn("most memory", _peak_rss),
     _TableColumn("most on device", _peak_device),

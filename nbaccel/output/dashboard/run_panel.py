@@ -27,9 +27,7 @@ from nbaccel.output.dashboard.board import RunBoard
 from nbaccel.output.dashboard.curves import is_logarithmic, metric_chart, smoothed_value
 from nbaccel.output.dashboard.drawing import number_text, plain_text
 
-__all__ = ["VIEW_MIME", "RunPanel", "may_be_heard"]
-
-VIEW_MIME = "application/vnd.jupyter.widget-view+json"
+__all__ = ["RunPanel", "may_be_heard"]
 
 _STOP_LABEL = "■ Stop"
 _STOPPING_LABEL = "■ Stopping… press again to end at once"
@@ -41,7 +39,7 @@ _LOG_TOOLTIP = "Draws the chart with a logarithmic axis, or with a linear one."
 _ALL_RANKS = "all ranks"
 _CHART_INTERVAL_S = 1.0
 _METRIC_CHARS = 24
-_MAX_METRIC_BUTTONS = 8
+_MAX_METRIC_BUTTONS = 16  # as many as ranks report
 _MAX_RANK_BUTTONS = 16
 # In JupyterLab and Notebook 7 the panel stays in sight while the output below it is scrolled, if
 # the window is high enough for both. Elsewhere no such elements exist, and that has no effect.

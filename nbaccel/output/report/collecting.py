@@ -22,7 +22,9 @@ from nbaccel.output.report.run_report import RunReport
 from nbaccel.output.seen_warnings import SeenWarnings
 from nbaccel.plan import Plan
 
-__all__ = ["ObservedRun", "report_of"]
+__all__ = ["ObservedRun", "latest_run", "report_of"]
+
+_LATEST_RUNS: list[ObservedRun] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,14 @@ class ObservedRun:
     def ended_now(cls, board: RunBoard, warnings: SeenWarnings, plan: Plan) -> ObservedRun:
         """A run that has just ended."""
         ended_at = dt.datetime.now(dt.timezone.utc)
-        return cls(board=board, warnings=warnings, plan=plan, ended_at=ended_at)
+        observed = cls(board=board, warnings=warnings, plan=plan, ended_at=ended_at)
+        _LATEST_RUNS[:] = [observed]
+        return observed
+
+
+def latest_run() -> ObservedRun | None:
+    """The launch, cell or call that ended last, well or not; None before the first one."""
+    return next(iter(_LATEST_RUNS), None)
 
 
 def report_of(observed: ObservedRun | None, source: str) -> RunReport:

@@ -10,10 +10,11 @@ from torch import nn
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
+from nbaccel.notebook.picker.compared_ways import groups_of_ways
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.strategies.gradient_checkpointing import can_checkpoint_gradients
 from tests import needs
-from tests.notebook.machines import GIB, WITHOUT_GPU, with_gpus
+from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 
 TOKENS = {"input_ids": torch.zeros(4, 256, dtype=torch.long)}
 
@@ -43,6 +44,15 @@ class Language(nn.Module):
         for block in self.blocks:
             values = block(values)
         return self.head(values)
+
+
+class Recomputing(Language):
+    """One whose activations can be computed again."""
+
+    supports_gradient_checkpointing = True
+
+    def gradient_checkpointing_enable(self, **options: object) -> None:
+        """As transformers' models: here only asked for."""
 
 
 def language(**sizes: int) -> nn.Module:
@@ -148,6 +158,161 @@ def test_on_a_cpu_nothing_leaves_for_the_cpu():
     assert list(found(own))[:2] == ["one copy each (DDP)", "FSDP"]
 
 
+def test_what_a_run_needs_is_found_once(picker, monkeypatch):
+    own = PickerModel(model=language(width=512, layers=2), sample_batch=TOKENS, inventory=V5E_8)
+    before = own.candidates()
+    monkeypatch.setattr(own._memory_model, "need", None)  # nobody asks it any more
+    own.choose("max_restarts", 1)
+    own.undo()
+    assert own.candidates() == before
+
+
+@needs.DEEPSPEED_ROW
+def test_ways_that_fit_as_they_are_are_seen_before_the_others_are_estimated():
+    with torch.device("meta"):
+        model = Recomputing()
+    gpus = with_gpus(2, total=40, free=39)
+    complete = PickerModel(model=model, sample_batch=TOKENS, inventory=gpus).candidates()
+
+    def begun() -> PickerModel:
+        own = PickerModel(model=model, sample_batch=TOKENS, inventory=gpus)
+        own.postpone_memory()
+        own.estimate_memory()
+        return own
+
+    own = begun()
+    waiting = [way.name for way in own.candidates() if not way.is_estimated]
+    assert waiting
+    for way, final in zip(own.candidates(), complete, strict=True):
+        if way.is_estimated:
+            assert (way.need, way.fits) == (final.need, final.fits)
+        else:
+            assert (way.verdict, way.fits) == ("being estimated …", None)
+            assert final.config.activation_checkpointing
+    assert not any(way.is_best for way in own.candidates()), "it may be among those that wait"
+    assert own.verdict.remedy == ""
+    told = []
+    own.observe(lambda: told.append(own.candidates()))
+    own.finish_estimate()
+    own.finish_estimate()
+    assert told == [complete], "told once"
+    assert own.verdict.remedy.endswith(" would fit.")
+
+    taken = begun()
+    taken.take(waiting[0])
+    final = next(way for way in complete if way.name == waiting[0])
+    assert taken.config == final.config, "what is taken is estimated first"
+    assert begun().proposals()[0].config == own.proposals()[0].config
+    interrupted = begun()
+    interrupted.defer_nothing()
+    interrupted.choose("max_restarts", 1)
+    assert all(way.is_estimated for way in interrupted.candidates())
+
+
+# ----------------------------------------------------------------------- in each precision
+def compared(inventory=None, **sizes: int) -> PickerModel:
+    own = PickerModel(
+        model=language(**sizes),
+        sample_batch=TOKENS,
+        inventory=inventory or with_gpus(2, total=40, free=39),
+    )
+    own.compare_precisions(is_on=True)
+    return own
+
+
+def of_precision(picker: PickerModel, precision: str) -> list[object]:
+    return [way for way in picker.shown_candidates() if way.precision == precision]
+
+
+def test_each_way_is_shown_in_each_precision_and_one_of_all_is_the_best(picker):
+    own = compared()
+    ways = own.shown_candidates()
+    usable = [group for _, group in groups_of_ways(ways) if not group[0].refusal]
+    assert [group[0].name for group in usable] == [
+        way.name for way in own.candidates() if not way.refusal
+    ]
+    for group in usable:
+        assert [way.precision for way in group] == ["no", "fp16", "bf16", "fp8"]
+    assert [way.name for way in ways if way.is_taken] == ["one copy each (DDP)"]
+    best = [way for way in ways if way.is_best]
+    assert len(best) == 1
+    fitting = [way.step_s for way in ways if way.can_be_taken]
+    assert best[0].step_s <= 1.05 * min(fitting)
+    assert best[0].precision != "no"
+    for way, alone in zip(of_precision(own, "no"), own.candidates(), strict=True):
+        assert (way.need, way.step_s, way.config) == (alone.need, alone.step_s, alone.config)
+
+
+def test_taking_a_way_with_its_precision_is_one_change():
+    own = compared()
+    before, told = own.config, []
+    own.observe(lambda: told.append(own.config))
+    own.take("FSDP", "bf16")
+    assert (own.config.strategy, own.config.mixed_precision) == ("fsdp", "bf16")
+    assert [(way.name, way.precision) for way in own.shown_candidates() if way.is_taken] == [
+        ("FSDP", "bf16")
+    ]
+    assert len(told) == 1
+    own.undo()
+    assert own.config == before
+    with pytest.raises(ConfigError, match="Did you mean 'FSDP'"):
+        own.take("FSPD", "bf16")
+
+
+def test_comparing_changes_nothing_that_is_chosen():
+    own = compared(width=64, layers=1)
+    assert own.config == RunConfig()
+    assert not own.can_undo
+    own.compare_precisions(is_on=False)
+    assert own.shown_candidates() == own.candidates()
+
+
+def test_of_equally_fast_precisions_the_one_that_needs_no_care_is_the_best():
+    ampere = compared(with_gpus(2, capability=(8, 0)), width=1024, layers=4)
+    assert [way.precision for way in ampere.shown_candidates() if way.is_best] == ["bf16"]
+    turing = compared(with_gpus(1, capability=(7, 5)), width=1024, layers=4)
+    best = next(way for way in turing.shown_candidates() if way.is_best)
+    assert best.precision == "fp16", "this card only imitates bfloat16"
+
+
+def test_the_best_in_8_bits_says_what_to_look_at():
+    best = next(
+        way
+        for way in compared(with_gpus(1), width=2048, layers=4).shown_candidates()
+        if way.is_best
+    )
+    assert best.precision == "fp8"
+    assert best.reason.endswith("see that the loss falls as in bf16")
+
+
+def test_precisions_that_the_machine_lacks_are_not_compared():
+    own = compared(V5E_8, width=64, layers=1)
+    assert {way.precision for way in own.shown_candidates()} == {"no", "bf16"}
+
+
+def test_a_way_that_no_precision_makes_possible_is_told_once():
+    own = compared(with_gpus(1), width=256, layers=1)
+    refused = [way for way in own.shown_candidates() if way.name == "FSDP"]
+    assert [way.refusal for way in refused] == ["needs two processes or more"]
+
+
+def test_a_better_precision_is_named_once_all_have_been_measured():
+    own = PickerModel(
+        model=language(), sample_batch=TOKENS, inventory=with_gpus(2, total=40, free=39)
+    )
+    own.candidates()
+    assert own.precision_hint == "", "a measurement of others would keep the form waiting"
+    for measure in own.later_estimates():
+        measure()
+    best = next(way for way in compared().shown_candidates() if way.is_best)
+    assert own.precision_hint.startswith(f"In {best.precision}, {best.name} would take about ")
+    own.choose("mixed_precision", best.precision)
+    assert own.precision_hint == ""
+    own.undo()
+    own.compare_precisions(is_on=True)
+    assert own.precision_hint == "", "it is seen then"
+
+
 # ----------------------------------------------------------------------- proposals
 def test_a_colleague_proposes_processes_precision_way_and_batch(picker):
     first, *others = picker.proposals()
@@ -204,14 +369,8 @@ def test_an_older_gpu_gets_fp16_and_a_choice_is_kept():
 
 
 def test_a_tight_fit_comes_with_one_that_leaves_more():
-    class Tight(Language):
-        supports_gradient_checkpointing = True
-
-        def gradient_checkpointing_enable(self, **options: object) -> None:
-            """As transformers' models: here only asked for."""
-
     with torch.device("meta"):
-        model = Language()
+        model = Recomputing()
     needed = (
         next(
             way

@@ -60,6 +60,33 @@ def test_all_mistakes_are_told_each_beside_its_choice(picker):
     assert sum(map(len, beside.values())) == len(caught.value.mistakes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"num_proceses": 4}, "Did you mean 'num_processes'?"),
+        ({"mixed_precison": "bf16", "num_processes": 2}, "Did you mean 'mixed_precision'?"),
+        ({"num_processes": 4, "zero_stage": 2, "foo": 1}, "foo is no setting of RunConfig"),
+    ],
+)
+def test_a_misspelt_run_is_not_taken_for_a_strategys_file(picker, settings, told):
+    before = picker.config
+    with pytest.raises(ConfigError) as caught:
+        picker.load(settings)
+    assert told in str(caught.value)
+    assert "DeepSpeed" not in str(caught.value)
+    assert picker.config == before
+
+
+@needs.DEEPSPEED
+def test_a_file_of_something_else_is_refused(picker):
+    before = picker.config
+    with pytest.raises(ConfigError, match=r"none of these keys.*architectures, n_embd"):
+        picker.load({"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
+    assert picker.config == before
+    picker.load({"activation_checkpointing": {}, "steps_per_print": 9})
+    assert picker.config.deepspeed == {"activation_checkpointing": {}, "steps_per_print": 9}
+
+
 @pytest.fixture
 def without_deepspeed(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # Python refuses its import

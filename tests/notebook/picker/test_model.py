@@ -393,6 +393,16 @@ def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
         assert picker.estimate.device.activations > 0
 
 
+def test_operations_are_not_counted_again_where_the_measured_pass_counted_them(monkeypatch):
+    from nbaccel.memory import operations
+
+    apart = operations.forward_operations(net(64), torch.randn(8, 64)) / 8
+    monkeypatch.setattr(operations, "forward_operations", None)
+    picker = PickerModel(model=net(64), sample_batch=torch.randn(8, 64), inventory=WITHOUT_GPU)
+    assert picker.candidates()[0].step_s is not None
+    assert picker._memory_model.operations_per_sample() == apart
+
+
 def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monkeypatch):
     from nbaccel.memory import activations
 

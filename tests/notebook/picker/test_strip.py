@@ -11,6 +11,7 @@ from nbaccel.config import RunConfig
 from nbaccel.notebook.picker import html as html_module
 from nbaccel.notebook.picker import strip_html as strip_module
 from nbaccel.notebook.picker.candidates import Candidate
+from nbaccel.notebook.picker.compared_ways import hint_of
 from nbaccel.notebook.picker.memory_model import SEGMENT_KINDS, BarSegment, MemoryNeed
 from nbaccel.notebook.picker.model import FitVerdict, PickerModel
 from nbaccel.notebook.picker.static_table import (
@@ -51,6 +52,8 @@ EVIL_PROPOSAL = Proposal(
 DRAWN = {
     "strip": strip_module.strip_html([EVIL_CANDIDATE]),
     "refused": strip_module.strip_html([candidate(refusal=EVIL)]),
+    "compared": strip_module.compared_html([EVIL_CANDIDATE]),
+    "hint": strip_module.strip_html([candidate()], EVIL),
     "taken": strip_module.taken_html(EVIL_CANDIDATE, FitVerdict(True, EVIL, EVIL), EVIL),
     "proposal": strip_module.proposal_html(EVIL_PROPOSAL),
     "mistakes": html_module.text_mistakes_html([TextMistake(line=1, message=EVIL)], EVIL, ""),
@@ -86,6 +89,54 @@ def test_all_bars_have_one_scale_and_a_line_where_the_memory_ends():
         "nbaccel-lacks",
     ]
     assert any("✗ 5.0 GiB too little" in word for word in read.words)
+
+
+def test_compared_bars_are_grouped_by_way_with_one_scale():
+    need = need_of(bar(parameters=4 * GIB, free=5 * GIB))
+    large = need_of(bar(parameters=14 * GIB, lacking=5 * GIB))
+    in_half = RunConfig(mixed_precision="bf16")
+    html = strip_module.compared_html(
+        [
+            candidate(name="ZeRO-2", need=large),
+            candidate(name="ZeRO-2", need=need, config=in_half, step_s=1.0, is_best=True),
+            candidate(name="ZeRO-3", refusal="needs a folder"),
+        ]
+    )
+    read = Reader(html)
+    assert [a["class"] for a in read.of("nbaccel-strip-row")] == [
+        "nbaccel-strip-row nbaccel-first nbaccel-lacks",
+        "nbaccel-strip-row nbaccel-fits",
+        "nbaccel-strip-row nbaccel-first",
+    ]
+    assert [word.strip() for word in read.words if word.strip()][:7] == [
+        "ZeRO-2",
+        "fp32",
+        "✗ 5.0 GiB too little",
+        "—",
+        "bf16",
+        "✓ 5.0 GiB free",
+        "≈ 1.0 s/step",
+    ]
+    assert html.count("fp32") == 2, "a way that cannot be taken has no precision beside it"
+    told = [a["aria-label"] for a in read.of("nbaccel-track") if "aria-label" in a]
+    assert [text.partition(":")[0] for text in told] == ["ZeRO-2 in fp32", "ZeRO-2 in bf16"]
+    marks = [a["style"] for a in read.of("nbaccel-mark") if "style" in a]
+    assert marks == ["left:66.67%", "left:66.67%"]
+
+
+def test_a_precision_is_named_where_it_alone_fits_or_is_clearly_faster():
+    def best(precision: str, step_s: float | None) -> Candidate:
+        config = RunConfig(mixed_precision=precision)
+        return candidate(name="ZeRO-1", config=config, step_s=step_s, is_best=True)
+
+    lacking = candidate(need=need_of(bar(parameters=14 * GIB, lacking=5 * GIB)))
+    assert hint_of([lacking], [lacking, best("bf16", 1.0)]) == "In bf16, ZeRO-1 would fit."
+    told = hint_of([best("no", 2.0)], [best("bf16", 1.3)])
+    assert told == "In bf16, ZeRO-1 would take about 1.3 s a step."
+    assert hint_of([best("no", 1.36)], [best("bf16", 1.3)]) == "", "as fast, as estimates go"
+    assert hint_of([best("no", None)], [best("bf16", None)]) == ""
+    assert hint_of([best("bf16", 1.3)], [best("bf16", 1.3)]) == ""
+    assert hint_of([lacking], [lacking]) == ""
 
 
 def test_a_need_far_beyond_what_there_is_is_cut_so_that_others_can_be_read():

@@ -45,7 +45,9 @@ class Page(HTMLParser):
         # A bar has a colour that is seen on light and on dark, and a grey that lets both through.
         for known in (f"background:{ACCENT_COLOUR}", "background:rgba(128,128,128,0.3)"):
             text = text.replace(known, "")
-        assert not re.search(r"color\s*:|#[0-9a-f]{3}|rgb|background:(?!none)|url\(", text)
+        # In tags only: a worker may print the name of a colour.
+        tags = " ".join(re.findall(r"<[^>]*>", text))
+        assert not re.search(r"color\s*:|#[0-9a-f]{3}|rgb|background:(?!none)|url\(", tags)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag != "br":
@@ -179,6 +181,25 @@ def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     html = panel_html.final_html(board)
     assert html.rindex("</details>") < html.rindex("<img"), "the chart is in sight"
     assert "<svg" not in html, "of an element in an untrusted notebook only the texts are left"
+
+
+def test_a_metric_of_another_name_gives_the_column_its_name() -> None:
+    board = board_of(2)
+    for rank in (0, 1):
+        told(board, rank, 1, 3.0, 2.0, name="accuracy")
+    live, saved = map(Page, both(board))
+    assert live.column("accuracy") == ["2", "2"]
+    assert saved.column("accuracy") == ["3 → 2", "3 → 2"]
+    told(board, 1, 3, 2.0, name="train_loss")
+    assert Page(both(board)[0]).column("loss") == ["accuracy 2", "train_loss 2"]
+
+
+def test_all_metrics_that_ranks_report_are_saved() -> None:
+    board = board_of(1)
+    for step in (1, 2):
+        values = tuple((f"m{number}", float(step)) for number in range(16))
+        board.hear(0, Metrics(time=float(step), steps=step, values=values, device_bytes=None))
+    assert panel_html.final_html(board).count("<img") == 16
 
 
 def test_losses_that_are_no_numbers_are_said_to_be() -> None:

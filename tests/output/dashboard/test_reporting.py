@@ -116,6 +116,18 @@ def test_in_a_progress_loop_a_step_is_a_batch_and_the_loss_is_the_one_that_is_lo
         assert (facts.loss_name, facts.loss.last) == ("train_loss", 7.0)
 
 
+def test_the_first_value_of_a_metric_is_told_though_a_loop_has_just_begun(seen: Seen) -> None:
+    def train() -> None:
+        accelerator = Accelerator()
+        for i in accelerator.progress(range(1, 41)):
+            accelerator.log({"loss": 1 / i})
+            time.sleep(0.01)
+
+    notebook_launcher(train, (), 2)
+    for facts in seen.board.ranks.values():
+        assert (facts.loss.first, facts.loss.last) == (1.0, 1 / 40)
+
+
 def test_progress_tells_epochs_batches_and_samples_of_each_rank(launch: Launch, seen: Seen) -> None:
     def train() -> None:
         accelerator = Accelerator()

@@ -1,0 +1,53 @@
+"""Whether a run fits, in a sentence with its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryNeed, told_together
+from nbaccel.units import format_bytes
+
+__all__ = ["FitVerdict", "verdict_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class FitVerdict:
+    """Whether a run fits.
+
+    Attributes:
+        fits: None where nothing is known.
+        text: The verdict with its numbers.
+        remedy: What to do; empty where nothing is to be done.
+    """
+
+    fits: bool | None
+    text: str
+    remedy: str = ""
+
+
+def verdict_of(need: MemoryNeed, remedy: Callable[[], str], *, remark: str) -> FitVerdict:
+    """Whether a need can be met.
+
+    Args:
+        need: What the run needs, against what there is.
+        remedy: Tells what to do where it does not fit.
+        remark: What to say where it does.
+
+    Returns:
+        The verdict.
+    """
+    short_bars = [memory_bar for memory_bar in need.bars if memory_bar.lacking]
+    if short_bars:
+        lacking_text = ", ".join(told_together(short_bars, _lacking_words))
+        return FitVerdict(False, f"Does not fit: {lacking_text}.", remedy())
+    needed_bars = [memory_bar for memory_bar in need.bars if memory_bar.needed]
+    return FitVerdict(True, f"Fits: {', '.join(told_together(needed_bars, _share_words))}.", remark)
+
+
+def _lacking_words(memory_bar: MemoryBar) -> str:
+    return f"{format_bytes(memory_bar.lacking)} too little"
+
+
+def _share_words(memory_bar: MemoryBar) -> str:
+    return f"{format_bytes(memory_bar.needed)} of {format_bytes(memory_bar.capacity)}"
