@@ -562,11 +562,12 @@ def test_without_its_kernel_the_saved_notebook_still_shows_what_was_picked(
 def test_text_can_be_read_in_both_themes(picker, theme):
     """The contrast that the guidelines for the web ask for, measured on what is shown."""
     picker.page.set_theme(theme)
-    for _ in range(2):
-        low = picker.root.evaluate(CONTRAST)
-        assert not low, low
-        picker.find("compare").click()
-        expect(picker.find("precision").first).to_be_visible()
+    low = picker.root.evaluate(CONTRAST)
+    assert not low, low
+    picker.find("compare").click()
+    expect(picker.find("precision").first).to_be_visible()
+    low = picker.root.evaluate(CONTRAST)
+    assert not low, low
 
 
 CONTRAST = """(root) => {

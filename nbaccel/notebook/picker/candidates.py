@@ -16,7 +16,7 @@ from nbaccel import _catalog
 from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, InternalError, NbaccelError
-from nbaccel.memory.step_time import StepTime, StepWork, Traffic, estimate_step
+from nbaccel.memory.step_time import SHORTEST_S, StepTime, StepWork, Traffic, estimate_step
 from nbaccel.notebook.picker.choices import settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed, told_together
 from nbaccel.plan import Plan, resolve
@@ -25,17 +25,17 @@ from nbaccel.strategies.settings_form import TrainingWay
 from nbaccel.units import format_bytes
 
 __all__ = [
-    "SAME_SPEED",
     "Candidate",
     "CandidateFinder",
     "beside",
+    "is_as_fast",
     "judged",
     "way_of",
 ]
 
 _FSDP = "fsdp"
 _BEING_ESTIMATED = "being estimated …"
-SAME_SPEED = 1.05
+_SAME_SPEED = 1.05
 """Estimates that differ by less say nothing: the simpler way is the better one then."""
 
 
@@ -429,12 +429,22 @@ def _best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     known_times = [candidate.step_s for candidate in fitting if candidate.step_s is not None]
     if not known_times:
         return fitting[0] if fitting else None
-    limit_s = min(known_times) * SAME_SPEED
+    fastest_s = min(known_times)
     return next(
         candidate
         for candidate in fitting
-        if candidate.step_s is not None and candidate.step_s <= limit_s
+        if candidate.step_s is not None and is_as_fast(candidate.step_s, fastest_s)
     )
+
+
+def is_as_fast(step_s: float, other_s: float) -> bool:
+    """Whether estimates do not tell two steps apart, or the first is the faster one.
+
+    Args:
+        step_s: Seconds of a step.
+        other_s: Those of the other.
+    """
+    return step_s <= max(other_s * _SAME_SPEED, SHORTEST_S)
 
 
 def _best_reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
@@ -448,7 +458,7 @@ def _best_reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
     if best.step_s is None:
         return f"{room_words}; the simplest that does{recompute_words}"
     is_alone = not any(
-        other is not best and other.step_s is not None and other.step_s <= best.step_s * SAME_SPEED
+        other is not best and other.step_s is not None and is_as_fast(other.step_s, best.step_s)
         for other in others
     )
     speed_words = (
@@ -470,11 +480,11 @@ def beside(candidate: Candidate, best: Candidate | None) -> str:
         return candidate.verdict
     if best is None or best.step_s is None or candidate.step_s is None:
         return ""
-    times_longer = candidate.step_s / best.step_s
     more_free = candidate.spare - best.spare
     room_words = f", {format_bytes(more_free)} more free" if more_free > 0 else ""
     if candidate.config.activation_checkpointing and not best.config.activation_checkpointing:
         room_words += "; activations are computed again"
-    if times_longer <= SAME_SPEED:
+    if is_as_fast(candidate.step_s, best.step_s):
         return f"as fast{room_words}"
+    times_longer = candidate.step_s / best.step_s
     return f"a step takes {times_longer:.1f} times as long{room_words}"

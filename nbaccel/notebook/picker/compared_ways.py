@@ -11,7 +11,7 @@ from nbaccel.capabilities import precision_row
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.memory.step_time import SHORTEST_S
-from nbaccel.notebook.picker.candidates import SAME_SPEED, Candidate, CandidateFinder, judged
+from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder, is_as_fast, judged
 from nbaccel.notebook.picker.choices import by_name, settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryModel
 from nbaccel.units import format_seconds
@@ -107,7 +107,7 @@ def hint_of(candidates: Sequence[Candidate], compared: Sequence[Candidate]) -> s
     words = f"In {precision_label(better.precision)}, {better.name} would"
     if best is None:
         return f"{words} fit."
-    if best.step_s is None or better.step_s is None or best.step_s <= better.step_s * SAME_SPEED:
+    if best.step_s is None or better.step_s is None or is_as_fast(best.step_s, better.step_s):
         return ""
     if better.step_s < SHORTEST_S:
         return ""

@@ -10,6 +10,7 @@ from torch import nn
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
+from nbaccel.notebook.picker.candidates import Candidate
 from nbaccel.notebook.picker.compared_ways import groups_of_ways
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.strategies.gradient_checkpointing import can_checkpoint_gradients
@@ -167,6 +168,11 @@ def test_what_a_run_needs_is_found_once(picker, monkeypatch):
     assert own.candidates() == before
 
 
+def seen(way: Candidate) -> tuple[object, ...]:
+    """What is shown of a way; not the room on a disk, which others use at the same time."""
+    return way.name, way.config, way.fits, way.need.bars[0], way.step_s
+
+
 @needs.DEEPSPEED_ROW
 def test_ways_that_fit_as_they_are_are_seen_before_the_others_are_estimated():
     with torch.device("meta"):
@@ -185,17 +191,17 @@ def test_ways_that_fit_as_they_are_are_seen_before_the_others_are_estimated():
     assert waiting
     for way, final in zip(own.candidates(), complete, strict=True):
         if way.is_estimated:
-            assert (way.need, way.fits) == (final.need, final.fits)
+            assert seen(way) == seen(final)
         else:
             assert (way.verdict, way.fits) == ("being estimated …", None)
             assert final.config.activation_checkpointing
     assert not any(way.is_best for way in own.candidates()), "it may be among those that wait"
     assert own.verdict.remedy == ""
     told = []
-    own.observe(lambda: told.append(own.candidates()))
+    own.observe(lambda: told.append([(seen(way), way.reason) for way in own.candidates()]))
     own.finish_estimate()
     own.finish_estimate()
-    assert told == [complete], "told once"
+    assert told == [[(seen(way), way.reason) for way in complete]], "told once"
     assert own.verdict.remedy.endswith(" would fit.")
 
     taken = begun()
@@ -240,7 +246,7 @@ def test_each_way_is_shown_in_each_precision_and_one_of_all_is_the_best(picker):
     assert best[0].step_s <= 1.05 * min(fitting)
     assert best[0].precision != "no"
     for way, alone in zip(of_precision(own, "no"), own.candidates(), strict=True):
-        assert (way.need, way.step_s, way.config) == (alone.need, alone.step_s, alone.config)
+        assert seen(way) == seen(alone)
 
 
 def test_taking_a_way_with_its_precision_is_one_change():
@@ -273,6 +279,13 @@ def test_of_equally_fast_precisions_the_one_that_needs_no_care_is_the_best():
     turing = compared(with_gpus(1, capability=(7, 5)), width=1024, layers=4)
     best = next(way for way in turing.shown_candidates() if way.is_best)
     assert best.precision == "fp16", "this card only imitates bfloat16"
+
+
+def test_of_steps_that_are_too_short_to_be_told_apart_the_simplest_is_the_best():
+    own = compared(with_gpus(2), width=16, layers=1)
+    best = next(way for way in own.shown_candidates() if way.is_best)
+    assert (best.name, best.precision) == ("one copy each (DDP)", "no")
+    assert not any("times as long" in way.reason for way in own.shown_candidates()[:4])
 
 
 def test_the_best_in_8_bits_says_what_to_look_at():
