@@ -203,7 +203,7 @@ def test_the_mean_is_bounded_spans_the_run_and_leaves_out_what_is_no_number() ->
     assert found[0][0] < 60
     assert found[-1][0] > 940
     assert mean_points([]) == mean_points([[(1.0, math.inf)]]) == []
-    # No more points than steps: a group of one rank alone would make the mean jump to and fro.
+    # No more points than steps: a group of one rank alone would make the mean zigzag.
     ends_as_nan = [(float(i), float(i) if i < 5 else math.nan) for i in range(10)]
     assert mean_points([ends_as_nan, ends_as_nan]) == ends_as_nan[:5]
     assert mean_points([[(0.0, 1e308), (1.0, 1e308)]], 1)[0][1] == pytest.approx(1e308)
