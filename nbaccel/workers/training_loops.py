@@ -1,10 +1,7 @@
 """The loops over batches of a training function, and the loop over epochs around them.
 
-for epoch in accelerator.progress(range(14)):        holds other loops: its rounds are epochs
-for batch in accelerator.progress(loader):       a round is a batch
-
-for epoch in range(14):
-for batch in accelerator.progress(loader, epochs=14):    begins for each epoch
+A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over epochs,
+and its rounds are no batches. A loop that is told `epochs=14` begins anew for each epoch.
 """
 
 from __future__ import annotations
