@@ -1,7 +1,7 @@
 """The loops over batches of a training function, and the loop over epochs around them.
 
-A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over epochs,
-and its rounds are no batches. A loop that is told `epochs=14` begins anew for each epoch.
+A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over
+epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch.
 """
 
 from __future__ import annotations
