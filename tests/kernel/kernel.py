@@ -165,7 +165,9 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.manager.cleanup_resources()
-        self.manager.context.destroy(linger=0)
+        # The client's own, too: left to the garbage collector, it is a warning in some later test.
+        for context in (self.client.context, self.manager.context):
+            context.destroy(linger=0)
         psutil.wait_procs(left, timeout=100)
         self._folder.cleanup()
 

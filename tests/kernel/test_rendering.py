@@ -59,6 +59,9 @@ class Notebook:
     def close(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel()
+        # Left to the garbage collector, they are a warning in some later test.
+        for context in (self.client.context, self.manager.context):
+            context.destroy(linger=0)
 
 
 @pytest.fixture(scope="module")
