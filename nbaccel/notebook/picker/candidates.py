@@ -18,7 +18,8 @@ from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, InternalError, NbaccelError
 from nbaccel.memory.step_time import SHORTEST_S, StepTime, StepWork, Traffic, estimate_step
 from nbaccel.notebook.picker.choices import settings_forms
-from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed, told_together
+from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed
+from nbaccel.notebook.picker.verdicts import lacking_text
 from nbaccel.plan import Plan, resolve
 from nbaccel.strategies import gradient_checkpointing
 from nbaccel.strategies.settings_form import TrainingWay
@@ -102,12 +103,7 @@ class Candidate:
             return "not known"
         if not self.need.lacking:
             return f"{format_bytes(self.spare)} free"
-        short_bars = [memory_bar for memory_bar in self.need.bars if memory_bar.lacking]
-        return ", ".join(
-            told_together(
-                short_bars, lambda memory_bar: f"{format_bytes(memory_bar.lacking)} too little"
-            )
-        )
+        return lacking_text(self.need)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryNeed, told_together
 from nbaccel.units import format_bytes
 
-__all__ = ["FitVerdict", "verdict_of"]
+__all__ = ["FitVerdict", "lacking_text", "verdict_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,20 @@ def verdict_of(need: MemoryNeed, remedy: Callable[[], str], *, remark: str) -> F
     Returns:
         The verdict.
     """
-    short_bars = [memory_bar for memory_bar in need.bars if memory_bar.lacking]
-    if short_bars:
-        lacking_text = ", ".join(told_together(short_bars, _lacking_words))
-        return FitVerdict(False, f"Does not fit: {lacking_text}.", remedy())
+    if need.lacking:
+        return FitVerdict(False, f"Does not fit: {lacking_text(need)}.", remedy())
     needed_bars = [memory_bar for memory_bar in need.bars if memory_bar.needed]
     return FitVerdict(True, f"Fits: {', '.join(told_together(needed_bars, _share_words))}.", remark)
+
+
+def lacking_text(need: MemoryNeed) -> str:
+    """What is missing in each place: ``3.3 GiB too little``; empty where nothing is.
+
+    Args:
+        need: What a run needs, against what there is.
+    """
+    short_bars = [memory_bar for memory_bar in need.bars if memory_bar.lacking]
+    return ", ".join(told_together(short_bars, _lacking_words))
 
 
 def _lacking_words(memory_bar: MemoryBar) -> str:
