@@ -7,6 +7,7 @@ where the library has been imported.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -291,8 +292,10 @@ def remove_process_files() -> None:
 
 def load_readers() -> None:
     """Import the readers of libraries that have been imported, for all forks of this process."""
-    for _ in shard_readers():
-        continue
+    for reader_path in _reader_paths():
+        # What is wrong with another package's reader, the worker that needs it says.
+        with contextlib.suppress(Exception):
+            _catalog.load_object(reader_path)
 
 
 class HeldParts:

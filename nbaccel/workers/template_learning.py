@@ -97,7 +97,7 @@ class _Lacked:
 
 
 @dataclass
-class _OfWorkers:
+class _WorkerModules:
     """What workers have imported, and where they had another environment than the notebook.
 
     Replaced as a whole, as :class:`_Lacked` compares by identity.
@@ -126,8 +126,8 @@ class TemplateLearner:
         self._device = device
         self._candidate: _NextTemplate | None = None
         self._lacked = _Lacked()
-        self._lacked_of_workers = _Lacked()
-        self._of_workers = _OfWorkers()
+        self._lacked_by_workers = _Lacked()
+        self._worker_modules = _WorkerModules()
         # A launch may run in a thread of the user's while a cell ends.
         self._lock = threading.RLock()
         self.left_out: dict[str, str] = {}
@@ -199,11 +199,13 @@ class TemplateLearner:
         # What else is imported beside a device's driver may wake it.
         if self._device:
             return
-        own_variables, variables = env.snapshot(), dict(self._of_workers.variables)
+        own_variables, variables = env.snapshot(), dict(self._worker_modules.variables)
         for name in own_variables.keys() | message.environment.keys():
             if own_variables.get(name) != message.environment.get(name):
                 variables[name] = message.environment.get(name)
-        self._of_workers = _OfWorkers({**self._of_workers.files, **message.files}, variables)
+        self._worker_modules = _WorkerModules(
+            {**self._worker_modules.files, **message.files}, variables
+        )
 
     def learned_packages(self) -> list[str]:
         """Packages that workers have from their start: the notebook's, and what workers use."""
@@ -245,17 +247,14 @@ class TemplateLearner:
     def _lacks(self) -> bool:
         """Whether the notebook or its workers have such modules."""
         return self._lacks_own() or bool(
-            self._lacked_of_workers.packages(
-                self._of_workers.files, self._asked_names(), self.left_out, _label
+            self._lacked_by_workers.packages(
+                self._worker_modules.files, self._asked_names(), self.left_out, _label
             )
         )
 
     def _asked_names(self) -> Mapping[str, FileStamp | None]:
         candidate = self._candidate
         return candidate.boot.stamps if candidate is not None else self._known_stamps()
-
-    def _all_files(self) -> Mapping[str, str]:
-        return {**self._of_workers.files, **installed_modules.installed_modules()}
 
     def _is_bare(self) -> bool:
         """Whether the only template is a fork of this process, which lacks what workers need."""
@@ -271,7 +270,7 @@ class TemplateLearner:
         template_boot = self._best()
         if template_boot is None or not template_boot.stamps:
             return False
-        files = self._all_files()
+        files = {**self._worker_modules.files, **installed_modules.installed_modules()}
         known_files = {name: files[name] for name in template_boot.stamps if name in files}
         changed_packages = {
             module_name.partition(".")[0]
@@ -286,8 +285,9 @@ class TemplateLearner:
         if base_boot is not None and base_boot.is_of_this_process:
             # This process has the old version, too: no fork of it will do.
             template_prestart.start_anew(self._device)
-        for package in changed_packages & self.left_out.keys():
-            del self.left_out[package]
+        for package in changed_packages:
+            for left_out_name in (package, _label(package)):
+                self.left_out.pop(left_out_name, None)
         return True
 
     # ---- a fork of this process
@@ -349,7 +349,7 @@ class TemplateLearner:
             dict.fromkeys(template_server.modules_for_workers(in_notebook=True), "") | dict(files)
         )
         files_of_workers = {
-            name: path for name, path in self._of_workers.files.items() if name not in files
+            name: path for name, path in self._worker_modules.files.items() if name not in files
         }
         own_socket, template_socket, error_file = template_prestart.open_ends()
         candidate_boot = TemplateBoot(
@@ -357,7 +357,7 @@ class TemplateLearner:
             socket=own_socket,
             errors=error_file,
             owner=os.getpid(),
-            stamps=installed_modules.stamps_of(self._all_files()),
+            stamps=installed_modules.stamps_of({**files, **files_of_workers}),
         )
         self._candidate = _NextTemplate(boot=candidate_boot, base=base_boot)
         with template_socket:
@@ -375,7 +375,7 @@ class TemplateLearner:
                                 files_of_workers
                             ).items()
                         },
-                        worker_variables=dict(self._of_workers.variables),
+                        worker_variables=dict(self._worker_modules.variables),
                     ),
                     (template_socket.fileno(), error_file),
                 )

@@ -305,9 +305,7 @@ def _become_template(channel: messaging.Channel, learned: object, parent_id: int
     from nbaccel.workers.reaping import adopt_orphans
 
     adopt_orphans()
-    # Of libraries that have just been imported; another package's reader may fail.
-    with contextlib.suppress(Exception):
-        sharded_tensors.load_readers()
+    sharded_tensors.load_readers()
     fork_server = _ForkServer(channel, parent_id)
     freeze_memory()
     # Not before: the next launch would wait for the collection of what the imports have left.

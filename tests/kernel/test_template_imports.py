@@ -403,6 +403,24 @@ def test_what_workers_import_is_learned_but_what_it_finds_otherwise_there(
     assert say(forgetful, "print('plain_there' in sys.modules)") == "False"
 
 
+def test_what_was_left_out_of_workers_modules_is_tried_again_when_it_has_changed(
+    forgetful: Kernel, packages: Path
+) -> None:
+    find, source = FIND % (("reads_rank",),), packages / "reads_rank.py"
+    say(forgetful, find)
+    say(forgetful, "learn()")
+    assert say(forgetful, "print(*learner().left_out)") == "more of reads_rank"
+    text = source.read_text()
+    try:
+        source.write_text(f"{NOTE}FOUND = 'whatever the rank'\n")
+        assert "whatever the rank" in say(forgetful, find)
+        say(forgetful, "learn()")
+        assert say(forgetful, "print(*learner().left_out)") == ""
+    finally:
+        source.write_text(text)
+        os.utime(source, (0, 0))
+
+
 def test_what_cells_of_live_workers_import_is_learned(forgetful: Kernel, packages: Path) -> None:
     cells = "with Pool(2) as pool:\n    pool.run('import plain_there')"
     say(forgetful, cells)
