@@ -24,6 +24,7 @@ from IPython.display import display
 
 from nbaccel.notebook.session import Session
 from nbaccel.output import publish
+from nbaccel.pool.user_messages import StatusTable
 
 __all__ = ["WorkerBoard"]
 
@@ -46,7 +47,7 @@ class WorkerBoard:
         self._handle: Any = None
         self._pool: Any = None
         self._is_new = False
-        self._shown_text = ""
+        self._shown = StatusTable([])
         self._timer: asyncio.TimerHandle | None = None
 
     def show(self) -> None:
@@ -61,7 +62,7 @@ class WorkerBoard:
             display(status)  # type: ignore[no-untyped-call]
             return
         self._handle = display(status, display_id=True)  # type: ignore[no-untyped-call]
-        self._pool, self._is_new, self._shown_text = pool, True, str(status)
+        self._pool, self._is_new, self._shown = pool, True, status
         self._events.register("post_run_cell", self._after_cell)
         self._session.on_look = self._renew
         self._look_later()
@@ -105,9 +106,13 @@ class WorkerBoard:
         # and then for ever, it is the last one.
         pool = self._pool = self._session.pool or self._pool
         status = pool.status(asks_workers=asks_workers)
-        status_text = str(status)
-        if status_text != self._shown_text:
-            self._shown_text = status_text
+        if self._session.pool is None and self._shown.rows:
+            # The saved notebook keeps what the workers were.
+            status = StatusTable(
+                self._shown.rows, headline=f"{status.headline.rstrip('.')}. Before that:"
+            )
+        if str(status) != str(self._shown):
+            self._shown = status
             self._handle.update(status)
         if self._session.pool is None:
             self.unload()
