@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.display import display
 
 from nbaccel.notebook.session import Session
 from nbaccel.output import publish
-from nbaccel.pool.user_messages import StatusTable
+
+if TYPE_CHECKING:  # it would import torch, which loading the extension does not
+    from nbaccel.pool.user_messages import StatusTable
 
 __all__ = ["WorkerBoard"]
 
@@ -47,7 +49,7 @@ class WorkerBoard:
         self._handle: Any = None
         self._pool: Any = None
         self._is_new = False
-        self._shown = StatusTable([])
+        self._shown: StatusTable | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def show(self) -> None:
@@ -106,11 +108,9 @@ class WorkerBoard:
         # and then for ever, it is the last one.
         pool = self._pool = self._session.pool or self._pool
         status = pool.status(asks_workers=asks_workers)
-        if self._session.pool is None and self._shown.rows:
+        if self._session.pool is None and self._shown is not None and self._shown.rows:
             # The saved notebook keeps what the workers were.
-            status = StatusTable(
-                self._shown.rows, headline=f"{status.headline.rstrip('.')}. Before that:"
-            )
+            status = self._shown.under(f"{status.headline.rstrip('.')}. Before that:")
         if str(status) != str(self._shown):
             self._shown = status
             self._handle.update(status)

@@ -370,6 +370,10 @@ class StatusTable:
         self.rows = tuple(rows)
         self.headline = headline
 
+    def under(self, headline: str) -> StatusTable:
+        """The same ranks below another line."""
+        return StatusTable(self.rows, headline=headline)
+
     def _cells(self) -> list[list[str]]:
         # A column without a value for any rank would only take space.
         columns = [
