@@ -22,7 +22,9 @@ from harness.processes import num_foreign_torch
 from harness.samples import Results, say
 from harness.subjects import CELLS, PEER, Subject, bodies, launcher_cell
 
-SUBJECT_NAMES = ("nbaccel-template", "nbaccel-fork", PEER)
+BARE_FORK = "mp-fork"
+"""torch's own fork with a group of gloo and nothing else: the least that a launch can take."""
+SUBJECT_NAMES = ("nbaccel-template", "nbaccel-fork", PEER, BARE_FORK)
 STATES = ("fresh", "used")
 NUM_LATER = 2
 NUM_WEIGHED = 4
