@@ -102,7 +102,7 @@ class PickerDisplay:
             # Where this was interrupted, the next change estimates what is missing.
             with self._lock:
                 model.defer_nothing()
-                if not self._has_compared:
+                if model.has_compared and not self._has_compared:
                     self._changed()  # the table lacks the other precisions
 
     def _show_form(self) -> None:
