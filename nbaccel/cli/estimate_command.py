@@ -11,8 +11,8 @@ __all__ = ["add_to"]
 _ESTIMATE_HELP = (
     "Estimate the memory of a model on this disk: a folder with a transformers config.json (built "
     "without weights), or a file or folder of safetensors (only headers are read). The second "
-    "table has training with Adam on each device under data parallelism, FP8 and ZeRO's stages; "
-    "activations depend on the batch and are not in it."
+    "table has training with Adam on each device under data parallelism, MS-AMP, FSDP and ZeRO's "
+    "stages, in each precision; activations depend on the batch and are not in it."
 )
 
 
@@ -50,9 +50,13 @@ def _estimate(
     ] = 1,
     num_nodes: Annotated[int, typer.Option("--num-nodes", min=1, help="Machines.")] = 1,
     mixed_precision: Annotated[
-        str,
-        typer.Option("--mixed-precision", metavar="WORD", help="no, fp16 or bf16: of ZeRO's rows."),
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            "--mixed-precision",
+            metavar="WORD",
+            help="no, fp16 or bf16: show ZeRO in that precision alone.",
+        ),
+    ] = None,
     trust_remote_code: Annotated[
         bool,
         typer.Option(

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from nbaccel import _catalog
-from nbaccel.capabilities import PRECISIONS
 from nbaccel.cli.model_sizes import ModelSizes, read_model
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.engine import engine_config
 from nbaccel.config.mistakes import closest
 from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
+from nbaccel.memory.fsdp_memory import fsdp_estimate, wrapped_sizes
 from nbaccel.memory.model_states import model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
@@ -30,6 +30,9 @@ _ADAM_COPIES = 4
 """Weights, gradients and two moments."""
 _Level = Literal["O1", "O2", "O3"]
 _OFFLOAD_LEVELS: tuple[_Level, ...] = ("O1", "O2", "O3")
+_EVERY_PRECISION = ("no", "fp16", "bf16", "fp8")
+_ZERO_PRECISIONS = _EVERY_PRECISION[:-1]
+_PRECISION_LABELS = {"no": "fp32"}  # as in the form of `configure`
 _ZERO = "zero_optimization"
 _ON_CPU: dict[str, JsonValue] = {"device": "cpu"}
 
@@ -56,13 +59,17 @@ class TrainedRow:
     """Training in one way.
 
     Attributes:
-        strategy: How, in words.
+        strategy: How and in which precisions, in words.
+        way: How, in words.
+        precisions: Those of which this is true: ``no``, ``fp16``, ``bf16``, ``fp8``.
         per_device: Bytes that must be free on each device.
         per_host: Bytes that must be free on each host.
         fits: Whether this machine has that free; None where it has not so many devices.
     """
 
     strategy: str
+    way: str
+    precisions: tuple[str, ...]
     per_device: int
     per_host: int
     fits: bool | None
@@ -95,7 +102,7 @@ def estimate_model(
     dtypes: Sequence[str],
     num_gpus: int,
     num_nodes: int,
-    mixed_precision: str,
+    mixed_precision: str | None = None,
     trust_remote_code: bool = False,
     library_name: str = "transformers",
 ) -> MemoryTables:
@@ -106,7 +113,7 @@ def estimate_model(
         dtypes: Formats to load it in.
         num_gpus: Devices of each machine.
         num_nodes: Machines.
-        mixed_precision: Of ZeRO's rows.
+        mixed_precision: Of ZeRO's rows; None: each that it trains in.
         trust_remote_code: Whether the model's own code may run.
         library_name: What builds it.
 
@@ -121,7 +128,7 @@ def estimate_model(
         for dtype in dtypes
         if dtype not in _BITS
     ]
-    if mixed_precision not in [row.name for row in PRECISIONS if not row.has_backends]:
+    if mixed_precision is not None and mixed_precision not in _ZERO_PRECISIONS:
         mistakes.append(
             f"--mixed-precision={mixed_precision!r} is none of ZeRO's: it trains in no, fp16 or "
             "bf16, and FP8 has rows of its own. Give one of them."
@@ -130,11 +137,12 @@ def estimate_model(
         raise ConfigError(*mistakes)
     sizes = read_model(model_path, trust_remote_code=trust_remote_code, library_name=library_name)
     machine, is_real = _machine_with(num_gpus)
-    ways = _Ways(sizes, machine, num_gpus, num_nodes, mixed_precision)
+    zero_precisions = _ZERO_PRECISIONS if mixed_precision is None else (mixed_precision,)
+    ways = _Ways(sizes, machine, num_gpus, num_nodes, zero_precisions)
     return MemoryTables(
         sizes=sizes,
         loaded=tuple(_loaded_row(sizes, dtype) for dtype in dtypes),
-        trained=tuple(_trained_row(name, need, is_real) for name, need in ways.estimates()),
+        trained=tuple(_trained_row(way, need, is_real) for way, need in ways.estimates()),
         num_gpus=num_gpus,
         num_nodes=num_nodes,
         notes=(*sizes.notes, "Activations are not in it: they depend on the batch."),
@@ -165,9 +173,24 @@ def _loaded_row(sizes: ModelSizes, dtype: str) -> LoadedRow:
     )
 
 
-def _trained_row(strategy: str, need: MemoryEstimate, is_real: bool) -> TrainedRow:
+@dataclass(frozen=True, slots=True)
+class _NamedWay:
+    """How a model is trained: with its precisions, without them, and these alone."""
+
+    strategy: str
+    way: str
+    precisions: tuple[str, ...]
+
+
+def _way_in(way: str, precisions: tuple[str, ...]) -> _NamedWay:
+    return _NamedWay(f"{way} ({', '.join(precisions)})", way, precisions)
+
+
+def _trained_row(named: _NamedWay, need: MemoryEstimate, is_real: bool) -> TrainedRow:
     return TrainedRow(
-        strategy=strategy,
+        strategy=named.strategy,
+        way=named.way,
+        precisions=named.precisions,
         per_device=need.device.peak,
         per_host=need.host.peak,
         fits=need.fits if is_real else None,
@@ -183,10 +206,10 @@ class _Ways:
         machine: Inventory,
         num_gpus: int,
         num_nodes: int,
-        mixed_precision: str,
+        zero_precisions: Sequence[str],
     ) -> None:
         self._sizes = sizes
-        self._mixed_precision = mixed_precision
+        self._zero_precisions = zero_precisions
         self._num_devices = num_gpus * num_nodes
         self._inputs: dict[str, Any] = {
             "num_processes": num_gpus,
@@ -195,16 +218,19 @@ class _Ways:
             "inventory": machine,
         }
 
-    def estimates(self) -> Iterator[tuple[str, MemoryEstimate]]:
+    def estimates(self) -> Iterator[tuple[_NamedWay, MemoryEstimate]]:
         """The ways, each with what it needs."""
-        yield "data parallel (no, fp16, bf16, fp8)", self._replicated(self._float32_states())
+        plain = "data parallel"
+        yield _way_in(plain, _EVERY_PRECISION), self._replicated(self._float32_states())
         if self._sizes.module is not None:
             for level in _OFFLOAD_LEVELS:
-                yield f"data parallel, MS-AMP {level} (fp8)", self._at_level(level)
+                yield _way_in(f"{plain}, MS-AMP {level}", ("fp8",)), self._at_level(level)
+            if self._num_devices > 1:
+                yield from self._sharded_by_torch(self._sizes.module)
         for form in _catalog.settings_forms():
-            for name, run in self._zero_runs():
+            for named, run in self._zero_runs():
                 document = engine_config(run) or {}
-                yield name, form.estimate(self._sizes.shape, document, **self._inputs)
+                yield named, form.estimate(self._sizes.shape, document, **self._inputs)
 
     def _replicated(self, states: Bytes, level: str = "") -> MemoryEstimate:
         return replicated(self._sizes.shape, states=states, level=level, **self._inputs)
@@ -225,22 +251,48 @@ class _Ways:
         states = model_states(self._sizes.module, world_size=self._num_devices, formats=formats)
         return self._replicated(states, level)
 
-    def _zero_runs(self) -> Iterator[tuple[str, RunConfig]]:
-        precision = self._mixed_precision
-        for stage in (0, 1, 2, 3):
-            run = RunConfig(zero_stage=stage, deepspeed={}, mixed_precision=precision)
-            yield f"ZeRO-{stage}, {precision}", run
-            if stage >= 1:
-                offloaded_optimizer = {_ZERO: {"offload_optimizer": _ON_CPU}}
-                yield (
-                    f"ZeRO-{stage}, {precision}, optimizer on cpu",
-                    run.changed(deepspeed=offloaded_optimizer),
+    def _sharded_by_torch(self, module: Any) -> Iterator[tuple[_NamedWay, MemoryEstimate]]:
+        sizes = wrapped_sizes(module)
+        for way, offloads in (("FSDP", False), ("FSDP, all on the CPU", True)):
+            for precisions, compute_bytes in (
+                (_EVERY_PRECISION[:1], 4),
+                (_EVERY_PRECISION[1:], 2),
+            ):
+                need = fsdp_estimate(
+                    self._sizes.shape,
+                    sizes,
+                    compute_bytes=compute_bytes,
+                    offloads=offloads,
+                    **self._inputs,
                 )
+                yield _way_in(way, precisions), need
+
+    def _zero_runs(self) -> Iterator[tuple[_NamedWay, RunConfig]]:
         offloaded: dict[str, JsonValue] = {
             _ZERO: {"offload_optimizer": _ON_CPU, "offload_param": _ON_CPU}
         }
-        run = RunConfig(zero_stage=3, deepspeed=offloaded, mixed_precision=precision)
-        yield f"ZeRO-3, {precision}, optimizer and parameters on cpu", run
+        for precision in self._zero_precisions:
+            for stage in (0, 1, 2, 3):
+                run = RunConfig(zero_stage=stage, deepspeed={}, mixed_precision=precision)
+                way, strategy = f"ZeRO-{stage}", f"ZeRO-{stage}, {precision}"
+                yield _NamedWay(strategy, way, (precision,)), run
+                if stage >= 1:
+                    yield (
+                        _NamedWay(
+                            f"{strategy}, optimizer on cpu",
+                            f"{way}, optimizer on the CPU",
+                            (precision,),
+                        ),
+                        run.changed(deepspeed={_ZERO: {"offload_optimizer": _ON_CPU}}),
+                    )
+            yield (
+                _NamedWay(
+                    f"ZeRO-3, {precision}, optimizer and parameters on cpu",
+                    "ZeRO-3, all on the CPU",
+                    (precision,),
+                ),
+                RunConfig(zero_stage=3, deepspeed=offloaded, mixed_precision=precision),
+            )
 
 
 def json_text(tables: MemoryTables) -> str:
@@ -306,18 +358,38 @@ def _trained_table(tables: MemoryTables) -> Any:
     from rich.table import Table
 
     hosts = "" if tables.num_nodes == 1 else f" on each of {tables.num_nodes} machines"
-    shows_fit = any(row.fits is not None for row in tables.trained)
     table = Table(
-        title=f"Trained with Adam on {count_noun(tables.num_gpus, 'GPU')}{hosts}",
+        title=f"Trained with Adam on {count_noun(tables.num_gpus, 'GPU')}{hosts}: memory of a GPU",
         title_justify="left",
+        caption=_caption_of(tables.trained),
+        caption_justify="left",
     )
+    # Plain data parallelism is the same in all; a column is for what another way is told in.
+    told_precisions = {one for row in tables.trained[1:] for one in row.precisions}
+    precisions = [one for one in _EVERY_PRECISION if one in told_precisions] or _EVERY_PRECISION
     table.add_column("how")
-    table.add_column("per GPU", justify="right")
-    table.add_column("per machine's host", justify="right")
-    if shows_fit:
-        table.add_column("fits here")
-    for row in tables.trained:
-        host = format_bytes(row.per_host) if row.per_host else "-"
-        fit = ["[green]yes[/green]" if row.fits else "[red]no[/red]"] if shows_fit else []
-        table.add_row(row.strategy, format_bytes(row.per_device), host, *fit)
+    for precision in precisions:
+        table.add_column(_PRECISION_LABELS.get(precision, precision), justify="right")
+    for way in dict.fromkeys(row.way for row in tables.trained):
+        by_precision = {
+            precision: row
+            for row in tables.trained
+            if row.way == way
+            for precision in row.precisions
+        }
+        of_way = [by_precision.get(precision) for precision in precisions]
+        table.add_row(way, *("-" if row is None else _device_cell(row) for row in of_way))
+        if any(row is not None and row.per_host for row in of_way):
+            host_cells = ("-" if row is None else format_bytes(row.per_host) for row in of_way)
+            table.add_row("  in host memory", *host_cells)
     return table
+
+
+def _device_cell(row: TrainedRow) -> str:
+    signs = {True: " [green]✓[/green]", False: " [red]✗[/red]", None: ""}
+    return f"{format_bytes(row.per_device)}{signs[row.fits]}"
+
+
+def _caption_of(rows: Sequence[TrainedRow]) -> str | None:
+    is_known = any(row.fits is not None for row in rows)
+    return "✓ fits into what is free here, ✗ does not" if is_known else None

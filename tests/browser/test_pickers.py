@@ -552,6 +552,14 @@ def test_without_its_kernel_the_saved_notebook_still_shows_what_was_picked(
         for words in ("What is trained", "6.71 B parameters", "On what", "GPU 1", "What fits"):
             expect(kept).to_contain_text(words)
         expect(kept).to_contain_text("(•) ZeRO-3")
+        # Each way in each precision, what is chosen and what is best told in words.
+        ways = kept.locator("table", has=reader.get_by_text("way to train"))
+        expect(ways.locator("thead th")).to_have_text(
+            ["way to train", "fp32", "fp16", "bf16", "fp8"]
+        )
+        chosen = ways.locator("tr", has_text=re.compile("^ZeRO-3(?!,)")).locator("td").nth(2)
+        expect(chosen).to_contain_text(re.compile(r"GiB.*GiB free.*/step.*chosen"))
+        expect(ways.get_by_text("★ best")).to_have_count(1)
         expect(kept).to_contain_text(re.compile("x?PPP+G+O+"))
         expect(kept).to_contain_text("zero_stage: 3")
         assert reader.locator(".nbaccel-picker").count() == 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,8 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nbaccel.cli import main
+from nbaccel.cli import main, memory_tables
+from nbaccel.cli.memory_tables import estimate_model, print_tables
+from nbaccel.memory.fsdp_memory import fsdp_estimate, wrapped_sizes
+from nbaccel.memory.model_size import measure
+from nbaccel.units import format_bytes
 from tests.needs import DEEPSPEED_ROW
+from tests.notebook.machines import with_gpus
 
 CONFIG = {
     "architectures": ["GPT2LMHeadModel"],
@@ -97,6 +103,61 @@ def test_a_model_of_transformers_is_built_without_weights(tmp_path, capsys):
     # DDP's buckets are a second copy of the gradients.
     assert rows["data parallel (no, fp16, bf16, fp8)"] == 5 * 4 * num_parameters
     assert "data parallel, MS-AMP O2 (fp8)" in rows
+
+
+@DEEPSPEED_ROW
+def test_zero_is_told_in_each_precision_or_in_the_one_that_is_asked_for(stored, capsys):
+    told = estimate(capsys, stored, "--num-gpus", 4)
+    zero = [row for row in told["trained"] if row["way"] == "ZeRO-2"]
+    assert [row["precisions"] for row in zero] == [["no"], ["fp16"], ["bf16"]]
+    assert zero[0]["per_device"] != zero[2]["per_device"]
+    alone = estimate(capsys, stored, "--num-gpus", 4, "--mixed-precision", "bf16")
+    assert [row for row in alone["trained"] if row["way"] == "ZeRO-2"] == zero[2:]
+
+
+def test_fsdp_is_told_in_each_precision_where_there_are_processes_to_shard_among(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    told = estimate(capsys, tmp_path, "--num-gpus", 2)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
+    rows = {row["strategy"]: row for row in told["trained"]}
+    for name, compute_bytes in (("FSDP (no)", 4), ("FSDP (fp16, bf16, fp8)", 2)):
+        same = fsdp_estimate(
+            measure(model),
+            wrapped_sizes(model),
+            compute_bytes=compute_bytes,
+            offloads=False,
+            num_processes=2,
+            num_nodes=1,
+            activation_bytes=0,
+            inventory=with_gpus(2),
+        )
+        assert rows[name]["per_device"] == same.device.peak
+    assert rows["FSDP, all on the CPU (no)"]["per_host"] > 0
+    one = estimate(capsys, tmp_path, "--num-gpus", 1)
+    assert not any("FSDP" in row["strategy"] for row in one["trained"])
+
+
+@DEEPSPEED_ROW
+@pytest.mark.parametrize("free", [15, None])
+def test_a_terminal_of_80_columns_has_a_column_for_each_precision(
+    free, stored, capsys, monkeypatch
+):
+    """With GPUs that are here, a sign says what fits; of others nothing is known."""
+    monkeypatch.setenv("COLUMNS", "80")
+    machine = with_gpus(2, total=16, free=free) if free else with_gpus(0)
+    monkeypatch.setattr(memory_tables, "inspect_machine", lambda: machine)
+    tables = estimate_model(str(stored), dtypes=["float32"], num_gpus=2, num_nodes=1)
+    print_tables(tables)
+    lines = capsys.readouterr().out.partition("Trained with Adam")[2].splitlines()[1:]
+    assert max(map(len, lines)) <= 80
+    cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]
+    assert ["how", "fp32", "fp16", "bf16"] in cells
+    rows = {row.precisions: row.per_device for row in tables.trained if row.way == "ZeRO-3"}
+    sign = " ✓" if free else ""
+    sizes = [f"{format_bytes(rows[(name,)])}{sign}" for name in ("no", "fp16", "bf16")]
+    assert ["ZeRO-3", *sizes] in cells
+    assert any("✓ fits into what is free here" in line for line in lines) == bool(free)
 
 
 def test_accelerate_finds_the_same_sizes(tmp_path, capsys):

@@ -392,6 +392,17 @@ picker = Picker(model=torch.nn.Linear(4, 4), sample_batch=torch.randn(2, 4))
 """
 
 
+CHOOSE_MEANWHILE = """
+def choose():
+    picker.choose("num_processes", 2)
+    print("chosen", flush=True)
+chooser = threading.Thread(target=choose)
+calls.append(lambda: chooser.ident or chooser.start())
+picker.show()
+chooser.join()
+"""
+
+
 @pytest.fixture
 def measured(kernel: Kernel) -> Iterator[Kernel]:
     """A kernel with a picker, in which each measurement of activations is printed."""
@@ -418,18 +429,23 @@ def test_the_form_is_sent_before_the_memory_is_estimated_and_its_table_has_it_in
 
 def test_a_choice_does_not_wait_for_all_estimates(measured: Kernel):
     """A front end may hand it on in another thread."""
-    choosing = """
-    def choose():
-        picker.choose("num_processes", 2)
-        print("chosen", flush=True)
-    chooser = threading.Thread(target=choose)
-    calls.append(lambda: chooser.ident or chooser.start())
-    picker.show()
-    chooser.join()
-    """
-    said = measured.run(choosing).check().stdout.split()
+    said = measured.run(CHOOSE_MEANWHILE).check().stdout.split()
     assert said.count("measured") > 1
     assert said.index("chosen") < len(said) - 1, "the last measurement came after it"
+
+
+def test_the_table_has_all_precisions_in_the_end_and_none_is_measured_for_it(measured: Kernel):
+    told = measured.run(CHOOSE_MEANWHILE).check()
+    first, *_, last = [shown["text/html"] for shown in told.displays[1:]]
+    assert "<thead>" not in first
+    for precision in ("fp32", "bf16"):
+        assert f">{precision}</th>" in last
+    assert told.stdout.split()[-1] == "measured", "the choice came before"
+    choice = 'picker.choose("mixed_precision", "bf16")'
+    told = measured.run(choice).check()
+    assert "measured" not in told.stdout
+    assert ">fp32</th>" in told.updates[-1]["text/html"]
+    assert ">bf16</th>" in told.updates[-1]["text/html"]
 
 
 def test_the_table_beside_it_follows_at_the_latest_when_the_cell_ends(kernel: Kernel):

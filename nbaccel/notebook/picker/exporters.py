@@ -6,11 +6,12 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbaccel import atomic
 from nbaccel.config import RunConfig
 from nbaccel.config.exchange import each_once, read_yaml
 from nbaccel.errors import ConfigError
@@ -24,6 +25,7 @@ __all__ = [
     "flag_of",
     "mistakes_by_setting",
     "read_settings_source",
+    "save_face",
 ]
 
 _SHARED_NAMES = frozenset({"gradient_accumulation_steps", "activation_checkpointing"})
@@ -76,6 +78,32 @@ def faces_of(
         for file_name, document_text in documents.items()
     )
     return (*document_faces, *config_faces)
+
+
+def save_face(config_faces: Sequence[ConfigFace], path: str | Path, face_name: str) -> None:
+    """Write one of the languages to a file, whole or not at all.
+
+    Args:
+        config_faces: All of them.
+        path: The file.
+        face_name: The name of the one.
+
+    Raises:
+        ConfigError: There is no such language now, or the file cannot be written.
+    """
+    face_texts = {config_face.name: config_face.text for config_face in config_faces}
+    if face_name not in face_texts:
+        raise ConfigError(
+            f"There is no {face_name!r} to save: at present there are {', '.join(face_texts)}. "
+            "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
+        )
+    try:
+        atomic.write_text(Path(path).expanduser(), face_texts[face_name].rstrip("\n") + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
+            "the notebook. Give another path."
+        ) from error
 
 
 def flag_of(config: RunConfig, field_name: str) -> str:

@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nbaccel import atomic
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.config.mistakes import closest
 from nbaccel.errors import ConfigError, NbaccelError
@@ -35,6 +34,7 @@ from nbaccel.notebook.picker.exporters import (
     faces_of,
     mistakes_by_setting,
     read_settings_source,
+    save_face,
 )
 from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed
 from nbaccel.notebook.picker.questions import (
@@ -355,19 +355,7 @@ class PickerModel:
         Raises:
             ConfigError: There is no such face now, or the file cannot be written.
         """
-        face_texts = {config_face.name: config_face.text for config_face in self.faces()}
-        if face not in face_texts:
-            raise ConfigError(
-                f"There is no {face!r} to save: at present there are {', '.join(face_texts)}. "
-                "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
-            )
-        try:
-            atomic.write_text(Path(path).expanduser(), face_texts[face].rstrip("\n") + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
-                "the notebook. Give another path."
-            ) from error
+        save_face(self.faces(), path, face)
 
     def mistakes_of(self, error: ConfigError) -> dict[str, list[str]]:
         """Mistakes by the choice beside which they belong; under ``""`` the others."""
@@ -624,9 +612,15 @@ class PickerModel:
 
     def shown_candidates(self) -> tuple[Candidate, ...]:
         """The `candidates`; of each way one for each precision while these are compared."""
-        return self._compared() if self.compares_precisions else self.candidates()
+        return self.compared_candidates() if self.compares_precisions else self.candidates()
 
-    def _compared(self) -> tuple[Candidate, ...]:
+    @property
+    def has_compared(self) -> bool:
+        """Whether all precisions have been measured, so that none of them is waited for."""
+        return self._may_hint
+
+    def compared_candidates(self) -> tuple[Candidate, ...]:
+        """The `candidates`, of each way one for each of `precisions`: all of these are measured."""
         finder = self._finder
         if finder is None or not self.candidates():
             return ()
@@ -642,7 +636,7 @@ class PickerModel:
         """
         if not self._may_hint or self.compares_precisions or self.is_memory_postponed:
             return ""
-        return self._once("hint", lambda: hint_of(self.candidates(), self._compared()))
+        return self._once("hint", lambda: hint_of(self.candidates(), self.compared_candidates()))
 
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change.
@@ -656,7 +650,7 @@ class PickerModel:
         """
         self.defer_nothing()
         is_other = precision not in (None, self._config.mixed_precision)
-        candidates = self._compared() if is_other else self.candidates()
+        candidates = self.compared_candidates() if is_other else self.candidates()
         named = {one.name: one for one in candidates if not is_other or one.precision == precision}
         if name not in named:
             raise ConfigError(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel._optional import is_installed
 from nbaccel._origin import install_line
-from nbaccel.notebook.picker.static_table import picker_html, picker_text
+from nbaccel.notebook.picker.static_table import picker_html, picker_sections, picker_text
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.model import PickerModel
@@ -60,7 +60,7 @@ class PickerDisplay:
         self._css_class = f"nbaccel-static-{class_name}"
         self._view: PickerView | None = None
         self._shown_in: object = None
-        self._is_stale = False
+        self._is_stale = self._has_compared = False
 
     def show(self) -> None:
         """Show it in the cell that is running."""
@@ -70,7 +70,10 @@ class PickerDisplay:
         self._shown_in = _cell_message(running_shell)
         missing_part = _missing_widget_part(running_shell)
         if missing_part:
-            print(f"{picker_text(self._model, self._panels)}\n\n{missing_part}")
+            # Each as soon as it is known: to measure a large model in each precision takes seconds.
+            for section in picker_sections(self._model, self._panels):
+                print(f"{section}\n", flush=True)
+            print(missing_part)
         else:
             self._show_widgets()
 
@@ -99,6 +102,8 @@ class PickerDisplay:
             # Where this was interrupted, the next change estimates what is missing.
             with self._lock:
                 model.defer_nothing()
+                if model.has_compared and not self._has_compared:
+                    self._changed()  # the table lacks the other precisions
 
     def _show_form(self) -> None:
         from IPython.display import display
@@ -136,10 +141,12 @@ class PickerDisplay:
         return self._view
 
     def _table(self) -> dict[str, str]:
-        table_html = picker_html(self._model, self._panels)
+        # What is known: this must keep neither the form nor a click waiting.
+        self._has_compared = self._model.has_compared
+        table_html = picker_html(self._model, self._panels, measures=False)
         return {
             "text/html": f'<div class="nbaccel-static {self._css_class}">{table_html}</div>',
-            "text/plain": picker_text(self._model, self._panels),
+            "text/plain": picker_text(self._model, self._panels, measures=False),
         }
 
     # ---------------------------------------------------------------- keeping the table up to date

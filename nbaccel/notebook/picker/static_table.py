@@ -1,10 +1,12 @@
 """A picker without widgets: text for a terminal, and tables for a saved notebook.
 
-Both begin with the three questions of the form, and show its strip as bars of letters.
+Both begin with the three questions of the form: a table has each way to train in each precision,
+and bars of letters show what the memory in the chosen one is made of.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -12,21 +14,21 @@ from typing import TYPE_CHECKING
 from nbaccel.notebook.picker.choices import PANELS, title_of
 from nbaccel.notebook.picker.memory_model import SEGMENT_KINDS, SEGMENT_NAMES
 from nbaccel.notebook.picker.outcomes import outcome_of, value_with_unit
-from nbaccel.notebook.picker.strip_html import (
-    device_bar,
-    step_text,
-    strip_scale,
-    used_bytes,
-    verdict_text,
+from nbaccel.notebook.picker.precision_table import (
+    TABLE_CELL_STYLE,
+    TABLE_CHARS,
+    precision_table_html,
+    precision_table_lines,
 )
-from nbaccel.plan.launch_plan import Choice, choices_table
+from nbaccel.notebook.picker.strip_html import device_bar, strip_scale, used_bytes
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.candidates import Candidate
     from nbaccel.notebook.picker.memory_model import MemoryBar
     from nbaccel.notebook.picker.model import PickerModel
+    from nbaccel.plan.launch_plan import Choice
 
-__all__ = ["candidate_rows", "picker_html", "picker_text", "text_bar"]
+__all__ = ["candidate_bars", "picker_html", "picker_sections", "picker_text", "text_bar"]
 
 _BAR_CHARS = 40
 # The first letter of a kind; a bar of letters needs no colour.
@@ -39,54 +41,98 @@ _KIND_LETTERS = {
     "activations": "A",
     "moment": "T",
 }
-_TABLE_CELL = "style='text-align:left'"
+_INDENT = "  "
 
 
-def picker_text(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
+def picker_text(
+    model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
+) -> str:
     """The picker for a terminal: the choices, their memory, and the plan.
 
     Args:
         model: The picker's model.
         panel_names: The panels that it has.
+        measures: Whether to measure the precisions that have not been: seconds for a large model.
+            Otherwise the ways to train are told in the chosen one as long as that is to be done.
 
     Returns:
-        Text for a fixed-width font.
+        Text for a fixed-width font; only code has lines longer than the 80 columns of a terminal.
     """
-    text_lines = _question_lines(model) if _is_whole(panel_names) else []
+    return "\n\n".join(picker_sections(model, panel_names, measures=measures))
+
+
+def picker_sections(
+    model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
+) -> Iterator[str]:
+    """The same, one section after the other: the first ones need no measurement.
+
+    Args:
+        model: The picker's model.
+        panel_names: The panels that it has.
+        measures: See `picker_text`.
+
+    Yields:
+        The sections.
+    """
+    if _is_whole(panel_names):
+        for question, answer in _question_texts(model):
+            yield _section(question, _folded(answer))
+        if fit_lines := _fit_lines(model, measures=measures):
+            yield _section("3. What fits", _folded(fit_lines))
     for panel_name, table_rows in _setting_rows(model, panel_names):
-        label_width = max(len(table_row[0]) for table_row in table_rows)
-        value_width = max(len(table_row[1]) for table_row in table_rows)
-        text_lines += [
-            title_of(panel_name),
-            *(
-                f"  {label_text:<{label_width}}  {value_text:<{value_width}}  {meaning_text}"
-                for label_text, value_text, meaning_text in table_rows
-            ),
-            "",
-        ]
-    text_lines += ["Memory", *(f"  {memory_line}" for memory_line in _memory_lines(model)), ""]
+        yield _section(title_of(panel_name), _aligned(table_rows))
+    yield _section("Memory", _folded(_memory_lines(model)))
     if plan_choices := model.resolved():
-        text_lines += [choices_table("What open settings come to", plan_choices, ()), ""]
+        headed_rows = [("what", "value", "why"), *_choice_rows(plan_choices)]
+        yield _section("What open settings come to", _aligned(headed_rows))
     for face in model.faces():
-        text_lines += [
-            face.name,
-            *(f"  {memory_line}" for memory_line in face.text.splitlines()),
-            "",
-        ]
-    return "\n".join(memory_line.rstrip() for memory_line in text_lines).rstrip()
+        # Code is to be copied: its lines stay as they are.
+        yield _section(face.name, face.text.splitlines())
 
 
-def picker_html(model: PickerModel, panel_names: Sequence[str] = PANELS) -> str:
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join((title, *(f"{_INDENT}{line}".rstrip() for line in lines)))
+
+
+def _folded(lines: Sequence[str], indent: str = _INDENT) -> list[str]:
+    """Lines that are too wide for a terminal in several; the others as they are."""
+    folded: list[str] = []
+    for line in lines:
+        is_wide = len(line) > TABLE_CHARS
+        folded += (
+            textwrap.wrap(line, TABLE_CHARS, subsequent_indent=indent, break_on_hyphens=False)
+            if is_wide
+            else [line]
+        )
+    return folded
+
+
+def _aligned(table_rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Columns side by side; the last one is folded."""
+    label_width = max(len(table_row[0]) for table_row in table_rows)
+    value_width = max(len(table_row[1]) for table_row in table_rows)
+    indent = " " * (label_width + value_width + 2 * len(_INDENT))
+    rows = [
+        f"{label_text:<{label_width}}  {value_text:<{value_width}}  {meaning_text}"
+        for label_text, value_text, meaning_text in table_rows
+    ]
+    return _folded(rows, indent)
+
+
+def picker_html(
+    model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
+) -> str:
     """The same for a saved notebook: tables without scripts and styles, which filters remove.
 
     Args:
         model: The picker's model.
         panel_names: The panels that it has.
+        measures: See `picker_text`.
 
     Returns:
         HTML.
     """
-    html_parts = _question_html(model) if _is_whole(panel_names) else []
+    html_parts = _question_html(model, measures=measures) if _is_whole(panel_names) else []
     for panel_name, table_rows in _setting_rows(model, panel_names):
         html_parts.append(f"<p><b>{escape(title_of(panel_name))}</b></p>{_html_table(table_rows)}")
     memory_items = "".join(
@@ -124,26 +170,37 @@ def _question_texts(model: PickerModel) -> Iterator[tuple[str, tuple[str, ...]]]
     yield "2. On what", (*parts, f"{processes} · {precision}")
 
 
-def _fit_lines(model: PickerModel) -> list[str]:
-    """The strip as bars of letters, with what the letters mean."""
-    if model.trained is None:
-        return []
+def _told_ways(model: PickerModel, *, measures: bool) -> Sequence[Candidate]:
+    """The ways to train in each precision; in the chosen one where others are to be measured."""
+    if measures or model.has_compared:
+        return model.compared_candidates()
+    return model.candidates()
+
+
+def _fit_lines(model: PickerModel, *, measures: bool) -> list[str]:
+    """The ways to train, then the chosen precision's as bars of letters with their meanings."""
     if model.is_memory_postponed:
         return [model.verdict.text]
     candidates = model.candidates()
-    rows = candidate_rows(candidates)
-    name_width = max((len(row[0]) for row in rows), default=0)
-    # A refusal is a sentence, beside which no time is told.
-    word_width = max((len(row[2]) for row in rows if row[3]), default=0)
-    lines = [
-        f"{name:<{name_width}}  {bar:<{_BAR_CHARS + 1}}  {words:<{word_width}}  {step}"
-        for name, bar, words, step in rows
+    if not candidates:
+        return []
+    rows = candidate_bars(candidates)
+    name_width = max(len(name) for name, _ in rows)
+    return [
+        *precision_table_lines(_told_ways(model, measures=measures)),
+        "",
+        _bars_title(model),
+        *(f"{name:<{name_width}}  {bar}" for name, bar in rows),
+        _letters_of(candidates),
     ]
-    return [*lines, _letters_of(candidates)] if lines else []
 
 
-def candidate_rows(candidates: Sequence[Candidate]) -> list[tuple[str, str, str, str]]:
-    """The strip as text: name, bar, whether it fits, seconds of a step.
+def _bars_title(model: PickerModel) -> str:
+    return f"What the memory is made of, in {_shown_value(model, 'mixed_precision')}"
+
+
+def candidate_bars(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
+    """The strip as text: the name and the bar of each candidate.
 
     Args:
         candidates: All of them.
@@ -152,20 +209,13 @@ def candidate_rows(candidates: Sequence[Candidate]) -> list[tuple[str, str, str,
         A row for each.
     """
     full_width = strip_scale(candidates)
-    rows = []
-    for candidate in candidates:
-        bar = device_bar(candidate)
-        sign = "(•)" if candidate.is_taken else "( )"
-        best = " ★ best" if candidate.is_best else ""
-        rows.append(
-            (
-                f"{sign} {candidate.name}",
-                "" if bar is None else text_bar(bar, full_width),
-                verdict_text(candidate),
-                "" if candidate.refusal else f"{step_text(candidate)}{best}",
-            )
+    return [
+        (
+            f"{'(•)' if candidate.is_taken else '( )'} {candidate.name}",
+            "" if bar is None else text_bar(bar, full_width),
         )
-    return rows
+        for candidate, bar in zip(candidates, map(device_bar, candidates), strict=True)
+    ]
 
 
 def text_bar(bar: MemoryBar, full_width: int) -> str:
@@ -203,17 +253,7 @@ def _letters_of(candidates: Sequence[Candidate]) -> str:
     return ", ".join((*meanings, "| what there is"))
 
 
-def _question_lines(model: PickerModel) -> list[str]:
-    lines: list[str] = []
-    for question, answer in _question_texts(model):
-        lines += [question, *(f"  {answer_line}" for answer_line in answer), ""]
-    fit_lines = _fit_lines(model)
-    if fit_lines:
-        lines += ["3. What fits", *(f"  {fit_line}" for fit_line in fit_lines), ""]
-    return lines
-
-
-def _question_html(model: PickerModel) -> list[str]:
+def _question_html(model: PickerModel, *, measures: bool) -> list[str]:
     parts = [
         f"<p><b>{escape(question)}</b><br>{'<br>'.join(map(escape, answer))}</p>"
         for question, answer in _question_texts(model)
@@ -224,15 +264,18 @@ def _question_html(model: PickerModel) -> list[str]:
     if model.is_memory_postponed:
         return [*parts, f"<p>{escape(model.verdict.text)}</p>"]
     candidates = model.candidates()
+    if not candidates:
+        return [*parts, f"<p>{escape(model.verdict.text)}</p>"]
     rows = "".join(
-        f"<tr><th scope='row' {_TABLE_CELL}>{escape(name)}</th>"
-        f"<td {_TABLE_CELL}><code style='white-space:pre'>{escape(bar)}</code></td>"
-        f"<td {_TABLE_CELL}>{escape(words)}</td><td {_TABLE_CELL}>{escape(step)}</td></tr>"
-        for name, bar, words, step in candidate_rows(candidates)
+        f"<tr><th scope='row' {TABLE_CELL_STYLE}>{escape(name)}</th>"
+        f"<td {TABLE_CELL_STYLE}><code style='white-space:pre'>{escape(bar)}</code></td></tr>"
+        for name, bar in candidate_bars(candidates)
     )
     return [
         *parts,
-        f"<table><tbody>{rows}</tbody></table><p>{escape(_letters_of(candidates))}</p>",
+        precision_table_html(_told_ways(model, measures=measures)),
+        f"<p>{escape(_bars_title(model))}</p><table><tbody>{rows}</tbody></table>"
+        f"<p>{escape(_letters_of(candidates))}</p>",
     ]
 
 

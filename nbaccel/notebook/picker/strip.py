@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
 
-from nbaccel.capabilities import device_row
 from nbaccel.notebook.picker.compared_ways import button_names, name_with_precision
 from nbaccel.notebook.picker.fields import SharedFields, toggle_class
 from nbaccel.notebook.picker.html import label_html
 from nbaccel.notebook.picker.strip_html import (
     compared_html,
+    place_text,
     proposal_html,
     question_html,
     step_text,
@@ -104,7 +104,8 @@ class CandidateStrip:
         if self._model.trained is None:
             return escape(_WITHOUT_MODEL)
         best = next((candidate for candidate in candidates if candidate.is_best), None)
-        remark = f"{escape(_place_words(candidates))}click to take one."
+        place = place_text(candidates)
+        remark = f"{escape(place)}; click to take one." if place else "click to take one."
         if best is not None:
             best_name = name_with_precision(best) if self._model.compares_precisions else best.name
             remark += f" ★ <b>{escape(best_name)}</b>: {escape(best.reason)}."
@@ -149,16 +150,6 @@ class CandidateStrip:
         with self._shared.lock:
             if not self._is_syncing:
                 self._model.compare_precisions(is_on=is_on)
-
-
-def _place_words(candidates: Sequence[Candidate]) -> str:
-    """Whose memory the bars are."""
-    for candidate in candidates:
-        if candidate.need is not None:
-            first_label = candidate.need.bars[0].label.partition(" · ")[0]
-            kind, separator, _ = first_label.partition(":")
-            return f"memory of each {device_row(kind).noun}; " if separator else "host memory; "
-    return ""
 
 
 def _told_candidate(candidate: Candidate) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbaccel.capabilities import device_row
 from nbaccel.memory.step_time import SHORTEST_S
 from nbaccel.notebook.picker.compared_ways import (
     groups_of_ways,
@@ -27,6 +28,7 @@ __all__ = [
     "compared_html",
     "device_bar",
     "machine_html",
+    "place_text",
     "proposal_html",
     "question_html",
     "step_text",
@@ -98,6 +100,22 @@ def machine_html(model: PickerModel) -> str:
 def device_bar(candidate: Candidate) -> MemoryBar | None:
     """The memory of one device, or of the host where processes compute there."""
     return None if candidate.need is None else candidate.need.bars[0]
+
+
+def place_text(candidates: Iterable[Candidate]) -> str:
+    """Whose memory the first bar of each candidate is: ``memory of each GPU``.
+
+    Args:
+        candidates: All of them.
+
+    Returns:
+        The place; empty where no memory can be estimated.
+    """
+    bar = next(filter(None, map(device_bar, candidates)), None)
+    if bar is None:
+        return ""
+    kind, separator, _ = bar.label.partition(" · ")[0].partition(":")
+    return f"memory of each {device_row(kind).noun}" if separator else "host memory"
 
 
 def strip_scale(candidates: Iterable[Candidate]) -> int:
