@@ -279,7 +279,9 @@ class RunBoard:
             rank_facts.state = rank_row.state
             rank_facts.doing = rank_row.doing
             rank_facts.last_line = rank_row.last_line or rank_facts.last_line
-            rank_facts.bars = rank_row.bars or rank_facts.bars
+            rank_facts.bars = rank_row.bars or tuple(
+                bar for bar in rank_facts.bars if not bar.is_elsewhere
+            )
             rank_facts.seen_bar = note_outer_bar(rank_facts.seen_bar, rank_facts.bars, self.now)
             # A process that has ended has 0: the last value that was seen is kept.
             if rank_row.rss_bytes:

@@ -289,7 +289,7 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
         )
     for bar in rank_facts.bars:
         # The bar of `accelerator.progress`, which is there already.
-        if rank_facts.epoch and BATCH_UNIT in bar.rate:
+        if bar.is_elsewhere or (rank_facts.epoch and BATCH_UNIT in bar.rate):
             continue
         bar_words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
         shown_loops.append(
