@@ -199,6 +199,22 @@ def test_a_loop_of_the_accelerator_in_a_bar_of_tqdm_tells_of_the_whole(kernel: K
     assert sum(bool(re.search(r"s left · step \d+ of 80 ", line)) for line in lines) >= 2, lines
 
 
+def test_metrics_that_are_not_drawn_are_named_in_panel_and_report(kernel: Kernel) -> None:
+    cell = kernel.run(
+        """
+        def log_many():
+            for step in range(3):
+                Accelerator().log({f"m{number}": step for number in range(18)})
+                time.sleep(0.4)
+        results = notebook_launcher(log_many, num_processes=1)
+        print(results.report())
+        """
+    ).check()
+    words = "2 more metrics are not drawn (the first 16 are): m16, m17"
+    assert words in cell.stdout
+    assert words in cell.displays[-1]["text/html"]
+
+
 def test_processes_of_a_loader_write_to_the_cell(kernel: Kernel) -> None:
     """They are forked, and have the stream, but not the panel."""
     kernel.run(
