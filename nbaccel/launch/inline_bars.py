@@ -51,14 +51,17 @@ class InlineBars:
 
     def shown(self) -> tuple[BarText, ...]:
         """All bars, the outer one first; what is not drawn in the panel is marked so."""
-        text_bars = self._text_bars.shown([self._unread_text])
+        open_bars = {_bar_key(bar): bar for bar in self._open_bars()}
+        text_bars = tuple(
+            _with_exact_time(bar, open_bars.get(_bar_key(bar)))
+            for bar in self._text_bars.shown([self._unread_text])
+        )
         text_keys = {_bar_key(bar) for bar in text_bars}
-        open_bars = self._open_bars()
         self._elsewhere = _with_inner_bar(
-            self._elsewhere, [bar for bar in open_bars if _bar_key(bar) not in text_keys]
+            self._elsewhere, [bar for key, bar in open_bars.items() if key not in text_keys]
         )
         # One of either kind may be drawn around one of the other.
-        if open_bars and _bar_key(open_bars[0]) in text_keys:
+        if next(iter(open_bars), None) in text_keys:
             return (*text_bars, *self._elsewhere)
         return (*self._elsewhere, *text_bars)
 
@@ -74,6 +77,13 @@ class InlineBars:
 
 def _bar_key(bar: BarText) -> tuple[str, str]:
     return bar.description, bar.total
+
+
+def _with_exact_time(text_bar: BarText, same_bar: BarText | None) -> BarText:
+    """A bar with the fractions of a second that its text leaves out."""
+    if same_bar is None or same_bar.done != text_bar.done:
+        return text_bar
+    return replace(text_bar, elapsed_s=same_bar.elapsed_s)
 
 
 def _with_inner_bar(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from nbaccel.output.bar_text import BarText, read_bar
@@ -34,17 +35,21 @@ def living_bars() -> Sequence[Any]:
 
 
 def numbers_of_bar(bar: Any) -> BarText | None:
-    """How far a bar is, whatever it looks like.
+    """How far a bar was when it was last drawn, whatever it looks like.
 
     Args:
         bar: One of tqdm's, drawn as text, as widget, or anywhere else.
 
     Returns:
-        What tqdm's usual form of it says; None for a bar that cannot tell.
+        What tqdm's usual form of it says, and its time in fractions of a second; None for a bar
+        that cannot tell.
     """
     try:
-        bar_facts = {**bar.format_dict, "bar_format": None, "ncols": None, "colour": None}
-        return read_bar(bar.format_meter(**bar_facts).rstrip())
+        elapsed_s = bar.last_print_t - bar.start_t
+        bar_facts = bar.format_dict | {"n": bar.last_print_n, "elapsed": elapsed_s}
+        usual_form = {"bar_format": None, "ncols": None, "colour": None}
+        found_bar = read_bar(bar.format_meter(**bar_facts | usual_form).rstrip())
+        return None if found_bar is None else replace(found_bar, elapsed_s=elapsed_s)
     except Exception:  # a bar of an unknown kind must not end the training
         return None
 

@@ -64,6 +64,18 @@ def test_bars_are_taken_and_all_other_text_comes_in_order(screen: Screen, bars: 
     assert told(bars) == [("epochs", "2", "2")]
 
 
+def test_the_time_of_a_bar_is_known_in_fractions_of_a_second(
+    screen: Screen, bars: InlineBars, opened: list[Any]
+) -> None:
+    with taking_bar_text(screen, bars.note_text):
+        opened.append(tqdm(total=4, file=screen, mininterval=0, miniters=1))
+        opened[0].start_t -= 3.7
+        opened[0].update()
+        (bar,) = bars.shown()
+    assert (bar.done, bar.elapsed_s, bar.is_elsewhere) == ("1", pytest.approx(3.7, abs=0.1), False)
+    assert "[00:03<" in bar.text
+
+
 def test_what_a_loop_over_a_bar_prints_by_itself_is_no_bar(
     screen: Screen, bars: InlineBars
 ) -> None:
@@ -216,7 +228,7 @@ def test_bars_drawn_elsewhere_give_their_numbers(bars: InlineBars, opened: list[
     other_screen = io.StringIO()
 
     def open_bar(**settings: Any) -> Any:
-        opened.append(tqdm(file=other_screen, **settings))
+        opened.append(tqdm(file=other_screen, mininterval=0, miniters=1, **settings))
         return opened[-1]
 
     outer = open_bar(total=4, desc="epochs", bar_format="{n}")
@@ -225,6 +237,9 @@ def test_bars_drawn_elsewhere_give_their_numbers(bars: InlineBars, opened: list[
     inner.update(3)
     assert told(bars) == [("epochs", "1", "4"), ("", "3.00", "10.0")]
     assert all(bar.is_elsewhere for bar in bars.shown())
+    # What a round takes is estimated of the rounds that are over, not of the one that is not.
+    outer.start_t = outer.last_print_t - 3.7
+    assert bars.shown()[0].elapsed_s == pytest.approx(3.7)
     inner.close()
     assert told(bars) == [("epochs", "1", "4"), ("", "3.00", "10.0")], "between two rounds"
     outer.close()
@@ -238,10 +253,10 @@ def test_bars_of_both_kinds_are_in_the_order_in_which_they_began(
 ) -> None:
     with taking_bar_text(screen, bars.note_text):
         for desc, is_text in (("outer", is_outer_text), ("inner", not is_outer_text)):
-            bar = tqdm(total=4, desc=desc, file=screen if is_text else io.StringIO())
+            stream = screen if is_text else io.StringIO()
+            bar = tqdm(total=4, desc=desc, file=stream, mininterval=0, miniters=1)
             opened.append(bar)
             bar.update(1)
-            bar.refresh()
             time.sleep(0.001)
         assert told(bars) == [("outer", "1", "4"), ("inner", "1", "4")]
         assert [bar.is_elsewhere for bar in bars.shown()] == [not is_outer_text, is_outer_text]
@@ -250,7 +265,7 @@ def test_bars_of_both_kinds_are_in_the_order_in_which_they_began(
 def test_without_the_private_set_there_are_no_numbers_of_bars_elsewhere(
     bars: InlineBars, opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened.append(tqdm(total=4, file=io.StringIO()))
+    opened.append(tqdm(total=4, file=io.StringIO(), mininterval=0, miniters=1))
     opened[0].update(1)
     assert told(bars) == [("", "1", "4")]
     monkeypatch.setitem(sys.modules, "tqdm.std", io)
