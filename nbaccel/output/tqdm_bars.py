@@ -1,8 +1,8 @@
 """tqdm's bars in the process that draws them: which there are, and which text is theirs.
 
-tqdm has no public name for either. `_instances`, the set of all bars that are not closed, is in
-tqdm 4.7 to 4.70, as are the functions that write; without them a bar is simply not recognised.
-Nothing is imported here: a process that has not imported tqdm has no bars.
+tqdm has no public name for either. The set of all bars that are not closed, `_instances`, and the
+functions that write were seen in tqdm 4.42 to 4.70; where they are missing a bar is not recognised,
+and drawn as ever. Nothing is imported here: a process that has not imported tqdm has no bars.
 """
 
 from __future__ import annotations
