@@ -1,4 +1,4 @@
-"""What a function reports that runs in the notebook's own process: its loops, its memory."""
+"""What a function reports that runs in the notebook's own process: its loops, bars and memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbaccel import _catalog
+from nbaccel.launch.inline_bars import InlineBars, taking_bar_text
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.dashboard.display import Dashboard
@@ -39,6 +40,8 @@ class BoardChannel:
             self._place.has_panel and threading.current_thread() is threading.main_thread()
         )
         self.dashboard = Dashboard([0], place=self._place, is_wanted=self.draws_bars)
+        self._launching_thread = threading.get_ident()
+        self._bars = InlineBars()
         self._next_look = 0.0
 
     def try_send(self, message: Any) -> bool:
@@ -46,13 +49,24 @@ class BoardChannel:
         if self.draws_bars:
             self._place.hold()
         self.dashboard.hear(0, message)
-        if time.monotonic() >= self._next_look:
-            self.look()
+        self._look_if_due()
         return True
 
     def send(self, message: Any) -> None:
         """Take in what the function reports."""
         self.try_send(message)
+
+    def note_bar_text(self, bar_text: str) -> None:
+        """Take in what a bar of tqdm has drawn of itself, from any thread."""
+        self._bars.note_text(bar_text)
+        # Other threads of the function may not display in its cell.
+        if threading.get_ident() == self._launching_thread:
+            self._place.hold()
+            self._look_if_due()
+
+    def _look_if_due(self) -> None:
+        if time.monotonic() >= self._next_look:
+            self.look()
 
     def look(self) -> None:
         """Look how much memory the process has, and show what is known."""
@@ -78,6 +92,7 @@ class BoardChannel:
             state=state,
             seconds=time.monotonic() - self.dashboard.board.began,
             rss_bytes=own_use.rss_bytes if own_use is not None else 0,
+            bars=self._bars.shown() if self.draws_bars else (),
         )
 
 
@@ -96,6 +111,8 @@ def observing_here(plan: Plan) -> Iterator[RunBoard]:
     ending = ""
     with contextlib.ExitStack() as clean_up:
         clean_up.callback(lambda: board_channel.end(ending))
+        if board_channel.draws_bars:
+            clean_up.enter_context(taking_bar_text(sys.stderr, board_channel.note_bar_text))
         # Else nothing can report: torch takes a second to import, and the function need not use it.
         if "torch" in sys.modules:
             from nbaccel.workers import metrics_reporter

@@ -59,6 +59,8 @@ class BarText:
     """`1.9it/s`, `2.1s/batch`."""
     postfix: str = ""
     """What the loop has added: `loss=0.3`."""
+    is_elsewhere: bool = False
+    """Whether it is drawn elsewhere in the cell, so that the panel uses its numbers only."""
 
     @property
     def is_complete(self) -> bool:

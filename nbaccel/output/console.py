@@ -344,9 +344,10 @@ class Console:
         found_bars = {}
         for worker_rank in self._ranks:
             unfinished_lines = [
-                self._sources[source_key].bar
+                unfinished_line
                 for source_key in ((worker_rank, "stdout"), (worker_rank, "stderr"))
                 if source_key in self._sources and source_key not in self._hidden
+                for unfinished_line in self._sources[source_key].bars
             ]
             if worker_rank in self._bars or any(unfinished_lines):
                 found_bars[worker_rank] = self._bars[worker_rank].shown(unfinished_lines)

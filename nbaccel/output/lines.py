@@ -23,6 +23,7 @@ __all__ = ["LineAssembler", "LineMerger", "OutputItem", "PrintedLine", "RichOutp
 
 
 _BAR_CHARS = 1_000
+_MOST_BARS = 2  # as many as of tqdm
 _LINE_UP = "\x1b[A"  # ECMA-48: cursor up
 _ERASE_LINE = "\x1b[2K"  # ECMA-48: erase in line, all of it; rich draws its bars anew with it
 _CURSOR_HIDDEN, _CURSOR_SHOWN = "\x1b[?25l", "\x1b[?25h"  # DEC private modes
@@ -53,6 +54,13 @@ class LineAssembler:
         self._begin()
         self.bar = ""
         """The unfinished line, if it has been rewritten with carriage returns."""
+
+    @property
+    def bars(self) -> tuple[str, ...]:
+        """The unfinished line if it is rewritten; of several that are drawn anew the first two."""
+        upper_lines = self._frames.upper_lines
+        shown_lines = [*upper_lines, self._bar()] if upper_lines else [self.bar]
+        return tuple(filter(None, shown_lines[:_MOST_BARS]))
 
     def _begin(self) -> None:
         self._under = ""  # what stands on the line when its last carriage return comes
@@ -198,15 +206,25 @@ class _LiveFrames:
         self.is_open = False
         self.held: list[str] = []
         self._was_erased = False
+        self._num_taken_back = 0
+        self._num_upper = 0  # lines of a frame above its last one
+
+    @property
+    def upper_lines(self) -> list[str]:
+        """The lines of the present frame above its last one."""
+        return self.held[-self._num_upper :] if self.is_open and self._num_upper else []
 
     def take_back(self) -> None:
         """The cursor goes up, to draw the last line anew."""
         if self.held:
             self.held.pop()
+        self._num_taken_back += 1
 
     def lines_above(self, text: str) -> list[str]:
         """Take in a text that is written; returns the lines that it no longer can erase."""
         _, erasure, new_text = text.rpartition(_ERASE_LINE)
+        if self._num_taken_back and new_text.strip("\r"):
+            self._num_upper, self._num_taken_back = self._num_taken_back, 0
         self._was_erased = self._was_erased or bool(erasure)
         if not (self._was_erased and new_text.strip("\r")):
             return []

@@ -469,6 +469,10 @@ class Metrics:
     """The loop over epochs around the loop over batches; None where its length is not known."""
     bar_is_whole: bool = False
     """Whether the bar that its code draws is that of the whole training."""
+    num_left_out: int = 0
+    """Metrics that it has logged beside those in `values`."""
+    left_out: tuple[str, ...] = ()
+    """The first of these by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import numbers
 import os
 import time
@@ -45,6 +46,8 @@ __all__ = [
 REPORT_INTERVAL_S = 0.25
 _MAX_METRICS = 16
 """Metrics that are shown; a loop that logs a thousand has a tracker for them."""
+_MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
+_MAX_NAMED = 8
 _NAME_CHARS = 60
 
 
@@ -76,6 +79,7 @@ class Reporter:
         spent_time.open_account()
         self._values: dict[str, float] = {}
         self._value_steps: dict[str, int] = {}
+        self._left_out: dict[str, None] = {}
         self._steps = 0
         self._loops = TrainingLoops()
         self._bar_is_whole = False
@@ -98,6 +102,8 @@ class Reporter:
             # Known names always: a full table must still show new values.
             if name not in self._values:
                 if len(self._values) == _MAX_METRICS:
+                    if len(self._left_out) < _MAX_COUNTED:
+                        self._left_out[name] = None
                     continue
                 # Sent at once: it begins a curve, and is what "1 → 0.02" begins with.
                 self._next = 0.0
@@ -203,6 +209,8 @@ class Reporter:
             samples=self._samples,
             outer=self._loops.around(current_time, self._steps),
             bar_is_whole=self._bar_is_whole,
+            num_left_out=len(self._left_out),
+            left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
         )
 
 

@@ -33,6 +33,7 @@ _ALLOWED = {
     "nbaccel/env.py": {"_data"},  # os.environb
     "nbaccel/hidden.py": {"_initializing"},  # of importlib's module specs
     "nbaccel/launch/script.py": {"_run_exitfuncs"},  # atexit's
+    "nbaccel/output/tqdm_bars.py": {"_instances"},  # tqdm's set of bars
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
     "nbaccel/workers/template_from_kernel.py": {

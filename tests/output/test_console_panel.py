@@ -148,6 +148,16 @@ def test_bars_are_of_each_rank_and_an_unfinished_one_is_seen(
     assert cell.streams("stderr") == ""
 
 
+def test_two_bars_that_are_drawn_anew_upwards_are_seen(panelled: Panelled) -> None:
+    """As rich draws them."""
+    frame = "outer {}\ninner {}"
+    panelled.say(0, f"\x1b[?25l{frame.format(0, 0)}", "stdout")
+    panelled.say(0, f"\r\x1b[2K\x1b[1A\x1b[2K{frame.format(1, 2)}", "stdout")
+    assert [bar.text for bar in panelled.console.bars()[0]] == ["outer 1", "inner 2"]
+    panelled.say(0, "\n\x1b[?25h", "stdout")
+    assert not any(panelled.console.bars().values())
+
+
 def test_a_line_logged_beside_a_bar_is_shown_without_it(
     panelled: Panelled, cell: NotebookCell
 ) -> None:

@@ -104,6 +104,18 @@ def test_bars_that_are_drawn_anew_upwards_are_lines_once(size: int) -> None:
     assert lines.finish() is None
 
 
+def test_of_bars_that_are_drawn_anew_upwards_two_are_told_meanwhile() -> None:
+    lines = LineAssembler(parts_bars=True)
+    upwards = "\r\x1b[2K\x1b[1A"
+    first_frame, *more_frames = FRAMES.split(upwards)
+    lines.feed(first_frame.encode())
+    seen = []
+    for frame in more_frames:
+        lines.feed(f"{upwards}{frame}".encode())
+        seen.append(lines.bars)
+    assert seen == [("outer 50%", "inner 20%"), ("outer 50%", "inner 60%"), ()]
+
+
 def test_a_transient_frame_leaves_nothing() -> None:
     lines = LineAssembler(parts_bars=True)
     frame = "\x1b[?25l\r\x1b[32m-\x1b[0m working\r\x1b[2K\x1b[32m+\x1b[0m working"

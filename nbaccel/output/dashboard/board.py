@@ -192,6 +192,10 @@ class RankFacts:
     """Each metric over the whole run."""
     loss_name: str = ""
     """The metric that is shown first."""
+    num_left_out: int = 0
+    """Metrics that it has logged and that are not known here."""
+    left_out: tuple[str, ...] = ()
+    """The first of these by name."""
     bars: tuple[BarText, ...] = ()
     """Progress bars that its own code draws."""
     seen_bar: SeenBar | None = None
@@ -279,7 +283,9 @@ class RunBoard:
             rank_facts.state = rank_row.state
             rank_facts.doing = rank_row.doing
             rank_facts.last_line = rank_row.last_line or rank_facts.last_line
-            rank_facts.bars = rank_row.bars or rank_facts.bars
+            rank_facts.bars = rank_row.bars or tuple(
+                bar for bar in rank_facts.bars if not bar.is_elsewhere
+            )
             rank_facts.seen_bar = note_outer_bar(rank_facts.seen_bar, rank_facts.bars, self.now)
             # A process that has ended has 0: the last value that was seen is kept.
             if rank_row.rss_bytes:
@@ -349,6 +355,8 @@ def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
 def _take_values(rank_facts: RankFacts, metrics_message: Metrics) -> None:
     rank_facts.metrics = dict(metrics_message.values)
     rank_facts.loss_name = loss_name(rank_facts.metrics) or ""
+    rank_facts.num_left_out = metrics_message.num_left_out
+    rank_facts.left_out = metrics_message.left_out
     for position, (metric_name, metric_value) in enumerate(metrics_message.values):
         history = rank_facts.histories.setdefault(metric_name, MetricHistory())
         if not metrics_message.value_steps:

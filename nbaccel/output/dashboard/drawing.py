@@ -25,6 +25,7 @@ from nbaccel.units import count_noun, format_bytes, format_seconds, number_range
 __all__ = [
     "ShownProgress",
     "leading_rank",
+    "left_out_sentence",
     "live_text",
     "memory_range",
     "number_text",
@@ -228,6 +229,25 @@ def _memory_words(run_board: RunBoard) -> list[str]:
     return [f"up to {format_bytes(most_bytes)}{rank_memory}{beside_words}"]
 
 
+def left_out_sentence(run_board: RunBoard) -> str:
+    """Which metrics are not drawn because there are too many; empty where all are.
+
+    Args:
+        run_board: The facts.
+    """
+    most = max(run_board.ranks.values(), key=lambda facts: facts.num_left_out, default=None)
+    if most is None or not most.num_left_out:
+        return ""
+    names = [plain_text(name, LABEL_CHARS) for name in most.left_out]
+    more_words = ["…"] if most.num_left_out > len(names) else []
+    subject = (
+        "1 more metric is" if most.num_left_out == 1 else f"{most.num_left_out:,} more metrics are"
+    )
+    return (
+        f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names + more_words)}"
+    )
+
+
 # ------------------------------------------------------------------------- text
 
 
@@ -289,7 +309,7 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
         )
     for bar in rank_facts.bars:
         # The bar of `accelerator.progress`, which is there already.
-        if rank_facts.epoch and BATCH_UNIT in bar.rate:
+        if bar.is_elsewhere or (rank_facts.epoch and BATCH_UNIT in bar.rate):
             continue
         bar_words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
         shown_loops.append(

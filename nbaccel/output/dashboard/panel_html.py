@@ -22,6 +22,7 @@ from nbaccel.output.dashboard.drawing import (
     MOST_ROWS,
     NO_VALUE,
     ShownProgress,
+    left_out_sentence,
     memory_range,
     number_text,
     plain_text,
@@ -40,6 +41,7 @@ from nbaccel.units import count_noun, format_bytes, format_seconds, number_range
 __all__ = [
     "final_html",
     "headline_html",
+    "left_out_html",
     "library_html",
     "lines_html",
     "live_html",
@@ -104,6 +106,7 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
         time_html(run_board),
         _chart_html(run_board, metric_names[:1]),
         _small_charts(run_board, metric_names[1:], _MAX_SMALL_CHARTS),
+        left_out_html(run_board),
         _folded("newest lines", lines_html(run_board)) if is_long(run_board) else "",
         library_html(run_board),
         f'<div style="{_QUIET_STYLE}">{BY_HAND}</div>' if by_hand else "",
@@ -130,6 +133,7 @@ def final_html(run_board: RunBoard, *, folds_chart: bool = False) -> str:
         _table_html(run_board, _STATIC_COLUMNS),
         _rank_times_html(run_board),
         _small_charts(run_board, metric_names[1:], _MAX_SAVED_CHARTS, as_image=True),
+        left_out_html(run_board),
         *(_saved_lines(run_board) if is_long(run_board) else ()),
         library_html(run_board),
         _warnings_html(run_board),
@@ -224,6 +228,16 @@ def library_html(run_board: RunBoard) -> str:
     return _folded(
         f"{message_words} of libraries", _lines_block("\n".join(run_board.library_messages))
     )
+
+
+def left_out_html(run_board: RunBoard) -> str:
+    """Which metrics are not drawn; empty where all are.
+
+    Args:
+        run_board: The facts.
+    """
+    sentence = left_out_sentence(run_board)
+    return f'<div style="{_QUIET_STYLE}">{html.escape(sentence)}</div>' if sentence else ""
 
 
 def lines_html(run_board: RunBoard, shown_rank: int | None = None) -> str:

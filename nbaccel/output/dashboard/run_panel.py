@@ -182,7 +182,7 @@ class RunPanel:
         self._table.value = panel_html.ranks_html(
             run_board, with_metrics=False
         ) + panel_html.time_html(run_board)
-        self._notes.value = panel_html.library_html(run_board)
+        self._notes.value = panel_html.left_out_html(run_board) + panel_html.library_html(run_board)
         self._button.description = _STOPPING_LABEL if is_stopping else _STOP_LABEL
         self._show_chart(run_board)
         if panel_html.is_long(run_board):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from nbaccel.capabilities import device_row
 from nbaccel.errors import ConfigError
 from nbaccel.output.dashboard.board import RankFacts, RunBoard
+from nbaccel.output.dashboard.drawing import left_out_sentence
 from nbaccel.output.dashboard.rank_times import RankTimes
 from nbaccel.output.report.run_facts import (
     MetricCurve,
@@ -171,5 +172,7 @@ def _notes_of(observed: ObservedRun, all_times: Iterable[RankTimes]) -> Iterable
         if has_memory
         else "Memory is looked at once a second, and the run had ended before."
     )
+    if sentence := left_out_sentence(observed.board):
+        yield f"{sentence}."
     if observed.warnings.num_left_out:
         yield f"{observed.warnings.num_left_out:,} more warnings with other texts were not kept."

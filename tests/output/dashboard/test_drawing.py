@@ -202,6 +202,28 @@ def test_all_metrics_that_ranks_report_are_saved() -> None:
     assert panel_html.final_html(board).count("<img") == 16
 
 
+def test_metrics_beyond_those_that_are_reported_are_named() -> None:
+    board = board_of(2)
+    told(board, 0, 1, 3.0)
+    assert not any("not drawn" in page for page in both(board))
+    message = Metrics(
+        time=2.0,
+        steps=2,
+        values=(("loss", 1.0),),
+        device_bytes=None,
+        num_left_out=1,
+        left_out=("<b>",),
+    )
+    board.hear(0, message)
+    words = "1 more metric is not drawn (the first 1 are): <b>"
+    assert drawing.left_out_sentence(board) == words
+    assert all(words in Page(page).text for page in both(board))
+    board.hear(1, replace(message, num_left_out=1_200, left_out=("a", NASTY)))
+    words = "1,200 more metrics are not drawn (the first 1 are): a, </td><script>alert(1)</…, …"
+    assert drawing.left_out_sentence(board) == words
+    assert all(words in Page(page).text for page in both(board))
+
+
 def test_losses_that_are_no_numbers_are_said_to_be() -> None:
     board = board_of(2)
     told(board, 0, 1, 1.0, math.nan)

@@ -200,6 +200,9 @@ def test_thousands_of_metrics_and_endless_names_are_cut(seen: Seen) -> None:
     (first, *_) = seen.messages_of(0)
     assert len(first.values) == 16
     assert max(len(name) for name, _ in first.values) <= 60
+    names = list(dict.fromkeys((f"{i}" * 500)[:60] for i in range(1, 3000)))
+    assert first.num_left_out == len(names) - 16
+    assert list(first.left_out) == names[16:24]
 
 
 def test_a_rank_that_fails_has_told_its_last_loss(seen: Seen) -> None:
