@@ -12,6 +12,7 @@ template survives any way it may end, a crash or a hang inside a package include
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import mmap
@@ -398,6 +399,9 @@ def _import_in_background(module_names: Sequence[str]) -> BaseException | None:
     finally:
         threading.stack_size(former_size)
     thread_effects.take_over()
+    # What was looked at is not looked at again for each further package.
+    gc.collect()
+    gc.freeze()
     return import_errors[0] if import_errors else None
 
 
