@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
+import logging
 import os
 import sys
 import threading
@@ -51,11 +52,11 @@ class ThreadEffects:
         Args:
             function: Takes nothing; what it raises is raised.
         """
-        gradients_before = _records_gradients()
+        gradients_before = _torch_says("is_grad_enabled")
         try:
             self.context.run(function)
         finally:
-            if (gradients_after := _records_gradients()) != gradients_before:
+            if (gradients_after := _torch_says("is_grad_enabled")) != gradients_before:
                 self.has_gradients = gradients_after
             known_ids = {id(known) for known in self.known_locals}
             for thread_local in _thread_locals():
@@ -80,9 +81,10 @@ class ThreadEffects:
 _MISSING = object()
 
 
-def _records_gradients() -> bool | None:
+def _torch_says(function_name: str) -> Any:
+    """What a function of torch returns; None where that is not loaded."""
     torch_module = sys.modules.get("torch")
-    return None if torch_module is None else bool(torch_module.is_grad_enabled())
+    return None if torch_module is None else getattr(torch_module, function_name)()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,10 @@ class SetAnew:
     folder: str
     streams: tuple[Any, ...]
     random_states: tuple[bytes, ...]
+    number_type: Any
+    """What torch computes with unless told otherwise."""
+    logging: tuple[Any, ...]
+    """The root logger's handlers and level."""
 
     @classmethod
     def now(cls) -> SetAnew:
@@ -102,6 +108,8 @@ class SetAnew:
             folder=_folder_or_nothing(),
             streams=(sys.stdin, sys.stdout, sys.stderr),
             random_states=_random_states(),
+            number_type=_torch_says("get_default_dtype"),
+            logging=(*logging.root.handlers, logging.root.level),
         )
 
     def changes_since(self, earlier: SetAnew) -> list[str]:
@@ -119,6 +127,10 @@ class SetAnew:
             now is not before for now, before in zip(self.streams, earlier.streams, strict=True)
         ):
             found_changes.append("it replaces sys.stdout or sys.stderr")
+        if self.number_type != earlier.number_type:
+            found_changes.append("it changes torch's default dtype")
+        if self.logging != earlier.logging:
+            found_changes.append("it configures logging")
         # A library that was loaded meanwhile has a state from then on.
         if any(
             now != before

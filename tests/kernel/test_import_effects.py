@@ -30,6 +30,8 @@ PACKAGES = {
     "sets_no_gradients": "import torch\ntorch.set_grad_enabled(False)",
     "keeps_local": "import threading\nLOCAL = threading.local()\nLOCAL.stack = ['base']",
     "sets_seeds": "import numpy, torch\nnumpy.random.seed(1)\ntorch.manual_seed(1)",
+    "sets_dtype": "import torch\ntorch.set_default_dtype(torch.float64)",
+    "sets_logging": "import logging\nlogging.basicConfig(level=logging.INFO)",
     "changes_folder": "import os\nos.chdir('/')",
     "keeps_stream": "from sys import stdout\ndef say(text):\n    stdout.write(text)",
     "opens_file": "import os\nFILE = open(os.environ['NB_TEST_FILE'])\nFIRST = FILE.readline()",
@@ -54,7 +56,7 @@ def learn(timeout_s=100):
     raise TimeoutError(learner()._candidate)
 
 def found():
-    import importlib, decimal, numpy, torch
+    import importlib, decimal, logging, numpy, torch
     modules = {name: importlib.import_module(name) for name in NAMES}
     try:
         import vendored_module
@@ -70,6 +72,8 @@ def found():
         "gradients": torch.is_grad_enabled(),
         "stack": [getattr(m.LOCAL, "stack", None) for m in modules.values() if hasattr(m, "LOCAL")],
         "draws": (numpy.random.rand(), float(torch.rand(1))),
+        "dtype": str(torch.get_default_dtype()),
+        "log_level": logging.root.level,
         "folder": os.getcwd(),
         "lines": [len(m.FILE.readlines()) for m in modules.values() if hasattr(m, "FILE")],
     }
@@ -132,7 +136,10 @@ def test_a_later_launch_finds_what_the_first_one_did(kernel: Kernel, packages: P
     assert reasons["sets_seeds"] == "it draws random numbers or sets a seed"
     assert reasons["opens_file"] == f"it keeps {packages.parent / 'lines'} open"
     # All the rest is learned: whoever imports the other first is no mistake of a package.
+    assert reasons["sets_dtype"] == "it changes torch's default dtype"
+    assert reasons["sets_logging"] == "it configures logging"
     assert reasons.keys() == {
+        *("sets_dtype", "sets_logging"),
         *("adds_path", "changes_folder", "sets_seeds", "opens_file"),
         *("copies_all", "vendored_module"),
     }
@@ -192,3 +199,12 @@ def test_a_kernel_in_which_a_package_reads_a_file_is_not_forked_for_a_template(
     say(kernel, "learn()")
     # A fork of it would find nothing behind what had been read already.
     assert [result["lines"] for result in find(kernel)] == [[FILE_LINES - 1]] * 2
+
+
+def test_a_default_device_of_the_notebook_ends_no_template(kernel: Kernel) -> None:
+    say(kernel, "import torch\ntorch.set_default_device('meta')")
+    # On a GPU, a template that makes a tensor there would wake it.
+    say(kernel, SETUP)
+    launched = say(kernel, "print(notebook_launcher(lambda: str(torch.ones(1).device), (), 2))")
+    assert launched == "['cpu', 'cpu']"
+    assert say(kernel, "print(template_prestart.base('').is_of_this_process)") == "True"
