@@ -37,6 +37,7 @@ class ProcessState:
         handlers: What Python does on each signal.
         masks: Signals that are blocked, ignored and handled, C code's included.
         connections: Open sockets of the network.
+        ends: Pipes, other sockets and what waits for events: processes that are forked share them.
         files: Paths of open files: processes that are forked read on from where another one is.
         children: Process ids.
         device_facts: What devices say against a fork.
@@ -46,6 +47,7 @@ class ProcessState:
     handlers: tuple[Any, ...]
     masks: tuple[int, ...]
     connections: frozenset[str]
+    ends: frozenset[str]
     files: frozenset[str]
     children: frozenset[int]
     device_facts: frozenset[str]
@@ -58,6 +60,7 @@ class ProcessState:
             handlers=tuple(map(signal.getsignal, sorted(signal.valid_signals()))),
             masks=_signal_masks(),
             connections=frozenset(_network_sockets()),
+            ends=frozenset(_shared_ends()),
             files=open_files(),
             children=frozenset(child_processes(os.getpid())),
             device_facts=frozenset(
@@ -82,6 +85,8 @@ class ProcessState:
             found_changes.append(
                 f"it opens {count_noun(len(new_connections), 'network connection')}"
             )
+        if self.ends - earlier.ends and not new_connections:
+            found_changes.append("it keeps a pipe, a socket or an event loop open")
         if new_files := sorted(self.files - earlier.files):
             found_changes.append(f"it keeps {new_files[0]} open")
         if new_children := self.children - earlier.children:
@@ -159,6 +164,16 @@ def _signal_masks() -> tuple[int, ...]:
             status_line.split(":", 1) for status_line in status_file if ":" in status_line
         )
     return tuple(int(status_fields[name], 16) & _STANDARD_SIGNALS for name in _SIGNAL_MASKS)
+
+
+def _shared_ends() -> list[str]:
+    found_ends = []
+    for descriptor_name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{descriptor_name}")
+            if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]")):
+                found_ends.append(f"{descriptor_name} {target}")
+    return found_ends
 
 
 def _network_sockets() -> list[str]:

@@ -23,11 +23,14 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import types
 import warnings
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
+from selectors import BaseSelector
 from typing import Any, NoReturn
 
 import psutil
@@ -65,6 +68,8 @@ def why_not(namespace: Mapping[str, Any]) -> str:
         return "modules of your own are imported"
     if opened_files := _files_of_others():
         return f"{min(opened_files)} is open"
+    if holder := _holder_of_descriptors():
+        return f"{holder} has an event loop or a socket"
     if _tracker_runs():
         return "multiprocessing's resource tracker runs"
     if _variable_bytes(namespace) > _MOST_VARIABLE_BYTES:
@@ -158,6 +163,16 @@ def _files_of_others() -> frozenset[str]:
         for path in process_state.open_files() - inherited_files - log_files
         if _HISTORY_FILE not in path
     )
+
+
+def _holder_of_descriptors() -> str:
+    """A module of a package with what the fork would lose with its descriptors; empty for none."""
+    for module_name in installed_modules.installed_modules():
+        # A copy: a thread may import meanwhile. Not isinstance, which asks lazy objects.
+        for value in tuple(vars(sys.modules.get(module_name, signal)).values()):
+            if issubclass(type(value), (AbstractEventLoop, BaseSelector, socket.socket)):
+                return module_name
+    return ""
 
 
 def _log_handlers() -> Iterator[logging.Handler]:

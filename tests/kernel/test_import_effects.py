@@ -35,6 +35,7 @@ PACKAGES = {
     "changes_folder": "import os\nos.chdir('/')",
     "keeps_stream": "from sys import stdout\ndef say(text):\n    stdout.write(text)",
     "opens_file": "import os\nFILE = open(os.environ['NB_TEST_FILE'])\nFIRST = FILE.readline()",
+    "makes_loop": "import asyncio\nLOOP = asyncio.new_event_loop()",
     "round_first": "ONE = 1\nfrom round_second import TWO",
     "round_second": "from round_first import ONE\nTWO = 2",
 }
@@ -136,10 +137,11 @@ def test_a_later_launch_finds_what_the_first_one_did(kernel: Kernel, packages: P
     assert reasons["sets_seeds"] == "it draws random numbers or sets a seed"
     assert reasons["opens_file"] == f"it keeps {packages.parent / 'lines'} open"
     # All the rest is learned: whoever imports the other first is no mistake of a package.
+    assert "event loop" in reasons["makes_loop"]
     assert reasons["sets_dtype"] == "it changes torch's default dtype"
     assert reasons["sets_logging"] == "it configures logging"
     assert reasons.keys() == {
-        *("sets_dtype", "sets_logging"),
+        *("sets_dtype", "sets_logging", "makes_loop"),
         *("adds_path", "changes_folder", "sets_seeds", "opens_file"),
         *("copies_all", "vendored_module"),
     }
@@ -208,3 +210,12 @@ def test_a_default_device_of_the_notebook_ends_no_template(kernel: Kernel) -> No
     launched = say(kernel, "print(notebook_launcher(lambda: str(torch.ones(1).device), (), 2))")
     assert launched == "['cpu', 'cpu']"
     assert say(kernel, "print(template_prestart.base('').is_of_this_process)") == "True"
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_each_worker_has_an_event_loop_of_its_own(kernel: Kernel, *, is_used: bool) -> None:
+    say(kernel, SETUP + (USED if is_used else "") + "import makes_loop")
+    say(kernel, "learn()")
+    sleeps = "notebook_launcher(lambda: makes_loop.LOOP.run_until_complete(nap()), (), 2)"
+    say(kernel, "import asyncio\nasync def nap():\n    await asyncio.sleep(0.05)\n    return 1")
+    assert say(kernel, f"print({sleeps})") == "[1, 1]"
