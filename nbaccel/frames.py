@@ -11,7 +11,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,10 +33,12 @@ __all__ = [
     "source",
     "source_line",
     "user_frame",
+    "within_worker",
 ]
 
 MODULE_LEVEL = "<module>"
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
+_WORKER_FILE, _WORKER_FUNCTION = str(_PACKAGE_FOLDER / "workers" / "worker.py"), "run_worker"
 # The names in angle brackets are those of code that libraries compile while they run.
 _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
@@ -89,6 +91,28 @@ def of_traceback(traceback_object: TracebackType | None) -> tuple[Frame, ...]:
         )
         for frame_summary in traceback.extract_tb(traceback_object)
     )
+
+
+def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """What a worker has called, of the stack of its main thread.
+
+    Before a worker begins stands what was running where it was forked: its template's own calls,
+    or the cell in which the notebook was forked.
+
+    Args:
+        frames: The stack, innermost call first.
+    """
+    stack_length = next(
+        (
+            index
+            for index, frame in enumerate(frames)
+            if frame.function == _WORKER_FUNCTION and frame.file == _WORKER_FILE
+        ),
+        len(frames),
+    )
+    while stack_length and frames[stack_length - 1].is_house:
+        stack_length -= 1
+    return tuple(frames[:stack_length])
 
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:

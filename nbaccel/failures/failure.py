@@ -309,10 +309,7 @@ def parse_stack(stack_dump: str) -> tuple[Frame, ...]:
             or any(stack_frame.file == _WORKER_FILE for stack_frame in found_frames)
         ):
             longest_stack = found_frames
-    # The outermost frames are those of the worker itself.
-    while longest_stack and longest_stack[-1].is_house:
-        longest_stack.pop()
-    return tuple(longest_stack)
+    return frames.within_worker(longest_stack)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

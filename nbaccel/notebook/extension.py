@@ -54,7 +54,6 @@ class Extension:
         """Remove it."""
         atexit.unregister(self.session.stop)
         self._readiness.unload()
-        self._board.unload()
         self._hints.unload()
         self._inspection.unload()
         self._completion.unload()
@@ -62,6 +61,7 @@ class Extension:
         for magic_kind in ("line", "cell"):
             self.shell.magics_manager.magics[magic_kind].pop(MAGIC_NAME, None)
         self.session.stop()
+        self._board.tell_end()
         if self._started_template:
             template_learning.unfollow_cells()
             template_prestart.stop()

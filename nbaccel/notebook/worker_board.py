@@ -54,20 +54,27 @@ class WorkerBoard:
 
     def show(self) -> None:
         """Show the workers, and keep them up to date from now on."""
-        self.unload()
         pool = self._session.pool
+        # A board that is captured is not seen: the one before stays the newest.
+        if pool is not None and (self._is_captured() or not publish.has_cells()):
+            display(pool.status())  # type: ignore[no-untyped-call]
+            return
+        self.unload()
         if pool is None:
             print(self._session.told_absence())
             return
         status = pool.status()
-        if not publish.has_cells():
-            display(status)  # type: ignore[no-untyped-call]
-            return
         self._handle = display(status, display_id=True)  # type: ignore[no-untyped-call]
         self._pool, self._is_new, self._shown = pool, True, status
         self._events.register("post_run_cell", self._after_cell)
         self._session.on_look = self._renew
         self._look_later()
+
+    def tell_end(self) -> None:
+        """Show what has become of workers that were ended for good."""
+        if self._handle is not None:
+            self._renew()
+        self.unload()
 
     def unload(self) -> None:
         """Leave the board as it is."""
@@ -78,6 +85,9 @@ class WorkerBoard:
             self._handle = None
             self._session.on_look = None
             self._events.unregister("post_run_cell", self._after_cell)
+
+    def _is_captured(self) -> bool:
+        return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
 
     def _after_cell(self, _cell_result: object = None) -> None:
         # The cell that shows it has just done so.
@@ -102,7 +112,7 @@ class WorkerBoard:
 
     def _renew(self, *, asks_workers: bool = False) -> None:
         # A cell that captures its output would get the board, too.
-        if isinstance(self._session.shell.display_pub, CapturingDisplayPublisher):
+        if self._is_captured():
             return
         # After a restart with other settings it is another one; after a stop, which is told once
         # and then for ever, it is the last one.

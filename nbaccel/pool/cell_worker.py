@@ -273,12 +273,9 @@ class _CellWorker:
                 )
             )
             current_frame = current_frame.f_back
-        # The outermost frames are the worker's own loop, on every rank the same.
-        while stack_frames and stack_frames[-1].is_house:
-            stack_frames.pop()
-        user_frame = frames.user_frame(stack_frames)
+        own_frames = frames.within_worker(stack_frames)
         return messaging.Whereabouts(
-            stack=tuple(stack_frames) if user_frame else (),
+            stack=own_frames if frames.user_frame(own_frames) else (),
             device_bytes=metrics_reporter.reserved(
                 self._worker_context.hardware, self._worker_context.device
             ),

@@ -276,6 +276,8 @@ class Learned:
 
     left_out: dict[str, str]
     """Package → why it was left out."""
+    read_names: frozenset[str]
+    """Variables that were read by imports that the notebook has not made itself."""
 
 
 @dataclass(frozen=True, slots=True)

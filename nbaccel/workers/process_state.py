@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from nbaccel import _catalog
 from nbaccel.units import count_noun
 from nbaccel.workers.reaping import child_processes
 
-__all__ = ["ProcessState", "name_of_thread", "native_threads"]
+__all__ = ["ProcessState", "name_of_thread", "native_threads", "open_files"]
 
 
 # Those above are glibc's own: it handles two of them as soon as a process has a thread.
@@ -22,6 +23,7 @@ _STANDARD_SIGNALS = (1 << 31) - 1
 _SIGNAL_MASKS = ("SigBlk", "SigIgn", "SigCgt")
 
 _STARTED_ANEW = "jemalloc_bg_thd"
+_IN_MEMORY = ("/memfd:", "/dev/shm/")  # noqa: S108 - nothing is written there
 _SETTLE_S = 0.3
 _SETTLE_STEP_S = 0.002
 
@@ -35,6 +37,8 @@ class ProcessState:
         handlers: What Python does on each signal.
         masks: Signals that are blocked, ignored and handled, C code's included.
         connections: Open sockets of the network.
+        ends: Pipes, other sockets and what waits for events: processes that are forked share them.
+        files: Paths of open files: processes that are forked read on from where another one is.
         children: Process ids.
         device_facts: What devices say against a fork.
     """
@@ -43,6 +47,8 @@ class ProcessState:
     handlers: tuple[Any, ...]
     masks: tuple[int, ...]
     connections: frozenset[str]
+    ends: frozenset[str]
+    files: frozenset[str]
     children: frozenset[int]
     device_facts: frozenset[str]
 
@@ -54,6 +60,8 @@ class ProcessState:
             handlers=tuple(map(signal.getsignal, sorted(signal.valid_signals()))),
             masks=_signal_masks(),
             connections=frozenset(_network_sockets()),
+            ends=frozenset(_shared_ends()),
+            files=open_files(),
             children=frozenset(child_processes(os.getpid())),
             device_facts=frozenset(
                 hazard_fact
@@ -77,6 +85,10 @@ class ProcessState:
             found_changes.append(
                 f"it opens {count_noun(len(new_connections), 'network connection')}"
             )
+        if self.ends - earlier.ends and not new_connections:
+            found_changes.append("it keeps a pipe, a socket or an event loop open")
+        if new_files := sorted(self.files - earlier.files):
+            found_changes.append(f"it keeps {new_files[0]} open")
         if new_children := self.children - earlier.children:
             found_changes.append(f"it starts other programs ({len(new_children)})")
         found_changes += sorted(self.device_facts - earlier.device_facts)
@@ -106,6 +118,19 @@ def name_of_thread(thread_id: int) -> str:
             return name_file.read().strip()
     except OSError:
         return ""
+
+
+def open_files() -> frozenset[str]:
+    """Paths of the regular files that this process has open, those in memory left out."""
+    found_paths = set()
+    for descriptor_name in os.listdir("/proc/self/fd"):
+        # The descriptor of the folder itself is closed by now.
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{descriptor_name}")
+            is_file = stat.S_ISREG(os.fstat(int(descriptor_name)).st_mode)
+            if is_file and not path.startswith(_IN_MEMORY):
+                found_paths.add(path)
+    return frozenset(found_paths)
 
 
 def _trial_fork() -> None:
@@ -139,6 +164,16 @@ def _signal_masks() -> tuple[int, ...]:
             status_line.split(":", 1) for status_line in status_file if ":" in status_line
         )
     return tuple(int(status_fields[name], 16) & _STANDARD_SIGNALS for name in _SIGNAL_MASKS)
+
+
+def _shared_ends() -> list[str]:
+    found_ends = []
+    for descriptor_name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{descriptor_name}")
+            if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]")):
+                found_ends.append(f"{descriptor_name} {target}")
+    return found_ends
 
 
 def _network_sockets() -> list[str]:

@@ -12,6 +12,7 @@ template survives any way it may end, a crash or a hang inside a package include
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import mmap
@@ -30,7 +31,7 @@ import psutil
 from nbaccel import env
 from nbaccel.failures import failure
 from nbaccel.units import format_bytes
-from nbaccel.workers import messaging, time_limits
+from nbaccel.workers import import_effects, messaging, time_limits
 from nbaccel.workers.process_state import ProcessState
 from nbaccel.workers.reaping import end_with_parent
 
@@ -221,8 +222,7 @@ class CandidateKeeper:
             channel_fd, error_file = file_descriptors
             _settle(template_id, error_file, message)
             channel = messaging.Channel.from_fd(channel_fd)
-            left_out = _import_all(message, notes, channel)
-            self._become_template(channel, messaging.Learned(left_out))
+            self._become_template(channel, _import_all(message, notes, channel))
         # The notebook has hung up: it wants this one no more.
         except (BrokenPipeError, ConnectionResetError):
             exit_status = 0
@@ -263,13 +263,11 @@ def _settle(template_id: int, error_file: int, message: messaging.Learn) -> None
 
 def _import_all(
     message: messaging.Learn, notes: _Notes, channel: messaging.Channel
-) -> dict[str, str]:
-    """Import everything, or end this process where it cannot be forked afterwards.
-
-    Returns:
-        Package → why it was left out.
-    """
+) -> messaging.Learned:
+    """Import everything, or end this process where it cannot be forked afterwards."""
     left_out = dict(message.left_out)
+    of_workers = _OfWorkers(message)
+    failed_names: dict[str, list[str]] = {}
     # In any case, also where nothing has to be imported: the notebook learns who this is.
     channel.send(messaging.Importing("", os.getpid()))
     with _bounded_memory() as allowed_bytes:
@@ -282,14 +280,11 @@ def _import_all(
             notes.write(package=package, left_out=left_out)
             channel.send(messaging.Importing(package, os.getpid()))
             state_before = ProcessState.now()
-            variables = message.worker_variables if package in message.of_workers else {}
-            with env.noted_reads(variables) as read_names:
-                import_error = _import_in_background(missing_names)
-            changes = [
-                *ProcessState.now().changes_since(state_before),
-                *_otherwise_in_workers(read_names, variables),
-                *_from_elsewhere(message.of_workers.get(package, {})),
-            ]
+            if package in message.of_workers:
+                import_error, changes = of_workers.import_one(package, missing_names)
+            else:
+                import_error, changes = _import_in_background(missing_names), []
+            changes = [*ProcessState.now().changes_since(state_before), *changes]
             if changes:
                 left_out[package] = " and ".join(changes)
                 notes.write(package=package, left_out=left_out)
@@ -297,25 +292,74 @@ def _import_all(
             if isinstance(import_error, MemoryError):
                 left_out[package] = f"it needs more than {format_bytes(allowed_bytes)}"
             elif import_error is not None and package not in sys.modules:
+                failed_names[package] = missing_names
                 left_out[package] = (
                     f"its import fails ({type(import_error).__name__}: {import_error})"
                 )[:_REASON_CHARS]
+    for package, names in failed_names.items():
+        # One of two that import each other may fail first, and succeed with the other.
+        if all(name in sys.modules for name in names):
+            del left_out[package]
     # It outlives the template that it came from, if that is killed: the notebook has its channel.
     end_with_parent(is_wanted=False)
     notes.write(package="", left_out=left_out, is_template=True)
-    return left_out
+    import_effects.note_variables(of_workers.variables_before)
+    return messaging.Learned(left_out, frozenset(of_workers.read_names))
 
 
-def _otherwise_in_workers(
-    read_names: Collection[str], variables: Mapping[str, str | None]
-) -> list[str]:
-    """That an import has read what is otherwise in workers: clauses with "it"."""
-    # What it sets itself, it has set in the worker, too.
-    names = sorted(name for name in read_names if env.read(name) != variables[name])
-    if not names:
-        return []
-    shown_names = ", ".join(names[:_MOST_NAMES]) + (" ..." if len(names) > _MOST_NAMES else "")
-    return [f"it reads {shown_names} when it is imported, which workers have otherwise"]
+class _OfWorkers:
+    """Imports what workers have and the notebook has not, as if a worker did.
+
+    Args:
+        message: What to import.
+
+    Attributes:
+        read_names: Variables that these imports have read.
+        variables_before: The environment before the first of them.
+    """
+
+    def __init__(self, message: messaging.Learn) -> None:
+        self._message = message
+        self.read_names: set[str] = set()
+        self.variables_before: Mapping[str, str] = {}
+
+    def import_one(
+        self, package: str, module_names: Sequence[str]
+    ) -> tuple[BaseException | None, list[str]]:
+        """Import modules of a package.
+
+        Args:
+            package: Its key in the message.
+            module_names: What of it is not there yet.
+
+        Returns:
+            The first error, or None; and what speaks against having it here: clauses with "it".
+        """
+        self.variables_before = self.variables_before or env.snapshot()
+        state_before = import_effects.SetAnew.now()
+        with env.noted_reads(None) as read_names:
+            import_error = _import_in_background(module_names)
+        self.read_names |= read_names
+        return import_error, [
+            *self._otherwise_in_workers(read_names),
+            *_from_elsewhere(self._message.of_workers[package]),
+            *import_effects.SetAnew.now().changes_since(state_before),
+        ]
+
+    def _otherwise_in_workers(self, read_names: Collection[str]) -> list[str]:
+        """That an import has read what is otherwise in workers: clauses with "it"."""
+        variables = self._message.worker_variables
+        # What it sets itself, it has set in the worker, too.
+        names = sorted(
+            name
+            for name in variables
+            if (name in read_names or env.EVERY_VARIABLE in read_names)
+            and env.read(name) != variables[name]
+        )
+        if not names:
+            return []
+        shown_names = ", ".join(names[:_MOST_NAMES]) + (" ..." if len(names) > _MOST_NAMES else "")
+        return [f"it reads {shown_names} when it is imported, which workers have otherwise"]
 
 
 def _from_elsewhere(files: Mapping[str, str]) -> list[str]:
@@ -344,13 +388,20 @@ def _import_in_background(module_names: Sequence[str]) -> BaseException | None:
             except BaseException as error:  # code of other packages, which may call sys.exit()
                 import_errors.append(error)
 
+    thread_effects = import_effects.ThreadEffects()
     former_size = threading.stack_size(_IMPORT_STACK_BYTES)
     try:
-        import_thread = threading.Thread(target=import_modules, name="nbaccel-imports")
+        import_thread = threading.Thread(
+            target=thread_effects.run, args=(import_modules,), name="nbaccel-imports"
+        )
         import_thread.start()
         import_thread.join()
     finally:
         threading.stack_size(former_size)
+    thread_effects.take_over()
+    # What was looked at is not looked at again for each further package.
+    gc.collect()
+    gc.freeze()
     return import_errors[0] if import_errors else None
 
 

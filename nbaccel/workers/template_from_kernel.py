@@ -7,7 +7,8 @@ interpreter is started instead.
 
 What the fork takes along of the notebook, and what it does not:
 
-    open files, sockets, the history database    not: replaced by the null device at once
+    sockets, the history database, logs          not: replaced by the null device at once
+    other files that are open                     with such files there is no fork
     the kernel's shell, streams, magics, hooks    not reachable by their names: replaced
     variables of the notebook (`__main__`)        not reachable by name; their values are in memory,
                                                   as in a fork of start_method="fork"
@@ -22,11 +23,14 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterator, Mapping
+from selectors import BaseSelector
 from typing import Any, NoReturn
 
 import psutil
@@ -42,6 +46,7 @@ _MOST_ANONYMOUS_BYTES = 2**30
 _MOST_VARIABLE_BYTES = 64 * 2**20
 """The fork would keep the memory of variables that the notebook gives up later."""
 _OF_A_KERNEL = "ZMQbg"
+_HISTORY_FILE = "history.sqlite"
 _SHARED_MEMORY_FILE = "/memfd:nbaccel-"
 
 
@@ -61,6 +66,10 @@ def why_not(namespace: Mapping[str, Any]) -> str:
         # Workers import them anew, for they may have been edited: what they have registered with
         # libraries would be registered twice.
         return "modules of your own are imported"
+    if opened_files := _files_of_others():
+        return f"{min(opened_files)} is open"
+    if holder := _holder_of_descriptors():
+        return f"{holder} has an event loop or a socket"
     if _tracker_runs():
         return "multiprocessing's resource tracker runs"
     if _variable_bytes(namespace) > _MOST_VARIABLE_BYTES:
@@ -138,6 +147,37 @@ def _tracker_runs() -> bool:
     tracker_module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(tracker_module, "_resource_tracker", None)
     return getattr(tracker, "_fd", None) is not None
+
+
+def _files_of_others() -> frozenset[str]:
+    """Files that are neither the kernel's own nor a log: a package may read on in one."""
+    inherited_files = set()
+    for process_name in ("self", os.getppid()):
+        for file_descriptor in (1, 2):
+            with contextlib.suppress(OSError):
+                inherited_files.add(os.readlink(f"/proc/{process_name}/fd/{file_descriptor}"))
+    # Workers open logs anew.
+    log_files = {getattr(log_handler, "baseFilename", "") for log_handler in _log_handlers()}
+    return frozenset(
+        path
+        for path in process_state.open_files() - inherited_files - log_files
+        if _HISTORY_FILE not in path
+    )
+
+
+def _holder_of_descriptors() -> str:
+    """A module of a package with what the fork would lose with its descriptors; empty for none."""
+    for module_name in installed_modules.installed_modules():
+        # A copy: a thread may import meanwhile. Not isinstance, which asks lazy objects.
+        for value in tuple(vars(sys.modules.get(module_name, signal)).values()):
+            if issubclass(type(value), (AbstractEventLoop, BaseSelector, socket.socket)):
+                return module_name
+    return ""
+
+
+def _log_handlers() -> Iterator[logging.Handler]:
+    for python_logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        yield from getattr(python_logger, "handlers", ())
 
 
 def _variable_bytes(namespace: Mapping[str, Any]) -> int:
@@ -246,14 +286,18 @@ def _leave_streams() -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.excepthook, sys.displayhook = sys.__excepthook__, sys.__displayhook__
     # Libraries' handlers hold the kernel's streams, which write to the browser.
-    for python_logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        for log_handler in getattr(python_logger, "handlers", ()):
-            if isinstance(log_handler, logging.StreamHandler) and log_handler.stream in old_streams:
-                is_output = log_handler.stream in old_streams[::2]
-                # Not by setStream, which flushes the old stream.
-                log_handler.stream = sys.stdout if is_output else sys.stderr
-                # transformers gives its handler the stream's own method.
-                vars(log_handler).pop("flush", None)
+    for log_handler in _log_handlers():
+        if isinstance(log_handler, logging.StreamHandler) and log_handler.stream in old_streams:
+            is_output = log_handler.stream in old_streams[::2]
+            # Not by setStream, which flushes the old stream.
+            log_handler.stream = sys.stdout if is_output else sys.stderr
+            # transformers gives its handler the stream's own method.
+            vars(log_handler).pop("flush", None)
+    # Other packages have kept a stream when they were imported (`from sys import stdout`).
+    for old_stream, new_stream in zip(old_streams, (sys.stdout, sys.stderr) * 2, strict=True):
+        for method_name in ("write", "writelines", "flush"):
+            with contextlib.suppress(AttributeError):  # one that takes no attributes is no kernel's
+                setattr(old_stream, method_name, getattr(new_stream, method_name))
 
 
 def _leave_shell() -> None:

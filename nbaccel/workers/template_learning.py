@@ -107,6 +107,36 @@ class _WorkerModules:
     variables: Mapping[str, str | None] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True)
+class Surroundings:
+    """What imports for workers depended on: the notebook has not made them, and has not seen it.
+
+    Attributes:
+        environment: The notebook's, at the time of the imports.
+        folders: The folders of packages then, each with its version: what is installed since may be
+            what a package has looked for in vain.
+        read_names: Variables that were read.
+    """
+
+    environment: Mapping[str, str]
+    folders: Mapping[str, FileStamp | None]
+    read_names: frozenset[str] = frozenset()
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        """As they are now."""
+        folders = {path: path for path in sys.path if "-packages" in path}
+        return cls(environment=env.snapshot(), folders=installed_modules.stamps_of(folders))
+
+    def have_changed(self) -> bool:
+        """Whether a worker that imports now may find something else."""
+        if installed_modules.stamps_of({path: path for path in self.folders}) != self.folders:
+            return True
+        if env.EVERY_VARIABLE in self.read_names:
+            return env.snapshot() != self.environment
+        return any(env.read(name) != self.environment.get(name) for name in self.read_names)
+
+
 def _label(package: str) -> str:
     """What workers have imported of a package is left out by itself: the rest may be no trouble."""
     return f"more of {package}"
@@ -268,6 +298,11 @@ class TemplateLearner:
     def _drop_outdated(self) -> bool:
         """Use no template any more with a file that has been changed since; whether that was so."""
         template_boot = self._best()
+        surroundings = template_boot.surroundings if template_boot is not None else None
+        if surroundings is not None and surroundings.have_changed():
+            self._drop_candidate()
+            template_prestart.drop_learned(self._device)
+            template_boot = self._best()
         if template_boot is None or not template_boot.stamps:
             return False
         files = {**self._worker_modules.files, **installed_modules.installed_modules()}
@@ -358,6 +393,7 @@ class TemplateLearner:
             errors=error_file,
             owner=os.getpid(),
             stamps=installed_modules.stamps_of({**files, **files_of_workers}),
+            surroundings=Surroundings.now() if files_of_workers else None,
         )
         self._candidate = _NextTemplate(boot=candidate_boot, base=base_boot)
         with template_socket:
@@ -411,6 +447,12 @@ class TemplateLearner:
                     process_id, lambda: _reported_status(base_boot, process_id)
                 )
         elif isinstance(message, messaging.Learned):
+            surroundings = candidate.boot.surroundings
+            if surroundings is not None:
+                surroundings.read_names = message.read_names
+                if surroundings.have_changed():
+                    self._drop_candidate()
+                    return
             self._candidate = None
             self.left_out = dict(message.left_out)
             candidate.boot.ready = True

@@ -77,6 +77,8 @@ class TemplateBoot:
     """Held by whoever reads its messages."""
     stamps: Mapping[str, FileStamp | None] = field(default_factory=dict, repr=False)
     """Installed modules that it has because the notebook has them → the versions of their files."""
+    surroundings: Any = field(default=None, repr=False)
+    """`template_learning.Surroundings` where it has imported what only workers have."""
     is_of_this_process: bool = False
     """Whether it is a fork of this process, and no fresh interpreter."""
     base: TemplateBoot | None = None

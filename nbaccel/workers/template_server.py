@@ -84,10 +84,14 @@ def serve_notebook_fork(channel_fd: int, parent_id: int) -> NoReturn:
         channel_fd: To the notebook.
         parent_id: Process id of the notebook.
     """
+    import torch
+
     from nbaccel import _accelerate
     from nbaccel.transfer import sharded_tensors
     from nbaccel.workers.reaping import adopt_orphans
 
+    # Workers of a fresh interpreter have the usual one; on a GPU, the rehearsal would wake it here.
+    torch.set_default_device(None)
     # Its state says that this process is the only one.
     _accelerate.forget()
     adopt_orphans()

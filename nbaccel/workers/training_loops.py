@@ -13,6 +13,8 @@ from nbaccel.outer_loop import OuterLoop
 
 __all__ = ["RunningLoop", "TrainingLoops"]
 
+_MOST_LOOPS = 2
+"""Other loops that an epoch may have beside its first one."""
 _DIGITS = re.compile(r"\d+")
 
 
@@ -23,12 +25,16 @@ class EpochCount:
         total: Epochs in all.
         began_at: When the first one began (CLOCK_MONOTONIC).
         began_steps: Batches that had been used until then.
+
+    Attributes:
+        within: Counts the epochs of one of these, where they are rounds of an outer loop (folds).
     """
 
     def __init__(self, total: int, began_at: float, began_steps: int) -> None:
         self.total = total
         self.done = 0
-        self._began_at = self._done_at = began_at
+        self.within: EpochCount | None = None
+        self.began_at = self._done_at = began_at
         self._began_steps = self._done_steps = began_steps
 
     def note_done(self, current_time: float, steps: int) -> None:
@@ -37,14 +43,28 @@ class EpochCount:
 
     def told(self, current_time: float, steps: int) -> OuterLoop:
         """How far it is."""
+        total, done, done_at, done_steps = self.in_epochs()
         return OuterLoop(
-            total=self.total,
-            done=self.done,
-            done_s=self._done_at - self._began_at,
-            round_s=current_time - self._done_at,
-            done_steps=self._done_steps - self._began_steps,
-            round_steps=steps - self._done_steps,
+            total=total,
+            done=done,
+            done_s=done_at - self.began_at,
+            round_s=current_time - done_at,
+            done_steps=done_steps - self._began_steps,
+            round_steps=steps - done_steps,
         )
+
+    def in_epochs(self) -> tuple[int, int, float, int]:
+        """Epochs in all and those done, of all levels; when, and at what step, the last one ended.
+
+        All rounds of an outer loop are taken to have as many epochs as the latest one.
+        """
+        if self.within is None:
+            return self.total, self.done, self._done_at, self._done_steps
+        total, done, done_at, done_steps = self.within.in_epochs()
+        # That of a round which is over is counted with the round.
+        if not done or self.within.began_at < self._done_at:
+            done, done_at, done_steps = 0, self._done_at, self._done_steps
+        return self.total * total, self.done * total + done, done_at, done_steps
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -59,7 +79,11 @@ class RunningLoop:
     epochs: EpochCount | None = None
     """Of a loop of known length: for the case that other loops begin within it."""
     holds_loops: bool = False
-    """Whether others have begun within it, so that its rounds are no batches."""
+    """Whether its rounds are no batches, as others have begun within them."""
+    had_loops: bool = False
+    """Whether others have begun within this round."""
+    uncounted: int = 0
+    """Rounds that were not counted as batches."""
 
 
 class TrainingLoops:
@@ -74,6 +98,8 @@ class TrainingLoops:
         """What counts the epochs of the training, if that is known."""
         self._given_key: tuple[int, str, int | None] | None = None
         """The loop whose number of epochs was given, if that is where it is known from."""
+        self._since_given = 0
+        """Other loops since that one has begun last."""
 
     def begin(
         self,
@@ -93,9 +119,11 @@ class TrainingLoops:
             current_time: Now (CLOCK_MONOTONIC).
             steps: Batches that have been used so far.
         """
-        if self._open:
-            self._open[-1].holds_loops = True
-        outermost = next((loop.epochs for loop in self._open if loop.epochs is not None), None)
+        self._note_within(current_time, steps)
+        outermost = next(
+            (loop.epochs for loop in self._open if loop.holds_loops and loop.epochs is not None),
+            None,
+        )
         # By its place and length, not by the loader, of which there may be a new one for each
         # epoch; `epoch 1` and `epoch 2` are the same loop.
         loop_key = (len(self._open), _DIGITS.sub("#", name), total_batches)
@@ -104,6 +132,8 @@ class TrainingLoops:
             self._around, self._given_key = outermost, None
         elif epochs:
             self._count_given(loop_key, epochs, current_time, steps)
+        elif self._given_key is not None and loop_key[0] == self._given_key[0]:
+            self._since_given += 1
         elif self._given_key is None and not self._open:
             self._around = None  # an earlier loop over epochs is over
         new_loop = RunningLoop(
@@ -116,11 +146,35 @@ class TrainingLoops:
         self.latest = new_loop
         return new_loop
 
+    def _note_within(self, current_time: float, steps: int) -> None:
+        """Another loop begins within the innermost one."""
+        if not self._open:
+            return
+        parent = self._open[-1]
+        if parent.batches and parent.total_batches and not (parent.had_loops or parent.holds_loops):
+            # Rounds without others were before: batches, or epochs that are skipped when a training
+            # goes on. The next round tells.
+            parent.epochs = EpochCount(parent.total_batches - parent.batches, current_time, steps)
+        parent.had_loops = True
+        parent.holds_loops = parent.holds_loops or not parent.batches
+        if parent.holds_loops and len(self._open) > 1 and parent.epochs is not None:
+            around_parent = self._open[-2].epochs
+            if self._open[-2].holds_loops and around_parent is not None:
+                around_parent.within = parent.epochs
+
     def _count_given(
         self, loop_key: tuple[int, str, int | None], epochs: int, current_time: float, steps: int
     ) -> None:
         """Count the epochs of a loop of which it was said how many there are."""
+        self._since_given += 1
+        is_resumed = (
+            self._begun[loop_key] == 2 and self._given_key and self._begun[self._given_key] == 1
+        )
+        if is_resumed and self._around is not None:
+            # The first one was the rest of an epoch, and shorter.
+            self._given_key, self._around.done = loop_key, 1
         if loop_key == self._given_key and self._around is not None:
+            self._since_given = 0
             self._around.note_done(current_time, steps)
             is_over = self._around.done >= epochs
         else:
@@ -133,7 +187,7 @@ class TrainingLoops:
             )
         if is_over:
             self._begun[loop_key] = 1
-            self._given_key = loop_key
+            self._given_key, self._since_given = loop_key, 0
             self._around = EpochCount(epochs, current_time, steps)
 
     def round_done(self, loop: RunningLoop | None, current_time: float, steps: int) -> bool:
@@ -148,12 +202,40 @@ class TrainingLoops:
             Whether it was a batch.
         """
         done_loop = loop or self.latest
-        if done_loop.holds_loops:
+        had_loops, done_loop.had_loops = done_loop.had_loops, False
+        if self._is_beside_another(done_loop):
+            self._let_be_over_batches(done_loop)
+            return False
+        if done_loop.holds_loops and had_loops:
+            done_loop.uncounted += 1
             if done_loop.epochs is not None:
                 done_loop.epochs.note_done(current_time, steps)
             return False
+        if had_loops:
+            # One with a validation now and then, or one over epochs of which some were skipped.
+            done_loop.holds_loops = True
+            if done_loop.epochs is not None:
+                done_loop.epochs.note_done(current_time, steps)
+        elif done_loop.holds_loops:
+            self._let_be_over_batches(done_loop)
         done_loop.batches += 1
+        if loop in self._open:
+            self.latest = done_loop
         return True
+
+    def _is_beside_another(self, loop: RunningLoop) -> bool:
+        """Whether one that has begun later runs on at the end of a round (`zip`, threads)."""
+        return loop in self._open and self._open[-1] is not loop
+
+    def _let_be_over_batches(self, loop: RunningLoop) -> None:
+        """Its rounds are no epochs, though other loops have begun within one."""
+        if loop.epochs is not None and self._around is loop.epochs:
+            self._around = None
+        for open_loop in self._open:
+            if open_loop.epochs is not None and open_loop.epochs.within is loop.epochs:
+                open_loop.epochs.within = None
+        loop.batches += loop.uncounted
+        loop.holds_loops, loop.epochs, loop.uncounted = False, None, 0
 
     def end(self, loop: RunningLoop) -> None:
         """A loop is over, or was left."""
@@ -168,4 +250,12 @@ class TrainingLoops:
             current_time: Now (CLOCK_MONOTONIC).
             steps: Batches that have been used so far.
         """
-        return None if self._around is None else self._around.told(current_time, steps)
+        if self._around is None:
+            return None
+        if (
+            self._given_key is not None
+            and not self._around.done
+            and self._since_given > _MOST_LOOPS
+        ):
+            return None  # no loop is like another one: none tells when an epoch is over
+        return self._around.told(current_time, steps)

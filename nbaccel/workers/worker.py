@@ -48,6 +48,7 @@ from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import (
+    import_effects,
     messaging,
     metrics_reporter,
     precision_check,
@@ -233,6 +234,7 @@ def settle_in_process(
         _move_into(worker_assignment)
     else:
         env.replace_all(worker_assignment.environment)
+        import_effects.apply_variables()
         os.chdir(worker_assignment.working_directory)
         # In place, because other modules hold a reference to this list.
         sys.path[:] = worker_assignment.import_path

@@ -163,6 +163,19 @@ def test_the_main_threads_stack_is_read_from_a_dump() -> None:
     ]
 
 
+def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack() -> None:
+    of_notebook = (
+        '  File "{house}/workers/worker.py", line 80 in run_worker\n'
+        '  File "{house}/workers/template_from_kernel.py", line 200 in fork_notebook\n'
+        '  File "/tmp/ipykernel_9/33.py", line 1 in <module>\n'
+        '  File "/site-packages/ipykernel/kernelapp.py", line 7 in start\n'
+    ).replace("{house}", failure.__file__.rpartition("/failures/")[0])
+    forked_in_cell = DUMP.replace("\nExtension modules", of_notebook + "\nExtension modules")
+    assert parse_stack(forked_in_cell) == parse_stack(DUMP)
+    head, _, _ = DUMP.rpartition('  File "/usr/lib/python3.11/ctypes')
+    assert parse_stack(head + of_notebook) == ()
+
+
 TORCH = "/site-packages/torch/distributed/distributed_c10d.py"
 
 

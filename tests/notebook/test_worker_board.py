@@ -110,6 +110,7 @@ def test_while_a_cell_runs_the_board_says_which_how_long_and_what_is_waited_at(
     times = [float(re.findall(r"running +([\d.]+) s", lines[2])[0]) for lines in during]
     assert times == sorted(times)
     assert times[-1] - times[0] >= 1.5
+    assert not [line for lines in during for line in lines if "_magic (" in line]
     waiting = [line for lines in during for line in lines if "waiting in " in line]
     assert waiting, during
     assert all(line.startswith("1 ") and "In[" in line for line in waiting)
@@ -145,6 +146,7 @@ def test_between_cells_a_killed_worker_is_seen_and_told_by_the_next_cell(
     assert re.search(r"^1 +gone +- +- +-$", texts[-1], re.MULTILINE), "nor its names"
     told = kernel_with_workers.run("%%accelerate\n1")
     assert told.error == "WorkerDied"
+    assert "_magic (" not in "\n".join(told.traceback), "where its template was forked"
     assert "SIGKILL" in "\n".join(told.traceback)
     assert boards_of(told)[-1][0].startswith("broken: ")
     assert not kernel_with_workers.run("%%accelerate\n1").error
@@ -190,5 +192,11 @@ def test_a_captured_cell_does_not_get_the_board_and_unloading_ends_the_timer(
     ).check()
     assert "2 ranks" in seen.stdout
     assert "rank  state" not in seen.stdout
-    kernel_with_workers.run("%unload_ext nbaccel").check()
+    # A board that is captured is not seen: the one that is stays the newest.
+    kernel_with_workers.run("%%capture kept\n%accelerate").check()
+    count = kernel_with_workers.run("print(len(kept.outputs))").check()
+    assert count.stdout == "1\n"
+    assert kernel_with_workers.run("%%accelerate\nafterwards = 1").check().updates
+    unloaded = kernel_with_workers.run("%unload_ext nbaccel").check().updates
+    assert unloaded[-1]["text/plain"].startswith("stopped: ")
     assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout == "0 []\n"

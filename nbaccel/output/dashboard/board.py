@@ -185,6 +185,8 @@ class RankFacts:
     total_batches: int | None = None
     outer: OuterLoop | None = None
     """The loop over epochs around it, if the rank reports one."""
+    known_loops: set[tuple[str, int, int | None]] = field(default_factory=set)
+    """Loops over batches that have begun."""
     epoch_marks: list[tuple[float, str]] = field(default_factory=list)
     """The step at which each loop over batches began, and the loop's name."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -341,7 +343,10 @@ def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
     rank_facts.bar_is_whole = metrics_message.bar_is_whole
     rank_facts.outer, rank_facts.heard_at = metrics_message.outer, metrics_message.time
     loop_now = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
-    if rank_facts.epoch and (began_anew or loop_now != loop_before):
+    # One that holds a validation now and then goes on after it.
+    goes_on = metrics_message.batches > 0 and loop_now in rank_facts.known_loops - {loop_before}
+    rank_facts.known_loops.add(loop_now)
+    if rank_facts.epoch and (began_anew or loop_now != loop_before) and not goes_on:
         began_at_step = float(metrics_message.steps - metrics_message.batches)
         # A loop over epochs and the first loop within it begin at one step.
         if rank_facts.epoch_marks and rank_facts.epoch_marks[-1][0] == began_at_step:

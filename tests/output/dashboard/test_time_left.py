@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -254,3 +254,136 @@ def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
     line = drawing.summary_line(board, is_live=True)
     assert "epoch 3 of 14, " in line
     assert "in this" not in line
+
+
+class Nested:
+    """Loops of `accelerator.progress` within each other, by a clock of their own."""
+
+    def __init__(self) -> None:
+        self.now, self.steps = 0.0, 0
+        self._board, self._loops = RunBoard([0], began_at=0.0), TrainingLoops()
+        self.told: list[tuple[float, float, str]] = []
+        """When how much was said to be left, and of what."""
+
+    def progress(self, rounds: int, name: str = "", epochs: int | None = None) -> Iterator[int]:
+        loop = self._loops.begin(
+            name, rounds, epochs=epochs, current_time=self.now, steps=self.steps
+        )
+        self._tell()
+        try:
+            for number in range(rounds):
+                yield number
+                if self._loops.round_done(loop, self.now, self.steps):
+                    self.steps += 1
+                self._tell()
+        finally:
+            self._loops.end(loop)
+
+    def batches(self, rounds: int, name: str = "", epochs: int | None = None) -> None:
+        for _ in self.progress(rounds, name, epochs):
+            self.now += BATCH_S
+
+    @property
+    def marks(self) -> list[float]:
+        return [step for step, _ in self._board.ranks[0].epoch_marks]
+
+    def least_and_most(self, *, after: float, of_what: str = "") -> tuple[float, float]:
+        """The least and the most that was said, as shares of what was really left."""
+        shares = [
+            said / (self.now - told_at)
+            for told_at, said, said_of in self.told
+            # Right before the end a second is a large share.
+            if after < told_at < 0.9 * self.now and said_of == of_what
+        ]
+        return min(shares), max(shares)
+
+    def _tell(self) -> None:
+        latest = self._loops.latest
+        self._board.now = self.now
+        message = Metrics(
+            time=self.now,
+            steps=self.steps,
+            values=(),
+            device_bytes=None,
+            loop_name=latest.name,
+            epoch=latest.epoch,
+            batches=latest.batches,
+            total_batches=latest.total_batches,
+            outer=self._loops.around(self.now, self.steps),
+        )
+        self._board.hear(0, message)
+        left = most_left(self._board.ranks.values(), self.now)
+        if left is not None:
+            self.told.append((self.now, left.seconds, left.of_what))
+
+
+def test_of_three_levels_all_epochs_are_counted() -> None:
+    run = Nested()
+    for _ in run.progress(3):
+        for _ in run.progress(5):
+            run.batches(BATCHES)
+    assert run.steps == 3 * 5 * BATCHES
+    least, most = run.least_and_most(after=2.0)
+    assert 0.9 < least <= most < 1.1
+
+
+@pytest.mark.parametrize("first", [0, 9])
+def test_a_loop_that_holds_a_validation_now_and_then_is_over_batches(first: int) -> None:
+    run = Nested()
+    for number in run.progress(100):
+        run.now += BATCH_S
+        if number % 10 == first:
+            run.batches(2, "validation")
+    assert run.steps == pytest.approx(100 + 10 * 2, abs=1)
+    assert len(run.marks) == pytest.approx(1 + 10, abs=1), "going on after it is no beginning"
+    least, most = run.least_and_most(after=10.0, of_what="epoch")
+    # What validations take is known of none of them.
+    assert 0.7 < least <= most < 1.1
+    whole = [told_at for told_at, _, of_what in run.told if not of_what]
+    assert max(whole, default=0.0) < 10.0, "its rounds are no epochs"
+
+
+def test_within_epochs_such_a_loop_is_an_epoch() -> None:
+    run = Nested()
+    for _ in run.progress(4):
+        for number in run.progress(40):
+            run.now += BATCH_S
+            if number % 10 == 5:
+                run.batches(2, "validation")
+    assert run.steps == 4 * (40 + 4 * 2)
+    least, most = run.least_and_most(after=30.0)
+    assert 0.9 < least <= most < 1.3
+
+
+def test_two_loops_beside_each_other_are_no_epochs_of_each_other() -> None:
+    run = Nested()
+    for _ in zip(run.progress(100), run.progress(100), strict=True):
+        run.now += BATCH_S
+    least, most = run.least_and_most(after=5.0, of_what="epoch")
+    assert 0.8 < least <= most < 1.4
+
+
+def test_a_training_that_goes_on_counts_the_epochs_that_are_left() -> None:
+    run = Nested()
+    for epoch in run.progress(10):
+        if epoch >= 5:
+            run.batches(BATCHES)
+    least, most = run.least_and_most(after=2 * BATCHES * BATCH_S)
+    assert 0.9 < least <= most < 1.1
+
+
+def test_the_rest_of_an_epoch_is_one_of_the_epochs_that_were_told() -> None:
+    run = Nested()
+    run.batches(8, epochs=6)
+    for _ in range(5):
+        run.batches(BATCHES, epochs=6)
+    least, most = run.least_and_most(after=(8 + BATCHES) * BATCH_S)
+    assert 0.6 < least <= most < 1.1
+
+
+def test_where_each_epoch_has_another_length_nothing_is_said_that_grows() -> None:
+    run = Nested()
+    for epoch in range(8):
+        run.batches(BATCHES + epoch, epochs=8)
+    late = [said for told_at, said, _ in run.told if told_at > run.now / 2]
+    assert max(late) <= (BATCHES + 8) * BATCH_S
