@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -13,7 +14,9 @@ from types import ModuleType
 from nbaccel._origin import install_line
 from nbaccel.errors import MissingBackend
 
-__all__ = ["is_installed", "is_package", "require"]
+__all__ = ["is_installed", "is_package", "metadata_version", "require"]
+
+_VERSION_FIELD = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 
 
 def require(module: str, *, extra: str, why: str) -> ModuleType:
@@ -80,6 +83,24 @@ def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
             continue
         return True
     return False
+
+
+def metadata_version(distribution: importlib.metadata.Distribution) -> str:
+    """The version of a distribution, without parsing all of its metadata, which takes milliseconds.
+
+    Args:
+        distribution: An installed distribution.
+
+    Returns:
+        Its version; empty where it has no metadata, as in the folder of an interrupted
+        installation.
+    """
+    # Of wheels, of eggs, and of distributions that are a single file: as importlib.metadata.
+    for file_name in ("METADATA", "PKG-INFO", ""):
+        header_text = (distribution.read_text(file_name) or "").partition("\n\n")[0]
+        if found_field := _VERSION_FIELD.search(header_text):
+            return found_field[1]
+    return ""
 
 
 def _find_submodule(parent_spec: ModuleSpec | None, submodule_name: str) -> ModuleSpec | None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 
 import pytest
 
-from nbaccel._optional import is_installed, require
+from nbaccel._optional import is_installed, metadata_version, require
 from nbaccel._origin import install_line
 from nbaccel.errors import MissingBackend
 
@@ -66,3 +67,26 @@ def test_looking_runs_no_code(packages, name, expected):
 def test_a_module_blocked_in_sys_modules_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "nb_blocked", None)
     assert not is_installed("nb_blocked")
+
+
+def test_versions_are_those_of_importlib_for_every_installed_distribution():
+    found = {
+        distribution.name: metadata_version(distribution)
+        for distribution in importlib.metadata.distributions()
+    }
+    assert found
+    assert found == {name: importlib.metadata.version(name) for name in found}
+
+
+def test_the_folder_of_an_interrupted_installation_has_no_version(tmp_path):
+    (tmp_path / "half-1.0.dist-info").mkdir()
+    (distribution,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert metadata_version(distribution) == ""
+
+
+def test_a_version_in_the_description_is_not_the_version(tmp_path):
+    folder = tmp_path / "told-2.5.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: told\nversion: 2.5\n\nVersion: 1.0 was better.\n")
+    (distribution,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert metadata_version(distribution) == "2.5"

@@ -15,13 +15,14 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import psutil
 
 from nbaccel import _catalog, env
+from nbaccel._optional import metadata_version
 from nbaccel.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
 from nbaccel.plan.inventory import Inventory
 
@@ -258,7 +259,7 @@ def _file_system_bytes(folder: Path) -> int:
 
 def _installed_version(package: str) -> str:
     try:
-        return version(package)
+        return metadata_version(distribution(package))
     except PackageNotFoundError:
         return ""
 

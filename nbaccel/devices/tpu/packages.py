@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 
+from nbaccel._optional import metadata_version
+
 __all__ = ["TORCH_TPU_EXTENSION", "DriverPackages", "find_packages"]
 
 # Sophgo's package has the same name and the same module; only the entry point tells them apart.
@@ -91,6 +93,4 @@ def _find(name: str, search_path: Sequence[str] | None) -> Distribution | None:
 
 
 def _version_of(distribution: Distribution | None) -> str:
-    # A folder that an interrupted installation left behind has no metadata, whatever the types say.
-    metadata = None if distribution is None else distribution.metadata
-    return "" if metadata is None else str(metadata["Version"] or "")
+    return "" if distribution is None else metadata_version(distribution)
