@@ -27,6 +27,8 @@ LANE        ?= colab kaggle oldest newest dist binder torch_tpu torch_xla
 
 # Images of containers set it; hundreds of processes would each compile what they import anew, and those of the lanes torch.
 unexport PYTHONDONTWRITEBYTECODE
+# Of a shell in which another environment is active; IPython warns of it.
+unexport VIRTUAL_ENV
 
 BIN     := $(VENV)/bin
 # Those that compile operations or load transformers.
