@@ -14,7 +14,7 @@ from types import ModuleType
 from nbaccel._origin import install_line
 from nbaccel.errors import MissingBackend
 
-__all__ = ["is_installed", "is_package", "metadata_version", "require"]
+__all__ = ["installed_version", "is_installed", "is_package", "metadata_version", "require"]
 
 _VERSION_FIELD = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 
@@ -83,6 +83,21 @@ def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
             continue
         return True
     return False
+
+
+def installed_version(distribution_name: str) -> str:
+    """The version of what is installed under a name, without importing it.
+
+    Args:
+        distribution_name: What pip calls the package.
+
+    Returns:
+        Its version; empty where it is not installed.
+    """
+    try:
+        return metadata_version(importlib.metadata.distribution(distribution_name))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def metadata_version(distribution: importlib.metadata.Distribution) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel import __version__, env
+from nbaccel._optional import installed_version
 from nbaccel.config.config_file import default_config_path
 from nbaccel.devices.nvml import driver_versions
 from nbaccel.plan.inspecting import inspect_machine
@@ -59,7 +60,7 @@ def environment_facts(config_file: str | None = None) -> Facts:
     inventory = inspect_machine()
     return {
         "nbaccel": _own_facts(inventory),
-        "packages": {name: version for name in _PACKAGES if (version := _installed_version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
         "torch build": _torch_build(),
         "machine": _machine_facts(inventory),
         "devices": _device_facts(inventory),
@@ -113,13 +114,6 @@ def _own_facts(inventory: Inventory) -> dict[str, Any]:
         "executable": sys.executable,
         "front end": inventory.front_end,
     }
-
-
-def _installed_version(package_name: str) -> str:
-    try:
-        return metadata.version(package_name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _torch_build() -> dict[str, Any]:

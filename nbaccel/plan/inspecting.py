@@ -15,14 +15,13 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import psutil
 
 from nbaccel import _catalog, env
-from nbaccel._optional import metadata_version
+from nbaccel._optional import installed_version
 from nbaccel.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
 from nbaccel.plan.inventory import Inventory
 
@@ -204,7 +203,7 @@ def inspect_machine() -> Inventory:
         shm_bytes=_file_system_bytes(Path("/dev/shm")),
         platform=sys.platform,
         python_version=platform.python_version(),
-        torch_version=_installed_version("torch"),
+        torch_version=installed_version("torch"),
         front_end=_detect_front_end(environ),
         fork_supported=hasattr(os, "fork"),
         memfd_supported=hasattr(os, "memfd_create"),
@@ -255,13 +254,6 @@ def _file_system_bytes(folder: Path) -> int:
     except (OSError, AttributeError):  # no such folder; no such call on Windows
         return 0
     return file_system.f_blocks * file_system.f_frsize
-
-
-def _installed_version(package: str) -> str:
-    try:
-        return metadata_version(distribution(package))
-    except PackageNotFoundError:
-        return ""
 
 
 def _detect_front_end(environ: Mapping[str, str]) -> str:

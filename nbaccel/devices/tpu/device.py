@@ -11,11 +11,11 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel import env
+from nbaccel._optional import installed_version
 from nbaccel.abc.device import CompileCounts, Device
 from nbaccel.capabilities import strategy_row
 from nbaccel.devices.tpu import chips, packages
@@ -204,7 +204,7 @@ class TpuDevice(Device):
         if host is None:
             return
         dry_run = "torch_xla" if _is_dry_run(host) else "auto"
-        choice = choose_driver(dry_run, host, _torch_version())
+        choice = choose_driver(dry_run, host, installed_version("torch"))
         if choice.name:
             _DRIVERS[choice.name]().load()
 
@@ -214,7 +214,7 @@ class TpuDevice(Device):
         return (
             host is not None
             and bool(host.chips)
-            and bool(choose_driver("auto", host, _torch_version()).name)
+            and bool(choose_driver("auto", host, installed_version("torch")).name)
         )
 
     def keep_asleep(self) -> None:
@@ -242,7 +242,7 @@ class TpuDevice(Device):
         host = chips.inspect_host(env.snapshot())
         if host is None or not host.chips:
             return False
-        choice = choose_driver("auto", host, _torch_version())
+        choice = choose_driver("auto", host, installed_version("torch"))
         if not choice.name:
             return False
         driver = _DRIVERS[choice.name]()
@@ -374,13 +374,6 @@ def _is_dry_run(host: TpuHost | None) -> bool:
     return (
         host is not None and not host.chips and host.pjrt_device == "CPU" and bool(host.torch_xla)
     )
-
-
-def _torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
 
 
 def _free_ports(count: int) -> list[int]:

@@ -19,6 +19,22 @@ EVALUATION_S = 4.0
 EPOCHS, BATCHES, EVALUATED = 14, 20, 5
 
 
+def metrics_of(loops: TrainingLoops, now: float, steps: int) -> Metrics:
+    """What a rank reports of its loops."""
+    latest = loops.latest
+    return Metrics(
+        time=now,
+        steps=steps,
+        values=(),
+        device_bytes=None,
+        loop_name=latest.name,
+        epoch=latest.epoch,
+        batches=latest.batches,
+        total_batches=latest.total_batches,
+        outer=loops.around(now, steps),
+    )
+
+
 class Training:
     """A training by a clock of its own: what ranks report of it, and what it will really take.
 
@@ -83,20 +99,8 @@ class Training:
         return loop
 
     def _tell(self) -> None:
-        latest = self._loops.latest
         self.board.now = self.now
-        message = Metrics(
-            time=self.now,
-            steps=self._steps,
-            values=(),
-            device_bytes=None,
-            loop_name=latest.name,
-            epoch=latest.epoch,
-            batches=latest.batches,
-            total_batches=latest.total_batches,
-            outer=self._loops.around(self.now, self._steps),
-        )
-        self.board.hear(0, message)
+        self.board.hear(0, metrics_of(self._loops, self.now, self._steps))
 
     def _see(self, epoch: int) -> None:
         bars = tuple(bar for text in self._bars[epoch : epoch + 1] if (bar := read_bar(text)))
@@ -298,20 +302,8 @@ class Nested:
         return min(shares), max(shares)
 
     def _tell(self) -> None:
-        latest = self._loops.latest
         self._board.now = self.now
-        message = Metrics(
-            time=self.now,
-            steps=self.steps,
-            values=(),
-            device_bytes=None,
-            loop_name=latest.name,
-            epoch=latest.epoch,
-            batches=latest.batches,
-            total_batches=latest.total_batches,
-            outer=self._loops.around(self.now, self.steps),
-        )
-        self._board.hear(0, message)
+        self._board.hear(0, metrics_of(self._loops, self.now, self.steps))
         left = most_left(self._board.ranks.values(), self.now)
         if left is not None:
             self.told.append((self.now, left.seconds, left.of_what))
