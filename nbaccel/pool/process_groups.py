@@ -49,7 +49,7 @@ from nbaccel.topology import Topology
 from nbaccel.train import call_check, distributed
 from nbaccel.train.in_sync import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
-from nbaccel.workers import rendezvous
+from nbaccel.workers import process_state, rendezvous
 
 __all__ = ["ProcessGroups", "reattach_models"]
 
@@ -256,14 +256,11 @@ class ProcessGroups:
 
 def _own_sockets() -> dict[int, int]:
     """Inode → descriptor of every socket of this process."""
-    socket_descriptors = {}
-    for entry_name in os.listdir("/proc/self/fd"):
-        # The descriptor may have been closed meanwhile.
-        with contextlib.suppress(OSError):
-            link_target = os.readlink(f"/proc/self/fd/{entry_name}")
-            if link_target.startswith("socket:["):
-                socket_descriptors[int(link_target[8:-1])] = int(entry_name)
-    return socket_descriptors
+    return {
+        int(target[8:-1]): file_descriptor
+        for file_descriptor, target in process_state.open_descriptors()
+        if target.startswith("socket:[")
+    }
 
 
 def _shut_connection(socket_fd: int, *, spared_port: int) -> bool:

@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from nbaccel import _catalog
 from nbaccel.units import count_noun
 from nbaccel.workers.reaping import child_processes
 
-__all__ = ["ProcessState", "name_of_thread", "native_threads", "open_files"]
+__all__ = ["ProcessState", "name_of_thread", "native_threads", "open_descriptors", "open_files"]
 
 
 # Those above are glibc's own: it handles two of them as soon as a process has a thread.
@@ -123,14 +124,24 @@ def name_of_thread(thread_id: int) -> str:
 def open_files() -> frozenset[str]:
     """Paths of the regular files that this process has open, those in memory left out."""
     found_paths = set()
-    for descriptor_name in os.listdir("/proc/self/fd"):
-        # The descriptor of the folder itself is closed by now.
+    for file_descriptor, path in open_descriptors():
         with contextlib.suppress(OSError):
-            path = os.readlink(f"/proc/self/fd/{descriptor_name}")
-            is_file = stat.S_ISREG(os.fstat(int(descriptor_name)).st_mode)
+            is_file = stat.S_ISREG(os.fstat(file_descriptor).st_mode)
             if is_file and not path.startswith(_IN_MEMORY):
                 found_paths.add(path)
     return frozenset(found_paths)
+
+
+def open_descriptors() -> Iterator[tuple[int, str]]:
+    """All descriptors of this process.
+
+    Yields:
+        The descriptor, and what it is of: a path, or ``socket:[1]`` with the inode.
+    """
+    for descriptor_name in os.listdir("/proc/self/fd"):
+        # It may have been closed meanwhile, and that of the folder itself is.
+        with contextlib.suppress(OSError):
+            yield int(descriptor_name), os.readlink(f"/proc/self/fd/{descriptor_name}")
 
 
 def _trial_fork() -> None:
@@ -167,24 +178,22 @@ def _signal_masks() -> tuple[int, ...]:
 
 
 def _shared_ends() -> list[str]:
-    found_ends = []
-    for descriptor_name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{descriptor_name}")
-            if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]")):
-                found_ends.append(f"{descriptor_name} {target}")
-    return found_ends
+    return [
+        f"{file_descriptor} {target}"
+        for file_descriptor, target in open_descriptors()
+        if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]"))
+    ]
 
 
 def _network_sockets() -> list[str]:
     found_sockets = []
-    for descriptor_name in os.listdir("/proc/self/fd"):
-        # The descriptor of the folder itself is closed by now.
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{descriptor_name}")
-            if target.startswith("socket:"):
-                # A copy: the object closes its descriptor.
-                with socket.socket(fileno=os.dup(int(descriptor_name))) as open_socket:
-                    if open_socket.family in (socket.AF_INET, socket.AF_INET6):
-                        found_sockets.append(target)
+    for file_descriptor, target in open_descriptors():
+        if target.startswith("socket:"):
+            # A copy: the object closes its descriptor.
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(file_descriptor)) as open_socket,
+            ):
+                if open_socket.family in (socket.AF_INET, socket.AF_INET6):
+                    found_sockets.append(target)
     return found_sockets
