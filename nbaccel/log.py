@@ -1,7 +1,8 @@
 """Logging under the name ``nbaccel``, with the rank in front where there is one.
 
-Nothing is configured here: no level, no handler that writes. Messages are turned on as with any
-library: ``logging.getLogger("nbaccel").setLevel("DEBUG")`` and a handler.
+Where nobody has set up logging, warnings are written as notices, each once: a library with a handler
+that drops everything would keep Python from printing them. As soon as there is another handler, for
+``nbaccel`` or for all, messages are its alone: ``logging.getLogger("nbaccel").setLevel("DEBUG")``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,28 @@ class _RankAdapter(_LoggerAdapter):
         return (msg if rank_text is None else f"[rank {rank_text}] {msg}"), kwargs
 
 
+class _NoticeHandler(logging.Handler):
+    """Writes warnings, each text once in a process, where nobody else would."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._written: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _has_other_handlers():
+            return
+        # In a worker the console says whose line it is, and shows one that all ranks write once.
+        text = record.getMessage().removeprefix(f"[rank {env.read('RANK')}] ")
+        if text not in self._written:
+            self._written.add(text)
+            write_notice(f"nbaccel: {text}\n")
+
+
+def _has_other_handlers() -> bool:
+    handlers = logging.getLogger(ROOT_LOGGER_NAME).handlers
+    return bool(logging.getLogger().handlers) or len(handlers) > 1
+
+
 def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[logging.Logger]:
     """The logger of a module of nbaccel.
 
@@ -48,9 +71,8 @@ def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[log
         A logger whose messages carry the rank inside a worker.
     """
     root_logger = logging.getLogger(ROOT_LOGGER_NAME)
-    if not any(isinstance(handler, logging.NullHandler) for handler in root_logger.handlers):
-        # Without any handler Python would print warnings to stderr by itself.
-        root_logger.addHandler(logging.NullHandler())
+    if not any(isinstance(handler, _NoticeHandler) for handler in root_logger.handlers):
+        root_logger.addHandler(_NoticeHandler())
     is_inside = logger_name == ROOT_LOGGER_NAME or logger_name.startswith(f"{ROOT_LOGGER_NAME}.")
     return _RankAdapter(
         logging.getLogger(logger_name if is_inside else f"{ROOT_LOGGER_NAME}.{logger_name}"), {}

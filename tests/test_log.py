@@ -4,6 +4,8 @@ import logging
 import subprocess
 import sys
 
+import pytest
+
 from nbaccel.log import get_logger
 
 
@@ -23,15 +25,32 @@ def test_names_stay_under_the_package():
     assert get_logger().logger.name == "nbaccel"
 
 
-def test_nothing_is_configured_and_nothing_is_printed():
-    code = (
-        "import logging, nbaccel.log as log\n"
-        "before = list(logging.getLogger('nbaccel').handlers), logging.getLogger().handlers[:]\n"
-        "assert before == ([], []), before\n"
-        "log.get_logger('nbaccel.x').warning('should not appear')\n"
-        "assert logging.getLogger('nbaccel').level == logging.NOTSET\n"
-    )
+WARN = (
+    "import logging\n"
+    "{set_up}\n"
+    "from nbaccel.log import get_logger\n"
+    "for number in (1, 1, 2):\n"
+    "    get_logger('nbaccel.x').warning('seen %d', number)\n"
+    "get_logger('nbaccel.x').info('not asked for')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("set_up", "written"),
+    [
+        ("", ["nbaccel: seen 1", "nbaccel: seen 2"]),
+        ("logging.basicConfig(format='%(message)s')", ["seen 1", "seen 1", "seen 2"]),
+        ("logging.getLogger('nbaccel').addHandler(logging.NullHandler())", []),
+        ("logging.getLogger('nbaccel').setLevel('ERROR')", []),
+    ],
+    ids=["nothing set up", "a handler for all", "a handler for nbaccel", "a level"],
+)
+def test_a_warning_is_seen_once_or_by_who_has_set_up_logging(set_up, written):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False
+        [sys.executable, "-c", WARN.format(set_up=set_up)],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=True,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.stdout, done.stderr.splitlines()) == ("", written)
