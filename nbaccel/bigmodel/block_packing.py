@@ -90,6 +90,15 @@ class Packing:
     is_complete: bool
     largest_kept_away: float
 
+    @property
+    def lacking_room(self) -> float:
+        """Bytes over its budget that the first device in use holds with the largest layer there."""
+        used_devices = set(self.devices.values())
+        used = next((tier for tier in self.tiers if tier.device in used_devices), None)
+        if used is None or used.level > self.tiers[0].level or used.budget is None:
+            return 0
+        return max(0, self.held[used.device] + self.largest_kept_away - used.budget)
+
     def bytes_below(self, level: int) -> float:
         """Bytes on tiers that are slower than a level."""
         return sum(self.held[tier.device] for tier in self.tiers if tier.level > level)
@@ -241,7 +250,9 @@ def pack_blocks(
     The first packing keeps room for the largest layer that has no place yet, as Accelerate's does;
     it stands unless another is better (`Packing.is_better`). A model that is computed on several
     devices needs no such room where nothing is kept away from them, and otherwise only as much as
-    what is kept away; and what comes along with a block, being tied to it, needs none.
+    what is kept away; and what comes along with a block, being tied to it, needs none. Where no
+    packing with room for what is brought back leaves as little to the slowest tier as the first
+    one, the first one stands without that room: `lacking_room` says how much that is.
 
     Args:
         forest: The blocks.
@@ -264,13 +275,17 @@ def pack_blocks(
             for bytes_kept in (0.0, first_packing.largest_kept_away)
         ]
     packings = [first_packing, *(_BlockPacker(forest, tiers, other).pack() for other in others)]
-    if len(computing) > 1 and not _has_room(first_packing):
+    if len(computing) > 1 and first_packing.lacking_room:
         # Layers are brought back to the first device in use. Accelerate keeps room on the one that
         # stays empty, and fills this one.
         next_tier = replace(computing[1], keeps_room=True)
         later_tiers = [next_tier, *(tier for tier in tiers if tier not in computing[:2])]
         packings.append(pack_blocks(forest, later_tiers, may_skip_ahead=may_skip_ahead))
-    return _best_packing([packing for packing in packings if _has_room(packing)] or packings[:1])
+    with_room = [packing for packing in packings if not packing.lacking_room]
+    best = _best_packing(with_room) if with_room else first_packing
+    slowest = tiers[-1].device
+    leaves_more = best.held[slowest] > first_packing.held[slowest]
+    return first_packing if leaves_more and first_packing.is_complete else best
 
 
 def _best_packing(packings: Sequence[Packing]) -> Packing:
@@ -278,16 +293,6 @@ def _best_packing(packings: Sequence[Packing]) -> Packing:
     for packing in packings[1:]:
         best = packing if packing.is_better(best) else best
     return best
-
-
-def _has_room(packing: Packing) -> bool:
-    """Whether the first device in use can take the largest layer that is brought back to it."""
-    used_devices = set(packing.devices.values())
-    used_tiers = (tier for tier in packing.tiers if tier.device in used_devices)
-    used = next(used_tiers, None)
-    if used is None or used.level > packing.tiers[0].level or used.budget is None:
-        return True
-    return packing.held[used.device] + packing.largest_kept_away <= used.budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,9 @@ def infer_auto_device_map(
     largest layer that is brought back to it, and the host for the largest on the disk. Tied weights
     share one device. The same input gives the same map.
 
-    No map is worse than Accelerate's: in a few cases it leaves less to slower devices, or keeps a
-    rule that Accelerate's breaks (`block_packing` says where).
+    No map leaves more to the disk than Accelerate's. Where that can only be had without room for
+    the largest layer on the first accelerator in use, a warning says how much it lacks. Where both
+    have that room, no map leaves more to the host either.
 
     Args:
         model: The module; its tensors may be on ``meta``.
@@ -112,6 +113,15 @@ def infer_auto_device_map(
     if not packing.is_complete:
         raise ConfigError(_too_small_text(packing))
     _report_empty_devices(packing)
+    if packing.lacking_room:
+        _log.warning(
+            "The first device in use has %s too little room for the largest layer that is brought "
+            "back to it (%s): with it, it holds more than max_memory gives it.",
+            *(
+                format_bytes(round(packing.lacking_room)),
+                format_bytes(round(packing.largest_kept_away)),
+            ),
+        )
     if not offload_buffers:
         buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         _check_room_for_buffers(packing, buffer_sizes)

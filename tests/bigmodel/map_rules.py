@@ -73,7 +73,10 @@ def rules_broken(
     budgets: Mapping[Any, int],
     whole: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """All that is wrong with a map; empty where it can be followed."""
+    """All that is wrong with a map; empty where it can be followed.
+
+    Room for what is brought back is another matter: `lack_of_room`.
+    """
     tensors = all_tensors(model)
     wrong = [f"no device: {name}" for name in tensors if device_of(name, device_map) is None]
     bytes_on = held(model, device_map)
@@ -91,7 +94,7 @@ def rules_broken(
         if type(module).__name__ in whole:
             inside = [key for key in device_map if key.startswith(f"{name}.") or (not name and key)]
             wrong += [f"split: {name} into {inside}"] if inside else []
-    return wrong + list(lack_of_room(model, device_map, budgets, whole))
+    return wrong
 
 
 def lack_of_room(
