@@ -22,10 +22,13 @@ is `"nan"`, `"inf"` or `"-inf"`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, TypeAdapter
 
 from nbaccel.errors import ConfigError
 from nbaccel.output.dashboard.rank_times import RankTimes, SlowestRank
@@ -44,6 +47,11 @@ __all__ = [
 
 FORMAT_NAME = "nbaccel.report"
 FORMAT_VERSION = 1
+
+
+def _as_number(value: Any) -> Any:
+    """What `_as_plain` wrote for a number that JSON does not have."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +87,7 @@ class MetricCurve:
     name: str
     rank: int
     steps: tuple[float, ...]
-    values: tuple[float, ...]
+    values: tuple[Annotated[float, BeforeValidator(_as_number)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +156,8 @@ def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
         document: The containers, as `json.load` gives them.
 
     Raises:
-        ConfigError: They are no report, or one of a version that is not known.
+        ConfigError: They are no report, one of a version that is not known, or something in them
+            has another type than a report's: a page is made of it, which runs nothing.
     """
     kind = (document.get("format"), document.get("version"))
     if kind != (FORMAT_NAME, FORMAT_VERSION):
@@ -157,38 +166,19 @@ def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
             f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
             "RunReport.to_dict returned."
         )
-    return RunFacts(
-        **{name: document[name] for name in ("nbaccel_version", "began", "seconds", "ending")},
-        plan=PlannedRun(**document["plan"] | {"warnings": tuple(document["plan"]["warnings"])}),
-        ranks=tuple(map(_figures_from_json, document["ranks"])),
-        slowest=SlowestRank(**document["slowest"]) if document["slowest"] else None,
-        curves=tuple(
-            MetricCurve(
-                name=curve["name"],
-                rank=curve["rank"],
-                steps=tuple(curve["steps"]),
-                # `float` reads what `_as_plain` wrote for what is no number.
-                values=tuple(map(float, curve["values"])),
-            )
-            for curve in document["curves"]
-        ),
-        marks=tuple((mark["step"], mark["text"]) for mark in document["marks"]),
-        warnings=tuple(
-            SeenWarning(text=seen["text"], count=seen["count"], ranks=tuple(seen["ranks"]))
-            for seen in document["warnings"]
-        ),
-        notes=tuple(document["notes"]),
-    )
-
-
-def _figures_from_json(figures: Mapping[str, Any]) -> RankFigures:
-    times = figures["times"]
-    return RankFigures(
-        **{
-            **figures,
-            "times": None if times is None else RankTimes(rank=figures["rank"], **times),
-        }
-    )
+    try:
+        plain = json.loads(json.dumps({**document}))
+        for figures in plain["ranks"]:
+            if figures["times"] is not None:
+                figures["times"]["rank"] = figures["rank"]
+        plain["marks"] = [(mark["step"], mark["text"]) for mark in plain["marks"]]
+        # As JSON, for which strict types take lists as tuples and whole numbers as others.
+        return TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"This report cannot be read: {error}. It was changed, or is not whole: what it says "
+            "would be shown as a page. Give what RunReport.to_dict returned."
+        ) from error
 
 
 def _as_plain(value: Any) -> Any:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from nbaccel import ConfigError
 from nbaccel.output.dashboard.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.report_html import curve_lines
+from nbaccel.output.report.report_html import curve_lines, report_document
 from nbaccel.output.report.run_facts import (
     MetricCurve,
     PlannedRun,
@@ -177,6 +179,48 @@ def test_the_json_form_is_the_documented_one() -> None:
 def test_what_is_no_report_is_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="no report that can be read"):
         RunReport.from_dict(document)
+
+
+HOSTILE = '</p><script>alert(1)</script>" onload="alert(2)'
+
+
+def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The place of each value in a document."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, *path, key)
+    else:
+        yield path
+
+
+PLACES = [
+    path for path in leaves(RunReport(facts()).to_dict()) if path[0] not in ("format", "version")
+]
+
+
+def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
+    """Whatever of it is no text is refused, and text stays text, inside of images, too."""
+    refused = 0
+    for path in PLACES:
+        document = copy.deepcopy(RunReport(facts()).to_dict())
+        held: Any = document
+        for key in path[:-1]:
+            held = held[key]
+        was_text, held[path[-1]] = isinstance(held[path[-1]], str), HOSTILE
+        try:
+            report = RunReport.from_dict(document)
+        except ConfigError:
+            refused += 1
+            continue
+        assert was_text, path
+        for page in (report._repr_html_(), report.details_html(), report_document(report.facts)):
+            reader = read(page)
+            sources = [value for name, value in reader.attributes if name == "src" and value]
+            images = [base64.b64decode(one.partition("base64,")[2]).decode() for one in sources]
+            for part in (reader, *map(read, images)):
+                assert "script" not in part.tags, path
+                assert not [name for name, _ in part.attributes if name.startswith("on")], path
+    assert refused > len(PLACES) / 2
 
 
 # ------------------------------------------------------------------------- files
