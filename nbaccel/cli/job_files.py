@@ -6,6 +6,7 @@ the script runs.
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from collections.abc import Mapping
@@ -244,10 +245,22 @@ def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> Expo
         "  --working-dir . \\",
         '  --runtime-env-json "${RUNTIME_ENV:-$packages}" \\',
         *resources,
-        f"  -- {command}",
+        f"  -- {_for_ray(command)}",
         "",
     ]
     return ExportedFile(name=f"{stem}_ray.sh", text="\n".join(lines), submit=f"bash {stem}_ray.sh")
+
+
+def _for_ray(command: str) -> str:
+    """A command as `ray job submit` has to be given it.
+
+    Ray joins the words with the quotes of Windows, and gives that to a shell, which runs what is in
+    them. A command of plain words comes through; any other goes in letters that mean nothing to it.
+    """
+    if all(word == shlex.quote(word) for word in shlex.split(command)):
+        return command
+    letters = base64.b64encode(f"exec {command}".encode()).decode()
+    return f"echo {letters} '|' base64 -d '|' bash  # {' '.join(command.split())}"
 
 
 def _kubernetes_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:

@@ -281,6 +281,43 @@ def test_a_job_for_ray(small: Path) -> None:
     assert "-- nbaccel launch --num-processes 4 --engine ray n.py" in text
 
 
+RAY = """#!/bin/sh
+# As Ray's own command: the words behind `--` are joined by list2cmdline, and a shell runs them.
+exec {python} -c '
+import subprocess, sys
+words = sys.argv[sys.argv.index("--") + 1:]
+sys.exit(subprocess.run(subprocess.list2cmdline(words), shell=True).returncode)
+' "$@"
+"""
+HOSTILE_SETTINGS = [
+    *("$(touch ran)", "`touch ran`", "*", "~", "${HOME}", "a b", 'say "x"', "it's", "back\\slash"),
+    *("two\nlines", "; touch ran", "plain"),
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE_SETTINGS)
+def test_settings_of_a_job_for_ray_are_no_commands(value: str, small: Path) -> None:
+    words = ["--to", "ray", "-n", "2", "--log-dir", value, "--log-line-prefix-template", value]
+    assert main(["export", *words, small.name]) == 0
+    programs = Path("programs")
+    programs.mkdir()
+    show = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+    for name, text in (("ray", RAY.format(python=sys.executable)), ("nbaccel", show)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "n_ray.sh"],
+        env={**os.environ, "PATH": f"{programs.resolve()}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    given = json.loads(done.stdout)
+    assert given[given.index("--log-dir") + 1] == value
+    assert given[given.index("--log-line-prefix-template") + 1] == value
+    assert not Path("ran").exists()
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_manifest_for_kubernetes(num_nodes: int, small: Path) -> None:
     words = ["--to", "kubernetes", "--nproc-per-node", "8", "--image", "registry/train:1"]
