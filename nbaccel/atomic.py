@@ -12,12 +12,14 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
     "clear_leftovers",
     "hold_claim",
+    "keep_access",
     "partial_folder",
     "partial_name",
     "publish_weights",
@@ -110,8 +112,46 @@ def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def keep_access(new_path: Path, old_path: Path) -> None:
+    """Give a file, or a folder with all in it, the permissions and group of what it is to replace.
+
+    What replaces nothing gets what a new file has: safetensors makes its own readable by nobody
+    else, whatever the umask is.
+
+    Args:
+        new_path: What was written beside its place.
+        old_path: Its place.
+    """
+    if new_path.is_dir():
+        _take_access(new_path, old_path)
+        for inner_path in list(new_path.iterdir()):
+            keep_access(inner_path, old_path / inner_path.name)
+    elif not _take_access(new_path, old_path):
+        sample = new_path.with_name(partial_name("access"))
+        sample.touch()
+        new_path.chmod(stat.S_IMODE(sample.stat().st_mode))
+        sample.unlink()
+
+
+def _take_access(new_path: Path, old_path: Path) -> bool:
+    """Take over permissions and group; False where there is nothing to take them from."""
+    try:
+        old, new = old_path.stat(), new_path.stat()
+    except FileNotFoundError:
+        return False
+    if old.st_gid != new.st_gid:
+        # Of a group that this user is not in: then its own has them.
+        with contextlib.suppress(PermissionError):
+            os.chown(new_path, -1, old.st_gid)
+    # After that: a change of the group takes bits away.
+    new_path.chmod(stat.S_IMODE(old.st_mode))
+    return True
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file in one step: readers see the old one or the new one.
+
+    A link stays one, and what it leads to is replaced.
 
     Args:
         path: The file.
@@ -120,9 +160,11 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written; what was there is still there.
     """
+    path = path.resolve()
     with partial_folder(path.parent, path.name) as folder:
         written_file = folder / path.name
         written_file.write_text(text, encoding="utf-8")
+        keep_access(written_file, path)
         # Before the rename: after a power failure the name must not lead to a file without content.
         sync_path(written_file)
         written_file.replace(path)
@@ -147,6 +189,7 @@ def publish_weights(built_folder: Path, folder: Path, name_pattern: str) -> None
         # Dying between two of them must not leave an index that names old and new ones.
         (folder / (name_pattern.format(suffix="") + _INDEX_SUFFIX)).unlink(missing_ok=True)
     for path in paths:
+        keep_access(path, folder / path.name)
         path.replace(folder / path.name)
     _remove_stale(folder, name_pattern, {path.name for path in paths})
     sync_path(folder)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import stat
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import nbaccel
 from nbaccel import atomic
 from nbaccel.train.checkpoint import save, save_model
 from tests import needs
@@ -115,3 +117,59 @@ def test_saves_killed_at_any_moment_leave_nothing_that_the_next_one_does_not_cle
     assert leftovers > 2, f"of {kills} kills hardly one came while it saved"
     WAYS[way](tmp_path)
     assert not list(tmp_path.rglob(".*")), names(tmp_path)
+
+
+# ------------------------------------------------------------------------- permissions
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444])
+def test_a_file_keeps_the_permissions_of_what_it_replaces(tmp_path, mode):
+    path = tmp_path / "settings"
+    path.write_text("old")
+    path.chmod(mode)
+    atomic.write_text(path, "new")
+    assert (path.read_text(), mode_of(path)) == ("new", mode)
+    save({"a": torch.ones(2)}, path)
+    assert mode_of(path) == mode
+    save({"a": torch.ones(2)}, path, safe_serialization=True)
+    assert mode_of(path) == mode
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    atomic.write_text(tmp_path / "link", "new")
+    save({"a": torch.ones(2)}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert torch.equal(torch.load(tmp_path / "real")["a"], torch.ones(2))
+
+
+def checkpoint(folder: Path) -> None:
+    accelerator = nbaccel.Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(folder)
+
+
+def test_all_files_of_a_new_checkpoint_have_the_permissions_of_new_files(tmp_path):
+    (tmp_path / "any").touch()
+    checkpoint(tmp_path / "saved")
+    files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
+    assert {mode_of(path) for path in files} == {mode_of(tmp_path / "any")}
+    nbaccel.Accelerator(cpu=True).save_model(torch.nn.Linear(2, 2), tmp_path / "model")
+    assert {mode_of(p) for p in (tmp_path / "model").iterdir()} == {mode_of(tmp_path / "any")}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o2770])
+def test_a_checkpoint_keeps_the_permissions_of_what_it_replaces(tmp_path, mode):
+    folder = tmp_path / "saved"
+    checkpoint(folder)
+    folder.chmod(mode)
+    (folder / "optimizer.bin").chmod(0o600)
+    checkpoint(folder)
+    assert mode_of(folder) == mode
+    assert mode_of(folder / "optimizer.bin") == 0o600

@@ -38,7 +38,7 @@ from typing import Any
 
 from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import ShardedCheckpoints
-from nbaccel.atomic import clear_leftovers, hold_claim, sync_path, sync_tree
+from nbaccel.atomic import clear_leftovers, hold_claim, keep_access, sync_path, sync_tree
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.errors import (
     CheckpointDamaged,
@@ -389,6 +389,7 @@ def _publish_together(save_site: _SaveSite, made_folder: bool, collectives: Coll
 
 def _rename_into_place(save_site: _SaveSite) -> None:
     replaces = save_site.target.exists()
+    keep_access(save_site.partial_folder, save_site.target)
     if replaces:
         save_site.target.rename(save_site.waiting_folder)
     try:

@@ -133,7 +133,7 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
     if not isinstance(path, (str, os.PathLike)):
         _save_to_stream(obj, path, safe_serialization)
         return
-    path = Path(path)
+    path = Path(path).resolve()  # a link stays one, as with torch.save
     with atomic.partial_folder(path.parent, path.name) as folder:
         if safe_serialization:
             written_file = folder / "model.safetensors"
@@ -148,6 +148,7 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
             _pickle_to_file(obj, written_file)
         # Before the rename, which could otherwise reach the disk sooner than the file's contents.
         atomic.sync_path(written_file)
+        atomic.keep_access(written_file, path)
         written_file.replace(path)
 
 
