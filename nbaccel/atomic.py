@@ -31,11 +31,17 @@ __all__ = [
 _INDEX_SUFFIX = ".index.json"
 # The name is new, so only a process that is clearing up can hold the lock, and not for long.
 _CLAIM_TIMEOUT_S = 10.0
+_LONGEST_NAME_BYTES = 200
 
 
 def partial_name(final_name: str) -> str:
     """What a file or folder is called while it is being written, a new name each time."""
-    return f".{final_name}.partial-{secrets.token_hex(4)}"
+    return f".{_short_name(final_name)}.partial-{secrets.token_hex(4)}"
+
+
+def _short_name(final_name: str) -> str:
+    """A name to which more can be added: a file system takes 255 bytes."""
+    return os.fsdecode(os.fsencode(final_name)[:_LONGEST_NAME_BYTES])
 
 
 @contextlib.contextmanager
@@ -102,7 +108,7 @@ def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
     Yields:
         The folder.
     """
-    clear_leftovers(parent, re.escape(base_name))
+    clear_leftovers(parent, re.escape(_short_name(base_name)))
     folder = parent / partial_name(base_name)
     with hold_claim(folder):
         folder.mkdir()

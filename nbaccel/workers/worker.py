@@ -179,8 +179,12 @@ def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
         os.close(file_descriptor)
     # New objects: those of a forked kernel are ipykernel's, which send to the browser.
     sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        # A kernel prints what is no Unicode, as some names of files are, too.
+        stream = open(
+            number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
     # Some libraries print to the "real" streams.
     for variable_name in ("stdin", "stdout", "stderr"):
         setattr(sys, f"__{variable_name}__", getattr(sys, variable_name))

@@ -382,6 +382,18 @@ def test_what_is_no_notebook_is_refused(tmp_path: Path) -> None:
             read_notebook(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "stem", [b"bad\xff", b"l" * 240, "\u4e2d".encode() * 80], ids=["bytes", "long", "wide"]
+)
+def test_any_name_of_a_notebook_is_taken(stem: bytes, small: Path) -> None:
+    notebook = small.rename(small.with_name(os.fsdecode(stem + b".ipynb")))
+    assert main(["export", "--to", "slurm", notebook.name]) == 0
+    [script] = Path().glob("*.py")
+    compile(script.read_bytes(), "script", "exec")
+    [job] = Path().glob("*.sbatch")
+    assert script.name in job.read_text()
+
+
 def test_one_of_several_launches_can_be_chosen(tmp_path: Path) -> None:
     cells = ["def f(): pass", "def g(): pass", "notebook_launcher(f)", "notebook_launcher(g)"]
     path = write_notebook(tmp_path / "n.ipynb", cells)

@@ -43,6 +43,16 @@ def of_rank(rank: int, out: str) -> list[str]:
     return [line.partition("] ")[2] for line in out.splitlines() if line.startswith(prefixes)]
 
 
+def test_what_is_no_unicode_is_printed_as_in_a_kernel_and_ends_nothing(show: Show) -> None:
+    def talk() -> None:
+        print("a name:", os.fsdecode(b"bad\xff"))
+        sys.stderr.write("\udcff of errors\n")
+
+    out, err = show(talk)
+    assert "a name: bad\\udcff" in out
+    assert "\\udcff of errors" in err
+
+
 def test_equal_lines_are_folded_and_others_keep_their_rank(show: Show) -> None:
     def talk() -> None:
         workers.join()
