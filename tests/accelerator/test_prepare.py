@@ -189,6 +189,29 @@ def test_a_model_that_the_user_compiled_keeps_its_names() -> None:
             assert kept == "OptimizedModule"
 
 
+@pytest.mark.parametrize("compiled", ["saved", "loaded", "a part of the saved"])
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+def test_a_checkpoint_fits_whether_its_model_was_compiled_or_not(
+    compiled: str, safe: bool, tmp_path: Any
+) -> None:
+    def prepared(kind: str) -> tuple[Accelerator, torch.nn.Module]:
+        model: Any = torch.nn.Sequential(line(), line())
+        if kind == "a part of the saved":
+            model[0] = torch.compile(model[0], backend="eager")
+        accelerator = Accelerator(cpu=True)
+        inner = torch.compile(model, backend="eager") if compiled == kind else model
+        return accelerator, accelerator.prepare(inner)
+
+    accelerator, model = prepared(compiled if compiled != "loaded" else "")
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(number + 2.0)
+    accelerator.save_state(tmp_path / "state", safe_serialization=safe)
+    accelerator, model = prepared(compiled if compiled == "loaded" else "")
+    accelerator.load_state(tmp_path / "state")
+    assert [float(one.detach().mean()) for one in model.parameters()] == [2.0, 3.0]
+
+
 def test_freeing_memory_forgets_everything_and_gives_nones() -> None:
     accelerator = Accelerator(cpu=True)
     model = line()

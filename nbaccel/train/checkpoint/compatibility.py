@@ -24,6 +24,7 @@ __all__ = [
     "SourceShards",
     "find_sources",
     "model_problem",
+    "named_as_in",
     "optimizer_problem",
     "state_problem",
 ]
@@ -123,6 +124,17 @@ def _count_more(names: list[str]) -> str:
 def _uncompiled_name(tensor_name: str) -> str:
     # The model or the saved one may have been compiled, without the other being so.
     return tensor_name.replace(torch_private.COMPILED_PREFIX, "")
+
+
+def named_as_in(model: nn.Module, saved_weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved weights under the names of a model that is compiled, or was, unlike the saved one.
+
+    Args:
+        model: The model that they are for.
+        saved_weights: By the names in the checkpoint.
+    """
+    names = {_uncompiled_name(name): name for name in model.state_dict(keep_vars=True)}
+    return {names.get(_uncompiled_name(name), name): it for name, it in saved_weights.items()}
 
 
 def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...] | None]:

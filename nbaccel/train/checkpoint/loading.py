@@ -41,6 +41,7 @@ from nbaccel.train.checkpoint.compatibility import (
     SourceShards,
     find_sources,
     model_problem,
+    named_as_in,
     optimizer_problem,
     state_problem,
 )
@@ -590,7 +591,8 @@ class _StateLoader:
                 )
             else:
                 path = sources.weights[model_number]
-                saved_weights = _read_weights(path, strategy.unwrap(model), device)
+                own_model = strategy.unwrap(model)
+                saved_weights = named_as_in(own_model, _read_weights(path, own_model, device))
                 # Names have been compared: what is missing is frozen and stays as it is.
                 is_partial = bool(sources.left_out.get(model_number))
                 load_options = {**options, "strict": False} if is_partial else options
