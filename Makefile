@@ -13,7 +13,7 @@
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lane gpu gpu-test gpu-bench lint docs bench deepspeed-ops clean
+.PHONY: help demo test test-slow chaos lane gpu lint docs bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -44,9 +44,9 @@ INSTALL  = $(BIN)/python -m pip install --quiet \
 
 # With WHEELS, what is missing beside that Python's own packages lies in a folder of its own, and nothing of it is changed.
 GPU_SITE  := .gpu/site
+GPU_PART  ?=
 GPU_READY  = $(if $(WHEELS),$(GPU_SITE)/.ready,$(VENV)/.dev)
 GPU_PYTHON = $(if $(WHEELS),PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON),$(BIN)/python)
-GPU_TESTS := $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -63,16 +63,9 @@ test-slow: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser $(VENV)/.hosts  ## t
 chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
 	@$(BIN)/python -m tests.chaos --moments $(MOMENTS)
 
-gpu: gpu-test gpu-bench  ## on a machine with a GPU: its tests and figures, in under twenty minutes
-
-gpu-test: $(GPU_READY)
+gpu: $(GPU_READY)  ## on a machine with a GPU: its tests and figures, each of GPU_PART='launch train fp8 bigmodel deepspeed bench bench-fp8' in four minutes
 	@$(GPU_PYTHON) -m tests.gpu.lacking
-	@$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
-
-gpu-bench: $(GPU_READY)
-	@$(GPU_PYTHON) -m tests.gpu.lacking
-	@$(GPU_PYTHON) benchmarks/gpu.py
-	@$(GPU_PYTHON) benchmarks/fp8.py --sections gpu
+	@$(GPU_PYTHON) -m tests.gpu.parts $(GPU_PART) -- $(PYTEST_ARGS)
 
 lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
 	@$(PYTHON) -m tests.lanes $(LANE)

@@ -196,6 +196,7 @@ def when_held(folder: Path, act: Callable[[list[int]], Any]) -> threading.Thread
     return thread
 
 
+@pytest.mark.alone
 @isolated(timeout_s=800)
 def test_memory_is_given_back_after_a_launch() -> None:
     wake()
@@ -205,6 +206,7 @@ def test_memory_is_given_back_after_a_launch() -> None:
     assert_given_back(before)
 
 
+@pytest.mark.alone
 @isolated(timeout_s=800)
 def test_memory_is_given_back_after_an_interrupt(tmp_path: Path) -> None:
     wake()
@@ -216,6 +218,7 @@ def test_memory_is_given_back_after_an_interrupt(tmp_path: Path) -> None:
     assert_given_back(before)
 
 
+@pytest.mark.alone
 @isolated(timeout_s=800)
 def test_memory_is_given_back_after_a_kill(tmp_path: Path) -> None:
     wake()
