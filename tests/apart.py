@@ -20,7 +20,7 @@ from tests.isolation import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# In a pytest of its own a test runs as it is: a file that wakes CUDA when imported would start more.
+# There a test runs as it is: a file that wakes CUDA when it is imported would start ever more.
 IS_APART = "NBACCEL_TEST_APART"
 OF_THIS_PYTEST = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
 

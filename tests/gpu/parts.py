@@ -36,7 +36,7 @@ class Part:
     tests: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
     dist: str = "load"
-    """How pytest-xdist shares out the tests; a fixture of a module's wants the file in one place."""
+    """How pytest-xdist shares out the tests; fixtures of modules want a file in one place."""
 
 
 PARTS = {

@@ -1,4 +1,4 @@
-"""A plugin that writes each test's result the moment it is there: a lease may end before pytest does."""
+"""A plugin that writes each test's result at once: a machine may be gone before pytest ends."""
 
 from __future__ import annotations
 

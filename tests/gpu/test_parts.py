@@ -1,4 +1,4 @@
-"""`make gpu` in parts: every test on a GPU is in one, and one whose time is over tells what it has."""
+"""`make gpu` in parts: each test is in one, and one whose time is over tells what it has."""
 
 from __future__ import annotations
 

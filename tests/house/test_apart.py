@@ -1,9 +1,8 @@
-"""Tests that fork pass in a process in which a library uses the CUDA driver, as any GPU machine has it."""
+"""Tests that fork pass where a library uses the CUDA driver, as on any machine with a GPU."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 
@@ -12,34 +11,29 @@ import pytest
 from tests.apart import IS_APART
 from tests.isolation import ROOT
 
-FORKS = [
-    "tests/launch/test_loggers.py",
-    "tests/workers/test_reaping.py::test_a_fork_of_the_notebook_ends_its_own",
-    "tests/pool/test_pool.py::test_a_pool_can_be_forked_from_the_notebook",
-]
-A_FORK = """
-import os
-import pytest
-from nbaccel import notebook_launcher
-from nbaccel.devices.cuda import driver_in_use
-
-def test_plain():
-    assert driver_in_use()
-    notebook_launcher(os.getpid, (), 2, start_method="fork")
-"""
+FORKS = (
+    "tests/output/test_worker_prints.py::test_lines_are_shown_while_the_workers_run",
+    "tests/failures/test_causes.py::test_the_last_lines_of_a_long_message_are_shown",
+)
+BODIES = "tests/house/fork_bodies.py"
 
 
-def run_with_a_described_gpu(*tests: str) -> str:
-    if not os.access("/dev", os.W_OK):
-        pytest.skip("needs a /dev that may be written to, to describe a GPU in it")
-    environ = {name: text for name, text in os.environ.items() if name != IS_APART}
+@pytest.mark.skipif(not os.access("/dev", os.W_OK), reason="needs a /dev to describe a GPU in")
+def test_tests_that_fork_get_a_process_of_their_own_where_cuda_is_in_use() -> None:
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.described_gpu"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        + ["-p", "tests.described_gpu", *tests],
+        [sys.executable, "-m", "pytest", "-rfsp", *plugins, BODIES, *FORKS],
         cwd=ROOT,
-        env=environ,
-        capture_output=True,
+        env={name: text for name, text in os.environ.items() if name != IS_APART},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    return done.stdout + done.stderr
+    said = done.stdout
+    for nodeid in (FORKS[0], *(f"{FORKS[1]}[{method}]" for method in ("template", "fork"))):
+        assert f"PASSED {nodeid}" in said, said
+    assert f"FAILED {BODIES}::test_with_the_mark[fail]" in said, said
+    assert f"FAILED {BODIES}::test_without_the_mark" in said, said
+    assert "a library other than torch uses the CUDA driver in this process" in said
+    assert said.splitlines()[-1].strip("= ").startswith("2 failed, 3 passed, 1 skipped"), said
