@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.apart import IS_APART
+from tests.apart import OUTCOMES
 from tests.isolation import ROOT
 
 FORKS = (
@@ -24,7 +24,7 @@ def test_tests_that_fork_get_a_process_of_their_own_where_cuda_is_in_use() -> No
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rfsp", *plugins, BODIES, *FORKS],
         cwd=ROOT,
-        env={name: text for name, text in os.environ.items() if name != IS_APART},
+        env={name: text for name, text in os.environ.items() if name != OUTCOMES},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
