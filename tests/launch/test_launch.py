@@ -989,6 +989,7 @@ def test_a_config_is_obeyed() -> None:
     assert notebook_launcher(workers.rank, config=config) == [0, 1, 2]
 
 
+@pytest.mark.forks
 def test_what_cannot_be_sent_is_named_for_the_template(template: Launch) -> None:
     with pytest.raises(NotSendable, match=r"args\[0\]\['lock'\] \(a _thread.lock\)") as caught:
         template(workers.whoami, {"lock": threading.Lock()})
