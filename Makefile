@@ -6,14 +6,17 @@
 #   TORCH_INDEX=URL          one more package index, e.g. the one with torch's CPU wheels
 #   JOBS=3                   test files that run at the same time (they often wait); 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
+#   SLOW=changed             make test: which slow tests run, too: none, changed (since the last landing), all
+#   CHANGED=1                make quick: with the tests of what has changed
 #   MOMENTS=320              how often make chaos kills something
+#   GPU_PART='fp8 bench'     which parts make gpu runs; without it all: tests/gpu/parts.py
 #   WHEELS=folder            make gpu: a Python that has torch and reaches no index takes what it lacks from here
 #   LANE='colab oldest'      which sets of versions make lane runs
 
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lane gpu lint docs bench deepspeed-ops clean
+.PHONY: help quick quick-style quick-imports quick-tests demo test test-slow full chaos lane ready gpu lint docs bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -21,6 +24,8 @@ CONSTRAINTS ?= constraints/cpu.txt
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 JOBS        ?= 3
+SLOW        ?= none
+CHANGED     ?=
 MOMENTS     ?= 320
 WHEELS      ?=
 LANE        ?= colab kaggle oldest newest dist binder torch_tpu torch_xla
@@ -31,14 +36,24 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport VIRTUAL_ENV
 
 BIN     := $(VENV)/bin
-# Those that compile operations or load transformers.
-SLOW_NOTEBOOKS  := notebooks/05_deepspeed.ipynb notebooks/09_big_models.ipynb notebooks/11_zero_inference.ipynb
 # Those that need a driver of TPUs, which the lanes torch_tpu and torch_xla have.
-TPU_NOTEBOOKS   := notebooks/08_tpu.ipynb
-QUICK_NOTEBOOKS := $(filter-out $(SLOW_NOTEBOOKS) $(TPU_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
+TPU_NOTEBOOKS := notebooks/08_tpu.ipynb
+NOTEBOOKS     := $(filter-out $(TPU_NOTEBOOKS), $(wildcard notebooks/*.ipynb))
+PLUGINS  = -p tests.no_grammar -p tests.rerun_alone
 # Whole files go to one process, in the order in which they were collected.
-PYTEST   = $(BIN)/python -m pytest -p tests.no_grammar --nbval-lax --nbval-current-env \
-           --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST   = $(BIN)/python -m pytest $(PLUGINS) --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+NBVAL    = --nbval-lax --nbval-current-env
+# Tests of modules that start nothing, and one launch, one cell, one prepared step.
+QUICK_TESTS := tests/config tests/plan tests/supervision tests/failures \
+               tests/output/test_lines.py tests/output/test_chart.py tests/output/test_bar_text.py \
+               tests/output/dashboard/test_board.py tests/output/dashboard/test_rank_times.py \
+               tests/transfer/test_free_names.py tests/transfer/test_code_lines.py tests/transfer/test_find_modules.py \
+               tests/notebook/test_line.py tests/notebook/test_options.py \
+               tests/test_capabilities.py tests/test_catalog.py tests/test_env.py tests/test_errors.py tests/test_optional.py \
+               tests/test_topology.py tests/test_units.py \
+               tests/house/test_direction.py tests/house/test_messages.py tests/house/test_public_surface.py \
+               tests/house/test_sizes.py tests/house/test_structure.py \
+               tests/house/test_smoke.py
 INSTALL  = $(BIN)/python -m pip install --quiet \
            $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
@@ -51,24 +66,40 @@ GPU_PYTHON = $(if $(WHEELS),PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON)
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
 
+quick: $(VENV)/.dev  ## while working: style, imports, and tests, in a minute; CHANGED=1 adds those of what has changed
+	@$(MAKE) --no-print-directory --jobs 3 quick-style quick-imports quick-tests
+
+quick-style:
+	@$(BIN)/ruff check --quiet .
+quick-imports:
+	@told=$$($(BIN)/lint-imports --no-logo) || { echo "$$told"; exit 1; }
+quick-tests:
+	@$(PYTEST) --numprocesses 2 --quiet --slow none $(QUICK_TESTS) \
+		$(if $(CHANGED),$$($(BIN)/python -m tests.selection)) $(PYTEST_ARGS)
+
 demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints its accuracy and the time
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
 
-test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser  ## run the tests, and the notebooks in real kernels (some ten minutes)
-	@$(PYTEST) -m 'not slow' $(QUICK_NOTEBOOKS) tests $(PYTEST_ARGS)
+test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser $(if $(filter-out none,$(SLOW)),$(VENV)/.hosts)  ## run the tests, and the notebooks in real kernels (under ten minutes)
+	@$(PYTEST) $(NBVAL) --slow $(SLOW) $(NOTEBOOKS) tests $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser $(VENV)/.hosts  ## the rest: a browser, the peers, full disks, kills at every step
-	@$(PYTEST) -m 'slow or nbval' $(SLOW_NOTEBOOKS) tests $(PYTEST_ARGS)
+	@$(PYTEST) $(NBVAL) --slow only $(NOTEBOOKS) tests $(PYTEST_ARGS)
+
+full: ready  ## before a release: all tests with examples that no run has tried, 320 kills, all lanes
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint docs
+	@$(MAKE) --no-print-directory chaos lane
+	@$(MAKE) --no-print-directory test SLOW=all PYTEST_ARGS='--hypothesis-profile explore $(PYTEST_ARGS)'
 
 chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
 	@$(BIN)/python -m tests.chaos --moments $(MOMENTS)
 
-gpu: $(GPU_READY)  ## on a machine with a GPU: its tests and figures, each of GPU_PART='launch train fp8 bigmodel deepspeed bench bench-fp8' in four minutes
+gpu: $(GPU_READY)  ## on a machine with a GPU: its tests and figures, in parts of four minutes; GPU_PART=fp8 for one of them
 	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) -m tests.gpu.parts $(GPU_PART) -- $(PYTEST_ARGS)
 
-lane:  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
-	@$(PYTHON) -m tests.lanes $(LANE)
+lane: $(VENV)/.dev  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
+	@$(BIN)/python -m tests.lanes $(LANE)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling
 	$(BIN)/ruff check .
@@ -101,6 +132,8 @@ deepspeed-ops: $(VENV)/.deepspeed  ## build DeepSpeed's C++ operations for the t
 clean:  ## remove the environment, the caches and what was built
 	rm -rf .venv .lanes build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ready: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser $(VENV)/.hosts $(VENV)/.docs  ## all set-up of the other targets
 
 # Stamps: written when pip is through, so the next call starts at once. The file that names the packages renews them.
 $(VENV)/.created:

@@ -1,6 +1,6 @@
 """Write the tables of the documentation that are made from the package's own data.
 
-    python docs/tables.py      # after a change in capabilities.py, RunConfig or the form's choices
+    python -m docs.tables      # after each change of the package: it counts lines, too
 
 Tests compare the pages with the data. The tables of measurements are written by those that measure:
 `benchmarks/*.py --render`, `python -m tests.chaos --render`, `python3 -m tests.lanes --render`.
@@ -14,8 +14,10 @@ from nbaccel.config import RunConfig
 from nbaccel.notebook.options import kinds_of, words_of
 from nbaccel.notebook.picker.choices import CHOICES_BEGIN, CHOICES_END, choices_tables
 from nbaccel.plan.matrix import MATRIX_BEGIN, MATRIX_END, compatibility_tables, markdown_table
+from tests.house import row
 
-REFERENCE = Path(__file__).resolve().parent / "pages" / "reference"
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "pages" / "reference"
 FIELDS_BEGIN, FIELDS_END = "<!-- run_config:begin -->", "<!-- run_config:end -->"
 
 
@@ -34,6 +36,7 @@ TABLES = (
     (REFERENCE / "compatibility.md", compatibility_tables, MATRIX_BEGIN, MATRIX_END),
     (REFERENCE / "choices.md", choices_tables, CHOICES_BEGIN, CHOICES_END),
     (REFERENCE / "settings.md", run_config_table, FIELDS_BEGIN, FIELDS_END),
+    (ROOT / "ARCHITECTURE.md", row.table, row.BEGIN, row.END),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import hardware, leak_police
+from tests import hardware, leak_police, selection
 from tests.needs import HAS_DEEPSPEED_ROW
 
 
@@ -32,32 +31,30 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     leak_police.end_session()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    selection.add_option(parser)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import the files of which `make test` and `make test-slow` run nothing.
-
-    Each process of pytest-xdist imports all that it collects, and what tests train beside is large.
-    """
-    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
-        return None
-    text = collection_path.read_text()
-    is_left_out = {
-        "not slow": ALL_SLOW.search(text) is not None,
-        "slow or nbval": "mark.slow" not in text,
-    }
-    return True if is_left_out.get(config.option.markexpr) else None
+    return True if selection.is_ignored(collection_path, config) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selection.deselect(items, config)
     hardware.skip_what_cannot_run(items)
 
 
-# A machine that does something else at the same time makes no example wrong.
-hypothesis.settings.register_profile(
-    "nbaccel", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+# A machine that does something else at the same time makes no example wrong. The examples are the
+# same in each run, so that none refuses a landing that has nothing to do with it: new ones are
+# looked for by `make full`, with --hypothesis-profile=explore.
+SETTINGS: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("explore", **SETTINGS)
+hypothesis.settings.register_profile("nbaccel", derandomize=True, **SETTINGS)
 hypothesis.settings.load_profile("nbaccel")
 FEW_OBJECTS = 50_000
-ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?.*mark\.slow", re.MULTILINE)
 HAS_FROZEN = pytest.StashKey[bool]()
 SEEN_LAST = pytest.StashKey["leak_police.World | None"]()
 

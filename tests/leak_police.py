@@ -8,6 +8,11 @@
 Processes and threads that are just ending get `GRACE_S` to do so. Exempt is what by design serves
 the whole session: nbaccel's template server (not its children), and the singletons listed below.
 
+Processes and their ports are looked at where something can have started one since the last look:
+Python's audit events tell of forks, programs, bound sockets, and of the messages by which the
+template is asked to fork; and where another process than the template is there, it may have.
+All else is asked each time: that takes a fraction of a millisecond.
+
 Orphans: a process whose parent died belongs to nobody, so it is no longer in our tree. It is found
 by a session token in the environment it was started with, or, when it was forked without an exec,
 by our own command line and folder. Other people's processes on the machine are left alone.
@@ -58,6 +63,14 @@ IMPORT_TIME_VARIABLES = {
     "TRITON_CACHE_DIR": "torch's compiler, when first used",
 }
 
+# Events of `sys.addaudithook` after which there may be a process that was not there before.
+STARTING_EVENTS = frozenset(
+    {
+        *("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pty.spawn"),
+        *("socket.bind", "socket.sendmsg", "subprocess.Popen"),
+    }
+)
+
 TEMPLATE_NAME = "nbaccel-tmpl"  # nbaccel.workers.reaping.TEMPLATE_NAME, which needs torch
 
 
@@ -74,9 +87,12 @@ class World:
     """What a test could leave behind, at one moment."""
 
     processes: frozenset[Identity]
+    num_starts: int
+    """How many events of `STARTING_EVENTS` there had been."""
     threads: frozenset[threading.Thread]
     environ: dict[str, str]
     ports: frozenset[tuple[str, int]]
+    ports_of_processes: frozenset[tuple[str, int]]
     segments: frozenset[str]
     memfds: int
     cwd: str
@@ -88,6 +104,17 @@ class World:
 def start_session() -> None:
     """Give what this session starts a mark by which it can be known when orphaned."""
     os.environ[TOKEN] = uuid.uuid4().hex
+    if not _starts:  # a hook cannot be removed, and one process may run several sessions
+        _starts.append(0)
+        sys.addaudithook(_count_start)
+
+
+_starts: list[int] = []
+
+
+def _count_start(event: str, _arguments: tuple[Any, ...]) -> None:
+    if event in STARTING_EVENTS:
+        _starts[0] += 1
 
 
 def end_session() -> None:
@@ -99,14 +126,27 @@ def end_session() -> None:
 
 
 # ---------------------------------------------------------------- looking
-def observe() -> World:
-    """Look at everything a test could leave behind."""
-    tree = psutil.Process().children(recursive=True)
+def observe(last: World | None = None) -> World:
+    """Look at everything a test could leave behind.
+
+    Args:
+        last: What was seen last; where nothing can have started a process since, its processes are
+            taken for those of now.
+    """
+    num_starts = sum(_starts)
+    if last is not None and not last.processes and last.num_starts == num_starts:
+        processes, ports_of_processes = last.processes, last.ports_of_processes
+    else:
+        tree = psutil.Process().children(recursive=True)
+        processes = frozenset(_our_processes(tree))
+        ports_of_processes = frozenset(port for one in tree for port in _listening_ports(one))
     return World(
-        processes=frozenset(_our_processes(tree)),
+        processes=processes,
+        num_starts=num_starts,
         threads=frozenset(t for t in threading.enumerate() if not _is_singleton(t)),
         environ={k: v for k, v in os.environ.items() if k not in IMPORT_TIME_VARIABLES},
-        ports=frozenset(_listening_ports(tree)),
+        ports=frozenset(_listening_ports(psutil.Process())),
+        ports_of_processes=ports_of_processes,
         segments=frozenset(_own_segments()),
         memfds=sum(1 for _ in _own_memfds()),
         cwd=_cwd(),
@@ -181,11 +221,10 @@ def _is_singleton(thread: threading.Thread) -> bool:
     return type(thread).__module__ in SINGLETON_THREADS
 
 
-def _listening_ports(tree: list[psutil.Process]) -> Iterator[tuple[str, int]]:
-    for process in [psutil.Process(), *tree]:
-        with contextlib.suppress(psutil.Error, OSError):  # it ended while we looked
-            if sockets := _sockets(process.pid):
-                yield from _ports_of(Identity(process.pid, process.create_time()), sockets)
+def _listening_ports(process: psutil.Process) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(psutil.Error, OSError):  # it ended while we looked
+        if sockets := _sockets(process.pid):
+            yield from _ports_of(Identity(process.pid, process.create_time()), sockets)
 
 
 def _sockets(pid: int) -> frozenset[str]:
@@ -247,17 +286,18 @@ def find_leaks(before: World, *, also: Collection[str] = ()) -> tuple[list[str],
     deadline = time.monotonic() + GRACE_S
     if "memfds" in also:
         gc.collect()
-    while (found := _compare(before, now := observe(), also)) and time.monotonic() < deadline:
-        _wait_a_little(before, deadline)
+    now = observe(before)
+    while (found := _compare(before, now, also)) and time.monotonic() < deadline:
+        _wait_a_little(now.threads - before.threads, deadline)
+        now = observe()
     return found, now
 
 
-def _wait_a_little(before: World, deadline: float) -> None:
+def _wait_a_little(threads: Collection[threading.Thread], deadline: float) -> None:
     """Wait for one ending thread if there is one, else a moment."""
-    new = observe().threads - before.threads
     pause = min(0.05, max(0.0, deadline - time.monotonic()))
-    if new:
-        next(iter(new)).join(pause)
+    if threads:
+        next(iter(threads)).join(pause)
     else:
         time.sleep(pause)
 
@@ -266,7 +306,9 @@ def _compare(before: World, after: World, also: Collection[str]) -> list[str]:
     found = [_describe_process(i) for i in after.processes - before.processes]
     found += [f"thread {t.name!r} ({type(t).__name__})" for t in after.threads - before.threads]
     found += _compare_environ(before.environ, after.environ)
-    found += [f"listening port {ip}:{port}" for ip, port in after.ports - before.ports]
+    ports_before = before.ports | before.ports_of_processes
+    new_ports = (after.ports | after.ports_of_processes) - ports_before
+    found += [f"listening port {ip}:{port}" for ip, port in new_ports]
     found += [
         f"shared memory {SHM / name}"
         for name in after.segments - before.segments

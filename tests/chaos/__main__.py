@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from tests import selection
 from tests.chaos import table
 from tests.chaos.harness import Moment, faults, figures, run_notebooks
 from tests.isolation import ROOT
@@ -29,7 +30,7 @@ def main() -> int:
     """Run the lane; the exit status is 1 if anything was torn, silent or left."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--moments", type=int, default=320)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--seed", type=int, help="of the random moments; the commit's, if none")
     parser.add_argument("--jobs", type=int, default=2, help="notebooks at the same time")
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     parser.add_argument("--render", action="store_true", help="measure nothing")
@@ -39,10 +40,11 @@ def main() -> int:
             table.put_into(PAGE.read_text(), table.render(json.loads(RECORD.read_text())))
         )
         return 0
-    print(f"chaos: {options.moments} moments, seed {options.seed}", flush=True)
+    seed = _seed_of_commit() if options.seed is None else options.seed
+    print(f"chaos: {options.moments} moments, seed {seed}", flush=True)
     began = time.monotonic()
-    moments = run_notebooks(options.moments, options.seed, options.jobs)
-    record = _record(options.seed, moments)
+    moments = run_notebooks(options.moments, seed, options.jobs)
+    record = _record(seed, moments)
     if options.output:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(table.render(record))
@@ -50,6 +52,12 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"chaos: {len(moments)} moments, {len(record['faults'])} faults, in {seconds:.0f} s")
     return bool(record["faults"])
+
+
+def _seed_of_commit() -> int:
+    """A number that each commit has its own of, so that what is found can be found again."""
+    commit = selection.git("rev-parse", "HEAD")
+    return int(commit[:8], 16) if commit else int(time.time())
 
 
 def _record(seed: int, moments: list[Moment]) -> dict[str, Any]:

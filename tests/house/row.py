@@ -1,13 +1,14 @@
-"""The package's structure in numbers, as a table: lines, functions, cycles, names, comments.
+"""The package's structure in numbers: lines, functions, cycles, names, comments.
 
-    python -m tests.house.row                     # nbaccel as it is here
-    python -m tests.house.row FOLDER [FOLDER ...] # packages by their folders, side by side
+    python -m tests.house.row FOLDER [FOLDER ...]   # other packages, by their folders, as JSON
 
-A code line is one that is neither blank, nor a comment, nor part of a docstring. A name is what a
-module binds at its top level by `def`, `class` or assignment; the words of a name are its parts
-between underscores and capitals. Imports count on three levels: those that run with the module,
-those inside functions as well, and those for type checkers as well. A private name of another
-package is one with a leading underscore that no module of the package itself defines.
+The table of ARCHITECTURE.md is written by `python -m docs.tables`; what it shows of other packages
+is stored in benchmarks/results/structure_peers.json. A code line is one that is neither blank, nor
+a comment, nor part of a docstring. A name is what a module binds at its top level by `def`, `class`
+or assignment. A folder is one directly below the package, or a module that
+is. Imports count on three levels: those that run with the module, those inside functions as well,
+and those for type checkers as well. A private name of another package is one with a leading
+underscore that no module of the package itself defines.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import re
-import statistics
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import networkx as nx
 
 from tests.house import private_names
-from tests.house.source import PACKAGE
+from tests.house.source import PACKAGE, ROOT
 
-_WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
+PEERS = ROOT / "benchmarks" / "results" / "structure_peers.json"
+BEGIN, END = "<!-- structure:begin (made by `python -m docs.tables`) -->", "<!-- structure:end -->"
 _LEVELS = ("module", "lazy", "typing")
 
 
@@ -39,6 +41,7 @@ class Module:
     name: str
     is_package: bool
     tree: ast.Module
+    raw_lines: int
     code_lines: frozenset[int]
     comments: int
 
@@ -52,7 +55,8 @@ def read(folder: Path) -> list[Module]:
         parts = path.relative_to(folder.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         code, comments = _lines(text, tree)
-        modules.append(Module(name, path.stem == "__init__", tree, code, comments))
+        raw = len(text.splitlines())
+        modules.append(Module(name, path.stem == "__init__", tree, raw, code, comments))
     return modules
 
 
@@ -108,13 +112,30 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 # ---------------------------------------------------------------- imports
 def cycles(modules: list[Module], level: str) -> list[list[str]]:
     """Groups of modules that import each other, on a level and those before it."""
-    graph: nx.DiGraph[str] = nx.DiGraph()
+    return _groups(_arrows(modules, level))
+
+
+def folder_cycles(modules: list[Module], level: str) -> list[list[str]]:
+    """Groups of folders that import each other, on a level and those before it."""
+    arrows = ((_folder(one), _folder(other)) for one, other in _arrows(modules, level))
+    return _groups((one, other) for one, other in arrows if one and other)
+
+
+def _arrows(modules: list[Module], level: str) -> Iterator[tuple[str, str]]:
     names = {module.name for module in modules}
     for module in modules:
         for target, found in _imports(module, names):
-            if _LEVELS.index(found) <= _LEVELS.index(level) and target != module.name:
-                graph.add_edge(module.name, target)
-    groups = nx.strongly_connected_components(graph)
+            if _LEVELS.index(found) <= _LEVELS.index(level):
+                yield module.name, target
+
+
+def _folder(name: str) -> str:
+    """The name of the folder that a module is in; nothing for the package itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def _groups(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
+    groups = nx.strongly_connected_components(nx.DiGraph(arrows))
     return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
@@ -176,76 +197,55 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
             yield node.target.id
 
 
-def identifiers(modules: list[Module]) -> Counter[str]:
-    """Every name that the package gives, by how often: functions, classes, arguments, variables."""
-    names: Counter[str] = Counter()
-    for module in modules:
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names[node.name] += 1
-            elif isinstance(node, ast.arg):
-                names[node.arg] += 1
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names[node.id] += 1
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names[node.attr] += 1
-    for name in [*(one for one in names if not one.strip("_")), "self", "cls"]:
-        names.pop(name, None)
-    return names
-
-
-def words(name: str) -> list[str]:
-    """The words of a name: `free_host_memory` has three, `HostMemory` two."""
-    return _WORDS.findall(name)
-
-
 # ---------------------------------------------------------------- the table
 def measure(modules: list[Module]) -> dict[str, str]:
     """The figures of one package, by what they are of."""
     code = sum(len(module.code_lines) for module in modules)
     lengths = sorted(function_lengths(modules))
-    names, places = identifiers(modules), defined(modules)
+    places = defined(modules)
     several = [name for name, where in places.items() if len(where) > 1]
     classes = Counter(
         node.name for m in modules for node in m.tree.body if isinstance(node, ast.ClassDef)
     )
     stems = Counter(m.name.rpartition(".")[2] for m in modules)
-    counted = {name: len(words(name)) or 1 for name in names}
-    given = sum(names.values())
     private = private_names.used_in_package({module.name: module.tree for module in modules})
     return {
         "files": str(len(modules)),
+        "raw lines": f"{sum(module.raw_lines for module in modules):,}",
         "code lines": f"{code:,}",
-        "files per 1,000 code lines": f"{1000 * len(modules) / code:.1f}",
-        "longest file (code lines)": str(max(len(m.code_lines) for m in modules)),
         "function: median / p90 / p99 / longest": " / ".join(
             str(lengths[min(int(q * len(lengths)), len(lengths) - 1)]) for q in (0.5, 0.9, 0.99, 1)
         ),
-        "cycles: imports / lazy ones too / for types too": " / ".join(
+        "cycles of modules: imports / lazy ones too / for types too": " / ".join(
             str(len(cycles(modules, level))) for level in _LEVELS
         ),
-        "names that several modules define": f"{len(several)} "
-        f"({100 * len(several) / len(places):.1f} %)",
+        "cycles of folders: imports / lazy ones too / for types too": " / ".join(
+            str(len(folder_cycles(modules, level))) for level in _LEVELS
+        ),
+        "names that several modules define": str(len(several)),
         "class names that several modules define": str(sum(n > 1 for n in classes.values())),
         "module names in several folders": str(sum(n > 1 for n in stems.values())),
-        "words per name / each time one is given": f"{statistics.mean(counted.values()):.2f} / "
-        f"{sum(counted[name] * count for name, count in names.items()) / given:.2f}",
-        "names of one word": f"{100 * list(counted.values()).count(1) / len(counted):.0f} %",
         "comments per 100 code lines": f"{100 * sum(m.comments for m in modules) / code:.1f}",
         "private names of other packages / uses": f"{len(set(private))} / {len(private)}",
     }
 
 
+def table() -> str:
+    """The figures of the package, beside those of others that were stored."""
+    own, peers = measure(read(PACKAGE)), json.loads(PEERS.read_text(encoding="utf-8"))
+    lines = [f"|  | nbaccel | {' | '.join(peers)} |", "|---" + "|--:" * (1 + len(peers)) + "|"]
+    for name, value in own.items():
+        cells = [name, value, *(peer[name] for peer in peers.values())]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the figures of other packages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", nargs="*", type=Path, default=[PACKAGE])
+    parser.add_argument("folder", nargs="+", type=Path)
     folders = parser.parse_args().folder
-    rows = [measure(read(folder.resolve())) for folder in folders]
-    print("|  | " + " | ".join(folder.name for folder in folders) + " |")
-    print("|---|" + "--:|" * len(folders))
-    for key in rows[0]:
-        print(f"| {key} | " + " | ".join(row[key] for row in rows) + " |")
+    print(json.dumps({one.name: measure(read(one.resolve())) for one in folders}, indent=1))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_the_tables_are_made_from_the_package(monkeypatch):
     tables = import_module("tables")
     for page, table, begin, end in tables.TABLES:
         text = page.read_text(encoding="utf-8")
-        assert tables.put_into(text, table(), begin, end) == text, "run python docs/tables.py"
+        assert tables.put_into(text, table(), begin, end) == text, "run python -m docs.tables"
 
 
 def test_the_reference_has_every_public_name():

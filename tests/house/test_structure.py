@@ -1,36 +1,36 @@
-"""The structure's figures: no circles of imports, names that say something and mean one thing."""
+"""The structure's figures: no circles of imports, of modules or of folders."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 
 from tests.house import row
 from tests.house.source import PACKAGE
 
+# They go with the next moves; nothing may be added.
+KNOWN_FOLDER_CYCLES = [["_catalog", "abc", "plan"], ["memory", "strategies"]]
+
+
+@functools.cache
+def modules():
+    return row.read(PACKAGE)
+
 
 @pytest.mark.parametrize("level", ["module", "lazy", "typing"])
 def test_imports_make_no_circle(level):
-    assert row.cycles(row.read(PACKAGE), level) == []
+    assert row.cycles(modules(), level) == []
 
 
-def test_names_mean_one_thing():
-    places = row.defined(row.read(PACKAGE))
-    several = {name: modules for name, modules in places.items() if len(modules) > 1}
-    assert len(several) < 0.02 * len(places), several
+def test_folders_make_no_circle():
+    assert row.folder_cycles(modules(), "typing") == KNOWN_FOLDER_CYCLES
+
+
+def test_a_class_has_a_name_of_its_own():
+    places = row.defined(modules())
+    several = [name for name, where in places.items() if len(where) > 1]
     assert [name for name in several if name.lstrip("_")[0].isupper() and not name.isupper()] == []
-
-
-def test_names_have_words():
-    names = row.identifiers(row.read(PACKAGE))
-    given = sum(names.values())
-    assert sum((len(row.words(n)) or 1) * count for n, count in names.items()) >= 1.5 * given
-
-
-def test_the_table_has_a_row_for_each_figure():
-    """ARCHITECTURE's; its numbers are those of a day, and its rows those of the script."""
-    architecture = (PACKAGE.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    figures = row.measure(row.read(PACKAGE))
-    assert [name for name in figures if f"| {name} |" not in architecture] == []
 
 
 def test_a_circle_would_be_found(tmp_path):
@@ -48,3 +48,20 @@ def test_a_circle_would_be_found(tmp_path):
     (package / "b.py").write_text(typed)
     assert row.cycles(row.read(package), "lazy") == []
     assert row.cycles(row.read(package), "typing") == [["made.a", "made.b"]]
+
+
+def test_a_circle_of_folders_would_be_found(tmp_path):
+    """Where no two modules import each other, too."""
+    package = tmp_path / "made"
+    for name, text in {
+        "one/a.py": "from made.two import b\n",
+        "one/c.py": "",
+        "two/b.py": "",
+        "two/d.py": "from made.one.c import x\n",
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+        (package / name).with_name("__init__.py").touch()
+    (package / "__init__.py").touch()
+    assert row.cycles(row.read(package), "typing") == []
+    assert row.folder_cycles(row.read(package), "typing") == [["one", "two"]]

@@ -3,6 +3,7 @@
     python3 -m tests.lanes colab           # a fresh environment below .lanes/, tests, a record
     python3 -m tests.lanes colab --keep    # the environment stays, for another look
     python3 -m tests.lanes colab --reuse   # the one that stayed is taken as it is
+    python3 -m tests.lanes --in-turn       # dist, and those whose turn it is, by number of landings
     python3 -m tests.lanes --render        # the table in docs/pages/versions.md, from the records
 
 Each lane writes what it ran with and what came of it to benchmarks/results/lanes/. It needs nothing
@@ -28,6 +29,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from tests import selection
 from tests.isolation import ROOT
 from tests.lanes import builds, table
 from tests.lanes.environment import (
@@ -37,7 +39,7 @@ from tests.lanes.environment import (
     MissingPython,
     check_shared,
 )
-from tests.lanes.lanes import LANES, Lane
+from tests.lanes.lanes import LANES, TURNS, Lane
 
 RECORDS = ROOT / "benchmarks" / "results" / "lanes"
 PAGE = ROOT / "docs" / "pages" / "versions.md"
@@ -148,6 +150,7 @@ def run_tests(
         return True, {"passed": 0, "failed": 0, "skipped": 0}
     report = folder / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--durations=5"]
+    options += ["-p", "tests.rerun_alone"]
     # Old packages in a Python that is newer than they are.
     options += ["-W", "ignore::DeprecationWarning", "-W", "ignore::PendingDeprecationWarning"]
     options += ["--numprocesses", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -259,6 +262,14 @@ def records() -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
+def _in_turn() -> list[str]:
+    """What this landing runs."""
+    landings = len(selection.landings())
+    names = ["dist", *TURNS[landings % len(TURNS)]]
+    print(f"lanes: {', '.join(names)} (landing {landings + 1})", flush=True)
+    return names
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("lane", nargs="*", choices=[[], *LANES])
@@ -268,12 +279,16 @@ def main() -> int:
     parser.add_argument(
         "--render", action="store_true", help="renew the table in docs/pages/versions.md"
     )
+    parser.add_argument(
+        "--in-turn", action="store_true", help="dist, and those whose turn it is, as CI does"
+    )
     asked = parser.parse_args()
+    names = _in_turn() if asked.in_turn else asked.lane
     # uv compiles nothing: with it, each process of a lane would compile torch for itself.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     became = {}
-    if asked.lane:
-        became = run_all(asked.lane, keep=asked.keep, reuse=asked.reuse, jobs=asked.jobs)
+    if names:
+        became = run_all(names, keep=asked.keep, reuse=asked.reuse, jobs=asked.jobs)
         for name, what in became.items():
             print(f"{name}: {what.partition(chr(10))[0]}")
     if asked.render:

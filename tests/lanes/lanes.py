@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LANES", "Lane"]
+__all__ = ["LANES", "TURNS", "Lane"]
 
 # What the tests themselves need.
 _TOOLS = (
@@ -182,3 +182,10 @@ LANES: dict[str, Lane] = {
         may_be_missing=True,
     ),
 }
+
+
+TURNS = (
+    *(("colab",), ("kaggle", "binder"), ("oldest",), ("newest",)),
+    *(("torch_tpu",), ("torch_xla",)),
+)
+"""What landings run beside `dist`, in turn: each lane at every seventh landing at the latest."""

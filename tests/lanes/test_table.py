@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 from tests.isolation import ROOT
 from tests.lanes import table
 from tests.lanes.__main__ import PAGE, records
-from tests.lanes.lanes import LANES
+from tests.lanes.lanes import LANES, TURNS
 
 
 def test_the_page_has_what_the_lanes_have_written() -> None:
@@ -38,3 +38,8 @@ def test_what_the_package_declares_is_what_the_lanes_run() -> None:
     tried = {lane.python for lane in LANES.values()}
     declared = re.findall(r"Python :: (3\.\d+)", project)
     assert tried == set(declared)
+
+
+def test_each_lane_has_its_turn_at_every_seventh_landing() -> None:
+    assert sorted(name for turn in TURNS for name in turn) == sorted(LANES.keys() - {"dist"})
+    assert len(TURNS) <= 7

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import textwrap
 from typing import Any
 
@@ -202,11 +203,29 @@ def test_no_read_of_an_unbound_name_is_overlooked(text: str) -> None:
     except Exception as error:
         # A value of 0 is no exception class and cannot be called; a function's globals are read
         # by the interpreter without asking the namespace. What was asked until then counts.
-        if isinstance(error, NameError) and error.name and not _is_local(error):
+        if isinstance(error, NameError) and error.name and not _reads_no_namespace(error):
             space.asked.add(error.name)
     names = names_of(text)
     assert space.asked <= names.needed | names.possible, text
 
 
-def _is_local(error: NameError) -> bool:
-    return isinstance(error, UnboundLocalError) or "free variable" in str(error)
+def _reads_no_namespace(error: NameError) -> bool:
+    """Whether the name is a function's own, or one that a class deletes of its own."""
+    if isinstance(error, UnboundLocalError) or "free variable" in str(error):
+        return True
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    code, is_of_module = last.tb_frame.f_code, last.tb_frame.f_locals is last.tb_frame.f_globals
+    return not is_of_module and code.co_code[last.tb_lasti] == dis.opmap["DELETE_NAME"]
+
+
+def test_a_name_that_a_class_deletes_is_its_own() -> None:
+    text = "def f():\n    class C:\n        del c\nf()"
+    with pytest.raises(NameError) as raised:
+        exec(compile(text, "<cell>", "exec"), {})
+    assert _reads_no_namespace(raised.value)
+    with pytest.raises(NameError) as raised:
+        exec(compile("del c", "<cell>", "exec"), {})
+    assert not _reads_no_namespace(raised.value)

@@ -1,0 +1,75 @@
+"""What `make quick CHANGED=1` and CI add to the quick tests, in a repository made for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+
+FILES = [
+    *("nbaccel/units.py", "nbaccel/launch/run.py", "nbaccel/deepspeed/advisor/advise.py"),
+    *("tests/test_units.py", "tests/launch/test_run.py", "tests/launch/sources.py"),
+    *("tests/deepspeed/advisor/test_advise.py", "tests/conftest.py", "notebooks/01.ipynb"),
+    "README.md",
+]
+MIRRORED = {
+    "nbaccel/units.py": "tests/test_units.py",
+    "nbaccel/launch/run.py": "tests/launch",
+    "nbaccel/deepspeed/advisor/advise.py": "tests/deepspeed",
+    "tests/launch/test_run.py": "tests/launch/test_run.py",
+    "tests/launch/sources.py": "tests/launch",
+    "tests/conftest.py": None,
+    "notebooks/01.ipynb": "notebooks/01.ipynb",
+    "README.md": None,
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("# as it landed\n")
+    run = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "landed"]):
+        subprocess.run([*run, *command], check=True, env=environ)
+    monkeypatch.setattr(selection, "ROOT", tmp_path)
+    monkeypatch.setattr(selection, "LANDINGS", tmp_path / "landings")
+    landed = selection.git("rev-parse", "HEAD")
+    (tmp_path / "landings").write_text(
+        f"# oldest first\n{'0' * 40} 2026-01-01\n{landed} 2026-01-02\n"
+    )
+    selection.changed.cache_clear()
+    yield tmp_path
+    selection.changed.cache_clear()
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_a_changed_file_asks_for_the_tests_that_mirror_it(repository, name):
+    (repository / name).write_text("# changed\n")
+    mirrored = MIRRORED[name]
+    assert selection.changed() == (frozenset({mirrored}) if mirrored else frozenset())
+
+
+def test_a_new_file_has_changed(repository):
+    (repository / "nbaccel/launch/new.py").touch()
+    assert "tests/launch" in selection.changed()
+
+
+def test_where_the_last_landing_is_unknown_everything_has_changed(repository):
+    (repository / "landings").write_text(f"{'0' * 40} 2026-01-01\n")
+    assert selection.changed() == {"tests"}
+
+
+def test_the_landings_of_this_repository_are_in_its_history():
+    if selection.git("rev-parse", "HEAD") is None:
+        pytest.skip("not a git checkout")
+    noted = selection.landings()
+    assert noted
+    assert [
+        one for one in noted if selection.git("merge-base", "--is-ancestor", one, "HEAD") != ""
+    ] == []

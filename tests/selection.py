@@ -1,0 +1,141 @@
+"""Which tests run: all, those that are not slow, or the slow ones of what has changed.
+
+    python -m tests.selection            # the folders and files of tests that mirror what changed
+    pytest --slow=changed                # the quick tests, and the slow ones among those
+
+What has changed is what differs from the last landed commit, committed or not. A checkout that has
+`origin/main` ahead of which it is asks git; elsewhere, as in the clone that CI runs in, the last
+line of `.ci/landings` names it. If neither is known, everything has changed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.isolation import ROOT
+
+__all__ = ["SLOW_NOTEBOOKS", "add_option", "changed", "deselect", "git", "is_ignored", "landings"]
+
+LANDINGS = ROOT / ".ci" / "landings"
+SLOW_NOTEBOOKS = {
+    "notebooks/05_deepspeed.ipynb": "tests/deepspeed",
+    "notebooks/09_big_models.ipynb": "tests/bigmodel",
+    "notebooks/11_zero_inference.ipynb": "tests/deepspeed",
+}
+"""Those that compile operations or load transformers, with the tests of what they show."""
+_ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?.*mark\.slow", re.MULTILINE)
+
+
+# ---------------------------------------------------------------- what has changed
+def landings() -> list[str]:
+    """The commits at which main has landed, as far as they are noted."""
+    lines = LANDINGS.read_text().splitlines() if LANDINGS.exists() else []
+    return [line.split()[0] for line in lines if line and not line.startswith("#")]
+
+
+def git(*arguments: str) -> str | None:
+    """What a command of git prints; None where it fails, or there is no checkout."""
+    # safe.directory: the checkout may belong to another user than the one who tests
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, text=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _last_landed() -> str | None:
+    """The commit to compare with."""
+    here = git("rev-parse", "HEAD")
+    common = git("merge-base", "HEAD", "origin/main")
+    noted = landings()[-1] if landings() else None
+    if common is not None and common != here:
+        return common
+    return noted if noted and git("merge-base", "--is-ancestor", noted, "HEAD") == "" else None
+
+
+@cache
+def changed() -> frozenset[str]:
+    """Folders and files of tests that mirror what has changed, as paths from the root."""
+    base = _last_landed()
+    if base is None:
+        return frozenset({"tests"})
+    differing = git("diff", "--name-only", base) or ""
+    new = git("ls-files", "--others", "--exclude-standard") or ""
+    found = {_mirror(path) for path in [*differing.splitlines(), *new.splitlines()]}
+    return frozenset(path for path in found if path and (ROOT / path).exists())
+
+
+def _mirror(path: str) -> str:
+    """Where the tests of a file are; nothing where none are its own."""
+    folder, _, name = path.rpartition("/")
+    top, _, inner = folder.partition("/")
+    if path.endswith(".ipynb") or (top == "tests" and name.startswith("test_")):
+        return path
+    if top == "tests" and inner:  # what the tests of a folder share
+        return folder
+    if top == "nbaccel":
+        return f"tests/{inner.split('/')[0]}" if inner else f"tests/test_{name}"
+    return ""
+
+
+def _is_changed(path: str) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in changed())
+
+
+# ---------------------------------------------------------------- hooks of conftest
+def add_option(parser: pytest.Parser) -> None:
+    """Add `--slow`, which says what becomes of the slow tests."""
+    parser.addoption(
+        "--slow",
+        choices=["all", "none", "changed", "only"],
+        default="all",
+        help="slow tests: all of them; none; those of what has changed; or nothing but them",
+    )
+
+
+def is_ignored(path: Path, config: pytest.Config) -> bool:
+    """Whether nothing of a file runs, so that nothing of it need be imported.
+
+    Each process of pytest-xdist imports all that it collects, and what tests train beside is large.
+    """
+    chosen = config.getoption("slow")
+    if chosen == "all" or path.suffix != ".py" or not path.name.startswith("test_"):
+        return False
+    text = path.read_text(encoding="utf-8")
+    if chosen == "only":
+        return "mark.slow" not in text
+    return _ALL_SLOW.search(text) is not None and not _is_taken(path, chosen)
+
+
+def _is_taken(path: Path, chosen: str) -> bool:
+    """Whether the slow tests of a file run."""
+    if chosen != "changed":
+        return chosen != "none"
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    return _is_changed(name) or _is_changed(SLOW_NOTEBOOKS.get(name, name))
+
+
+def deselect(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Leave out the slow tests that are not asked for, or the others."""
+    chosen = config.getoption("slow")
+    kept, left_out = [], []
+    for item in items:
+        is_notebook = item.path.suffix == ".ipynb"
+        is_slow = item.get_closest_marker("slow") is not None or (
+            is_notebook and item.path.relative_to(ROOT).as_posix() in SLOW_NOTEBOOKS
+        )
+        runs = _is_taken(item.path, chosen) if is_slow else chosen != "only"
+        (kept if runs else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+if __name__ == "__main__":
+    print(" ".join(sorted(changed())))
