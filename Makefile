@@ -9,13 +9,14 @@
 #   SLOW=changed             make test: which slow tests run, too: none, changed (since the last landing), all
 #   CHANGED=1                make quick: with the tests of what has changed
 #   MOMENTS=320              how often make chaos kills something
+#   GPU_PART='fp8 bench'     which parts make gpu runs; without it all: tests/gpu/parts.py
 #   WHEELS=folder            make gpu: a Python that has torch and reaches no index takes what it lacks from here
 #   LANE='colab oldest'      which sets of versions make lane runs
 
 SHELL         := bash
 .SHELLFLAGS   := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quick quick-style quick-imports quick-tests demo test test-slow full chaos lane ready gpu gpu-test gpu-bench lint docs bench deepspeed-ops clean
+.PHONY: help quick quick-style quick-imports quick-tests demo test test-slow full chaos lane ready gpu lint docs bench deepspeed-ops clean
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -58,9 +59,9 @@ INSTALL  = $(BIN)/python -m pip install --quiet \
 
 # With WHEELS, what is missing beside that Python's own packages lies in a folder of its own, and nothing of it is changed.
 GPU_SITE  := .gpu/site
+GPU_PART  ?=
 GPU_READY  = $(if $(WHEELS),$(GPU_SITE)/.ready,$(VENV)/.dev)
 GPU_PYTHON = $(if $(WHEELS),PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON),$(BIN)/python)
-GPU_TESTS := $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -93,16 +94,9 @@ full: ready  ## before a release: all tests with examples that no run has tried,
 chaos: $(VENV)/.dev  ## kill processes of a notebook at hundreds of moments; nothing may be torn (ten minutes or so)
 	@$(BIN)/python -m tests.chaos --moments $(MOMENTS)
 
-gpu: gpu-test gpu-bench  ## on a machine with a GPU: its tests and figures, in under twenty minutes
-
-gpu-test: $(GPU_READY)
+gpu: $(GPU_READY)  ## on a machine with a GPU: its tests and figures, in parts of four minutes; GPU_PART=fp8 for one of them
 	@$(GPU_PYTHON) -m tests.gpu.lacking
-	@$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_ARGS)
-
-gpu-bench: $(GPU_READY)
-	@$(GPU_PYTHON) -m tests.gpu.lacking
-	@$(GPU_PYTHON) benchmarks/gpu.py
-	@$(GPU_PYTHON) benchmarks/fp8.py --sections gpu
+	@$(GPU_PYTHON) -m tests.gpu.parts $(GPU_PART) -- $(PYTEST_ARGS)
 
 lane: $(VENV)/.dev  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
 	@$(BIN)/python -m tests.lanes $(LANE)

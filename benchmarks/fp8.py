@@ -25,7 +25,7 @@ from harness.samples import Results, say
 
 SEEDS, STEPS = (0, 1, 2), 400
 QUICK_SEEDS, QUICK_STEPS = (0, 1), 10
-PACKAGES = ("python", "nbaccel", "torch", "torchao")
+PACKAGES = ("python", "nbaccel", "torch", "torchao", "transformer_engine")
 
 
 # ------------------------------------------------------------------------- losses
@@ -178,30 +178,51 @@ def exchange_table(results: Results) -> tuple[str, bool]:
 def gpu(results: Results, *, quick: bool) -> None:
     import torch
 
-    if not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if not (has_gpu or quick):
         say("no GPU here: speed and memory beside bf16 are measured by `make gpu` on one")
         return
     results.forget("gpu")
+    name = torch.cuda.get_device_name() if has_gpu else "No GPU: this only shows that it runs"
+    modes = fp8_gpu.MODES[quick]
+    results.note("gpu", gpu=name, **{mode.name: mode.title for mode in modes})
     for way in fp8_gpu.WAYS:
-        say(f"on the GPU: {way}")
-        found = fp8_gpu.measure_in_worker(way, quick=quick)
-        results.of("gpu tokens", way).values.append(found["tokens_per_s"])
-        results.of("gpu memory", way).values.append(found["peak_bytes"])
-    results.note("gpu", gpu=torch.cuda.get_device_name())
-    results.save()
+        for mode in modes:
+            say(f"on the GPU: {way}, {mode.name}")
+            tokens = results.of(f"gpu tokens, {mode.name}", way)
+            try:
+                found = fp8_gpu.measure_in_worker(way, mode, "cuda" if has_gpu else "cpu")
+            except Exception as error:  # a library that is missing or fails is a cell of the table
+                tokens.errors.append(f"{type(error).__name__}: {error}"[:600])
+                say(tokens.errors[-1].splitlines()[0])
+            else:
+                tokens.values.append(found["tokens_per_s"])
+                results.of(f"gpu memory, {mode.name}", way).values.append(found["peak_bytes"])
+            # Of a machine that is lent, what there is so far may be all.
+            results.save()
 
 
 def gpu_table(results: Results) -> tuple[str, bool]:
-    reference = results.of("gpu tokens", "bf16").values[0]
-    memory_of_bf16 = results.of("gpu memory", "bf16").values[0]
-    lines = ["| | tokens/s, to bf16 | peak memory, to bf16 |", "| --- | --: | --: |"]
-    for way in fp8_gpu.WAYS:
-        tokens = results.of("gpu tokens", way).values[0] / reference
-        peak = results.of("gpu memory", way).values[0] / memory_of_bf16
-        lines.append(f"| {way} | {tokens:.2f}x | {peak:.2f}x |")
     facts = results.sections["gpu"]
-    lines += ["", f"{facts['gpu']}. {_taken(results, 'gpu')}"]
+    modes = ("eager", "compiled")
+    heads = [f"{facts[mode]}: tokens/s, to bf16 | GiB" for mode in modes]
+    lines = [f"| | {' | '.join(heads)} |", "| --- | --: | --: | --: | --: |"]
+    for way in fp8_gpu.WAYS:
+        cells = " | ".join(_gpu_cells(results, way, mode) for mode in modes)
+        lines.append(f"| {way} | {cells} |")
+    lines += ["", "`-`: not measured, or its library is not there."]
+    lines += [f"{fp8_gpu.ENGINE_ALONE}, is not compiled. {facts['gpu']}. {_taken(results, 'gpu')}"]
     return "\n".join(lines), True
+
+
+def _gpu_cells(results: Results, way: str, mode: str) -> str:
+    tokens = results.median(f"gpu tokens, {mode}", way)
+    peak = results.median(f"gpu memory, {mode}", way)
+    reference = results.median(f"gpu tokens, {mode}", "bf16")
+    if tokens is None or peak is None:
+        return "- | -"
+    compared = f" ({tokens / reference:.2f}x)" if reference else ""
+    return f"{tokens / 1000:,.1f}k{compared} | {peak / 2**30:.2f}"
 
 
 # ------------------------------------------------------------------------- all of it
@@ -214,6 +235,7 @@ TABLES = {
     "exchange": ("Exchange of gradients", exchange_table),
     "gpu": ("On a GPU", gpu_table),
 }
+WITHOUT_A_GPU = ("loss", "memory", "exchange")
 
 
 def _taken(results: Results, section: str) -> str:
@@ -239,7 +261,7 @@ REPORT = Report("fp8", render, mark="fp8")
 
 def main() -> int:
     parser = REPORT.parser(__doc__)
-    parser.add_argument("--sections", nargs="+", choices=MEASURED, default=list(MEASURED))
+    parser.add_argument("--sections", nargs="+", choices=MEASURED, default=WITHOUT_A_GPU)
     parser.add_argument("--quick", action="store_true", help="few steps, small tensors")
     options = parser.parse_args()
 

@@ -74,6 +74,7 @@ def steps(results: Results, size: Size, device: str) -> None:
 
     results.forget("steps")
     count = _count(device)
+    results.note("steps", **_hardware(device), count=count, **vars(size))
     for case in cases():
         say(case.name)
         try:
@@ -92,8 +93,8 @@ def steps(results: Results, size: Size, device: str) -> None:
         if config or case == Case("DDP", "no"):  # nothing else is what the estimate is made for
             needs = estimate_memory(model, config, num_processes=count, sample_batch=size.data()[0])
             results.of(f"steps peak of {case.name}", "estimate").values.append(needs.device.peak)
-    results.note("steps", **_hardware(device), count=count, **vars(size))
-    results.save()
+        # Of a machine that is lent, what there is so far may be all.
+        results.save()
 
 
 def endings(results: Results, size: Size, device: str) -> None:

@@ -2,6 +2,7 @@
 
     with spent_time.reading_data:     the loader reads a batch
     with spent_time.communicating:    a collective; within reading_data, it counts as communication
+    spent_time.end_step()             the first two tell what the first took to start
 
 Only a worker that reports to a notebook keeps an account (`open_account`); elsewhere a block costs
 a comparison. Only the thread that opened it is measured: what other threads do, they do beside it.
@@ -20,6 +21,7 @@ __all__ = [
     "add_exchange",
     "begin_account",
     "communicating",
+    "end_step",
     "open_account",
     "present_account",
     "present_spent",
@@ -43,11 +45,14 @@ class SpentTime:
     """In collectives, which includes waiting for other ranks there."""
     is_partial: bool = False
     """Whether some exchange of gradients could not be measured; it is part of the computing."""
+    starting_s: float = 0.0
+    """What the first step computed for longer than the second: devices and libraries start in it,
+    which tells nothing of the steps to come."""
 
     @property
     def computing_s(self) -> float:
         """The rest: computing, and whatever else the function does."""
-        return max(0.0, self.total_s - self.data_s - self.communication_s)
+        return max(0.0, self.total_s - self.data_s - self.communication_s - self.starting_s)
 
 
 class TimeAccount:
@@ -68,6 +73,8 @@ class TimeAccount:
         self._exchanges: list[tuple[ExchangeSource, float]] = []
         """Each with its seconds before this account."""
         self._exchange_s = 0.0
+        self._first_step_s: float | None = None
+        self._starting_s: float | None = None
 
     def begin(self) -> None:
         """A loop begins; what was before the first one is not counted."""
@@ -99,6 +106,18 @@ class TimeAccount:
         self._seconds[self._kinds.pop()] += current_time - self._since
         self._since = current_time
 
+    def end_step(self) -> None:
+        """A step is over; after the second one it is known what the first took to start."""
+        if self._starting_s is not None or threading.get_ident() != self._thread_id:
+            return
+        if (spent := self.spent()) is None:
+            return
+        if self._first_step_s is None:
+            self._first_step_s = spent.computing_s
+        else:
+            second_step_s = spent.computing_s - self._first_step_s
+            self._starting_s = max(0.0, self._first_step_s - second_step_s)
+
     def add_exchange(self, source: ExchangeSource) -> None:
         """Count an exchange of gradients that a library measures itself."""
         self._exchanges.append((source, source() or 0.0))
@@ -116,6 +135,7 @@ class TimeAccount:
             data_s=self._seconds["data"],
             communication_s=self._seconds["communication"] + self._exchange_s,
             is_partial=any(reading is None for reading, _ in readings),
+            starting_s=self._starting_s or 0.0,
         )
 
 
@@ -169,6 +189,12 @@ def begin_account() -> None:
     """A loop over batches begins."""
     if _process_account is not None:
         _process_account.begin()
+
+
+def end_step() -> None:
+    """A step of a loop over batches is over."""
+    if _process_account is not None:
+        _process_account.end_step()
 
 
 def present_spent() -> SpentTime | None:

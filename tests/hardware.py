@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.apart import run_forks_apart
 from tests.browser import chromium
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ WHY_NOT: dict[str, Callable[[], str | None]] = {
 
 
 def skip_what_cannot_run(items: list[pytest.Item]) -> None:
-    """Mark as skipped, with the reason, each test whose hardware is not here."""
+    """Mark as skipped, with the reason, each test whose hardware is not here.
+
+    Those that a GPU may keep from their work are given a process of their own, where one does.
+    """
+    run_forks_apart(items)
     for item in items:
         for marker, why_not in WHY_NOT.items():
             if item.get_closest_marker(marker) and (reason := why_not()):

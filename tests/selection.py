@@ -28,6 +28,19 @@ SLOW_NOTEBOOKS = {
     "notebooks/11_zero_inference.ipynb": "tests/deepspeed",
 }
 """Those that compile operations or load transformers, with the tests of what they show."""
+_ALSO = {
+    "accelerator": ("peers",),
+    "hosts": ("engines",),
+    "launch": ("kernel", "stress"),
+    "notebook": ("browser", "kernel"),
+    "output": ("browser", "kernel"),
+    "pool": ("kernel", "stress"),
+    "supervision": ("kernel", "stress"),
+    "train": ("peers",),
+    "transfer": ("kernel",),
+    "workers": ("kernel", "stress"),
+}
+"""Folders of tests that look at a folder of the package from outside, beside those of its name."""
 _ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?.*mark\.slow", re.MULTILINE)
 
 
@@ -67,21 +80,23 @@ def changed() -> frozenset[str]:
         return frozenset({"tests"})
     differing = git("diff", "--name-only", base) or ""
     new = git("ls-files", "--others", "--exclude-standard") or ""
-    found = {_mirror(path) for path in [*differing.splitlines(), *new.splitlines()]}
-    return frozenset(path for path in found if path and (ROOT / path).exists())
+    paths = [*differing.splitlines(), *new.splitlines()]
+    found = {where for path in paths for where in _mirrors(path)}
+    return frozenset(path for path in found if (ROOT / path).exists())
 
 
-def _mirror(path: str) -> str:
+def _mirrors(path: str) -> tuple[str, ...]:
     """Where the tests of a file are; nothing where none are its own."""
     folder, _, name = path.rpartition("/")
     top, _, inner = folder.partition("/")
     if path.endswith(".ipynb") or (top == "tests" and name.startswith("test_")):
-        return path
+        return (path,)
     if top == "tests" and inner:  # what the tests of a folder share
-        return folder
-    if top == "nbaccel":
-        return f"tests/{inner.split('/')[0]}" if inner else f"tests/test_{name}"
-    return ""
+        return (folder,)
+    if top == "nbaccel" and inner:
+        part = inner.split("/")[0]
+        return tuple(f"tests/{one}" for one in (part, *_ALSO.get(part, ())))
+    return (f"tests/test_{name}",) if top == "nbaccel" else ()
 
 
 def _is_changed(path: str) -> bool:

@@ -71,6 +71,32 @@ def test_a_second_loop_does_not_begin_anew(account: TimeAccount, clock: Clock) -
     assert spent.total_s == 3.0
 
 
+def test_what_the_first_step_takes_more_than_the_second_is_a_start(
+    account: TimeAccount, clock: Clock
+) -> None:
+    account.begin()
+    for computing_s in (7.0, 2.0, 30.0):
+        account.enter("data")
+        clock.now += 1
+        account.leave()
+        clock.now += computing_s
+        account.end_step()
+    spent = account.spent()
+    assert spent == SpentTime(42.0, 3.0, 0.0, starting_s=5.0)
+    assert spent.computing_s == 34.0
+
+
+@pytest.mark.parametrize("steps", [[7.0], [2.0, 7.0]])
+def test_one_step_and_one_that_is_quicker_than_the_second_tell_of_no_start(
+    account: TimeAccount, clock: Clock, steps: list[float]
+) -> None:
+    account.begin()
+    for computing_s in steps:
+        clock.now += computing_s
+        account.end_step()
+    assert account.spent() == SpentTime(sum(steps), 0.0, 0.0)
+
+
 def test_what_a_library_measures_is_counted_from_the_account_on(
     account: TimeAccount, clock: Clock
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.samples import Results
+from harness.samples import Results, say
 from harness.table import put_into
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -48,15 +48,23 @@ class Report:
         return parser
 
     def run(self, options: argparse.Namespace, measure: Callable[[Results], None]) -> int:
-        """Measure, unless told not to; print the table and put it in its place."""
+        """Measure, unless told not to; print the table and put it in its place.
+
+        Interrupted, it prints the table of what was measured, which is no table for a page.
+        """
         results = Results(options.output)
+        was_interrupted = False
         if not options.render:
-            measure(results)
+            try:
+                measure(results)
+            except KeyboardInterrupt:
+                was_interrupted = True
+                say("interrupted: this is what there is")
         text, holds = self.render(results)
         print(text)
-        if not options.no_page:
+        if not options.no_page and not was_interrupted:
             put_into(self.page, text, self.begin, self.end)
-        return 0 if holds or not options.check else 1
+        return 1 if was_interrupted or (options.check and not holds) else 0
 
 
 def verdict(holds: bool) -> str:
@@ -64,6 +72,6 @@ def verdict(holds: bool) -> str:
 
 
 def versions(facts: dict[str, Any], only: Iterable[str] = ()) -> str:
-    """Packages with which figures were taken; all that are known, or these."""
+    """Packages with which figures were taken; all that are known, or these as far as they are."""
     known = facts["versions"]
-    return ", ".join(f"{name} {known[name]}" for name in only or known)
+    return ", ".join(f"{name} {known[name]}" for name in only or known if name in known)

@@ -15,10 +15,12 @@ from os import cpu_count, getloadavg
 from pathlib import Path
 from typing import Any
 
+import nbaccel
+
 PACKAGES = (
-    *("nbaccel", "torch", "accelerate", "deepspeed", "lightning", "ipykernel", "jupyter_client"),
+    *("torch", "accelerate", "deepspeed", "lightning", "ipykernel", "jupyter_client"),
     *("ipyparallel", "nbdistributed", "jupyter-distributed", "torch_tpu", "torch_xla", "torchao"),
-    *("transformers", "peft", "datasets", "scikit-learn", "pillow"),
+    *("transformers", "peft", "datasets", "scikit-learn", "pillow", "transformer_engine"),
 )
 
 
@@ -102,7 +104,8 @@ def without_places(text: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
+    # Nbaccel's is its own word: it may be on the path without being installed.
+    versions = {"python": platform.python_version(), "nbaccel": nbaccel.__version__}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)

@@ -321,6 +321,8 @@ class WorkerShell(InteractiveShell):
         error = result.error_in_exec if error is None else error
         if error is not None:
             self._errors.append(error)
+        # As in `run`: from Python 3.12 on the error's frames lead back to this one.
+        del error
         return result
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:

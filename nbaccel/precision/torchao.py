@@ -7,8 +7,8 @@ scales are then computed for all of them at once after each step.
 
 from __future__ import annotations
 
-import importlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -204,12 +204,9 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def _layer_class() -> type[nn.Module] | None:
-    # Without torchao in this process there are no layers of it.
-    try:
-        module = importlib.import_module("torchao.float8.float8_linear")
-    except ImportError:
-        return None
-    layer_class: type[nn.Module] = module.Float8Linear
+    # Without torchao in this process there are no layers of it, and nothing to import it for.
+    module = sys.modules.get("torchao.float8.float8_linear")
+    layer_class: type[nn.Module] | None = getattr(module, "Float8Linear", None)
     return layer_class
 
 

@@ -409,6 +409,7 @@ class PreparedLoader(DataLoader[Any]):
                 yield current_batch
                 # In evaluation, too, where no optimizer ends the step.
                 device.mark_step()
+            spent_time.end_step()
             current_batch = next_batch
         position.end_epoch()
         self._base_state = None

@@ -116,6 +116,7 @@ class Progress(Generic[_LoaderBatch]):
             if batch is _NO_BATCH:
                 return
             yield batch  # type: ignore[misc]
+            spent_time.end_step()
 
     def _show_phase(self) -> None:
         """Say why this step takes long, where a device compiles in it."""

@@ -133,6 +133,7 @@ def test_a_gpu_on_which_this_process_computes_already_is_not_busy():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_that_another_process_has_filled_is_refused_before_cuda_wakes():
     code = (
         "import torch\n"

@@ -223,6 +223,7 @@ def test_a_cell_of_live_workers_tells_of_a_group_as_well() -> None:
 # ------------------------------------------------------------------------- children
 
 
+@pytest.mark.forks
 def test_a_child_that_returns_from_the_function_is_not_the_rank() -> None:
     def split() -> int:
         os.fork()

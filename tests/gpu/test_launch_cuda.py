@@ -131,7 +131,7 @@ def test_a_model_with_parts_on_both_sides_and_an_optimizer_comes_home() -> None:
     def change(found: nn.ModuleDict) -> None:
         with torch.no_grad():
             for number, p in enumerate(found.parameters()):
-                p.fill_(number + 1 + 10 * workers.rank())
+                p.fill_(number + 1)
 
     notebook_launcher(change, (model,), 2, start_method="template")
     assert [float(p.detach().mean()) for p in model.parameters()] == [1, 2, 3, 4]
@@ -196,6 +196,7 @@ def when_held(folder: Path, act: Callable[[list[int]], Any]) -> threading.Thread
     return thread
 
 
+@pytest.mark.alone
 @isolated(timeout_s=800)
 def test_memory_is_given_back_after_a_launch() -> None:
     wake()
@@ -205,6 +206,7 @@ def test_memory_is_given_back_after_a_launch() -> None:
     assert_given_back(before)
 
 
+@pytest.mark.alone
 @isolated(timeout_s=800)
 def test_memory_is_given_back_after_an_interrupt(tmp_path: Path) -> None:
     wake()
@@ -216,6 +218,7 @@ def test_memory_is_given_back_after_an_interrupt(tmp_path: Path) -> None:
     assert_given_back(before)
 
 
+@pytest.mark.alone
 @isolated(timeout_s=800)
 def test_memory_is_given_back_after_a_kill(tmp_path: Path) -> None:
     wake()

@@ -55,6 +55,12 @@ def test_a_changed_file_asks_for_the_tests_that_mirror_it(repository, name):
     assert selection.changed() == (frozenset({mirrored}) if mirrored else frozenset())
 
 
+def test_a_change_asks_for_those_that_look_from_outside_too(repository):
+    (repository / "tests/kernel").mkdir()
+    (repository / "nbaccel/launch/run.py").write_text("# changed\n")
+    assert selection.changed() == {"tests/launch", "tests/kernel"}
+
+
 def test_a_new_file_has_changed(repository):
     (repository / "nbaccel/launch/new.py").touch()
     assert "tests/launch" in selection.changed()

@@ -13,6 +13,8 @@ import pytest
 
 from tests.kernel.kernel import Kernel
 
+pytestmark = pytest.mark.slow
+
 FILE_LINES = 5000
 PACKAGES = {
     "reads_home": "import os\nHOME = os.environ.get('NB_TEST_HOME', 'none')",

@@ -13,6 +13,8 @@ import pytest
 from tests import leak_police
 from tests.kernel.kernel import Kernel, wait_for
 
+pytestmark = pytest.mark.slow
+
 NOTE = """
 import os
 import threading
@@ -446,7 +448,6 @@ def test_nothing_is_imported_by_templates_where_that_is_switched_off(packages: P
         kernel.close()
 
 
-@pytest.mark.slow
 def test_a_hundred_launches_with_imports_between_them_leave_one_template(
     packages: Path, tmp_path: Path
 ) -> None:

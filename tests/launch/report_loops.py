@@ -16,6 +16,7 @@ from nbaccel import Accelerator
 BATCHES = 24
 SLOW_STEP_S = 0.05
 SLOW_SAMPLE_S = 0.006
+START_S = 3.0
 
 
 class SlowDataset(TensorDataset):
@@ -32,10 +33,26 @@ def make_loader(num_processes: int, dataset_class: type[TensorDataset] = TensorD
     return DataLoader(dataset_class(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
 
 
-def train(slow_rank: int | None = None, dataset_class: type[TensorDataset] = TensorDataset) -> int:
+class WarmsUp(nn.Linear):
+    """Its first forward takes as long as a device that starts."""
+
+    has_started = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.has_started:
+            self.has_started = True
+            time.sleep(START_S)
+        return super().forward(inputs)
+
+
+def train(
+    slow_rank: int | None = None,
+    dataset_class: type[TensorDataset] = TensorDataset,
+    model_class: type[nn.Linear] = nn.Linear,
+) -> int:
     """Train a small model, with a rank that takes longer for each step."""
     accelerator = Accelerator()
-    model = nn.Linear(8, 1)
+    model = model_class(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = make_loader(accelerator.num_processes, dataset_class)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

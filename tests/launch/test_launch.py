@@ -170,6 +170,7 @@ def test_arguments_are_the_workers_own(launch: Launch) -> None:
     assert (data, float(tensor.sum()), float(array.sum())) == ({"x": [1]}, 0.0, 0.0)
 
 
+@pytest.mark.forks
 def test_one_worker_runs_here_and_more_than_two_run_too() -> None:
     assert notebook_launcher(os.getpid, (), num_processes=1) == [os.getpid()]
     assert debug_launcher(workers.rank, (), 4) == [0, 1, 2, 3]
@@ -988,6 +989,7 @@ def test_a_config_is_obeyed() -> None:
     assert notebook_launcher(workers.rank, config=config) == [0, 1, 2]
 
 
+@pytest.mark.forks
 def test_what_cannot_be_sent_is_named_for_the_template(template: Launch) -> None:
     with pytest.raises(NotSendable, match=r"args\[0\]\['lock'\] \(a _thread.lock\)") as caught:
         template(workers.whoami, {"lock": threading.Lock()})
@@ -995,6 +997,7 @@ def test_what_cannot_be_sent_is_named_for_the_template(template: Launch) -> None
     assert "start_method='fork'" in str(caught.value)
 
 
+@pytest.mark.forks
 def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     generator = (i for i in range(3))
     results = notebook_launcher(list, (generator,), 2)
@@ -1036,6 +1039,7 @@ def test_a_live_process_group_forbids_the_fork() -> None:
     assert notebook_launcher(workers.rank, (), 2, start_method="fork") == [0, 1]
 
 
+@pytest.mark.forks
 def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template() -> None:
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait, name=f"mine-{i}") for i in range(20)]

@@ -66,13 +66,26 @@ def test_a_slow_dataset_shows_as_waiting_for_data() -> None:
     results = notebook_launcher(loops.train, (None, loops.SlowDataset), num_processes=2)
     for times in timed(results):
         assert times.data_s >= loops.BATCHES * 4 * loops.SLOW_SAMPLE_S
-        assert times.data_s > 0.5 * times.total_s
+        assert times.data_s > 0.5 * times.steady_s
+
+
+def test_the_start_in_a_first_step_is_no_part_of_the_shares() -> None:
+    results = notebook_launcher(
+        loops.train, (None, loops.SlowDataset, loops.WarmsUp), num_processes=2
+    )
+    for times in timed(results):
+        assert times.starting_s > 0.9 * loops.START_S
+        assert times.computing_s < 0.5 * loops.START_S
+        assert times.data_s > 0.5 * times.steady_s
+        parts_s = times.computing_s + times.communicating_s + times.data_s + times.waiting_s
+        assert times.total_s == pytest.approx(parts_s + times.starting_s, abs=0.01)
+    assert "Left out is the start in the first step, 3." in str(results.report())
 
 
 def test_a_loader_of_torch_is_timed_in_the_progress_loop() -> None:
     results = notebook_launcher(loops.read_alone, num_processes=2)
     for times in timed(results):
-        assert times.data_s > 0.8 * times.total_s
+        assert times.data_s > 0.8 * times.steady_s
 
 
 def test_a_report_tells_of_curves_samples_warnings_and_the_plan(tmp_path: Path) -> None:

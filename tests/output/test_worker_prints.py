@@ -134,6 +134,7 @@ def test_warnings_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert "UserWarning: careful" in capfd.readouterr().err
 
 
+@pytest.mark.forks
 def test_lines_are_shown_while_the_workers_run(capfd: pytest.CaptureFixture[str]) -> None:
     """The cell shows a line long before the launch is over: a worker sees that it was shown."""
     read, write = os.pipe()

@@ -463,6 +463,7 @@ def test_a_pool_of_one_has_a_worker_of_its_own() -> None:
         pool.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
 
 
+@pytest.mark.forks
 def test_a_pool_can_be_forked_from_the_notebook() -> None:
     with Pool(2, namespace={"word": "here"}, start_method="fork") as pool:
         pool.run("said = word")
@@ -470,6 +471,7 @@ def test_a_pool_can_be_forked_from_the_notebook() -> None:
         assert psutil.Process(pids(pool)[0]).ppid() == os.getpid()
 
 
+@pytest.mark.forks
 def test_a_forked_pool_writes_to_no_model_of_the_notebook(monkeypatch) -> None:
     """Nor to one that it reaches through a module which was imported before the fork."""
     holder = types.ModuleType("nbaccel_test_holder")

@@ -107,6 +107,7 @@ def exact_loss() -> float:
 # ---------------------------------------------------------------- one process
 
 
+@pytest.mark.slow
 @each(*IN_ONE)
 def test_it_trains_as_well_as_float32(settings, exact_loss, capfd):
     run = Run.begin(network(), settings)
@@ -130,6 +131,7 @@ def test_what_stays_in_bfloat16_is_told_with_its_reason(capfd):
     assert "nbaccel" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @each(*IN_ONE)
 def test_accumulated_gradients_are_used(settings):
     run = Run.begin(network(), settings, gradient_accumulation_steps=4)
@@ -197,6 +199,7 @@ def test_a_tied_head_keeps_its_embedding():
     run.optimizer.step()
 
 
+@pytest.mark.slow
 @each(*IN_ONE)
 def test_a_checkpoint_continues_bit_by_bit(settings, tmp_path):
     run = Run.begin(network(), settings)

@@ -87,6 +87,7 @@ def test_what_left_its_group_ends_with_the_launch(
     assert not sleeping(token)
 
 
+@pytest.mark.forks
 def test_a_fork_of_the_notebook_ends_its_own(token: str) -> None:
     notebook_launcher(
         start_and, ("return", as_a_daemon, token), num_processes=2, start_method="fork"

@@ -53,6 +53,7 @@ def test_no_library_starts_threads_that_nobody_needs() -> None:
     assert found["native at first"] == found["native after a product"] == 0
 
 
+@pytest.mark.forks
 def test_a_forked_worker_is_limited_where_the_notebook_uses_such_libraries() -> None:
     config = RunConfig(num_processes=NUM_RANKS, threads_per_process=1, start_method="fork")
     for found in notebook_launcher(numbers_of_threads, config=config):

@@ -9,6 +9,7 @@ each.
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,6 +45,13 @@ class RankTimes:
     """In collectives, waiting for other ranks."""
     is_partial: bool
     """Whether some communication could not be measured, and is in `computing_s`."""
+    starting_s: float = 0.0
+    """What the first step computed for longer than the second; in no other part."""
+
+    @property
+    def steady_s(self) -> float:
+        """The time of which shares are told: without the start, which is no part of a step."""
+        return self.total_s - self.starting_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,7 @@ class TimeComparison:
                 data_s=spent.data_s,
                 waiting_s=min(waited.get(rank, 0.0), spent.communication_s),
                 is_partial=spent.is_partial,
+                starting_s=spent.starting_s,
             )
             for rank, spent in sorted(self._latest.items())
         ]
@@ -140,8 +149,8 @@ class TimeComparison:
         if not all_waited_s:
             return None
         rank, waited_s = max(waited_for.items(), key=lambda entry: entry[1])
-        mean_total_s = sum(spent.total_s for spent in self._latest.values()) / len(self._latest)
-        waited_share = waited_s / mean_total_s if mean_total_s > 0 else 0.0
+        mean_s = statistics.fmean(times.steady_s for times in self.by_rank())
+        waited_share = waited_s / mean_s if mean_s > 0 else 0.0
         stands_out = waited_s >= _CLEAR_SHARE * all_waited_s
         is_much = waited_s >= _LEAST_WAITED_S and waited_share >= _LEAST_SHARE
         return SlowestRank(rank, waited_s, waited_share) if stands_out and is_much else None

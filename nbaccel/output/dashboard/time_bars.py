@@ -20,6 +20,7 @@ __all__ = [
     "rank_bars_html",
     "slowest_sentence",
     "spent_s",
+    "starting_sentence",
 ]
 
 TIME_KINDS = {
@@ -31,6 +32,7 @@ TIME_KINDS = {
 """Parts of a rank's time: as attributes of `RankTimes` without `_s`, and in words."""
 
 _MOST_BARS = 16
+_LEAST_STARTING_SHARE = 0.02  # of the time, to be worth saying
 _HIDDEN = 'aria-hidden="true"'
 # White lines on the colour, in another direction for each: no colour is needed to tell them apart.
 _STRIPES = "repeating-linear-gradient({angle},rgba(255,255,255,0.45) 0 2px,transparent 2px 6px)"
@@ -96,10 +98,29 @@ def _reason_of(slowest: SlowestRank, timed_ranks: Sequence[RankTimes]) -> str:
     more_computing_s = own_times.computing_s - statistics.fmean(
         times.computing_s for times in others
     )
+    more_starting_s = own_times.starting_s - statistics.fmean(times.starting_s for times in others)
     more_s, words = max(
-        (more_data_s, "waits longer for data"), (more_computing_s, "computes longer")
+        (more_data_s, "waits longer for data"),
+        (more_computing_s, "computes longer"),
+        (more_starting_s, "starts longer in its first step"),
     )
     return words if more_s > slowest.waited_s / 4 else ""
+
+
+def starting_sentence(timed_ranks: Sequence[RankTimes]) -> str:
+    """What the shares leave out; empty where that is too little to matter.
+
+    Args:
+        timed_ranks: The times of all ranks.
+    """
+    starting_s = statistics.fmean(times.starting_s for times in timed_ranks)
+    if starting_s < _LEAST_STARTING_SHARE * statistics.fmean(t.total_s for t in timed_ranks):
+        return ""
+    on_average = " on average" if len(timed_ranks) > 1 else ""
+    return (
+        f"Left out is the start in the first step, {format_seconds(starting_s)}{on_average}: by "
+        "that it computed longer than the second."
+    )
 
 
 # ------------------------------------------------------------------------- bars
@@ -112,11 +133,11 @@ def rank_bars_html(timed_ranks: Sequence[RankTimes], *, has_percents: bool = Fal
         timed_ranks: The times of the ranks.
         has_percents: Whether the parts are written behind each bar, because no table says them.
     """
-    longest_s = max((times.total_s for times in timed_ranks), default=0.0) or 1.0
+    longest_s = max((times.steady_s for times in timed_ranks), default=0.0) or 1.0
     bars = []
     for times in timed_ranks[:_MOST_BARS]:
         seconds = {kind: part_of_time(times, kind) for kind in TIME_KINDS}
-        percents = [percent_of(part_s, times.total_s) for part_s in seconds.values()]
+        percents = [percent_of(part_s, times.steady_s) for part_s in seconds.values()]
         words = ", ".join(map(" ".join, zip(TIME_KINDS.values(), percents, strict=True)))
         spoken = f'role="img" aria-label="rank {times.rank}: {words}"'
         shown = f'<div style="width:13em">{" · ".join(percents)}</div>'

@@ -21,6 +21,7 @@ from nbaccel.output.dashboard.time_bars import (
     rank_bars_html,
     slowest_sentence,
     spent_s,
+    starting_sentence,
 )
 from nbaccel.output.report.report_text import figure_rows, headline_of, warning_lines
 from nbaccel.output.report.run_facts import MetricCurve, RunFacts
@@ -125,9 +126,11 @@ def _time_section(facts: RunFacts) -> str:
     if not timed_ranks:
         return _section("Time", f"<div>{_soft('No loop over batches was seen.')}</div>")
     sentence = slowest_sentence(facts.slowest, timed_ranks) if len(timed_ranks) > 1 else ""
+    left_out = starting_sentence(timed_ranks)
     return _section(
         "Time by rank",
-        f"<div>{html.escape(sentence)}</div>{rank_bars_html(timed_ranks)}{_time_table(timed_ranks)}",
+        f"<div>{html.escape(sentence)}</div>{rank_bars_html(timed_ranks)}{_time_table(timed_ranks)}"
+        + (f"<div>{_soft(left_out)}</div>" if left_out else ""),
     )
 
 
@@ -137,11 +140,11 @@ def _time_table(timed_ranks: Sequence[RankTimes]) -> str:
         [
             str(times.rank),
             *(
-                f"{spent_s(seconds)} ({percent_of(seconds, times.total_s)})"
+                f"{spent_s(seconds)} ({percent_of(seconds, times.steady_s)})"
                 for kind in TIME_KINDS
                 for seconds in (part_of_time(times, kind),)
             ),
-            spent_s(times.total_s),
+            spent_s(times.steady_s),
         ]
         for times in timed_ranks
     ]

@@ -12,6 +12,7 @@ from nbaccel.output.dashboard.time_bars import (
     part_of_time,
     percent_of,
     slowest_sentence,
+    starting_sentence,
 )
 from nbaccel.output.report.run_facts import RankFigures, RunFacts
 from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
@@ -108,6 +109,8 @@ def report_lines(facts: RunFacts) -> list[str]:
         lines += [f"  {key}"]
         if len(timed_ranks) > 1:
             lines += [f"  {slowest_sentence(facts.slowest, timed_ranks)}"]
+        if left_out := starting_sentence(timed_ranks):
+            lines += [f"  {left_out}"]
     else:
         lines += ["", "Time by rank: no loop over batches was seen."]
     if facts.metric_names:
@@ -126,8 +129,8 @@ def _time_rows(timed_ranks: Sequence[RankTimes]) -> list[list[str]]:
     rows = [["rank", "", *TIME_KINDS.values()]]
     for times in timed_ranks:
         seconds = {kind: part_of_time(times, kind) for kind in TIME_KINDS}
-        cells = [percent_of(part_s, times.total_s) for part_s in seconds.values()]
-        rows.append([str(times.rank), _text_bar(seconds, times.total_s), *cells])
+        cells = [percent_of(part_s, times.steady_s) for part_s in seconds.values()]
+        rows.append([str(times.rank), _text_bar(seconds, times.steady_s), *cells])
     return rows
 
 

@@ -11,7 +11,7 @@ is `"nan"`, `"inf"` or `"-inf"`.
     plan         text (as `plan.explain()`), headline, device, num_processes, world_size, warnings
     ranks        per rank: rank, steps, steps_per_s, samples, samples_per_s, peak_host_bytes,
                  peak_device_bytes, times (or null): total_s, computing_s, communicating_s, data_s,
-                 waiting_s, is_partial
+                 waiting_s, is_partial, starting_s (the first step's start, in no other part)
     slowest      the rank that the others wait for (or null): rank, waited_s, waited_share
     curves       per metric and rank: name, rank, steps, values (thinned to some hundred)
     marks        on the curves: step, text

@@ -70,6 +70,7 @@ def unwinding_for_ever(fd: int) -> None:
         time.sleep(workers.FOREVER_S)
 
 
+@pytest.mark.forks
 def test_a_click_ends_a_launch_as_an_interrupt_does(
     seen: Seen, clicker: Callable[..., Clicker]
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_click_ends_a_launch_as_an_interrupt_does(
     assert [facts.state for facts in seen.board.ranks.values()] == ["stopped", "stopped"]
 
 
+@pytest.mark.forks
 def test_a_second_click_waits_no_longer(seen: Seen, clicker: Callable[..., Clicker]) -> None:
     one = clicker(clicks=2)
     with pytest.raises(KeyboardInterrupt):

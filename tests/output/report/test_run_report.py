@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -168,6 +169,7 @@ def test_the_json_form_is_the_documented_one() -> None:
         "data_s": 0.5,
         "waiting_s": 0.0,
         "is_partial": False,
+        "starting_s": 0.0,
     }
     assert document["curves"][2]["values"][-1] == "nan"
     assert document["marks"][0] == {"step": 0.0, "text": "epoch 1"}
@@ -325,6 +327,24 @@ def test_who_holds_the_others_up_is_said_with_the_reason() -> None:
         )
     )
     assert f"{said}waits longer for data than the other." in str(RunReport(slow_data))
+
+
+def test_a_start_is_left_out_of_shares_and_said() -> None:
+    started = [
+        dataclasses.replace(one, total_s=one.total_s + start_s, starting_s=start_s)
+        for one, start_s in ((times(0, 3.0, 5.0), 4.0), (times(1, 3.0, 0.0), 9.0))
+    ]
+    ranks = tuple(RankFigures(rank=rank, times=one) for rank, one in enumerate(started))
+    report = RunReport(facts(ranks=ranks))
+    said = "Left out is the start in the first step, 6.5 s on average"
+    assert said in str(report)
+    words = read(report._repr_html_()).words
+    assert "5.0 s (53 %)" in words, "as without the start"
+    assert any(said in word for word in words)
+    assert "it starts longer in its first step than the other." in str(report)
+    document = report.to_dict()
+    assert str(RunReport.from_dict(document)) == str(report)
+    assert "Left out" not in str(RunReport(facts()))
 
 
 def test_where_nobody_does_that_is_said() -> None:
