@@ -6,11 +6,21 @@ from a notebook that has used it, each would take itself for the only process.
 
 from __future__ import annotations
 
+import functools
 import sys
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
+from nbaccel._import_patches import patch_module
 from nbaccel.errors import PlatformUnsupported
 
-__all__ = ["forget", "is_set_up", "mixed_precision"]
+__all__ = ["forget", "is_set_up", "mixed_precision", "prepare_anew"]
+
+_MODULE = "accelerate.accelerator"
+# Accelerate sets it on what it has prepared, and returns what has it as it is. Seen in 1.15.
+_MARK = "_is_accelerate_prepared"
 
 
 def is_set_up() -> bool:
@@ -53,3 +63,33 @@ def forget() -> None:
                 "create no Accelerator before the launch, or use accelerate 1.15."
             )
         reset(*arguments)
+
+
+def prepare_anew() -> None:
+    """Let models and loaders be prepared in this worker that were prepared in the notebook.
+
+    They carry a mark by which they would stay what a single process needs: each rank would train a
+    model of its own. A `Trainer` that has evaluated in the notebook leaves it on its model.
+    """
+    patch_module(_MODULE, _patch_preparing)
+
+
+def _patch_preparing(module: ModuleType) -> None:
+    for name in ("prepare_model", "prepare_data_loader"):
+        method = getattr(module.Accelerator, name, None)
+        if method is not None:
+            setattr(module.Accelerator, name, _preparing(method))
+
+
+def _preparing(method: Callable[..., Any]) -> Callable[..., Any]:
+    prepared_here: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @functools.wraps(method)
+    def prepare(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(given, _MARK, False) and given not in prepared_here:
+            vars(given).pop(_MARK, None)
+        prepared = method(self, given, *args, **kwargs)
+        prepared_here.add(prepared)
+        return prepared
+
+    return prepare

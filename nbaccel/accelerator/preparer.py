@@ -126,7 +126,7 @@ class Preparer:
         slice_fn: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
         """Share one data loader out over the processes; see `Accelerator.prepare_data_loader`."""
-        if isinstance(data_loader, PreparedLoader):
+        if isinstance(data_loader, PreparedLoader) and data_loader.is_for(self._run.place):
             return data_loader
         prepared_loader = prepare_data_loader(
             data_loader,

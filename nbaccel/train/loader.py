@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from nbaccel import _catalog, spent_time, torch_private
 from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError
-from nbaccel.train import rng
+from nbaccel.train import distributed, rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.sampling import (
@@ -249,6 +249,7 @@ class PreparedLoader(DataLoader[Any]):
         position: As given.
         batches_to_drop: As given in `drop`.
         end_of_dataloader: True while the last batch is in the loop's body.
+        prepared_from: The loader that it was made of; None where it was made by hand.
         remainder: Samples of the last total batch that are no copies; 0 where it was full, -1
             where that is not known (yet).
     """
@@ -270,6 +271,8 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self.batches_to_drop = drop
+        self.prepared_from: DataLoader[Any] | None = None
+        self._prepared_among = distributed.world_size()
         self._base_state: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -369,7 +372,27 @@ class PreparedLoader(DataLoader[Any]):
 
     # ------------------------------------------------------------------------- iteration
 
+    def is_for(self, place: Place) -> bool:
+        """Whether it was prepared for this process among as many others.
+
+        Args:
+            place: The process.
+        """
+        own_place = self.settings.place
+        return (own_place.rank, own_place.world_size) == (place.rank, place.world_size)
+
+    def _check_processes(self) -> None:
+        """Refuse what was prepared in a notebook, and reads all of it for each rank of a launch."""
+        world_size = distributed.world_size()
+        if self._prepared_among == 1 and world_size > 1:
+            raise ConfigError(
+                f"This {type(self).__name__} was prepared in one process and is read by "
+                f"{world_size}: each would read all of it, and gathered results would have every "
+                "sample several times. Give it to prepare() in the function or cell that reads it."
+            )
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._check_processes()
         # The same loader may be iterated inside its own loop; the outer loop gets its flag back.
         was_at_end = self.end_of_dataloader
         self.gradient_state.enter_loader(self)

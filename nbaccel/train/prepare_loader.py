@@ -67,7 +67,7 @@ def prepare_data_loader(
     """Let every process of the run get its share of a loader's batches.
 
     Args:
-        loader: A torch loader; a prepared one is returned as it is.
+        loader: A torch loader; one that is prepared for this place is returned as it is.
         place: This process among the others.
         gradient_state: Records which loader is being iterated over.
         settings: How batches are shared.
@@ -85,10 +85,15 @@ def prepare_data_loader(
         MissingBackend: torchdata is needed and not installed.
     """
     if isinstance(loader, PreparedLoader):
-        return loader
-    return _LoaderPreparation(
+        if loader.is_for(place) or loader.prepared_from is None:
+            return loader
+        # Prepared in the notebook, and now read by the ranks of a launch.
+        loader = loader.prepared_from
+    prepared_loader = _LoaderPreparation(
         loader, place, gradient_state, settings, collectives, put_on_device, tuple(rng_types or ())
     ).run(slice_fn)
+    prepared_loader.prepared_from = loader
+    return prepared_loader
 
 
 class _LoaderPreparation:

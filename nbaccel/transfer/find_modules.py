@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from nbaccel.transfer.left_behind import WEAK_TYPES
+
 # Deeper nesting than anyone writes by hand; keeps odd objects from costing seconds.
 _MAX_NESTING_DEPTH = 8
 
@@ -23,6 +25,7 @@ _LONG_LIST_ITEMS = 1000  # a list of more numbers is a data set, not a container
 
 _MAX_VISITS = 20_000
 """Objects visited from a function at most, which takes tens of milliseconds."""
+
 
 _OPAQUE_TYPES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bytearray, int, float, complex)
 """What holds no modules. (`bool` is an `int`.)"""
@@ -124,7 +127,9 @@ def reached_modules(
     seen_ids: set[int] = set()
     while unvisited and len(seen_ids) < _MAX_VISITS:
         source_path, holder = unvisited.popleft()
-        if id(holder) in seen_ids or isinstance(holder, _OPAQUE_TYPES) or _is_plain_data(holder):
+        if id(holder) in seen_ids or type(holder) in WEAK_TYPES:
+            continue
+        if isinstance(holder, _OPAQUE_TYPES) or _is_plain_data(holder):
             continue
         seen_ids.add(id(holder))
         if isinstance(holder, nn.Module):

@@ -24,6 +24,7 @@ import torch
 
 from nbaccel import torch_private
 from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer.left_behind import WEAK_TYPES, is_bar, reduce_bar, reduce_weak
 
 _BLOCK_ALIGNMENT = 64  # bytes: tensors view the blocks in place, so they need torch's alignment
 
@@ -327,6 +328,10 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._ordinary: dict[type, bool] = {}
 
     def reducer_override(self, pickled_object: Any) -> Any:
+        if type(pickled_object) in WEAK_TYPES:
+            return reduce_weak(pickled_object)
+        if is_bar(type(pickled_object)):
+            return reduce_bar(pickled_object)
         if self._first is not None:
             reduced_form = self._first(pickled_object)
             if reduced_form is not NotImplemented:
@@ -585,6 +590,8 @@ def _with_type(source_path: str, held_value: Any) -> str:
 
 
 def _parts_of(held_value: Any, source_path: str) -> Iterator[tuple[str, Any]]:
+    if type(held_value) in WEAK_TYPES:
+        return
     if isinstance(held_value, dict):
         yield from (
             (f"{source_path}[{held_key!r}]", held_value)

@@ -250,6 +250,7 @@ def settle_in_process(
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
     send_notebook_classes()
+    _accelerate.prepare_anew()
     _transformers.adopt_trainers(metrics_reporter.drawing_whole_bar)
     _lightning.guard_trainers()
     _lightning.tell_rank(place.rank)

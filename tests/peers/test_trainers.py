@@ -77,6 +77,26 @@ def test_it_evaluates_and_knows_its_rank() -> None:
 
 
 @isolated
+def test_it_trains_all_ranks_together_after_it_has_evaluated_in_the_notebook() -> None:
+    """Accelerate's mark on the model must not travel: each rank would train one of its own."""
+
+    def train(trainer: Any) -> tuple[str, float]:
+        trainer.train()
+        first = next(trainer.model.parameters())
+        return type(trainer.model_wrapped).__name__, float(first.detach().sum())
+
+    with tempfile.TemporaryDirectory() as folder:
+        for start_method in ("template", "fork"):
+            trainer = build(folder)
+            trainer.evaluate()
+            for _ in range(2):
+                one, other = notebook_launcher(train, (trainer,), 2, start_method=start_method)
+                assert one == other
+                assert one[0] == "DistributedDataParallel"
+                trainer.predict(trainer.eval_dataset)
+
+
+@isolated
 def test_it_trains_in_a_live_cell() -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = {"trainer": build(folder)}
