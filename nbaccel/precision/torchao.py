@@ -7,8 +7,8 @@ scales are then computed for all of them at once after each step.
 
 from __future__ import annotations
 
-import importlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -204,13 +204,9 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def _layer_class() -> type[nn.Module] | None:
-    # Without torchao in this process there are no layers of it.
-    try:
-        module = importlib.import_module("torchao.float8.float8_linear")
-    except ImportError:
-        return None
-    layer_class: type[nn.Module] = module.Float8Linear
-    return layer_class
+    # Not imported: without it in this process there are no layers of it.
+    module: Any = sys.modules.get("torchao.float8.float8_linear")
+    return None if module is None else module.Float8Linear
 
 
 def _plain_layer(layer: Any) -> nn.Linear:
