@@ -2,15 +2,16 @@
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
     second thread   has a separate channel: answers Look and Break at once
+    third thread    interrupts again, a moment later, where the first came at the end of a block
 
-Both wait without polling, so an idle worker costs no CPU.
+All wait without polling, so an idle worker costs no CPU.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import itertools
+import queue
 import signal
 import sys
 import threading
@@ -82,6 +83,8 @@ class _CellWorker:
         self._channel = notebook_channel
         self._busy = False
         self._times_put_off = 0
+        # Its `put` may come in the middle of any other code, as a signal does; a lock's may not.
+        self._put_off: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(file_descriptors.pop())
@@ -102,6 +105,9 @@ class _CellWorker:
         restore_random_states(join_pool.assignment.random_states)
         precision_check.watch(join_pool.assignment.mixed_precision)
         threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
+        threading.Thread(
+            target=self._interrupt_again, name="nbaccel-interrupts", daemon=True
+        ).start()
 
     # ---- the main thread
 
@@ -254,17 +260,20 @@ class _CellWorker:
             return
         if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(current_frame):
             self._times_put_off += 1
-            # Not a `threading.Thread`: the code below this handler may hold the lock that it takes.
-            _thread.start_new_thread(self._interrupt_again, ())
+            self._put_off.put(None)
             return
         self._channel.send(messaging.Interrupting(time.monotonic()))
         raise KeyboardInterrupt
 
+    # ---- the third thread
+
     def _interrupt_again(self) -> None:
-        time.sleep(_PUT_OFF_S)
-        # 0: the task has ended meanwhile, and the next one is not to be interrupted.
-        if self._times_put_off:
-            signal.pthread_kill(self._main, signal.SIGINT)
+        while True:
+            self._put_off.get()
+            time.sleep(_PUT_OFF_S)
+            # 0: the task has ended meanwhile, and the next one is not to be interrupted.
+            if self._times_put_off:
+                signal.pthread_kill(self._main, signal.SIGINT)
 
     # ---- the second thread
 
