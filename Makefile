@@ -28,7 +28,7 @@ SLOW        ?= none
 CHANGED     ?=
 MOMENTS     ?= 320
 WHEELS      ?=
-LANE        ?= colab kaggle oldest newest dist binder torch_tpu torch_xla
+LANE        ?= colab kaggle oldest between newest dist binder torch_tpu torch_xla
 
 # Images of containers set it; hundreds of processes would each compile what they import anew, and those of the lanes torch.
 unexport PYTHONDONTWRITEBYTECODE
@@ -98,7 +98,7 @@ gpu: $(GPU_READY)  ## on a machine with a GPU: its tests and figures, in parts o
 	@$(GPU_PYTHON) -m tests.gpu.lacking
 	@$(GPU_PYTHON) -m tests.gpu.parts $(GPU_PART) -- $(PYTEST_ARGS)
 
-lane: $(VENV)/.dev  ## tests with the versions of LANE=colab, kaggle, oldest, newest; dist: as installed; binder; torch_tpu, torch_xla
+lane: $(VENV)/.dev  ## tests with the versions of LANE=colab, kaggle, oldest, between, newest; dist: as installed; binder; torch_tpu, torch_xla
 	@$(BIN)/python -m tests.lanes $(LANE)
 
 lint: $(VENV)/.dev  ## style, types, import direction, spelling

@@ -22,13 +22,14 @@ __all__ = [
     "TRAINER_MODULES",
     "guard_trainers",
     "is_trainer",
-    "tell_rank",
+    "tell_of_worker",
     "trainer_refusal",
 ]
 
 TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 """One package under two names; each has a class `Trainer` of its own."""
 TRAINER_ENTRIES = ("fit", "validate", "test", "predict")
+_PACKAGES = frozenset(("lightning", "lightning_fabric", "pytorch_lightning"))
 _BUILT_IN = "_nbaccel_built_in_process"
 
 
@@ -114,8 +115,8 @@ def _guarded_method(entry_name: str, entry_method: Callable[..., Any]) -> Callab
     return guarded
 
 
-def tell_rank(rank: int) -> None:
-    """Set the rank that Lightning has found when it was imported: before this process was forked.
+def tell_of_worker(rank: int) -> None:
+    """Correct what Lightning has found when it was imported: before this process was forked.
 
     Args:
         rank: This worker's.
@@ -123,3 +124,7 @@ def tell_rank(rank: int) -> None:
     rank_module = sys.modules.get("lightning_utilities.core.rank_zero")
     if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:
         rank_zero_only.rank = rank
+    # Modules of both packages have the answer under this name, which they import from each other.
+    for module_name, module in tuple(sys.modules.items()):
+        if module_name.partition(".")[0] in _PACKAGES and "_IS_INTERACTIVE" in vars(module):
+            vars(module)["_IS_INTERACTIVE"] = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -369,7 +370,10 @@ def _open_torch_file(path: Path) -> tuple[Any, bool]:
     try:
         # What torch wrote before version 1.6 is no archive, and cannot be mapped.
         is_mapped = _is_plain_archive(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        with warnings.catch_warnings():
+            # Of checking them or not, by the version: torch 2.11 and 2.15. They are refused below.
+            warnings.filterwarnings("ignore", "(?i).*sparse.* invariant", UserWarning)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointDamaged(
             f"{path} holds {_refused_name(error)}: opening it could run code. Nothing has been "

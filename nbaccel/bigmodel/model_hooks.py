@@ -62,17 +62,18 @@ def outside_compiled_code(method: _Method) -> _Method:
     Args:
         method: The function.
     """
-    untraced: list[_Method] = []
+    untraced: _Method | None = None
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal untraced
         if not torch.compiler.is_compiling():
             return method(*args, **kwargs)
-        if not untraced:
+        if untraced is None:
             # Once: another function each time would be compiled around again each time.
             disable: Callable[[_Method], _Method] = torch.compiler.disable
-            untraced.append(disable(method))
-        return untraced[0](*args, **kwargs)
+            untraced = disable(method)
+        return untraced(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 

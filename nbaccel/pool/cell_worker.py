@@ -2,19 +2,22 @@
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
     second thread   has a separate channel: answers Look and Break at once
+    third thread    interrupts again, a moment later, where the first came at the end of a block
 
-Both wait without polling, so an idle worker costs no CPU.
+All wait without polling, so an idle worker costs no CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -64,6 +67,9 @@ def serve_cells(
 
 
 _MAX_NAMES = 100
+# Together less than the notebook waits for an answer before it interrupts again.
+_PUT_OFF_S = 0.01
+_MOST_TIMES_PUT_OFF = 10
 
 
 class _CellWorker:
@@ -76,6 +82,9 @@ class _CellWorker:
         signal.signal(signal.SIGINT, self._on_interrupt)
         self._channel = notebook_channel
         self._busy = False
+        self._times_put_off = 0
+        # Its `put` may come in the middle of any other code, as a signal does; a lock's may not.
+        self._put_off: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(file_descriptors.pop())
@@ -96,6 +105,9 @@ class _CellWorker:
         restore_random_states(join_pool.assignment.random_states)
         precision_check.watch(join_pool.assignment.mixed_precision)
         threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
+        threading.Thread(
+            target=self._interrupt_again, name="nbaccel-interrupts", daemon=True
+        ).start()
 
     # ---- the main thread
 
@@ -131,6 +143,7 @@ class _CellWorker:
             finally:
                 # In the inner block: an interrupt that comes here is still caught below.
                 self._busy = False
+                self._times_put_off = 0
         except BaseException as raised_error:  # neither exit nor interrupt may end the worker
             return None, raised_error
 
@@ -243,9 +256,24 @@ class _CellWorker:
 
     def _on_interrupt(self, signal_number: int, current_frame: Any) -> None:
         # While the worker waits for a task, or sends an answer, an interrupt has nothing to stop.
-        if self._busy:
-            self._channel.send(messaging.Interrupting(time.monotonic()))
-            raise KeyboardInterrupt
+        if not self._busy:
+            return
+        if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(current_frame):
+            self._times_put_off += 1
+            self._put_off.put(None)
+            return
+        self._channel.send(messaging.Interrupting(time.monotonic()))
+        raise KeyboardInterrupt
+
+    # ---- the third thread
+
+    def _interrupt_again(self) -> None:
+        while True:
+            self._put_off.get()
+            time.sleep(_PUT_OFF_S)
+            # 0: the task has ended meanwhile, and the next one is not to be interrupted.
+            if self._times_put_off:
+                signal.pthread_kill(self._main, signal.SIGINT)
 
     # ---- the second thread
 
@@ -291,6 +319,20 @@ class _CellWorker:
             if not name.startswith("_") and name not in self._names_at_start
         )
         return tuple(itertools.islice(held_names, _MAX_NAMES))
+
+
+def _leaves_block(current_frame: FrameType | None) -> bool:
+    """Whether `with` blocks may be about to be left, or an error is being handled.
+
+    A collective that was cut raises out of C code, and Python handles the signal that came with the
+    cut right after: at the first line of `__exit__`, or before that is called (Python 3.10).
+    Interrupted there, `torch.no_grad()` leaves gradients off for all later cells.
+    """
+    while current_frame is not None:
+        if current_frame.f_code.co_name == "__exit__":
+            return True
+        current_frame = current_frame.f_back
+    return sys.exc_info()[1] is not None
 
 
 def _group_words() -> str:

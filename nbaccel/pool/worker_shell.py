@@ -249,6 +249,9 @@ class WorkerShell(InteractiveShell):
     def init_virtualenv(self) -> None:
         """The import path is the notebook's."""
 
+    def init_prompts(self) -> None:
+        """Have none: libraries take a process with prompts for one that somebody types in."""
+
     def init_hooks(self) -> None:
         """What a pager would show is displayed."""
         super().init_hooks()  # type: ignore[no-untyped-call]
@@ -317,12 +320,12 @@ class WorkerShell(InteractiveShell):
     def run_cell(self, *args: Any, **options: Any) -> Any:
         """As IPython's; an error of it, also where a `%%` magic calls it, fails the whole cell."""
         result = super().run_cell(*args, **options)  # type: ignore[no-untyped-call]
-        error = result.error_before_exec
-        error = result.error_in_exec if error is None else error
-        if error is not None:
-            self._errors.append(error)
-        # As in `run`: from Python 3.12 on the error's frames lead back to this one.
-        del error
+        # No variable holds the error: its traceback may hold this frame (Python 3.12), and the
+        # cycle would keep its tensors alive.
+        if result.error_before_exec is not None:
+            self._errors.append(result.error_before_exec)
+        elif result.error_in_exec is not None:
+            self._errors.append(result.error_in_exec)
         return result
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:

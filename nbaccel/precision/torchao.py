@@ -204,10 +204,9 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def _layer_class() -> type[nn.Module] | None:
-    # Without torchao in this process there are no layers of it, and nothing to import it for.
-    module = sys.modules.get("torchao.float8.float8_linear")
-    layer_class: type[nn.Module] | None = getattr(module, "Float8Linear", None)
-    return layer_class
+    # Not imported: without it in this process there are no layers of it.
+    module: Any = sys.modules.get("torchao.float8.float8_linear")
+    return None if module is None else module.Float8Linear
 
 
 def _plain_layer(layer: Any) -> nn.Linear:

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from nbaccel.workers import fork_safety, installed_modules, process_state
+from nbaccel.workers import fork_safety, installed_modules, process_state, worker_output
 from nbaccel.workers.installed_modules import FileStamp
 from nbaccel.workers.reaping import TEMPLATE_NAME, take_name
 
@@ -311,6 +311,8 @@ def _leave_shell() -> None:
                 with contextlib.suppress(Exception):  # a trap that is not set
                     getattr(trap, method_name)()
     _forget_singletons()
+    # Before this template imports libraries that ask for them.
+    worker_output.forget_prompts()
     main_module = types.ModuleType("__main__")
     vars(main_module)["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main_module

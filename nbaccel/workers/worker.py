@@ -189,6 +189,7 @@ def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
     for variable_name in ("stdin", "stdout", "stderr"):
         setattr(sys, f"__{variable_name}__", getattr(sys, variable_name))
     sys.excepthook = sys.__excepthook__
+    worker_output.forget_prompts()
     faulthandler.enable(file=worker_ends.stack, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=worker_ends.stack, all_threads=True)
 
@@ -253,7 +254,7 @@ def settle_in_process(
     _accelerate.prepare_anew()
     _transformers.adopt_trainers(metrics_reporter.drawing_whole_bar)
     _lightning.guard_trainers()
-    _lightning.tell_rank(place.rank)
+    _lightning.tell_of_worker(place.rank)
     rendezvous_store = (
         rendezvous.serve_store(place, file_descriptors.pop())
         if worker_assignment.serves_store

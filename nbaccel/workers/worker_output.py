@@ -149,6 +149,16 @@ def forget_shells(shell_class: type[Any]) -> None:
         type(shell_class.instance()).clear_instance()
 
 
+def forget_prompts() -> None:
+    """Let nobody seem to type here: a kernel has prompts, as an interactive interpreter has.
+
+    Libraries ask for them when they are imported. Lightning then refuses whatever starts a process
+    for each rank, also where these run already.
+    """
+    for prompt_name in ("ps1", "ps2", "ps3"):
+        vars(sys).pop(prompt_name, None)
+
+
 def mute_comms() -> None:
     """A widget made in a child would write to the notebook's socket, which drops it."""
     comm_module = sys.modules.get("comm")

@@ -22,6 +22,7 @@ _WRAPPERS = (
 # Packages with one or two of them, in the file that handles the package.
 _ALLOWED = {
     "nbaccel/_accelerate.py": {"_shared_state", "_reset_state"},
+    "nbaccel/_lightning.py": {"_IS_INTERACTIVE"},  # what Lightning found when it was imported
     "nbaccel/_transformers.py": {"_move_model_to_device"},
     # Models of transformers say by these what must not be split, and that they tie weights.
     "nbaccel/bigmodel/module_sizes.py": {"_no_split_modules", "_tie_weights"},

@@ -131,6 +131,19 @@ LANES: dict[str, Lane] = {
         # And torch 2.6 starts processes to compile with as soon as it is imported by DeepSpeed.
         variables=(("OMP_NUM_THREADS", "1"), ("TORCHINDUCTOR_COMPILE_THREADS", "1")),
     ),
+    "between": Lane(
+        python="3.12",
+        title="torch 2.11, Python 3.12",
+        tests=(
+            *_CORE,
+            *_OF_BIG_MODELS,
+            "tests/bigmodel/test_model_hooks.py",
+            "tests/bigmodel/test_checkpoint_files.py",
+            "tests/pool/test_process_groups.py",
+            "tests/pool/test_cell_shell.py",
+        ),
+        packages=(*_TOOLS, "ipywidgets", "matplotlib", "tqdm"),
+    ),
     "newest": Lane(
         python="3.13",
         title="newest torch, newest Python",
@@ -185,7 +198,7 @@ LANES: dict[str, Lane] = {
 
 
 TURNS = (
-    *(("colab",), ("kaggle", "binder"), ("oldest",), ("newest",)),
+    *(("between",), ("colab",), ("kaggle", "binder"), ("oldest",), ("newest",)),
     *(("torch_tpu",), ("torch_xla",)),
 )
 """What landings run beside `dist`, in turn: each lane at every seventh landing at the latest."""

@@ -182,3 +182,35 @@ def test_a_lost_connection_in_a_new_group_is_no_matter_of_the_old_one() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match="rank 1 of 2 raised ValueError: odd"):
                 pool.run("if rank: raise ValueError('odd')\nstep(7)")
+
+
+def test_gradients_are_on_after_a_collective_was_cut_under_no_grad() -> None:
+    """Python handles the interrupt right after the collective: at the first line of `__exit__`."""
+    with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
+        pool.run(
+            "import torch, torch.distributed as dist\n"
+            "rank, group, x = dist.get_rank(), dist.group.WORLD, torch.ones(1)"
+        )
+        with pytest.raises(ValueError, match="odd"):
+            # What DDP calls to send buffers; public functions have more `with` blocks inside.
+            pool.run(
+                "if rank: raise ValueError('odd')\n"
+                "with torch.no_grad(): dist._broadcast_coalesced(group, [x], 1000, 1)"
+            )
+        pool.run("found = torch.is_grad_enabled()")
+        assert pool.pull("found") == {"found": [True, True]}
+
+
+def test_the_end_of_a_with_block_that_waits_for_ever_is_interrupted() -> None:
+    with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
+        pool.run(
+            "import time, torch.distributed as dist\nrank = dist.get_rank()\n"
+            "class Waits:\n"
+            "    def __enter__(self): pass\n"
+            "    def __exit__(self, *raised):\n"
+            "        while True: time.sleep(0.01)"
+        )
+        with pytest.raises(ValueError, match="odd"):
+            pool.run("if rank: raise ValueError('odd')\nwith Waits(): pass")
+        pool.run("found = dist.get_rank()")
+        assert pool.pull("found") == {"found": [0, 1]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nbaccel.errors import ConfigError, WorkerFailed
 from nbaccel.fp8.linear import Fp8Linear
 from nbaccel.fp8.scaled_adam import ScaledAdam
 from nbaccel.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.torchao import has_layers
 from nbaccel.utils import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -26,6 +28,7 @@ from nbaccel.utils import (
     TERecipeKwargs,
     has_ao_layers,
 )
+from tests.isolation import isolated
 from tests.needs import DEEPSPEED
 
 NATIVE: dict[str, Any] = {"backend": "native"}
@@ -323,6 +326,13 @@ def test_torchaos_own_objects_are_passed_on():
     assert [type(m).__name__ for m in model if "Linear" in type(m).__name__] == [
         *("Linear", "Float8Linear", "Linear", "Linear")
     ]
+
+
+@isolated(timeout_s=100)
+def test_torchao_is_not_imported_to_look_for_its_layers():
+    """Its first import warns of its own source."""
+    assert not has_layers(network())
+    assert "torchao" not in sys.modules
 
 
 def test_torchao_alone_trains_to_the_same_numbers():
