@@ -10,12 +10,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import runpy
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from nbaccel.failures.failure import FailureRecord
+from nbaccel.workers import exit_functions
 
 __all__ = ["Script", "ScriptEnd", "run_script", "run_script_here"]
 
@@ -64,11 +63,11 @@ def run_script(script: Script) -> None:
     Raises:
         SystemExit: It ended with a status of its own.
     """
-    threads_before = set(threading.enumerate())
     try:
         _run_in_main(script)
     finally:
-        _end_as_interpreter(threads_before)
+        # Scripts count on it; and semaphores of `multiprocessing` would stay in /dev/shm.
+        exit_functions.run()
 
 
 def _run_in_main(script: Script) -> None:
@@ -83,18 +82,6 @@ def _run_in_main(script: Script) -> None:
         else:
             # Absolute, as `__file__` of Python's own scripts: they may change the folder.
             runpy.run_path(str(Path(script.target).absolute()), run_name="__main__")
-
-
-def _end_as_interpreter(threads_before: set[threading.Thread]) -> None:
-    """Do what Python does at the end of a script, before the worker leaves by ``os._exit``.
-
-    Scripts count on it: trackers finish their runs, and temporary folders are removed. So are named
-    semaphores of `multiprocessing`, which would stay in /dev/shm.
-    """
-    for thread in set(threading.enumerate()) - threads_before:
-        if not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()  # noqa: SLF001  # there is no public name for it
 
 
 def run_script_here(script: Script) -> ScriptEnd:

@@ -120,6 +120,8 @@ class _CellWorker:
             # The notebook is gone, or has ended this pool.
             except (EOFError, OSError):
                 return
+            if isinstance(current_task, messaging.Leave):
+                return
             with shared_memory.closing_files(*file_descriptors):
                 shown_bundle = self._do(current_task.body, file_descriptors)
             # `report` and `Work` ignore interrupts while they hand over.

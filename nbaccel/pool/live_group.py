@@ -58,6 +58,10 @@ class LiveGroup(WorkerGroup):
         self._answers: dict[int, messaging.Whereabouts] = {}
         """What each worker has answered last while it was idle."""
 
+    def let_leave(self) -> None:
+        """Let idle workers do what libraries do at the end of a process, before they are ended."""
+        self._let_all_leave(time_limits.UNWIND_S)
+
     def end(self) -> None:
         """End the workers, then let their hosts go."""
         try:

@@ -174,6 +174,7 @@ class Pool:
         """End the workers. The next use starts new ones."""
         with self._undisturbed():
             if self._workers is not None:
+                self._workers.let_leave()
                 self._dissolve(PoolState.STOPPED, "it was stopped on request")
 
     def __enter__(self) -> Self:

@@ -48,6 +48,9 @@ waits in C++ never does, and waiting for it is what makes Stop slow."""
 CUT_S = 1.0
 """For a wait in C++ to end after its connections were shut down, and the exception to come up."""
 
+EXIT_S = 10.0
+"""For what libraries do when a process ends, such as trackers that write their last rows."""
+
 UNWIND_S = 3.0
 """For `finally` blocks and `with` statements, once KeyboardInterrupt has been raised; and for a
 worker whose work is over to leave."""

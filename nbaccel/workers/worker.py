@@ -48,12 +48,14 @@ from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import (
+    exit_functions,
     import_effects,
     messaging,
     metrics_reporter,
     precision_check,
     rendezvous,
     thread_limits,
+    time_limits,
     worker_output,
 )
 from nbaccel.workers.reaping import (
@@ -138,6 +140,9 @@ def run_worker(
         # This process ends whatever is raised here, and `os._exit` below must be reached.
         with contextlib.suppress(Exception):
             sharded_tensors.remove_process_files()
+        # A launch's worker that has returned has done so before, where all wait for it.
+        with contextlib.suppress(BaseException):
+            exit_functions.run(time_limits.EXIT_S)
         # What is missed here becomes the template's child, and the template ends it.
         with contextlib.suppress(Exception):
             _end_what_it_started()
@@ -165,6 +170,7 @@ def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
         os._exit(1)
     adopt_orphans()
     take_name(WORKER_NAME)
+    exit_functions.forget_inherited()
     # The wakeup descriptor of a forked kernel belongs to the notebook's event loop.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -457,6 +463,7 @@ class Work:
             )
             return
         with shared_memory.closing_files(file_descriptor):
+            exit_functions.run(time_limits.EXIT_S)
             self._channel.send(
                 messaging.Returned(time.monotonic(), packed_value, None, weight_report),
                 [file_descriptor],

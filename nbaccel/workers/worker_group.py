@@ -305,17 +305,30 @@ class WorkerGroup:
             worker_handle.close()
 
     def _kill_all(self) -> None:
-        living_members = {
+        living_members = self._living()
+        for worker_handle in living_members.values():
+            worker_handle.kill()
+        # With a limit: a process that hangs in a driver cannot be killed.
+        self._wait_for_ends(living_members, time_limits.KILL_S)
+
+    def _let_all_leave(self, limit_s: float) -> None:
+        """Let workers that wait for work end by themselves, as far as they do so in time."""
+        living_members = self._living()
+        for worker_handle in living_members.values():
+            worker_handle.let_leave()
+        self._wait_for_ends(living_members, limit_s)
+
+    def _living(self) -> dict[int, WorkerHandle]:
+        return {
             worker_handle.pid: worker_handle
             for worker_handle in self.members
             if not worker_handle.has_ended
         }
-        for worker_handle in living_members.values():
-            worker_handle.kill()
-        kill_deadline = time.monotonic() + time_limits.KILL_S
-        # With a limit: a process that hangs in a driver cannot be killed.
-        while living_members and time.monotonic() < kill_deadline:
-            select.select(list(self._starter.sentinels()), [], [], kill_deadline - time.monotonic())
+
+    def _wait_for_ends(self, living_members: dict[int, WorkerHandle], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while living_members and time.monotonic() < deadline:
+            select.select(list(self._starter.sentinels()), [], [], deadline - time.monotonic())
             for ended_worker in self._starter.collect():
                 if ended_worker.pid in living_members:
                     living_members.pop(ended_worker.pid).end()

@@ -33,10 +33,14 @@ _ALLOWED = {
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
     "nbaccel/env.py": {"_data"},  # os.environb
     "nbaccel/hidden.py": {"_initializing"},  # of importlib's module specs
-    "nbaccel/launch/script.py": {"_run_exitfuncs"},  # atexit's
     "nbaccel/output/tqdm_bars.py": {"_instances"},  # tqdm's set of bars
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
+    "nbaccel/workers/exit_functions.py": {
+        # What Python does at the end of a process: atexit's, weakref's, threading's, and that of
+        # multiprocessing.
+        *("_clear", "_run_exitfuncs", "_registry", "_exitfunc", "_shutdown", "_run_finalizers")
+    },
     "nbaccel/workers/template_from_kernel.py": {
         # multiprocessing's tracker and whether it runs; of importlib's module specs.
         *("_resource_tracker", "_fd", "_initializing")

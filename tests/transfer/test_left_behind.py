@@ -1,4 +1,4 @@
-"""Weak references and bars go to workers as something that can be used there, or is gone there too."""
+"""Weak references and bars: in a worker they can be used, or are gone as in the notebook."""
 
 from __future__ import annotations
 
