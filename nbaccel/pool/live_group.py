@@ -60,7 +60,8 @@ class LiveGroup(WorkerGroup):
 
     def let_leave(self) -> None:
         """Let idle workers do what libraries do at the end of a process, before they are ended."""
-        self._let_all_leave(time_limits.UNWIND_S)
+        with contextlib.suppress(StartupFailed):  # the template has ended, with all of them
+            self._let_all_leave(time_limits.UNWIND_S)
 
     def end(self) -> None:
         """End the workers, then let their hosts go."""

@@ -316,7 +316,9 @@ def serve_job(
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
-        work = Work(notebook_channel, worker_context, job, file_descriptors, inherited)
+        work = Work(
+            notebook_channel, worker_context, job, file_descriptors, inherited, is_last=True
+        )
         work.run()
     # Waits for Leave: until then this worker may serve the store, which slower ranks need, and the
     # notebook may read its weights.
@@ -343,6 +345,7 @@ class Work:
         job: What to call.
         file_descriptors: The job's descriptors, which stay the caller's.
         inherited: What came with the fork, if it was from the notebook.
+        is_last: Whether the process ends afterwards.
     """
 
     def __init__(
@@ -352,7 +355,10 @@ class Work:
         job: messaging.Job,
         file_descriptors: Sequence[int],
         inherited: InheritedObjects | None,
+        *,
+        is_last: bool = False,
     ) -> None:
+        self._is_last = is_last
         self._channel = notebook_channel
         self._job = job
         self._worker_context = worker_context
@@ -463,7 +469,8 @@ class Work:
             )
             return
         with shared_memory.closing_files(file_descriptor):
-            exit_functions.run(time_limits.EXIT_S)
+            if self._is_last:
+                exit_functions.run(time_limits.EXIT_S)
             self._channel.send(
                 messaging.Returned(time.monotonic(), packed_value, None, weight_report),
                 [file_descriptor],

@@ -134,3 +134,10 @@ def test_it_is_given_up_in_time_and_told(
     shown = "".join(capfd.readouterr())
     assert "took more than 0.5 s" in shown
     assert "End trackers and writers in the function itself" in shown
+
+
+def test_a_live_worker_that_is_called_does_not_end() -> None:
+    with Pool(2) as pool:
+        pool.run("kept = 7")
+        assert list(pool.call(os.getpid)) == list(pool.call(os.getpid))
+        assert pool.run("still = kept", out=["still"]).out["still"] == [7, 7]
