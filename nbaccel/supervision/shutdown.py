@@ -75,7 +75,11 @@ END_WORKERS = ShutdownPolicy(
         _TERMINATE_STEP,
         _KILL_STEP,
     ),
-    leaving=((ShutdownStep.LET_LEAVE, limits.UNWIND_S), _TERMINATE_STEP, _KILL_STEP),
+    leaving=(
+        (ShutdownStep.LET_LEAVE, limits.EXIT_S + limits.UNWIND_S),
+        _TERMINATE_STEP,
+        _KILL_STEP,
+    ),
 )
 KEEP_WORKERS = ShutdownPolicy(
     on_stop=(

@@ -53,7 +53,7 @@ EXIT_S = 10.0
 
 UNWIND_S = 3.0
 """For `finally` blocks and `with` statements, once KeyboardInterrupt has been raised; and for a
-worker whose work is over to leave."""
+worker whose work is over to leave, beside `EXIT_S`."""
 
 TERMINATE_S = 0.1
 """For SIGTERM, which nothing in a worker handles: only what user code has installed for it."""

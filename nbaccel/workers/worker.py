@@ -140,7 +140,7 @@ def run_worker(
         # This process ends whatever is raised here, and `os._exit` below must be reached.
         with contextlib.suppress(Exception):
             sharded_tensors.remove_process_files()
-        # A launch's worker that has returned has done so before, where all wait for it.
+        # Only now: until it was let leave, other ranks may have needed what ends here.
         with contextlib.suppress(BaseException):
             exit_functions.run(time_limits.EXIT_S)
         # What is missed here becomes the template's child, and the template ends it.
@@ -316,9 +316,7 @@ def serve_job(
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
-        work = Work(
-            notebook_channel, worker_context, job, file_descriptors, inherited, is_last=True
-        )
+        work = Work(notebook_channel, worker_context, job, file_descriptors, inherited)
         work.run()
     # Waits for Leave: until then this worker may serve the store, which slower ranks need, and the
     # notebook may read its weights.
@@ -345,7 +343,6 @@ class Work:
         job: What to call.
         file_descriptors: The job's descriptors, which stay the caller's.
         inherited: What came with the fork, if it was from the notebook.
-        is_last: Whether the process ends afterwards.
     """
 
     def __init__(
@@ -355,10 +352,7 @@ class Work:
         job: messaging.Job,
         file_descriptors: Sequence[int],
         inherited: InheritedObjects | None,
-        *,
-        is_last: bool = False,
     ) -> None:
-        self._is_last = is_last
         self._channel = notebook_channel
         self._job = job
         self._worker_context = worker_context
@@ -469,8 +463,6 @@ class Work:
             )
             return
         with shared_memory.closing_files(file_descriptor):
-            if self._is_last:
-                exit_functions.run(time_limits.EXIT_S)
             self._channel.send(
                 messaging.Returned(time.monotonic(), packed_value, None, weight_report),
                 [file_descriptor],

@@ -142,7 +142,7 @@ def test_those_that_are_through_leave_when_nobody_is_at_work(clock: Clock) -> No
     ladder.advance()
     assert (early.done, late.done) == (["let_leave", "wake"], ["ask", "let_leave", "wake"])
     ladder.ended(late)
-    assert go_on(ladder, clock) == [3.0, 0.1, 5.0]
+    assert go_on(ladder, clock) == [13.0, 0.1, 5.0]
     assert early.done == ["let_leave", "wake", "terminate", "kill"]
 
 
