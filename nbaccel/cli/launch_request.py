@@ -369,7 +369,7 @@ class _OptionReader:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text  # the setting itself says what it must be
 
 

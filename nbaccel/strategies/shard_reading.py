@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,8 +227,11 @@ def plain_object(stream: Any) -> Any:
     """
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise ValueError("something else than plain data, which may run code,") from None
+    except pickle.UnpicklingError as error:
+        # torch has one exception for everything that it refuses; only the text names the class.
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        found = named[1] if named else "a damaged pickle"
+        raise ValueError(f"{found}, no plain data, which may run code,") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"what cannot be read ({type(error).__name__})") from error
 
