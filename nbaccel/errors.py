@@ -102,16 +102,30 @@ class ConfigError(UserMistake, ValueError):
     @property
     def mistakes(self) -> tuple[str, ...]:
         """Every mistake found, in the order of the settings."""
-        return tuple(str(mistake) for mistake in self.args)
+        return tuple(_shortened(str(mistake)) for mistake in self.args)
 
     def __str__(self) -> str:
         if len(self.mistakes) <= 1:
             return "".join(self.mistakes)
         numbered_lines = (
             f"  {mistake_number}. {mistake_text}"
-            for mistake_number, mistake_text in enumerate(self.mistakes, start=1)
+            for mistake_number, mistake_text in enumerate(self.mistakes[:_MOST_LISTED], start=1)
         )
-        return "\n".join([f"{len(self.mistakes)} {self._what}:", *numbered_lines])
+        num_left = len(self.mistakes) - _MOST_LISTED
+        last_lines = [f"  and {num_left} more"] if num_left > 0 else []
+        heading = f"{len(self.mistakes)} {self._what}:"
+        return "\n".join([heading, *numbered_lines, *last_lines])
+
+
+_MOST_LISTED = 20
+_MOST_CHARS, _LAST_CHARS = 4000, 1000
+
+
+def _shortened(mistake: str) -> str:
+    """A message whose value is too long, without its middle: the remedy is at the end."""
+    if len(mistake) <= _MOST_CHARS:
+        return mistake
+    return f"{mistake[: _MOST_CHARS - _LAST_CHARS]} … {mistake[-_LAST_CHARS:]}"
 
 
 class CheckpointDamaged(ConfigError):

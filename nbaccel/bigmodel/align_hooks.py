@@ -21,6 +21,7 @@ from nbaccel.bigmodel.model_hooks import (
     HOOK_ATTRIBUTE,
     ModelHook,
     add_hook_to_module,
+    each_hook,
     outside_compiled_code,
 )
 from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers, named_module_tensors
@@ -36,12 +37,14 @@ from nbaccel.bigmodel.weight_source import prefetch_weights, release_weights
 from nbaccel.errors import ConfigError
 from nbaccel.torch_private import store_own_tensor
 from nbaccel.train.trees import leaves, send_to_device
+from nbaccel.units import first_few
 
 __all__ = [
     "AlignDevicesHook",
     "attach_align_device_hook",
     "attach_align_device_hook_on_blocks",
     "attach_execution_device_hook",
+    "check_values",
 ]
 
 _Device = int | str | torch.device
@@ -96,6 +99,7 @@ class AlignDevicesHook(ModelHook):
         self._placed_here: list[tuple[PlacedTensors, torch.device]] = []
         self._placeholders: dict[str, torch.Tensor] = {}
         self._copies: CopiesUnderWay | None = None
+        self._num_checked = 0
 
     def __repr__(self) -> str:
         settings = (
@@ -182,6 +186,11 @@ class AlignDevicesHook(ModelHook):
             self.execution_order.forget(self)
         return module
 
+    @property
+    def offloaded_names(self) -> tuple[str, ...]:
+        """The weights that are on ``meta`` between calls, by their names in the module."""
+        return tuple(self._offloaded_names)
+
     # --------------------------------------------------------------- running
 
     @outside_compiled_code
@@ -193,6 +202,8 @@ class AlignDevicesHook(ModelHook):
             tensors = (leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor))
             first_tensor = next(tensors, None)
             self.input_device = None if first_tensor is None else first_tensor.device
+            if first_tensor is not None and not first_tensor.is_meta:
+                self._check_values(module)
         if self.offload:
             self.execution_order.enter(self)
             self.bring_in(module)
@@ -203,6 +214,15 @@ class AlignDevicesHook(ModelHook):
             send_to_device(args, target),
             send_to_device(kwargs, target, skip_keys=self.skip_keys),
         )
+
+    def _check_values(self, model: nn.Module) -> None:
+        """Refuse what would compute with tensors that nothing brings in."""
+        # Counting is far cheaper than looking, and who adds an adapter adds modules.
+        num_modules = sum(1 for _ in model.modules())
+        if num_modules == self._num_checked:
+            return
+        check_values(model)
+        self._num_checked = num_modules
 
     @outside_compiled_code
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -320,6 +340,37 @@ class AlignDevicesHook(ModelHook):
     def _take_copies(self) -> Mapping[str, torch.Tensor]:
         copies, self._copies = self._copies, None
         return {} if copies is None else copies.finish()
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a model with tensors on ``meta`` that nothing brings in.
+
+    Raises:
+        ConfigError: It has some; they are named.
+    """
+    empty_names = list(_names_without_values(model))
+    if empty_names:
+        raise ConfigError(
+            f"{len(empty_names)} tensors of {type(model).__name__} are on meta and not among "
+            f"those that are offloaded: {first_few(empty_names, 3)}. Computing with them gives "
+            "no numbers of theirs. Add an adapter before the model is offloaded (disk_offload "
+            "or dispatch_model afterwards); or give them memory and values: "
+            "submodule.to_empty(device='cpu') and an initialisation, or set buffers, which no "
+            "checkpoint has if they are not persistent."
+        )
+
+
+def _names_without_values(model: nn.Module) -> Iterator[str]:
+    """Tensors on ``meta`` that no hook brings in."""
+    offloaded: set[str] = set()
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for hook in each_hook(module):
+            if isinstance(hook, AlignDevicesHook):
+                offloaded.update(prefix + name for name in hook.offloaded_names)
+        for name, tensor in named_module_tensors(module):
+            if tensor.is_meta and prefix + name not in offloaded:
+                yield prefix + name
 
 
 def _refuse_gradient(weight_name: str, gradient: torch.Tensor) -> NoReturn:

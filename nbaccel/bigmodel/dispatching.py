@@ -20,6 +20,7 @@ from nbaccel.bigmodel.align_hooks import (
     AlignDevicesHook,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
+    check_values,
 )
 from nbaccel.bigmodel.checkpoint_loading import (
     fill_model,
@@ -295,6 +296,8 @@ def _dispatch(
         )
     else:
         (only_tier,) = tiers
+        if torch.device(only_tier).type != "meta":
+            check_values(model)
         model.to(only_tier)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model

@@ -130,7 +130,7 @@ def plan_loading(
         )
     mistakes += _coverage_mistakes(groups, content, strict=strict)
     if mistakes:
-        raise _mismatch_error(model, content, mistakes)
+        raise _mismatch_error(model, content, mistakes, _prefix_hint(groups, content))
     _warn_of_empty_buffers(model)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
     return LoadPlan(model=model, placements=tuple(placements))
@@ -195,6 +195,14 @@ def _coverage_mistakes(
     """Weights without a value, and values without a weight."""
     all_names = {name for names, _ in groups for name in names}
     unused_names = sorted(content.tensors.keys() - all_names)
+    if all_names and unused_names and len(unused_names) == len(content.tensors):
+        # The model would stay as it is, and a warning is soon scrolled away.
+        yield (
+            f"none of the {len(unused_names)} names in the file is in the model: "
+            f"{first_few(unused_names, _MOST_LISTED)}; the model has "
+            f"{first_few(sorted(all_names), _MOST_LISTED)}"
+        )
+        return
     missing = [
         (names[0], tensor)
         for names, tensor in groups
@@ -248,7 +256,7 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
 
 
 def _mismatch_error(
-    model: nn.Module, content: CheckpointContent, mistakes: list[str]
+    model: nn.Module, content: CheckpointContent, mistakes: list[str], prefix_hint: str
 ) -> ConfigError:
     shown = "".join(f"\n  {mistake}" for mistake in mistakes[:_MOST_LISTED])
     rest = len(mistakes) - _MOST_LISTED
@@ -256,13 +264,42 @@ def _mismatch_error(
     return ConfigError(
         f"{content.source} does not fit {type(model).__name__}:{shown}{more_text}\n"
         "Nothing has been loaded. Build the model from the configuration that the checkpoint was "
-        f"saved with, or give the checkpoint of this model.{_conversion_hint(model, mistakes)}"
+        f"saved with, or give the checkpoint of this model.{prefix_hint}"
+        f"{_conversion_hint(model, mistakes)}"
     )
+
+
+_WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
+"""What DistributedDataParallel, torch.compile and classes around a model put before names."""
+
+
+def _prefix_hint(
+    groups: list[tuple[tuple[str, ...], torch.Tensor]], content: CheckpointContent
+) -> str:
+    """What would make names fit of which none does."""
+    all_names = {name for names, _ in groups for name in names}
+    file_names = content.tensors.keys()
+    if not all_names.isdisjoint(file_names):
+        return ""
+    for prefix in _WRAPPER_PREFIXES:
+        if not all_names.isdisjoint(name.replace(prefix, "") for name in file_names):
+            return (
+                f" Without {prefix!r} in the file's names they fit: save the model without its "
+                "wrapper (accelerator.unwrap_model), or rename the file's keys."
+            )
+        if not all_names.isdisjoint(prefix + name for name in file_names):
+            return (
+                f" With {prefix!r} before the file's names they fit: load them into the model's "
+                f"{prefix.removesuffix('.')}, or rename the file's keys."
+            )
+    return ""
 
 
 def _conversion_hint(model: nn.Module, mistakes: list[str]) -> str:
     """Of models of transformers, whose published files may have the names of an older version."""
-    has_other_names = any("not in the checkpoint" in mistake for mistake in mistakes)
+    has_other_names = any(
+        "not in the checkpoint" in mistake or "none of the" in mistake for mistake in mistakes
+    )
     if not has_other_names or not callable(getattr(model, "save_pretrained", None)):
         return ""
     return (

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from nbaccel.disk import free_bytes
 from nbaccel.errors import CheckpointFailed, ConfigError
 from nbaccel.units import format_bytes
 
-__all__ = ["read_shards_into", "write_merged_file"]
+__all__ = ["write_merged_file"]
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 16
@@ -30,13 +29,17 @@ _ALIGNMENT = 16
 
 
 def write_merged_file(
-    stored_tensors: Mapping[str, Any], folder: Path, output_folder: Path, *, key_prefix: str
+    stored_tensors: Mapping[str, Any],
+    read_into: Callable[[dict[str, Any]], None],
+    output_folder: Path,
+    *,
+    key_prefix: str,
 ) -> None:
     """Write ``model.safetensors`` out of shards; it appears whole, or not at all.
 
     Args:
         stored_tensors: Metadata of the tensors, by key.
-        folder: The shards.
+        read_into: Reads the shards into tensors that it is given by key.
         output_folder: Where the file is to be; made if it is not there.
         key_prefix: What keys have before the tensor's name.
 
@@ -64,7 +67,7 @@ def write_merged_file(
                 key: _view_of(storage, stored, offsets[key])
                 for key, stored in stored_tensors.items()
             }
-            read_shards_into(views, folder)
+            read_into(views)
             atomic.publish_weights(workshop, output_folder, "model{suffix}.safetensors")
     except BaseException as error:  # an interrupt, too, leaves nothing behind
         if is_made_here:
@@ -77,22 +80,6 @@ def write_merged_file(
             f"Writing weights to {output_folder} failed: {error}. What was there before is as it "
             "was. Remove the cause, or give a folder on another disk."
         ) from error
-
-
-def read_shards_into(tensors: dict[str, Any], folder: Path) -> None:
-    """Read whole tensors out of shards, in this process alone.
-
-    Args:
-        tensors: Where to read them into, by key.
-        folder: The shards.
-    """
-    # Not at the top: it imports torch's elastic launcher.
-    from torch.distributed.checkpoint.state_dict_loader import load as read_shards
-
-    with warnings.catch_warnings():
-        # torch warns that a single process reads, which is the purpose here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        read_shards(tensors, checkpoint_id=folder, no_dist=True)
 
 
 def _layout_of(

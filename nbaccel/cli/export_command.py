@@ -163,16 +163,20 @@ def _settings(
     from nbaccel.cli.launch_request import read_launch_request
     from nbaccel.cli.settings_file import read_settings_file
 
-    file_config, file_name = read_settings_file(config_file)
+    settings_file = read_settings_file(config_file)
     if made_script.launch is not None:
+        file_config = settings_file.merge({})
         defaults = type(file_config)()
         own_settings = {
             name: value
             for name, value in dict(file_config).items()
             if value != getattr(defaults, name)
         }
-        file_config = defaults.changed(**{**made_script.launch.settings, **own_settings})
-    request = read_launch_request(further_options, file_config, file_name or "the notebook")
+        known_config = defaults.changed(**{**made_script.launch.settings, **own_settings})
+        file_name = settings_file.name or "the notebook"
+        request = read_launch_request(further_options, known_config, file_name)
+    else:
+        request = read_launch_request(further_options, *settings_file)
     for note in request.notes:
         print(f"nbaccel: {note}", file=sys.stderr)
     return request.config

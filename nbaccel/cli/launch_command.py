@@ -119,8 +119,9 @@ def _launch(
     from nbaccel.cli.launch_request import read_launch_request
     from nbaccel.cli.settings_file import read_settings_file
 
-    file_config, file_name = read_settings_file(config_file)
-    request = read_launch_request({**further_options, "debug": debug}, file_config, file_name)
+    request = read_launch_request(
+        {**further_options, "debug": debug}, *read_settings_file(config_file)
+    )
     for note in request.notes if not quiet else ():
         print(f"nbaccel: {note}", file=sys.stderr)
     if dry_run:

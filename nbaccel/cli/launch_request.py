@@ -61,7 +61,10 @@ class LaunchRequest:
 
 
 def read_launch_request(
-    given_options: Mapping[str, Any], file_config: RunConfig | None = None, file_name: str = ""
+    given_options: Mapping[str, Any],
+    file_config: RunConfig | None = None,
+    file_name: str = "",
+    merge: Callable[[Mapping[str, Any]], RunConfig] | None = None,
 ) -> LaunchRequest:
     """Read the options of a command line, over those of a file.
 
@@ -69,6 +72,8 @@ def read_launch_request(
         given_options: Value by the name of the option's parameter; None for those not given.
         file_config: The settings of the file; None where there is none.
         file_name: What to call it.
+        merge: Puts settings over those of the file, and judges them together; None where the
+            file's have been judged.
 
     Returns:
         What was asked for.
@@ -76,7 +81,7 @@ def read_launch_request(
     Raises:
         ConfigError: Something is wrong; every mistake is listed.
     """
-    reader = _OptionReader(file_config=file_config or RunConfig(), file_name=file_name)
+    reader = _OptionReader(file_config=file_config or RunConfig(), file_name=file_name, merge=merge)
     for option_name, option_value in given_options.items():
         # A list option that was not given is empty with some versions of typer.
         if option_value is not None and option_value != []:
@@ -91,6 +96,7 @@ class _OptionReader:
 
     file_config: RunConfig
     file_name: str
+    merge: Callable[[Mapping[str, Any]], RunConfig] | None
     settings: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
@@ -330,7 +336,11 @@ class _OptionReader:
             self.settings["fp8"] = {**fp8_values, **self.fp8_settings}
         launch_config = self.file_config
         try:
-            launch_config = self.file_config.changed(**self.settings)
+            launch_config = (
+                self.file_config.changed(**self.settings)
+                if self.merge is None
+                else self.merge(self.settings)
+            )
         except ConfigError as error:
             self.mistakes += error.mistakes
         if self.mistakes:
@@ -359,7 +369,7 @@ class _OptionReader:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text  # the setting itself says what it must be
 
 

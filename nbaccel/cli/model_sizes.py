@@ -124,7 +124,7 @@ def _indexed_files(index_file: Path) -> list[Path]:
         weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
         return [index_file.parent / name for name in sorted(set(weight_map.values()))]
     # The file may hold any JSON: a wrong shape shows as one of these.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),) as error:
         raise CheckpointDamaged(
             f"{index_file} is no index of safetensors: {error!r}. Which files belong to the model "
             "is not known. Copy it again, or give one of its files."

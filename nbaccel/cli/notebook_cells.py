@@ -99,7 +99,7 @@ def _code_cells(notebook_path: Path) -> list[dict[str, Any]]:
     try:
         notebook = json.loads(notebook_path.read_text(encoding="utf-8"))
         return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. There is nothing to "
             "export. Give the path of a saved .ipynb file (format 4)."

@@ -104,7 +104,11 @@ def _read_hostfile(reading: FileReading, key: str, section: dict[str, Any]) -> N
 def _document_path(reading: FileReading, document: str) -> str:
     """A path in the file, which counts from the working folder, or else from the file's."""
     beside = reading.folder / document
-    return str(beside) if beside.is_file() and not reading.folder.samefile(".") else document
+    try:
+        is_beside = beside.is_file() and not reading.folder.samefile(".")
+    except OSError:  # a name that is too long; the setting itself says that there is no such file
+        is_beside = False
+    return str(beside) if is_beside else document
 
 
 def _read_engine_key(reading: FileReading, key: str, entry_key: str, value: Any) -> None:

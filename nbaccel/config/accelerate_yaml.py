@@ -14,12 +14,12 @@ from typing import Any
 from nbaccel.capabilities import DEVICES, FP8_BACKENDS
 from nbaccel.config.accelerate_sections import read_deepspeed, read_dynamo, read_fp8, read_fsdp
 from nbaccel.config.exchange import read_yaml, unreadable
-from nbaccel.config.file_reading import FileReading, MappedKey
+from nbaccel.config.file_reading import FileReading, MappedKey, setting_of
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.config.run_config import RunConfig
+from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.errors import ConfigError
 
-__all__ = ["AccelerateFile", "is_accelerate_file", "read_accelerate_yaml"]
+__all__ = ["AccelerateFile", "is_accelerate_file", "read_accelerate_yaml", "unjudged_settings"]
 
 _OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
 _OF_SAGEMAKER = "it belongs to Amazon SageMaker"
@@ -48,11 +48,14 @@ def is_accelerate_file(file_settings: Mapping[str, Any]) -> bool:
     return any(key in _KEY_READERS and key not in RunConfig.model_fields for key in file_settings)
 
 
-def read_accelerate_yaml(source: str | Path) -> AccelerateFile:
+def read_accelerate_yaml(
+    source: str | Path, changes: Mapping[str, Any] | None = None
+) -> AccelerateFile:
     """Read a configuration file of Accelerate: YAML, or JSON, of any version.
 
     Args:
         source: The file's path, or its text.
+        changes: Settings of `RunConfig` that replace the file's, before they are judged.
 
     Returns:
         The settings, and what each key became.
@@ -79,12 +82,29 @@ def read_accelerate_yaml(source: str | Path) -> AccelerateFile:
             f"{source_name} holds no settings: got {shown(file_settings)}. Settings need names. "
             "Write it with accelerate config, or with nbaccel config."
         )
-    return _read_settings(file_settings, source_name, file_path)
+    reading = _read_keys(file_settings, file_path, changes or {})
+    return _judged(reading, source_name, changes or {})
 
 
-def _read_settings(
-    file_settings: dict[str, Any], source_name: str, file_path: Path | None
-) -> AccelerateFile:
+def unjudged_settings(file_settings: Mapping[str, Any], file_path: Path) -> dict[str, Any]:
+    """What a file says as settings of `RunConfig`, whatever is wrong with it.
+
+    Args:
+        file_settings: The file's names and values.
+        file_path: The file.
+    """
+    return _read_keys(file_settings, file_path, {}).complete_settings()
+
+
+def _read_keys(
+    file_settings: Mapping[str, Any], file_path: Path | None, changes: Mapping[str, Any]
+) -> FileReading:
+    file_settings = dict(file_settings)
+    # Accelerate counts the processes of all machines, so these two are read together.
+    if str(num_nodes := changes.get("num_nodes", "")).isdecimal():
+        file_settings["num_machines"] = int(num_nodes)
+    if "num_processes" in changes:
+        file_settings.pop("num_processes", None)
     reading = FileReading(file_settings, folder=file_path.parent if file_path else Path())
     for key, value in file_settings.items():
         if key not in _KEY_READERS:
@@ -97,13 +117,20 @@ def _read_settings(
             reading.leave(key, value, "empty")
         else:
             _KEY_READERS[key](reading, key, value)
+    return reading
+
+
+def _judged(reading: FileReading, source_name: str, changes: Mapping[str, Any]) -> AccelerateFile:
     mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
     config = RunConfig()
     try:
-        config = RunConfig(**reading.complete_settings())
+        config = RunConfig(**merged_settings(reading.complete_settings(), changes))
     except ConfigError as error:
         mistakes += [
-            f"{source_name}: {mistake}{reading.origin_of(mistake)}" for mistake in error.mistakes
+            mistake
+            if setting_of(mistake) in changes
+            else f"{source_name}: {mistake}{reading.origin_of(mistake)}"
+            for mistake in error.mistakes
         ]
     if mistakes:
         raise ConfigError(*mistakes)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nbaccel import atomic, env
-from nbaccel.config.accelerate_yaml import is_accelerate_file, read_accelerate_yaml
+from nbaccel.config.accelerate_yaml import (
+    is_accelerate_file,
+    read_accelerate_yaml,
+    unjudged_settings,
+)
 from nbaccel.config.exchange import read_yaml, unreadable
-from nbaccel.config.file_reading import MappedKey
-from nbaccel.config.run_config import RunConfig
+from nbaccel.config.file_reading import MappedKey, setting_of
+from nbaccel.config.mistakes import shown
+from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.errors import ConfigError
 
 __all__ = [
@@ -18,6 +25,7 @@ __all__ = [
     "config_text",
     "default_config_path",
     "load_config_file",
+    "peek_config_file",
     "schema_path",
     "schema_text",
     "write_config_file",
@@ -52,11 +60,14 @@ def default_config_path() -> Path:
     return Path(cache_folder).expanduser() / "nbaccel" / "default_config.yaml"
 
 
-def load_config_file(path: str | Path | None = None) -> LoadedConfig:
+def load_config_file(
+    path: str | Path | None = None, changes: Mapping[str, Any] | None = None
+) -> LoadedConfig:
     """Read a configuration file, of nbaccel or of Accelerate.
 
     Args:
         path: The file; None for the default file, which need not be there.
+        changes: Settings that replace the file's, before all are judged together.
 
     Returns:
         The settings, and what became of Accelerate's keys.
@@ -64,9 +75,55 @@ def load_config_file(path: str | Path | None = None) -> LoadedConfig:
     Raises:
         ConfigError: It cannot be read, or settings in it are wrong; all mistakes.
     """
+    changes = changes or {}
     file_path = Path(path).expanduser() if path is not None else default_config_path()
     if path is None and not file_path.exists():
-        return LoadedConfig(config=RunConfig())
+        return LoadedConfig(config=RunConfig(**changes))
+    file_settings = _read_settings(file_path)
+    if is_accelerate_file(file_settings):
+        accelerate_file = read_accelerate_yaml(file_path, changes)
+        return LoadedConfig(
+            config=accelerate_file.config,
+            path=file_path,
+            is_accelerate=True,
+            mapped_keys=accelerate_file.mapped_keys,
+        )
+    try:
+        return LoadedConfig(
+            config=RunConfig(**merged_settings(file_settings, changes)), path=file_path
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            *(
+                mistake if setting_of(mistake) in changes else f"{file_path}: {mistake}"
+                for mistake in error.mistakes
+            )
+        ) from error
+
+
+def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
+    """What a configuration file says, whatever is wrong with it: values may be anything.
+
+    Args:
+        path: As of :func:`load_config_file`.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    file_path = Path(path).expanduser() if path is not None else default_config_path()
+    settings = _read_settings(file_path)
+    is_accelerate = is_accelerate_file(settings)
+    if is_accelerate:
+        settings = unjudged_settings(settings, file_path)
+    known_settings = {
+        setting_name: settings[setting_name]
+        for setting_name in RunConfig.model_fields.keys() & settings.keys()
+    }
+    config = RunConfig.model_construct(**known_settings)
+    return LoadedConfig(config=config, path=file_path, is_accelerate=is_accelerate)
+
+
+def _read_settings(file_path: Path) -> dict[str, Any]:
     try:
         file_text = file_path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -79,18 +136,12 @@ def load_config_file(path: str | Path | None = None) -> LoadedConfig:
         file_settings = read_yaml(file_text)
     except ValueError as error:
         raise unreadable(f"The configuration file {file_path}", "YAML", error) from error
-    if isinstance(file_settings, dict) and is_accelerate_file(file_settings):
-        accelerate_file = read_accelerate_yaml(file_path)
-        return LoadedConfig(
-            config=accelerate_file.config,
-            path=file_path,
-            is_accelerate=True,
-            mapped_keys=accelerate_file.mapped_keys,
+    if file_settings is not None and not isinstance(file_settings, dict):
+        raise ConfigError(
+            f"{file_path}: it holds no settings: got {shown(file_settings)}. Settings need names. "
+            "Write names and values: num_processes: 2, for example."
         )
-    try:
-        return LoadedConfig(config=RunConfig.from_yaml(file_text), path=file_path)
-    except ConfigError as error:
-        raise ConfigError(*(f"{file_path}: {mistake}" for mistake in error.mistakes)) from error
+    return {str(name): value for name, value in (file_settings or {}).items()}
 
 
 def schema_path() -> Path:

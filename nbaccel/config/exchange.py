@@ -41,6 +41,9 @@ __all__ = [
 
 # Far deeper than any configuration, and far from Python's limit for recursion.
 _MAX_JSON_DEPTH = 64
+_MAX_YAML_NODES = 10_000
+"""The largest configuration of DeepSpeed has some hundred."""
+_MAX_CHARS = 1_000_000
 _MAX_BITS = 1024
 """Of a whole number: a larger one does not fit into any number of a training."""
 
@@ -85,6 +88,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
         ConfigError: It is no JSON object, or a key stands twice in it.
     """
     try:
+        _check_length(source_text)
         read_values = json.loads(
             source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
         )
@@ -96,7 +100,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
         raise _unreadable_json(source_name, "it is nested too deeply") from error
     except ConfigError:
         raise  # from `each_once`; it is a `ValueError`, too
-    except ValueError as error:  # NaN, or a number of thousands of digits
+    except ValueError as error:  # too long, NaN, or a number of thousands of digits
         raise _unreadable_json(source_name, f"{error}{_line_of('NaN', source_text)}") from error
     if not isinstance(read_values, dict):
         type_name = "null" if read_values is None else type(read_values).__name__
@@ -303,8 +307,9 @@ def read_yaml(text: str) -> Any:
         ValueError: It is no YAML; the message has the line.
     """
     yaml = require("yaml", extra="", why="Reading a configuration file")
+    _check_length(text)
 
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
+    class Loader(_BoundedNodes, yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
         """With the numbers of YAML 1.2; a separate class, because resolvers change their class."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
@@ -312,6 +317,63 @@ def read_yaml(text: str) -> Any:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def _check_length(text: str) -> None:
+    if len(text) > _MAX_CHARS:
+        raise ValueError(f"it has {len(text):,} characters, and no configuration has so many")
+
+
+class _BoundedNodes:
+    """Refuses YAML that would be huge once its aliases stand for what they name.
+
+    A few lines can stand for billions of values, over which everything that walks or shows them
+    would take hours.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)  # type: ignore[call-arg]  # the loader's
+        self._nesting_depth = 0
+        self._num_nodes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A value, and all that is in it.
+
+        Raises:
+            ValueError: It is too large, nested too deeply, or contains itself.
+        """
+        self._nesting_depth += 1
+        if self._nesting_depth > _MAX_JSON_DEPTH:
+            raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep")
+        is_alias = type(self.peek_event()).__name__ == "AliasEvent"  # type: ignore[attr-defined]
+        node = super().compose_node(parent, index)  # type: ignore[misc]  # the loader's
+        self._nesting_depth -= 1
+        if id(node) not in self._num_nodes:
+            # What it names is not at its end yet.
+            if is_alias:
+                line_number = node.start_mark.line + 1
+                raise ValueError(f"the value of line {line_number} contains itself")
+            self._num_nodes[id(node)] = self._count(node)
+            self._check(len(self._num_nodes))
+        return node
+
+    def _check(self, num_nodes: int) -> None:
+        if num_nodes > _MAX_YAML_NODES:
+            raise ValueError(
+                f"it holds more than {_MAX_YAML_NODES:,} values where each alias counts as all "
+                "that it stands for"
+            )
+
+    def _count(self, node: Any) -> int:
+        inner_values = node.value if isinstance(node.value, list) else []
+        inner_nodes = [
+            inner_node
+            for inner_value in inner_values
+            for inner_node in (inner_value if isinstance(inner_value, tuple) else (inner_value,))
+        ]
+        num_nodes = 1 + sum(self._num_nodes[id(inner_node)] for inner_node in inner_nodes)
+        self._check(num_nodes)
+        return num_nodes
 
 
 class Plain(BaseModel):
@@ -353,7 +415,7 @@ class Exchangeable(Plain):
         """
         try:
             read_settings = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise unreadable(f"A {cls.__name__}", "JSON", error) from error
         return cls._from_mapping(read_settings, "JSON")
 

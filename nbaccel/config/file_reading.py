@@ -9,7 +9,7 @@ from typing import Any
 
 from nbaccel.config.mistakes import shown
 
-__all__ = ["FileReading", "MappedKey"]
+__all__ = ["FileReading", "MappedKey", "setting_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,9 +104,14 @@ class FileReading:
 
     def origin_of(self, mistake: str) -> str:
         """Where in the file a setting comes from that has another name there."""
-        setting_name = mistake.partition(" ")[0].partition("=")[0].rstrip(":")
+        setting_name = setting_of(mistake)
         file_key = self.origins.get(setting_name, setting_name)
         return f" In this file it is {file_key}." if file_key != setting_name else ""
+
+
+def setting_of(mistake: str) -> str:
+    """The setting that a message begins with."""
+    return mistake.partition(" ")[0].partition("=")[0].rstrip(":")
 
 
 _FILE_TRUTH_WORDS = {"true": True, "yes": True, "false": False, "no": False}

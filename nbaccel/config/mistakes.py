@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 __all__ = ["closest", "shown"]
 
 _MAX_SHOWN_CHARS = 80
+_MAX_TEXT_CHARS = 400
 
 
 def closest(word: str, allowed: Iterable[str], words: Mapping[str, str] | None = None) -> str:
@@ -45,6 +46,10 @@ def shown(value: object) -> str:
     short_repr = reprlib.Repr()
     short_repr.maxstring = short_repr.maxother = _MAX_SHOWN_CHARS
     try:
-        return " ".join(short_repr.repr(value).split())
+        value_text = " ".join(short_repr.repr(value).split())
     except ValueError:  # Python refuses to write numbers of thousands of digits
         return f"a {type(value).__name__} too large to show"
+    # A few entries on each of several levels are still thousands of characters.
+    if len(value_text) > _MAX_TEXT_CHARS:
+        value_text = f"{value_text[:_MAX_TEXT_CHARS]}…"
+    return value_text

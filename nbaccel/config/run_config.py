@@ -7,6 +7,7 @@ are refused there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_type_hints
 
@@ -504,22 +505,26 @@ class RunConfig(Exchangeable):
         Raises:
             ConfigError: The new settings are wrong or contradict the others.
         """
-        kept_settings = dict(self)
-        config_document = _document_of(settings.get("deepspeed"))
-        if config_document is not None:
-            settings["deepspeed"] = config_document
-            decided_settings = zero_engine.taken_out(config_document)[1]
-            # Otherwise the old values would contradict the new configuration.
-            kept_settings = {
-                setting_name: setting_value
-                for setting_name, setting_value in kept_settings.items()
-                if setting_name not in decided_settings
-            }
-        return type(self)(**{**kept_settings, **settings})
+        return type(self)(**merged_settings(dict(self), settings))
 
     def __hash__(self) -> int:
         # The hash of a frozen model fails, since some fields are dictionaries.
         return hash(self.to_json())
+
+
+def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others over them, before they are judged; see :meth:`RunConfig.changed`."""
+    config_document = _document_of(changes.get("deepspeed"))
+    if config_document is None:
+        return {**kept_settings, **changes}
+    decided_settings = zero_engine.taken_out(config_document)[1]
+    # Otherwise the old values would contradict the new configuration.
+    kept_settings = {
+        setting_name: setting_value
+        for setting_name, setting_value in kept_settings.items()
+        if setting_name not in decided_settings
+    }
+    return {**kept_settings, **changes, "deepspeed": config_document}
 
 
 def _document_of(given_document: Any) -> zero_engine.Document | None:

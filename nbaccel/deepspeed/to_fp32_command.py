@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nbaccel.units import count_noun, format_bytes, format_seconds
+from nbaccel.units import count_noun, first_few, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.weights.converting import Written
@@ -81,7 +82,20 @@ def _result_text(written_files: Written, elapsed_seconds: float) -> str:
         f"{count_noun(written_files.num_tensors, 'tensor')}, "
         f"{format_bytes(written_files.num_bytes)}, in {count_noun(len(file_names), 'file')} "
         f"({listed_files}) in {written_files.files[0].parent}: "
-        f"{format_seconds(elapsed_seconds)}{_peak_memory()}"
+        f"{format_seconds(elapsed_seconds)}{_peak_memory()}{_tied_text(written_files.tied)}"
+    )
+
+
+def _tied_text(tied_names: Mapping[str, str]) -> str:
+    """How to load tied names, which `load_state_dict` of the file's tensors would miss."""
+    if not tied_names:
+        return ""
+    pairs = first_few([f"{name} is {target}" for name, target in sorted(tied_names.items())], 3)
+    # Both names in the file would in turn be refused by safetensors' own load_model.
+    return (
+        f"\nTied weights are in it under one name ({pairs}). from_pretrained, "
+        "load_checkpoint_in_model and safetensors.torch.load_model know; for load_state_dict take "
+        "nbaccel.load_fp32_state_dict(DIR), which has all names."
     )
 
 

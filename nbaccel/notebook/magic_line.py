@@ -442,7 +442,7 @@ def _is_flag(line_word: str) -> bool:
 def _from_json(json_text: str) -> Any:
     try:
         return json.loads(json_text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return json_text  # the setting itself says what it must be
 
 

@@ -72,7 +72,7 @@ class PostTask:
         self._namespace_sync = namespace_sync
         self._share_back = share_back
         self._generation = 0
-        self._reported_lines: dict[str, str] = {}
+        self._reported_lines: dict[tuple[str, str], str] = {}
 
     def after_cell(self, call_result: TaskResult) -> TaskTrouble | None:
         """Put the groups in order and copy the weights back, after a cell that lost no worker.
@@ -170,19 +170,32 @@ class PostTask:
             weight_receiver.apply(
                 weight_reports, staging_result.whole_files, self._workers.members[0].pid
             )
-        for weight_report in weight_reports:
-            for module_path, stranded_reason in weight_report.stranded.items():
-                self._tell(module_path, user_messages.stays_behind(module_path, stranded_reason))
-            for module_path, change_words in weight_report.changes.items():
-                self._tell(module_path, user_messages.came_changed(module_path, change_words))
-        for module_path, report_line in differing_models.items():
-            self._tell(module_path, f"nbaccel: {report_line}\n")
+        told_lines = [
+            (module_path, user_messages.stays_behind(module_path, stranded_reason))
+            for weight_report in weight_reports
+            for module_path, stranded_reason in weight_report.stranded.items()
+        ]
+        told_lines += [
+            (module_path, user_messages.came_changed(module_path, change_words))
+            for weight_report in weight_reports
+            for module_path, change_words in weight_report.changes.items()
+        ]
+        told_lines += [
+            (module_path, f"nbaccel: {report_line}\n")
+            for module_path, report_line in differing_models.items()
+        ]
+        module_keys = {module_record.path: module_record.key for module_record in module_records}
+        for module_path, told_line in told_lines:
+            self._tell((module_path, module_keys.get(module_path, "")), told_line)
 
-    def _tell(self, module_path: str, report_line: str) -> None:
-        """Write a line out, unless it was the last one about this module."""
-        if self._reported_lines.get(module_path) != report_line:
+    def _tell(self, module_name: tuple[str, str], report_line: str) -> None:
+        """Write a line out, unless it was the last one about this module.
+
+        The next module of the same path is another one: a cell that makes it is run again.
+        """
+        if self._reported_lines.get(module_name) != report_line:
             write_notice(report_line)
-        self._reported_lines[module_path] = report_line
+        self._reported_lines[module_name] = report_line
 
 
 @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
 The files are those of torch.distributed.checkpoint (DCP), so its tools read them, and they can be
 read by another number of processes. ``.metadata`` is a pickle that torch would load whatever it
-names; here only the classes of DCP itself are looked up. A ``.distcp`` file is a sequence of
-archives: tensors, and objects that torch would unpickle without a check, too. Each is read as an
-archive with its checksums, and objects as plain data.
+names; `shard_reading` reads it otherwise. A ``.distcp`` file is a sequence of archives: tensors,
+and objects that torch would unpickle without a check, too. Each is read as an archive with its
+checksums, and objects as plain data.
 
 Weights lie under ``model``, by name; the optimizer's state lies under ``optimizer``, by the number
 that its `state_dict` gives each parameter.
@@ -16,7 +16,6 @@ import dataclasses
 import io
 import itertools
 import math
-import pickle
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -50,80 +48,14 @@ from nbaccel.abc.place import Place
 from nbaccel.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
 from nbaccel.intact import Window, archive_problem
 from nbaccel.strategies import optimizer_shards
+from nbaccel.strategies.shard_reading import (
+    SHARDS_REMEDY,
+    plain_object,
+    read_entries,
+    read_metadata,
+)
 
-__all__ = ["check_shards", "load_shards", "read_metadata", "save_shards", "shard_problems"]
-
-
-_METADATA_FILE = ".metadata"
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOWED_CLASSES = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib", "PurePosixPath"),
-    # Python 3.13 pickles paths under this module.
-    ("pathlib._local", "PosixPath"),
-    ("collections", "OrderedDict"),
-}
-_SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Looks up the classes that describe a checkpoint, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A class by its name.
-
-        Raises:
-            UnpicklingError: It is no description.
-        """
-        allowed_class = None
-        if (module, name) in _ALLOWED_CLASSES:
-            allowed_class = super().find_class(module, name)
-        # A dtype is pickled as its name in torch.
-        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            allowed_class = getattr(torch, name)
-        elif module == _METADATA_MODULE and "." not in name:
-            allowed_class = super().find_class(module, name)
-            # What the module itself imports is reachable by name, too, and is not a description.
-            if not isinstance(allowed_class, type) or allowed_class.__module__ != module:
-                allowed_class = None
-        if allowed_class is None:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which may run code")
-        return allowed_class
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read a checkpoint's metadata without running code.
-
-    Args:
-        folder: The checkpoint.
-
-    Returns:
-        Names, shapes, and where they lie.
-
-    Raises:
-        CheckpointDamaged: It is missing, damaged, or holds something else.
-    """
-    metadata_path = folder / _METADATA_FILE
-    if not metadata_path.is_file():
-        raise CheckpointDamaged(
-            f"{metadata_path} is missing, which says where the shards are. The save was "
-            f"interrupted, or not all was copied (its name begins with a dot). {_SHARDS_REMEDY}"
-        )
-    try:
-        with metadata_path.open("rb") as file:
-            read_object = _MetadataUnpickler(file).load()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointDamaged(
-            f"{metadata_path} cannot be read ({type(error).__name__}: {error}): it is truncated, "
-            f"damaged or of something else. {_SHARDS_REMEDY}"
-        ) from error
-    if not isinstance(read_object, Metadata) or read_object.storage_data is None:
-        raise CheckpointDamaged(f"{metadata_path} does not say where shards are. {_SHARDS_REMEDY}")
-    return read_object
+__all__ = ["check_shards", "load_shards", "save_shards", "shard_problems"]
 
 
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
@@ -140,9 +72,9 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
     """
     stored_entries = sorted(
         (
-            str(storage_info.relative_path),
-            int(storage_info.offset),
-            int(storage_info.length),
+            storage_info.relative_path,
+            storage_info.offset,
+            storage_info.length,
             index.fqn,
         )
         for index, storage_info in metadata.storage_data.items()
@@ -159,7 +91,7 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
         if isinstance(entry_metadata, BytesStorageMetadata)
     }
     return [
-        f"{folder / entry_name} {problem_text}. {_SHARDS_REMEDY}"
+        f"{folder / entry_name} {problem_text}. {SHARDS_REMEDY}"
         for entry_name, own_entries in files_with_entries[first_file::file_step]
         if (
             problem_text := next(
@@ -173,10 +105,7 @@ def _problems_of_file(
     folder: Path, file_name: str, entries: list[tuple[str, int, int, str]], plain_names: set[str]
 ) -> Iterator[str]:
     path = folder / file_name
-    # A crafted `.metadata` could otherwise make this process open files anywhere.
-    if Path(file_name).name != file_name:
-        yield "is not in the folder: a checkpoint's files are in one folder"
-    elif not path.is_file():
+    if not path.is_file():
         yield "is missing"
     else:
         file_size = path.stat().st_size
@@ -199,11 +128,11 @@ def _entry_problem(file: IO[bytes], offset: int, length: int, plain_name: str) -
         yield f"{problem_text} (at byte {offset:,})"
     elif plain_name:
         entry_window.seek(0)
-        # Only tried: DCP will unpickle the entry itself, without restricting classes.
+        # Only tried, so that all processes know it before anything is loaded.
         try:
-            torch.load(entry_window, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            yield f"holds something else than plain data as {plain_name}, which may run code"
+            plain_object(entry_window)
+        except ValueError as error:
+            yield f"holds {error} as {plain_name}"
 
 
 _MODEL_PREFIX = "model."
@@ -313,12 +242,13 @@ def load_shards(
     Raises:
         ConfigError: An optimizer is given and the checkpoint has no state of one.
     """
+    metadata = read_metadata(folder)
     loaded_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
     if optimizer is not None:
         # DCP reads only into tensors that it is given, and an optimizer that has not stepped has
         # none.
-        loaded_content.update(_optimizer_slots(optimizer, folder))
-    read_shards(loaded_content, checkpoint_id=folder)
+        loaded_content.update(_optimizer_slots(optimizer, folder, metadata))
+    read_entries(loaded_content, folder, metadata)
     set_model_state_dict(
         model, loaded_content.pop("model"), options=StateDictOptions(strict=not left_out)
     )
@@ -457,9 +387,9 @@ def _nest_entries(key_prefix: str, flat_content: Mapping[str, Any]) -> dict[int,
     return entries
 
 
-def _optimizer_slots(optimizer: Optimizer, folder: Path) -> dict[str, Any]:
+def _optimizer_slots(optimizer: Optimizer, folder: Path, metadata: Metadata) -> dict[str, Any]:
     """Where to read an optimizer's state into: empty tensors, sharded like its parameters."""
-    stored_metadata = read_metadata(folder).state_dict_metadata
+    stored_metadata = metadata.state_dict_metadata
     _check_has_optimizer(folder, stored_metadata)
     parameters = optimizer_shards.numbered_parameters(optimizer)
     read_slots: dict[str, Any] = {}

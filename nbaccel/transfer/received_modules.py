@@ -90,6 +90,8 @@ class ReceivedModules:
         """Digests of what this rank has trained, as they were reported last, by module."""
         self._notebook_states: dict[str, Hashable] = {}
         """Of the tensors that left the arena: the state in which they were last copied back."""
+        self._known_names: dict[str, tuple[str, ...]] = {}
+        """Names of a module's tensors, as they were when it came or was last copied back."""
         self._has_stepped = False
         self._held = sharded_tensors.HeldParts()
         self._in_files: dict[str, int] = {}
@@ -128,6 +130,7 @@ class ReceivedModules:
         self._origins[module_key] = weight_checks.original_tensors_of(module)
         self._reported.pop(module_key, None)
         self._notebook_states[module_key] = self._departed_state(module_key)
+        self._known_names[module_key] = self._tensor_names(module_key)
 
     def forget(self, module_keys: Iterable[str], arena_keys: Iterable[str]) -> None:
         """Drop the entries of what the notebook no longer has. What the worker still uses stays."""
@@ -137,6 +140,7 @@ class ReceivedModules:
                 self._origins,
                 self._reported,
                 self._notebook_states,
+                self._known_names,
             ):
                 state_table.pop(key, None)
         # Tensors that still live in an arena keep its mapping alive without this entry.
@@ -234,7 +238,12 @@ class ReceivedModules:
             for module_key, (module_manifest, _) in self._modules.items()
             if _overlaps_written(module_manifest, written_ranges)
             or self._has_changed_elsewhere(module_key)
+            # Nothing comes home of it, and that is told.
+            or (self._rank == 0 and self._known_names[module_key] != self._tensor_names(module_key))
         ]
+
+    def _tensor_names(self, module_key: str) -> tuple[str, ...]:
+        return tuple(tensor_name for tensor_name, _ in named_tensors(self._modules[module_key][1]))
 
     def _written(self) -> dict[str, list[shared_memory.ByteRange]]:
         used_keys = {
@@ -342,6 +351,7 @@ class ReceivedModules:
         self._writer = None
         for key in self._modules:
             self._notebook_states[key] = self._departed_state(key)
+            self._known_names[key] = self._tensor_names(key)
         self._has_stepped = False
         self._seen.clear()
         for key, page_spans in self._written().items():

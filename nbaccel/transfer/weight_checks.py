@@ -11,6 +11,7 @@ Two questions are answered:
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -257,7 +258,38 @@ def describe_changes(
             f"{first_few(replaced_names, 2)} "
             f"{'was' if len(replaced_names) == 1 else 'were'} replaced"
         )
+    change_clauses += [
+        f"{one_name} and {other_name} share memory there"
+        for one_name, other_name in _newly_shared(arena_slots, current_tensors)[:2]
+    ]
     return "; ".join(change_clauses)
+
+
+def _newly_shared(
+    arena_slots: ArenaSlots, current_tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[str, str]]:
+    """Names of tensors that overlap here, and have memory of their own in the notebook."""
+    byte_spans = sorted(
+        (
+            compared_tensor.data_ptr(),
+            compared_tensor.data_ptr() + compared_tensor.nbytes,
+            arena_slot.name,
+            (arena_key, arena_slot.start),
+        )
+        for arena_key, arena_slot in arena_slots
+        if (compared_tensor := current_tensors[arena_slot.name]).device.type == "cpu"
+        and not isinstance(compared_tensor, ScaledTensor)
+        and not sharded_tensors.is_sharded(compared_tensor)
+        and compared_tensor.layout is torch.strided
+        and compared_tensor.is_contiguous()
+    )
+    return [
+        (one_name, other_name)
+        for (_, one_end, one_name, one_place), (other_begin, _, other_name, other_place) in (
+            itertools.pairwise(byte_spans)
+        )
+        if other_begin < one_end and one_place != other_place
+    ]
 
 
 def _is_another(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from nbaccel import env
 from nbaccel._later import FSDP_INTERNALS, missing_name_of
-from nbaccel.bigmodel.shard_merging import read_shards_into, write_merged_file
+from nbaccel.bigmodel.shard_merging import write_merged_file
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
@@ -83,12 +85,12 @@ def merge_fsdp_weights(
     state = PartialState()
     if state.is_main_process:
         folder = _shards_in(Path(checkpoint_dir))
-        stored_tensors = _stored_tensors(folder)
+        stored_tensors, read_into = _stored_tensors(folder)
         if safe_serialization:
-            write_merged_file(stored_tensors, folder, Path(output_path), key_prefix=_PREFIX)
+            write_merged_file(stored_tensors, read_into, Path(output_path), key_prefix=_PREFIX)
         else:
             checkpoint.save_model(
-                _whole(stored_tensors, folder), output_path, max_shard_size="1000TB",
+                _whole(stored_tensors, read_into), output_path, max_shard_size="1000TB",
                 safe_serialization=False,
             )  # fmt: skip
         if remove_checkpoint_dir:
@@ -110,13 +112,14 @@ def _shards_in(folder: Path) -> Path:
     )
 
 
-def _stored_tensors(folder: Path) -> dict[str, Any]:
-    """Metadata of a model's tensors, after a look at the files that hold them."""
+def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
+    """Metadata of a model's tensors, after a look at the files that hold them, and their reader."""
     # Not at the top: these import torch's elastic launcher, and `nbaccel.utils` is often imported
     # for `set_seed` alone.
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from nbaccel.strategies.sharded_checkpoints import read_metadata, shard_problems
+    from nbaccel.strategies.shard_reading import read_entries, read_metadata
+    from nbaccel.strategies.sharded_checkpoints import shard_problems
 
     metadata = read_metadata(folder)
     if problems := shard_problems(folder, metadata, 0, 1):
@@ -132,7 +135,7 @@ def _stored_tensors(folder: Path) -> dict[str, Any]:
             f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
         )
     _refuse_missing_shards(stored_tensors, folder)
-    return stored_tensors
+    return stored_tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
 
 
 def _refuse_missing_shards(stored_tensors: dict[str, Any], folder: Path) -> None:
@@ -148,10 +151,12 @@ def _refuse_missing_shards(stored_tensors: dict[str, Any], folder: Path) -> None
             )
 
 
-def _whole(stored_tensors: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+def _whole(
+    stored_tensors: dict[str, Any], read_into: Callable[[dict[str, Any]], None]
+) -> dict[str, torch.Tensor]:
     weights: dict[str, Any] = {
         name: torch.empty(kept.size, dtype=kept.properties.dtype)
         for name, kept in stored_tensors.items()
     }
-    read_shards_into(weights, folder)
+    read_into(weights)
     return {name.removeprefix(_PREFIX): value for name, value in weights.items()}

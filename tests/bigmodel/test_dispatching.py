@@ -332,3 +332,81 @@ def test_families_of_transformers_give_accelerates_numbers(
     with torch.no_grad():
         expected = whole(**inputs).logits
     assert all(torch.equal(found, expected) for found in logits)
+
+
+# ------------------------------------------------------------------------------ adapters, buffers
+class Adapted(nn.Module):
+    """A low-rank adapter around a layer, where the layer's weight is, as peft makes it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        place = {"bias": False, "device": base.weight.device}
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, rank, **place)
+        self.lora_B = nn.Linear(rank, base.out_features, **place)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(values) + self.lora_B(self.lora_A(values))
+
+
+def adapted(model: Tower) -> Tower:
+    model.requires_grad_(False)
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = Adapted(layer)
+    return model
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_made_on_meta_is_named_before_it_computes(tmp_path, whole):
+    torch.manual_seed(0)
+    model = Tower().eval()
+    if whole:
+        disk_offload(model, tmp_path)
+    else:
+        dispatch_model(model, MIXED, offload_dir=tmp_path)
+    expected = model(TOKENS)
+    adapted(model)
+    with pytest.raises(ConfigError, match=r"on meta .*layers.\d.lora_A.weight.* before the model"):
+        model(TOKENS)
+    # As the message says.
+    for layer in model.layers:
+        for part in (layer.lora_A, layer.lora_B):
+            if part.weight.is_meta:
+                part.to_empty(device="cpu")
+            nn.init.zeros_(part.weight)
+    torch.testing.assert_close(model(TOKENS), expected)
+
+
+def test_an_adapter_that_was_there_before_trains_beside_weights_on_disk(tmp_path):
+    torch.manual_seed(0)
+    model = adapted(Tower().eval())
+    names = [name for name, parameter in model.named_parameters() if "lora" in name]
+    places = dict.fromkeys(("embed", "norm", "scale", "head"), "cpu")
+    for number in range(4):
+        places |= {
+            f"layers.{number}.base_layer": "disk",
+            f"layers.{number}.lora_A": "cpu",
+            f"layers.{number}.lora_B": "cpu",
+        }
+    dispatch_model(model, places, offload_dir=tmp_path)
+    for name in names:
+        model.get_parameter(name).requires_grad_(True)
+    model(TOKENS).sum().backward()
+    assert all(model.get_parameter(name).grad is not None for name in names)
+
+
+@pytest.mark.parametrize("kind", ["one", "mixed"])
+def test_a_buffer_that_no_file_has_is_named(tmp_path, caplog, kind):
+    save_file({k: v.clone() for k, v in Tower().state_dict().items() if k != "head.weight"},
+              tmp_path / "model.safetensors")  # fmt: skip
+    with init_empty_weights(include_buffers=True):
+        model = Tower().eval()
+    words = {"one": r"1 tensors of Tower are on meta .*: scale", "mixed": "'scale' is on meta"}
+    with pytest.raises(ConfigError, match=words[kind]):
+        load_checkpoint_and_dispatch(
+            model,
+            tmp_path / "model.safetensors",
+            device_map={"one": {"": "cpu"}, "mixed": MIXED}[kind],
+            offload_folder=tmp_path / "off",
+        )
+    assert "1 buffers of Tower are on meta and in no checkpoint" in caplog.text

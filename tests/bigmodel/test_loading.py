@@ -409,6 +409,44 @@ def test_values_without_a_weight_are_told_or_refused(tmp_path, caplog):
     assert "1 tensors of the checkpoint are not in the model" in text
 
 
+@pytest.mark.parametrize(
+    ("prefix", "is_in_file"),
+    [
+        *(("module.", True), ("_orig_mod.", True), ("model.", True)),
+        *(("module.", False), ("model.", False)),
+    ],
+)
+@pytest.mark.parametrize("make", [on_meta, build])
+def test_a_file_of_which_no_name_fits_is_refused_with_what_would_fit(
+    tmp_path, prefix, make, is_in_file
+):
+    path = tmp_path / "model.safetensors"
+    if is_in_file:
+        save_file(
+            {prefix + key: value.clone() for key, value in build().state_dict().items()}, path
+        )
+        model = make()
+        told = f"Without {prefix!r} in the file's names"
+    else:
+        write(build(), path)
+        model = nn.ModuleDict({prefix.removesuffix("."): make()})
+        told = f"With {prefix!r} before the file's names they fit"
+    before = values(model)
+    text = refused(model, path)
+    assert_same(values(model), before)
+    assert told in text
+    assert "none of the" in text
+    assert f"{prefix}gain" in text
+    assert "the model has " in text
+
+
+def test_a_file_of_another_model_is_refused_without_a_guess(tmp_path):
+    save_file({"other.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    text = refused(build(), tmp_path / "model.safetensors")
+    assert "none of the 1 names in the file is in the model: other.weight; the model has" in text
+    assert "they fit" not in text
+
+
 def test_all_mistakes_are_listed_together(tmp_path):
     path = write(
         build(),

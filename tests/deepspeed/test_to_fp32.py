@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nbaccel import load_fp32_state_dict
 from nbaccel.cli import main
 from tests.isolation import ROOT
 
@@ -113,3 +114,17 @@ def test_the_command_is_installed_under_its_name():
     text = Path(ROOT, "pyproject.toml").read_text()
     assert 'nbaccel = "nbaccel.cli:main"' in text
     assert find_spec("nbaccel.__main__") is not None
+
+
+def test_tied_names_are_said_with_what_loads_them(tmp_path, capsys):
+    step = tmp_path / "checkpoint" / "global_step1"
+    step.mkdir(parents=True)
+    (step.parent / "latest").write_text("global_step1")
+    weight = torch.rand(3, 2)
+    states = {"module": {"words.weight": weight, "lm_head.weight": weight}, "buffer_names": []}
+    torch.save(states, step / "mp_rank_00_model_states.pt")
+    assert main(["to-fp32", str(step.parent), str(tmp_path / "out")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Tied weights are in it under one name (lm_head.weight is words.weight)" in told
+    assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["words.weight"]
+    assert {*load_fp32_state_dict(step.parent)} == {"words.weight", "lm_head.weight"}

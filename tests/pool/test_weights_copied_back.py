@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -396,3 +397,37 @@ class NoDescriptors:
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
         for fd in self._taken:
             os.close(fd)
+
+
+CHANGES = {
+    "del model[1]": "stay in the workers, because they no longer fit .*1.weight is gone",
+    "model.append(torch.nn.Linear(2, 2))": "no longer fit .*2.weight is new",
+    "model[1].weight = model[0].weight": "1.weight was replaced; .*share memory",
+    "flat = torch.randn(256 * 256)\n"
+    "for layer in model: layer.weight = torch.nn.Parameter(flat.view(256, 256))": (
+        "0.weight, 1.weight were replaced; .*weight share memory there"
+    ),
+    "flat = torch.randn(256 * 256)\n"
+    "for layer in model: layer.weight.data = flat.view(256, 256)": "weight share memory there",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_cell_changes_besides_values_is_told_of_each_model(
+    fresh: Pool, model: nn.Module, change: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run(f"import torch\n{change}\nNone")
+    assert re.search(CHANGES[change], " ".join(capfd.readouterr().err.split()))
+    fresh.run("None")
+    assert "the weights of model" not in capfd.readouterr().err, "told once"
+    # The cell that makes the model is run again, and then the one that changes it.
+    fresh._namespace["model"] = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    fresh.run(f"import torch\n{change}\nNone")
+    assert re.search(CHANGES[change], " ".join(capfd.readouterr().err.split()))
+
+
+def test_what_a_cell_only_trains_is_not_told(
+    fresh: Pool, model: nn.Module, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run(TRAIN)
+    assert "the weights of model" not in capfd.readouterr().err

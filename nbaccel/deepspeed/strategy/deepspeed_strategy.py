@@ -200,7 +200,7 @@ class DeepSpeedStrategy(Strategy):
             return None
         # The configuration of a model that only infers must not replace that of a trained one.
         if is_training or id(active_plugin) not in self._open:
-            active_plugin.deepspeed_config = resolved_config.config.to_dict()
+            active_plugin.take_configuration(resolved_config.config.to_dict())
             self._open[id(active_plugin)] = (active_plugin.deepspeed_config, given_settings)
         self.choices += resolved_config.choices
         self._warn_before(model, optimizer, resolved_config, is_training=is_training)

@@ -1,15 +1,24 @@
-"""Checkpoints in DeepSpeed's own form: every process writes its part into one folder."""
+"""Checkpoints in DeepSpeed's own form: every process writes its part into one folder.
+
+DeepSpeed asks torch for any pickle, which may run code. Here torch is told to read plain data all
+the same, and the few classes of DeepSpeed that its files hold.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import pickle
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from nbaccel import env
 from nbaccel.deepspeed.weights.torch_archive import is_readable, read_outline
 from nbaccel.errors import CheckpointDamaged, ConfigError
 
@@ -66,18 +75,66 @@ def load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()
 
     Raises:
         ConfigError: DeepSpeed found nothing that it can read.
+        CheckpointDamaged: It holds what may run code. :func:`check_checkpoint` names the file,
+            except of a universal checkpoint and of files in torch's format of before 2020.
     """
-    loaded_path, _ = engine.load_checkpoint(
-        str(checkpoint_folder.parent),
-        tag=checkpoint_folder.name,
-        load_module_strict=not left_out,
-    )
+    try:
+        with _plain_reading():
+            loaded_path, _ = engine.load_checkpoint(
+                str(checkpoint_folder.parent),
+                tag=checkpoint_folder.name,
+                load_module_strict=not left_out,
+            )
+    except pickle.UnpicklingError as error:
+        raise CheckpointDamaged(
+            f"{checkpoint_folder} was loaded in part: {str(error).partition(chr(10))[0]} "
+            f"{_PLAIN_REMEDY}"
+        ) from None
     if loaded_path is None:
         raise ConfigError(
             f"The checkpoint {str(checkpoint_folder)!r} has files that DeepSpeed cannot read: it "
             "loaded nothing. It holds "
             f"{', '.join(sorted(tag_path.name for tag_path in checkpoint_folder.iterdir()))}. Load "
             "another one."
+        )
+
+
+_OWN_CLASSES = (
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+)
+"""What DeepSpeed puts into its files beside plain data; instances of them only hold numbers."""
+
+_PLAIN_REMEDY = (
+    "Only plain data is read, because a pickle of anything else can run any code. If you wrote "
+    "these files yourself and nobody could change them, torch.serialization.add_safe_globals "
+    "allows a class."
+)
+
+
+@contextlib.contextmanager
+def _plain_reading() -> Iterator[None]:
+    """Have every `torch.load` read plain data, also those that ask for any pickle."""
+    found_classes = [
+        getattr(importlib.import_module(module_name), class_name, None)
+        for module_name, class_name in _OWN_CLASSES
+    ]
+    # Leaving the block takes its classes off the list, those too that the user had put there.
+    users_classes = torch.serialization.get_safe_globals()
+    own_classes = [found for found in found_classes if found and found not in users_classes]
+    forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
+    with env.applied(forced), torch.serialization.safe_globals(own_classes):
+        yield
+
+
+def _refuse_code(path: Path) -> None:
+    with _plain_reading():
+        other_names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    if other_names:
+        raise CheckpointDamaged(
+            f"{path} holds a {other_names[0]}. Nothing of it was run or loaded. {_PLAIN_REMEDY}"
         )
 
 
@@ -154,6 +211,13 @@ def check_checkpoint(
             f"{checkpoint_folder} has no file *_model_states.pt: it is not whole. Nothing has been "
             "loaded. Copy what is missing from where it was saved, or load another checkpoint."
         )
+    # Each process reads what all share, and its own.
+    own_name = f"zero_pp_rank_{dist.get_rank()}_"
+    for file_path in checkpoint_folder.glob("*.pt"):
+        if ("zero_pp_rank_" not in file_path.name or own_name in file_path.name) and is_readable(
+            file_path
+        ):
+            _refuse_code(file_path)
     first_readable = next((file_path for file_path in model_files if is_readable(file_path)), None)
     if first_readable is None:
         return  # torch's format of before 2020 has no outline that can be read without numbers

@@ -25,6 +25,7 @@ from nbaccel.config.nested_keys import has_key, put_at, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.load_config import load_settings
+from nbaccel.deepspeed.strategy.config_queries import ConfigQueries
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
 from nbaccel.errors import ConfigError, PlatformUnsupported
 
@@ -243,7 +244,8 @@ class DeepSpeedPlugin(Filling, Settings):
 
     Attributes:
         hf_ds_config: A DeepSpeed configuration: a dictionary, a `ZeroConfig`, the path of a JSON
-            file, or JSON text; ``"auto"`` values in it are filled in by `prepare`.
+            file, or JSON text; ``"auto"`` values in it are filled in by `prepare`. Then an object
+            with `config`, `get_value`, `is_zero3` and the like, as in Accelerate.
         gradient_accumulation_steps: Batches for one optimizer step; default the Accelerator's.
         gradient_clipping: Largest norm of gradients; default 1.0, as Accelerate has it.
         zero_stage: 0, 1, 2 (default) or 3.
@@ -313,7 +315,7 @@ class DeepSpeedPlugin(Filling, Settings):
         for argument_name in BATCH_SIZES:
             config_settings.setdefault(argument_name, AUTO)
         config_settings.setdefault("gradient_clipping", AUTO)
-        self.deepspeed_config = config_settings
+        self.take_configuration(config_settings)
         # Code written for Accelerate reads these attributes: they must say what is in force.
         for argument_name, config_key in _KEY_OF_ARGUMENT.items():
             setattr(self, argument_name, self.get_value(config_key, getattr(self, argument_name)))
@@ -326,6 +328,11 @@ class DeepSpeedPlugin(Filling, Settings):
                 "transformers" in sys.modules if chosen_flag is None else chosen_flag
             )
         self.zero3_init_flag = bool(self.zero3_init_flag and self.zero_stage == 3)
+
+    def take_configuration(self, config_settings: dict[str, Any]) -> None:
+        """Put a configuration in force, for those who ask either attribute."""
+        self.deepspeed_config = config_settings
+        self.hf_ds_config = ConfigQueries(config_settings)
 
     # ---------------------------------------------------------------- reading
 

@@ -53,11 +53,13 @@ class Written:
         files: The files with weights, and their index if there are several.
         num_tensors: How many weights.
         num_bytes: Bytes of all of them, without headers.
+        tied: Names of tied parameters that are not in the files → the name of their tensor there.
     """
 
     files: tuple[Path, ...]
     num_tensors: int
     num_bytes: int
+    tied: Mapping[str, str]
 
     @classmethod
     def told(cls, output_folder: Path, file_shards: Sequence[Shard]) -> Written:
@@ -69,6 +71,11 @@ class Written:
             tuple(output_folder / file_name for file_name in file_names),
             sum(len(file_shard.weights) for file_shard in file_shards),
             sum(file_shard.nbytes for file_shard in file_shards),
+            {
+                weight_name: tied_target
+                for file_shard in file_shards
+                for weight_name, tied_target in file_shard.tied.items()
+            },
         )
 
 

@@ -247,7 +247,7 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     try:
         # By itself `json` silently keeps the last of two equal keys.
         parsed_settings = json.loads(source_text, object_pairs_hook=each_once(source_name))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         # Text in braces is meant as JSON, whose message names the place of the mistake.
         if source_text.lstrip().startswith("{"):
             raise ConfigError(

@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
             for file_name, file_entry in file_entries.items()
         }
     # JSON of any other shape raises one of these.
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(
             f"{manifest_path} is truncated or damaged ({type(error).__name__}: {error}): it has "
             "the sizes and checksums of the checkpoint's other files. Load another checkpoint, or "

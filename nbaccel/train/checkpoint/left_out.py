@@ -86,7 +86,7 @@ def read_left_out(folder: Path) -> dict[int, _Names]:
         file_content = json.loads(path.read_text(encoding="utf-8"))["frozen_parameters_left_out"]
         return {int(number): frozenset(map(str, names)) for number, names in file_content.items()}
     # JSON of any other shape raises one of these.
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(
             f"{path} is truncated or damaged ({type(error).__name__}: {error}): it has the names "
             "of the frozen parameters that were left out. Nothing has been loaded. Load another "

@@ -395,8 +395,8 @@ def load_state(
 
     Nothing in the files is run: states hold plain data, and those of registered objects also
     instances of classes that the object's own state has at the time. ``weights_only=False`` in
-    `load_kwargs` lifts that, and lets a file run any code; so do DeepSpeed's own files
-    (``pytorch_model/``), which DeepSpeed reads, always. Load such only if you trust who wrote it.
+    `load_kwargs` lifts that, and lets a file run any code. Load such only if you trust who wrote
+    it.
 
     Args:
         folder: The checkpoint.

@@ -272,5 +272,5 @@ def _part_entry(folder: Path) -> dict[str, Any]:
         entry = json.loads((folder / layout.MANIFEST_FILE).read_text(encoding="utf-8"))["part"]
         return {"ranks": [int(rank) for rank in entry["ranks"]], "hosts": list(entry["hosts"])}
     # Without a manifest or its entry it is no part; a damaged one is reported by its reader.
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}

@@ -77,7 +77,13 @@ def sorted_names(folder: Path) -> list[str]:
 
 
 DAMAGED = {  # file and damage
-    "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": ("truncated", "empty", "missing", "flipped"),
+    "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": (
+        "truncated",
+        "empty",
+        "missing",
+        "flipped",
+        "evil",
+    ),
     "zero_pp_rank_1_mp_rank_00_model_states.pt": ("truncated", "flipped"),
 }
 
@@ -95,7 +101,8 @@ def damaged(folder: Path) -> dict[str, tuple[str, bool]]:
             copy = folder / f"{damage} {name}"
             if first.is_main_process:
                 damaged_copy(saved, copy, f"pytorch_model/{name}", damage)
-                if damage == "missing":  # as by an older version: only DeepSpeed's files tell
+                # As by an older version, or by an attacker: only DeepSpeed's files tell.
+                if damage in ("missing", "evil"):
                     (copy / "nbaccel_manifest.json").unlink()
             first.wait_for_everyone()
             before = second.get_state_dict(other)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import copy
+import dataclasses
 import json
 import warnings
 from dataclasses import replace
@@ -76,6 +78,35 @@ def test_a_configuration_comes_in_many_forms(form, tmp_path):
     plugin = DeepSpeedPlugin(hf_ds_config=forms[form])
     assert (plugin.zero_stage, plugin.accumulation_steps) == (1, 3)
     assert given == {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 3}
+
+
+def test_the_configuration_answers_as_accelerates_does():
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu")
+    asked = plugin.hf_ds_config
+    assert asked.config is plugin.deepspeed_config
+    assert asked.is_zero3()
+    assert not asked.is_zero2()
+    assert asked.is_offload()
+    assert asked.get_value("zero_optimization.stage") == 3
+    assert asked.get_value("bf16.enabled") is None
+    assert asked.find_config_node("zero_optimization.offload_param.device") == (
+        {"device": "cpu"},
+        "device",
+    )
+    asked.config["bf16"] = {"enabled": True}
+    assert asked.is_true("bf16.enabled")
+    assert not asked.is_false("bf16.enabled")
+    assert not asked.is_false("fp16.enabled")
+    asked.del_config_sub_tree("bf16.enabled")
+    assert plugin.deepspeed_config["bf16"] == {}
+    with pytest.raises(ValueError, match=r"'fp16.enabled' is not in the DeepSpeed configuration"):
+        asked.del_config_sub_tree("fp16.enabled", must_exist=True)
+    again = copy.deepcopy(plugin)
+    assert again.hf_ds_config.config is again.deepspeed_config
+    assert dataclasses.replace(plugin, gradient_accumulation_steps=None) == plugin
+    stage_2 = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}})
+    assert stage_2.hf_ds_config.is_zero2()
+    assert not stage_2.hf_ds_config.is_offload()
 
 
 def test_arguments_fill_what_the_file_leaves_open_and_contradict_the_rest():

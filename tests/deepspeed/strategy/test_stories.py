@@ -52,9 +52,9 @@ def test_a_checkpoint_of_two_processes_is_refused_by_one(told, folder):
         notebook_launcher(load, num_processes=1, start_method="template")
 
 
-def test_a_damaged_shard_is_named_to_all_before_anything_is_loaded(told):
+def test_a_damaged_shard_is_named_to_all_before_anything_is_loaded(told, folder):
     first, second = (rank["damaged"] for rank in told)
-    assert len(first) == 6
+    assert len(first) == 7
     for case, (text, is_as_before) in first.items():
         damage, _, name = case.partition(" ")
         assert (text, is_as_before) == second[case], "both are told the same"
@@ -64,6 +64,8 @@ def test_a_damaged_shard_is_named_to_all_before_anything_is_loaded(told):
             assert "saved by 2 processes, and the optimizer's states of rank 1 are missing" in text
         else:
             assert name in text
+        assert ("holds a posix.mkdir. Nothing of it was run" in text) == (damage == "evil")
+    assert not list(folder.rglob("*-was-here"))
 
 
 def test_whole_weights_come_out_of_shards_and_go_into_them(told, folder):

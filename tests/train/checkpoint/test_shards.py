@@ -9,12 +9,14 @@ import pickle
 import re
 import shutil
 import zipfile
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
@@ -23,10 +25,10 @@ from nbaccel.config.handlers import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
 )
-from nbaccel.errors import ConfigError, NbaccelError
+from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
-from nbaccel.strategies.sharded_checkpoints import read_metadata
+from nbaccel.strategies.shard_reading import read_entries, read_metadata
 from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.distributed import init_process
 from nbaccel.utils import merge_fsdp_weights
@@ -164,9 +166,45 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
+def torch_metadata(folder: Path) -> Any:
+    return FileSystemReader(folder).read_metadata()
+
+
+class TwoFaced:
+    """Unpickled, a dictionary that has its entries, and tells who asks for them that it is empty.
+
+    Only classes that belong into metadata are named, so nothing of this is refused by its name.
+    """
+
+    def __init__(self, entries: dict[Any, Any]) -> None:
+        self.entries = entries
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {"items": torch.Size}, None, iter(self.entries.items())
+
+
+def hide_entries(folder: Path) -> None:
+    metadata = torch_metadata(folder)
+    metadata.storage_data = TwoFaced(metadata.storage_data)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    # The attack itself: the check would have been told of nothing.
+    found = torch_metadata(folder).storage_data
+    assert len(found) > 5
+    assert not list(found.items())
+
+
+def point_outside(folder: Path) -> None:
+    metadata = torch_metadata(folder)
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(
+            info, relative_path=f"../pytorch_model_fsdp_0/{info.relative_path}"
+        )
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def evil_entry(folder: Path, code: Path) -> None:
     """Put an object that runs code in the place of an optimizer's setting."""
-    metadata = read_metadata(folder)
+    metadata = torch_metadata(folder)
     index = next(i for i in metadata.storage_data if i.fqn.startswith("optimizer.param_groups"))
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -181,7 +219,7 @@ def evil_entry(folder: Path, code: Path) -> None:
 
 
 def flip_in_a_tensor(folder: Path) -> None:
-    metadata = read_metadata(folder)
+    metadata = torch_metadata(folder)
     index = next(i for i in metadata.storage_data if i.fqn == "model.first.weight")
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -194,11 +232,23 @@ def flip_in_a_tensor(folder: Path) -> None:
     path.write_bytes(content)
 
 
+SHARD_DAMAGES = {
+    "truncated": r"\.distcp has [\d,]+ bytes, and its shards end at byte [\d,]+: it is trunc",
+    "missing": r"\.distcp is missing",
+    "flipped": r"\.distcp has flipped bits: the checksum of its record archive/data/0",
+    "evil entry": r"\.distcp holds posix.mkdir, no plain data, .* code, as optimizer.param_groups",
+    "evil metadata": r"\.metadata cannot be read .*posix.mkdir, which may run code",
+    "no metadata": r"\.metadata is missing, which says where the shards are",
+    "two faces": r"\.metadata cannot be read",
+    "outside": r"\.metadata cannot be read .*'\.\./pytorch.* is not in the folder",
+}
+
+
 def damaged_shards(saved: Path, to: Path) -> dict[str, Path]:
     """Copies of a checkpoint, each with a damage; those without a manifest are as others write."""
     name = "pytorch_model_fsdp_0"
     made = {}
-    for kind in ("truncated", "missing", "flipped", "evil entry", "evil metadata", "no metadata"):
+    for kind in SHARD_DAMAGES:
         folder = to / kind
         shutil.copytree(saved, folder)
         shard = next(iter(sorted((folder / name).glob("*.distcp"))))
@@ -212,6 +262,11 @@ def damaged_shards(saved: Path, to: Path) -> dict[str, Path]:
                 pickle.dumps(Runs(code))
             ),
             "no metadata": lambda path=folder: (path / name / ".metadata").unlink(),
+            "two faces": lambda path=folder, code=code: (
+                evil_entry(path / name, code),
+                hide_entries(path / name),
+            ),
+            "outside": lambda path=folder: point_outside(path / name),
         }[kind]()
         (folder / "nbaccel_manifest.json").unlink()
         made[kind] = folder
@@ -237,19 +292,29 @@ def test_damaged_shards_are_named_to_all_before_anything_is_loaded(tmp_path):
     debug_launcher(save_sharded, args=(str(tmp_path / "ckpt"), True))
     folders = {k: str(v) for k, v in damaged_shards(tmp_path / "ckpt", tmp_path / "bad").items()}
     first, second = debug_launcher(load_damaged, args=(folders,))
-    words = {
-        "truncated": r"\.distcp has [\d,]+ bytes, and its shards end at byte [\d,]+: it is trunc",
-        "missing": r"\.distcp is missing",
-        "flipped": r"\.distcp has flipped bits: the checksum of its record archive/data/0",
-        "evil entry": r"\.distcp holds something else than plain data as optimizer.param_groups",
-        "evil metadata": r"\.metadata cannot be read .*posix.mkdir, which may run code",
-        "no metadata": r"\.metadata is missing, which says where the shards are",
-    }
     for kind, (text, is_as_before) in first.items():
         assert (text, is_as_before) == second[kind]
-        assert re.search(words[kind], text), (kind, text)
+        assert re.search(SHARD_DAMAGES[kind], text), (kind, text)
         assert is_as_before, kind
+    for kind, folder in folders.items():
+        if kind != "no metadata":
+            with pytest.raises(CheckpointDamaged, match=SHARD_DAMAGES[kind]):
+                merge_fsdp_weights(folder, tmp_path / "out", safe_serialization=kind != "two faces")
+    assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "bad").glob("*was here")), "code was run"
+
+
+def test_an_entry_that_is_changed_after_the_check_runs_nothing(tmp_path):
+    debug_launcher(save_sharded, args=(str(tmp_path / "ckpt"), True))
+    folder = tmp_path / "ckpt" / "pytorch_model_fsdp_0"
+    evil_entry(folder, tmp_path / "was here")
+    metadata = read_metadata(folder)
+    entry = next(
+        key for key in metadata.state_dict_metadata if key.startswith("optimizer.param_groups")
+    )
+    with pytest.raises(BaseException, match=r"holds posix.mkdir, no plain data, .* as optimizer"):
+        read_entries({entry: None}, folder, metadata, alone=True)
+    assert not (tmp_path / "was here").exists()
 
 
 def test_a_whole_one_is_read_without_sharding(tmp_path):
