@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 
 from nbaccel import torch_private
-from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer import arena, main_names, shared_memory
 
 _BLOCK_ALIGNMENT = 64  # bytes: tensors view the blocks in place, so they need torch's alignment
 
@@ -345,7 +345,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif not isinstance(pickled_object, type):
             # cloudpickle has its own way with functions and classes only; asking it costs time.
             return NotImplemented
-        return super().reducer_override(pickled_object)
+        return main_names.with_name(pickled_object, super().reducer_override(pickled_object))
 
     def _module(self, whole_module: torch.nn.Module) -> Any:
         """Leave out the empty tables of hooks: pickling those takes longer than all the rest."""

@@ -7,9 +7,9 @@
 It never returns into the code it was forked from: it leaves by `os._exit`, because an orderly
 interpreter exit with gloo threads alive aborts or hangs now and then (torch 2.13).
 
-`multiprocessing` pickles a class by its name, and looks for the notebook's in `__main__`, which in
-a worker is not the notebook. What it does not find there is pickled as launches pickle it. Without
-this a batch of such a class, or an exception, is lost in the child, and the rank waits for ever.
+`multiprocessing` pickles a class by its name. A process that it starts anew does not have the
+notebook's classes, so those are pickled as launches pickle them. Without this a batch of such a
+class, or an exception, is lost in the child, and the rank waits for ever.
 
 A process that user code forks must not return from the user's function: it would hand over a
 result, write weights and read the worker's messages, and the launch would hang. See `own_process`.
@@ -44,7 +44,7 @@ from nbaccel.abc.device import Device
 from nbaccel.errors import InputRefused, InternalError
 from nbaccel.failures import failure, portable_exception
 from nbaccel.topology import Topology
-from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
+from nbaccel.transfer import arena, main_names, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import (
@@ -249,6 +249,7 @@ def settle_in_process(
     # Before any user code can create a process group.
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
+    main_names.receive_names()
     send_notebook_classes()
     _transformers.adopt_trainers(metrics_reporter.drawing_whole_bar)
     _lightning.guard_trainers()
@@ -594,7 +595,9 @@ def _reduce(pickler: ForkingPickler, pickled_object: Any) -> Any:
         or pickled_object.__module__ != "__main__"
     ):
         return NotImplemented
-    if getattr(sys.modules["__main__"], pickled_object.__qualname__, None) is pickled_object:
+    is_found = getattr(sys.modules["__main__"], pickled_object.__qualname__, None) is pickled_object
+    # What has arrived here is not in the `__main__` of a process that starts anew.
+    if is_found and not main_names.has_received(pickled_object):
         return NotImplemented
     # cloudpickle returns the same class if it has made it in this process or in the one it was
     # forked from, so `isinstance` holds on the other side.
