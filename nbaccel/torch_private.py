@@ -63,6 +63,7 @@ __all__ = [
     "multiply_scaled",
     "non_persistent_buffers",
     "orthogonalizes_matrices",
+    "print_options",
     "process_group_names",
     "process_groups",
     "recompute_activations",
@@ -545,6 +546,12 @@ def state_readers(module: nn.Module) -> Iterator[Any]:
     for hook in module._load_state_dict_pre_hooks.values():
         # torch wraps hooks in an object that holds the function.
         yield getattr(hook, "hook", hook)
+
+
+def print_options() -> dict[str, Any]:
+    """How torch prints tensors, as :func:`torch.set_printoptions` takes it."""
+    options = getattr(torch._tensor_str, "PRINT_OPTS", None)
+    return {} if options is None else dict(vars(options))
 
 
 def is_compiled(module: Any) -> bool:

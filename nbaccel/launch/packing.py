@@ -18,6 +18,7 @@ from nbaccel.log import write_notice
 from nbaccel.plan import Plan
 from nbaccel.transfer import arena, pickling, weight_sync
 from nbaccel.transfer.find_modules import outermost_modules, reached_modules
+from nbaccel.transfer.library_settings import library_settings
 from nbaccel.workers import fork_safety, worker
 
 _COPY_LIMIT_BYTES = 256 * 2**20
@@ -39,6 +40,8 @@ class PackedCall:
     fd: int | None
     """The payload's memory file, which the owner of this record closes."""
     sources: dict[str, list[str]]
+    settings: bytes = b""
+    """Settings of libraries; a fork has them."""
 
     def mentions(self, package: str) -> bool:
         """Whether the call may use a package: its name is in the pickle.
@@ -154,6 +157,7 @@ def _pickle_call(
         payload=packed_object,
         fd=payload_fd,
         sources=pickle_sender.sources,
+        settings=library_settings(),
     )
 
 

@@ -151,6 +151,7 @@ class _CellWorker:
         env.update(current_task.environment)
         if current_task.logging:
             self._worker_context.logging.follow(current_task.logging)
+        self._worker_context.settings.follow(current_task.settings)
         self._names.begin()
         metrics_reporter.begin(
             self._channel, self._worker_context.hardware, self._worker_context.device

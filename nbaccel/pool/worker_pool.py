@@ -37,6 +37,7 @@ from nbaccel.supervision import outcome
 from nbaccel.supervision.outcome import CallOutcome
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.function_pickling import open_payload
+from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.workers import requirements, worker_output
 
@@ -372,6 +373,7 @@ class Pool:
             directory=self._cwd_env_tracker.directory(),
             environment=self._cwd_env_tracker.environment(),
             logging=worker_output.as_configured(),
+            settings=library_settings(),
         )
         self._activity = f"cell In[{cell_source.count}]" if cell_source.count else ""
         try:

@@ -45,6 +45,7 @@ from nbaccel.errors import InputRefused, InternalError
 from nbaccel.failures import failure, portable_exception
 from nbaccel.topology import Topology
 from nbaccel.transfer import arena, main_names, pickling, sharded_tensors, shared_memory
+from nbaccel.transfer.library_settings import LibrarySettings
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import (
@@ -208,6 +209,7 @@ class WorkerContext:
     num_notebooks: int = 1
     on_other_host: bool = False
     logging: worker_output.LoggingSettings = field(default_factory=worker_output.LoggingSettings)
+    settings: LibrarySettings = field(default_factory=LibrarySettings)
 
     def go_to(self, folder: str) -> None:
         """Work in a folder of the notebook; on another host only if it is there, too."""
@@ -402,6 +404,7 @@ class Work:
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
         self._worker_context.logging.follow(job.logging)
+        self._worker_context.settings.follow(job.settings)
         weight_writer = WeightWriter(
             own_rank=self._worker_context.staging_rank,
             shared_modules=call.modules,
