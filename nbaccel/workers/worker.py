@@ -46,6 +46,7 @@ from nbaccel.failures import failure, portable_exception
 from nbaccel.topology import Topology
 from nbaccel.transfer import arena, main_names, pickling, sharded_tensors, shared_memory
 from nbaccel.transfer.library_settings import LibrarySettings
+from nbaccel.transfer.package_changes import AppliedChanges, PackageChange
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import (
@@ -94,6 +95,8 @@ class WorkerCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     modules: tuple[tuple[Manifest, nn.Module], ...] = ()
+    changes: tuple[PackageChange, ...] = ()
+    """What the notebook has changed of installed packages; a fork has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +213,7 @@ class WorkerContext:
     on_other_host: bool = False
     logging: worker_output.LoggingSettings = field(default_factory=worker_output.LoggingSettings)
     settings: LibrarySettings = field(default_factory=LibrarySettings)
+    changes: AppliedChanges = field(default_factory=AppliedChanges)
 
     def go_to(self, folder: str) -> None:
         """Work in a folder of the notebook; on another host only if it is there, too."""
@@ -400,6 +404,7 @@ class Work:
                 file_name,
             )
         call, arena_mappings = self._open(self._worker_context.device)
+        self._worker_context.changes.follow(call.changes)
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.

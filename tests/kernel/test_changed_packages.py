@@ -115,3 +115,105 @@ def test_a_setting_that_cannot_be_sent_is_told_once(kernel: Kernel) -> None:
     assert "numpy.set_printoptions" in said
     assert 'start_method="fork"' in said
     assert kernel.run(launch).check().text == ""
+
+
+CHANGES = """
+import torch, transformers
+from transformers import AutoConfig, AutoModel, GPT2Config
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from nbaccel import Pool, notebook_launcher
+
+class TinyConfig(transformers.PretrainedConfig):
+    model_type = "my-tiny"
+
+class TinyModel(transformers.PreTrainedModel):
+    config_class = TinyConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(1, 1)
+        self.post_init()
+
+def seven(self, x):
+    return number_of_patch()
+
+def number_of_patch():
+    return 7
+
+class MyCallback(transformers.TrainerCallback):
+    pass
+
+original_forward = torch.nn.Linear.forward
+
+def changed():
+    linear, ones = torch.nn.Linear(1, 1), torch.ones(1)
+    return {
+        "method": GPT2MLP.forward(None, 1),
+        "wrapped": linear(ones).item() == 2 * original_forward(linear, ones).item(),
+        "registered": type(AutoConfig.for_model("my-tiny")) is TinyConfig,
+        "model": type(AutoModel.from_config(TinyConfig())) is TinyModel,
+        "static": torch.nn.Identity.make(),
+        "function": modeling_gpt2.eager_attention_forward(),
+        "callbacks": [x.__name__ for x in transformers.trainer.DEFAULT_CALLBACKS],
+    }
+
+def change():
+    GPT2MLP.forward = seven
+    torch.nn.Linear.forward = lambda self, x: 2 * original_forward(self, x)
+    AutoConfig.register("my-tiny", TinyConfig)
+    AutoModel.register(TinyConfig, TinyModel)
+    torch.nn.Identity.make = staticmethod(lambda: "made")
+    modeling_gpt2.eager_attention_forward = lambda: "attended"
+    transformers.trainer.DEFAULT_CALLBACKS.append(MyCallback)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["template", "fork"])
+def test_a_launch_has_what_was_changed_of_packages(fresh_kernel: Kernel, start_method: str) -> None:
+    launch = f"""
+    notebook_launcher(lambda: 1, (), 2)
+    change()
+    here = changed()
+    there = notebook_launcher(changed, (), 2, start_method={start_method!r})
+    assert there[0] == there[1] == here, (here, there)
+    print(here["method"], here["wrapped"], here["registered"], here["callbacks"][-1])
+    """
+    fresh_kernel.run(CHANGES).check()
+    assert fresh_kernel.run(launch).check().stdout == "7 True True MyCallback\n"
+
+
+def test_live_workers_follow_what_is_changed(fresh_kernel: Kernel) -> None:
+    fresh_kernel.run(CHANGES + "live = Pool(num_processes=2)\nlive.start()").check()
+    try:
+        fresh_kernel.run("change()").check()
+        fresh_kernel.run("live.run('there = changed()')\nhere = changed()").check()
+        fresh_kernel.run("assert live.pull('there')['there'] == [here, here]").check()
+        fresh_kernel.run("assert live.call(changed) == [here, here]").check()
+        fresh_kernel.run("def seven(self, x):\n    return 8\nGPT2MLP.forward = seven").check()
+        shown = fresh_kernel.run("live.run('print(GPT2MLP.forward(None, 1))');").check().stdout
+        assert shown == "[0-1] 8\n"
+        # What is taken back in the notebook is taken back there.
+        fresh_kernel.run("torch.nn.Linear.forward = original_forward").check()
+        doubled = "torch.nn.Linear.forward.__module__"
+        shown = fresh_kernel.run(f"live.run('print({doubled})');").check().stdout
+        assert shown == "[0-1] torch.nn.modules.linear\n"
+    finally:
+        fresh_kernel.run("live.stop()").check()
+
+
+def test_a_change_that_cannot_be_sent_is_told_once(fresh_kernel: Kernel) -> None:
+    code = """
+    import threading, torch
+    from nbaccel import notebook_launcher
+    lock = threading.Lock()
+    def locked(self, x):
+        with lock:
+            return x
+    torch.nn.Identity.forward = locked
+    """
+    fresh_kernel.run(code).check()
+    launch = "notebook_launcher(lambda: 1, (), 2);"
+    said = fresh_kernel.run(launch).check().text
+    assert "torch.nn.modules.linear.Identity.forward" in said
+    assert 'start_method="fork"' in said
+    assert fresh_kernel.run(launch).check().text == ""
