@@ -36,6 +36,7 @@ __all__ = [
     "collectives_begun",
     "communication_hooks",
     "create_in_default_group",
+    "default_device",
     "default_store",
     "device_backends",
     "dispatch_mode",
@@ -546,6 +547,12 @@ def state_readers(module: nn.Module) -> Iterator[Any]:
     for hook in module._load_state_dict_pre_hooks.values():
         # torch wraps hooks in an object that holds the function.
         yield getattr(hook, "hook", hook)
+
+
+def default_device() -> torch.device | None:
+    """Where the user lets torch make tensors, if that was said; asking torch itself wakes a GPU."""
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return getattr(context, "device", None)
 
 
 def print_options() -> dict[str, Any]:

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from nbaccel import frames
 from nbaccel.log import write_notice
 from nbaccel.transfer import pickling
-from nbaccel.transfer.package_changes import PackageChange
+from nbaccel.transfer.package_changes import ChangeKind, PackageChange
 from nbaccel.workers import installed_modules
 
 __all__ = ["sendable_changes"]
@@ -37,25 +39,23 @@ _NOT_LOOKED_AT = frozenset(
     | {"debugpy", "nbaccel", "cloudpickle", "dill", "pytest", "pluggy", "hypothesis", "coverage"}
     | {"_pytest", "sympy", "mpmath"}
 )
+_TORCHS_OWN = "torch._"  # a third of all attributes of a notebook, and nobody's to change
 _LONGEST_TABLE = 4096
-"""Longer ones are data."""
-
-_Kind = Literal["attribute", "entry", "element"]
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
+class _PackagePlace:
     """A module, class, object, table or list."""
 
     module: str
     path: str
-    kind: _Kind
+    kind: ChangeKind
     owner: Any
     """The thing itself."""
     has_tables: bool
     """Whether its tables and lists are looked into: not in private modules, where caches are."""
     changes: tuple[PackageChange, ...] = ()
-    inner: tuple[_Place, ...] = ()
+    inner: tuple[_PackagePlace, ...] = ()
 
     def reader(self) -> Callable[[], Iterable[Any]]:
         """What gives all that it holds, in no time of Python's own."""
@@ -72,7 +72,7 @@ class _Place:
             return list(dict.items(self.owner))
         return [(None, element) for element in self.owner]
 
-    def walk(self) -> Iterator[_Place]:
+    def walk(self) -> Iterator[_PackagePlace]:
         """It, and all within it."""
         yield self
         for inner in self.inner:
@@ -85,10 +85,10 @@ class _PackageScan:
     def __init__(self) -> None:
         self._users: frozenset[str] = frozenset()
         self._packages: Mapping[str, str] = {}
-        self._modules: dict[str, _Place] = {}
-        self._owned: dict[tuple[int, _Kind], _Place] = {}
+        self._modules: dict[str, _PackagePlace] = {}
+        self._owned: dict[tuple[int, ChangeKind], _PackagePlace] = {}
         """By the id of what a place is: the same table may have a name in many modules."""
-        self._places: list[_Place] = []
+        self._places: list[_PackagePlace] = []
         self._readers: list[Callable[[], Iterable[Any]]] = []
         self._before: list[list[Any]] = []
         self._flat: list[Any] = []
@@ -103,26 +103,32 @@ class _PackageScan:
         packages = installed_modules.installed_modules()
         if packages is not self._packages:
             self._packages = packages
-            self._look_into(self._new_modules(), has_new=True)
+            with _collector_paused():
+                self._look_into(self._new_modules(), has_new=True)
         self._look_into(self._changed_places())
         return self._found
 
-    def _new_modules(self) -> list[_Place]:
+    def is_behind(self) -> bool:
+        """Whether modules have been imported since."""
+        return installed_modules.installed_modules() is not self._packages
+
+    def _new_modules(self) -> list[_PackagePlace]:
         new_places, known_places = [], self._modules
         self._modules = {}
         for name in self._packages:
             module = sys.modules.get(name)
-            if module is None or name.partition(".")[0] in _NOT_LOOKED_AT:
+            is_left_out = name.partition(".")[0] in _NOT_LOOKED_AT
+            if module is None or is_left_out or name.startswith(_TORCHS_OWN):
                 continue
             place = known_places.get(name)
             if place is None or place.owner is not module:
                 is_public = not any(part.startswith("_") for part in name.split("."))
-                place = _Place(name, "", "attribute", module, has_tables=is_public)
+                place = _PackagePlace(name, "", "attribute", module, has_tables=is_public)
                 new_places.append(place)
             self._modules[name] = place
         return new_places
 
-    def _changed_places(self) -> list[_Place]:
+    def _changed_places(self) -> list[_PackagePlace]:
         # All in one list first: thousands of lists would set off the garbage collector.
         flat = list(itertools.chain.from_iterable(read() for read in self._readers))
         if _are_same(flat, self._flat):
@@ -136,7 +142,7 @@ class _PackageScan:
                 changed.append(self._places[position])
         return changed
 
-    def _look_into(self, places: list[_Place], *, has_new: bool = False) -> None:
+    def _look_into(self, places: list[_PackagePlace], *, has_new: bool = False) -> None:
         """Find changes in these places, and in those that are new within them."""
         for place in places:
             inner_before = place.inner
@@ -154,18 +160,19 @@ class _PackageScan:
         if places:
             self._found = [change for place in self._places for change in place.changes]
 
-    def _look_into_new(self, places: Iterable[_Place]) -> None:
+    def _look_into_new(self, places: Iterable[_PackagePlace]) -> None:
         for place in places:
             place.changes = tuple(self._changes_in(place))
             self._look_into_new(self._find_inner(place))
 
-    def _changes_in(self, place: _Place) -> Iterator[PackageChange]:
+    def _changes_in(self, place: _PackagePlace) -> Iterator[PackageChange]:
         for key, value in place.items():
             value_type = type(value)
             # First what most values are told by.
-            if (
-                (value_type in _WRAPPERS or issubclass(value_type, type)) and self._is_users(value)
-            ) or (place.kind == "entry" and self._is_users(key)):
+            is_code = value_type in _WRAPPERS or issubclass(value_type, type)
+            if (is_code and self._is_users(value)) or (
+                place.kind == "entry" and self._is_users(key)
+            ):
                 yield PackageChange(
                     module=place.module, holder=place.path, kind=place.kind, key=key, value=value
                 )
@@ -174,9 +181,12 @@ class _PackageScan:
         """Whether it is a function or class of the notebook, or wraps one."""
         value_type = type(value)
         if issubclass(value_type, type):
-            return value.__module__ in self._users
-        if value_type is types.FunctionType and value.__globals__.get("__name__") in self._users:
-            return True
+            return _module_of(value) in self._users
+        if value_type is types.FunctionType:
+            if value.__globals__.get("__name__") in self._users:
+                return True
+            if value.__closure__ is None:
+                return False
         wrapped_by = _WRAPPERS.get(value_type)
         return (
             wrapped_by is not None
@@ -186,7 +196,7 @@ class _PackageScan:
 
     # ---- places within places
 
-    def _find_inner(self, place: _Place) -> list[_Place]:
+    def _find_inner(self, place: _PackagePlace) -> list[_PackagePlace]:
         """Note which places there are within it; returns those that are new."""
         known = {(id(inner.owner), inner.kind): inner for inner in place.inner}
         for inner_id in known:
@@ -200,7 +210,7 @@ class _PackageScan:
         place.inner = tuple(found)
         return [inner for inner in found if (id(inner.owner), inner.kind) not in known]
 
-    def _inner_places(self, place: _Place) -> Iterator[_Place]:
+    def _inner_places(self, place: _PackagePlace) -> Iterator[_PackagePlace]:
         if place.kind != "attribute":
             return
         for name, value in place.items():
@@ -208,22 +218,23 @@ class _PackageScan:
             value_type = type(value)
             if issubclass(value_type, type):
                 # Elsewhere than in its own module it is another name of it.
-                if not place.path and value.__module__ == place.module:
-                    yield _Place(place.module, path, "attribute", value, place.has_tables)
+                if not place.path and _module_of(value) == place.module:
+                    yield _PackagePlace(place.module, path, "attribute", value, place.has_tables)
                 continue
             if not place.has_tables or name.startswith("__") or "cache" in name.lower():
                 continue
-            if issubclass(value_type, (dict, list)) and len(value) <= _LONGEST_TABLE:
-                kind: _Kind = "entry" if issubclass(value_type, dict) else "element"
-                yield _Place(place.module, path, kind, value, has_tables=False)
+            if issubclass(value_type, dict) and _may_hold_code(value):
+                yield _PackagePlace(place.module, path, "entry", value, has_tables=False)
+            elif issubclass(value_type, list) and list.__len__(value) <= _LONGEST_TABLE:
+                yield _PackagePlace(place.module, path, "element", value, has_tables=False)
             # An object of a package: it may have tables.
             if (
                 not place.path
-                and value_type.__module__ in self._packages
+                and _module_of(value_type) in self._packages
                 and type(_attributes_of(value)) is dict
                 and not issubclass(value_type, types.ModuleType)
             ):
-                yield _Place(place.module, path, "attribute", value, has_tables=True)
+                yield _PackagePlace(place.module, path, "attribute", value, has_tables=True)
 
 
 def _attributes_of(owner: Any) -> Mapping[str, Any]:
@@ -234,6 +245,33 @@ def _attributes_of(owner: Any) -> Mapping[str, Any]:
         return types.MappingProxyType({})
 
 
+def _may_hold_code(table: dict[Any, Any]) -> bool:
+    # Not as a user would ask: tables of transformers import models then. Long ones are data, and
+    # those of names alone are many.
+    num_entries = dict.__len__(table)
+    return num_entries == 0 or (
+        num_entries <= _LONGEST_TABLE
+        and any(type(value) is not str for value in dict.values(table))
+    )
+
+
+def _module_of(found_class: type) -> Any:
+    # As above: a metaclass may have its own ideas.
+    return type.__getattribute__(found_class, "__module__")
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without the garbage collector: thousands of new places set it off again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _are_same(values: list[Any], before: list[Any]) -> bool:
     try:
         return values == before
@@ -242,9 +280,7 @@ def _are_same(values: list[Any], before: list[Any]) -> bool:
 
 
 def _closed_over(function: types.FunctionType) -> Iterator[Any]:
-    if function.__closure__ is None:
-        return
-    for cell in function.__closure__:
+    for cell in function.__closure__ or ():
         # An empty cell raises ValueError: the variable has no value yet.
         with contextlib.suppress(ValueError):
             yield cell.cell_contents
@@ -281,6 +317,16 @@ def sendable_changes() -> tuple[PackageChange, ...]:
                     'start_method="fork".\n'
                 )
     return tuple(change for identity, change in changes.items() if not _CHECKED[identity])
+
+
+def _after_cell(_cell_result: object = None) -> None:
+    # Modules that were imported are looked at now: a launch would wait for it.
+    if _SCAN.is_behind():
+        _SCAN.changes()
+
+
+if (_shell := frames.running_shell()) is not None:
+    _shell.events.register("post_run_cell", _after_cell)
 
 
 def _why_not(change: PackageChange) -> str:

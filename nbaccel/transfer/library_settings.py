@@ -143,12 +143,19 @@ _TOLD: dict[str, str] = {}
 def library_settings() -> bytes:
     """The settings of this process, for :meth:`LibrarySettings.follow`."""
     settings = {}
+    device = torch_private.default_device()
+    if device is not None:
+        # It would move what nbaccel itself makes, and a worker's device is another one.
+        _tell_once(
+            "torch.set_default_device",
+            f"{device} is not the device of each worker",
+        )
     for name, value in _read_all().items():
         # Each by itself: what was the same the last time, a worker leaves as it has it now.
         try:
             settings[name] = pickling.dumps_with_lines(value)
         except Exception as error:  # a formatter or a class of warnings of the user's may raise any
-            _tell_once(name, str(error))
+            _tell_once(name, f"it cannot be pickled ({error})")
     return pickle.dumps(settings)
 
 
@@ -156,8 +163,8 @@ def _tell_once(name: str, why: str) -> None:
     if _TOLD.get(name) != why:
         _TOLD[name] = why
         write_notice(
-            f"nbaccel: workers do not have what {name} was given in the notebook: it cannot be "
-            f'pickled ({why}). Set it in the launched function, or use start_method="fork".\n'
+            f"nbaccel: workers do not have what {name} was given in the notebook: {why}. "
+            'Call it in the launched function, or use start_method="fork".\n'
         )
 
 

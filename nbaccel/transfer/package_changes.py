@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["AppliedChanges", "PackageChange"]
+__all__ = ["AppliedChanges", "ChangeKind", "PackageChange"]
+
+ChangeKind = Literal["attribute", "entry", "element"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -25,7 +27,7 @@ class PackageChange:
     holder: str
     """Dotted path, within the module, of what has the attribute, entry or element; empty for the
     module itself."""
-    kind: Literal["attribute", "entry", "element"]
+    kind: ChangeKind
     key: Any
     """Name of the attribute, or key of the entry."""
     value: Any
