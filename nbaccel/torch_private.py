@@ -36,6 +36,7 @@ __all__ = [
     "collectives_begun",
     "communication_hooks",
     "create_in_default_group",
+    "default_device",
     "default_store",
     "device_backends",
     "dispatch_mode",
@@ -63,6 +64,7 @@ __all__ = [
     "multiply_scaled",
     "non_persistent_buffers",
     "orthogonalizes_matrices",
+    "print_options",
     "process_group_names",
     "process_groups",
     "recompute_activations",
@@ -545,6 +547,18 @@ def state_readers(module: nn.Module) -> Iterator[Any]:
     for hook in module._load_state_dict_pre_hooks.values():
         # torch wraps hooks in an object that holds the function.
         yield getattr(hook, "hook", hook)
+
+
+def default_device() -> torch.device | None:
+    """Where the user lets torch make tensors, if that was said; asking torch itself wakes a GPU."""
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return getattr(context, "device", None)
+
+
+def print_options() -> dict[str, Any]:
+    """How torch prints tensors, as :func:`torch.set_printoptions` takes it."""
+    options = getattr(torch._tensor_str, "PRINT_OPTS", None)
+    return {} if options is None else dict(vars(options))
 
 
 def is_compiled(module: Any) -> bool:

@@ -6,6 +6,7 @@ would cost too much to copy, and a fork is safe.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from typing import Any
 from torch import nn
 
 from nbaccel.errors import ModelNotShareable, NotSendable, UnsafeFork
+from nbaccel.launch.changed_packages import sendable_changes
 from nbaccel.log import write_notice
 from nbaccel.plan import Plan
 from nbaccel.transfer import arena, pickling, weight_sync
 from nbaccel.transfer.find_modules import outermost_modules, reached_modules
+from nbaccel.transfer.library_settings import library_settings
+from nbaccel.transfer.package_changes import PackageChange
 from nbaccel.workers import fork_safety, worker
 
 _COPY_LIMIT_BYTES = 256 * 2**20
@@ -39,6 +43,8 @@ class PackedCall:
     fd: int | None
     """The payload's memory file, which the owner of this record closes."""
     sources: dict[str, list[str]]
+    settings: bytes = b""
+    """Settings of libraries; a fork has them."""
 
     def mentions(self, package: str) -> bool:
         """Whether the call may use a package: its name is in the pickle.
@@ -127,8 +133,9 @@ def _pickle_call(
     module_sharing: arena.Sharing,
     limit_bytes: int | None,
 ) -> PackedCall:
+    package_changes = sendable_changes()
     worker_call, pickle_sender, prepared_object = _prepare_sharing(
-        function, args, module_sharing, limit_bytes
+        function, args, package_changes, module_sharing, limit_bytes
     )
     stray_modules = outermost_modules(
         pickle_sender.modules, (shared_module.module for shared_module in module_sharing.modules)
@@ -141,7 +148,7 @@ def _pickle_call(
             _share_reached(_named_modules(stray_modules, function, args))
         )
         worker_call, pickle_sender, prepared_object = _prepare_sharing(
-            function, args, module_sharing, limit_bytes
+            function, args, package_changes, module_sharing, limit_bytes
         )
     packed_object, payload_fd = prepared_object.write()
     # After pickling, which finds tensors in further arenas.
@@ -154,12 +161,14 @@ def _pickle_call(
         payload=packed_object,
         fd=payload_fd,
         sources=pickle_sender.sources,
+        settings=library_settings(),
     )
 
 
 def _prepare_sharing(
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    package_changes: tuple[PackageChange, ...],
     module_sharing: arena.Sharing,
     limit_bytes: int | None,
 ) -> tuple[worker.WorkerCall, pickling.Sender, pickling.PreparedObject]:
@@ -167,7 +176,9 @@ def _prepare_sharing(
     for shared_arena in module_sharing.arenas():
         # Named before pickling: an arena counts even if the pickle does not refer to it.
         pickle_sender.key(shared_arena)
-    worker_call = _worker_call(function, args, module_sharing, pickle_sender.keys)
+    worker_call = dataclasses.replace(
+        _worker_call(function, args, module_sharing, pickle_sender.keys), changes=package_changes
+    )
     return (
         worker_call,
         pickle_sender,

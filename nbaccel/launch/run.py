@@ -316,6 +316,7 @@ def job_of(
         if worker_assignment
         else worker.seeded_states(),
         logging=worker_output.as_configured(),
+        settings=packed_call.settings,
         mixed_precision=plan.config.mixed_precision,
         share_back=plan.config.share_back,
         reads_memory=reads_memory,

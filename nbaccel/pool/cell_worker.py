@@ -28,6 +28,7 @@ from nbaccel.failures.library_texts import can_come_of_a_left_group, tells_of_a_
 from nbaccel.frames import Frame
 from nbaccel.pool import messages
 from nbaccel.pool.cell_shell import CellShell
+from nbaccel.pool.live_changes import take_changes
 from nbaccel.pool.process_groups import ProcessGroups
 from nbaccel.transfer import arena, shared_memory
 from nbaccel.transfer.worker_namespace import Namespace
@@ -166,6 +167,7 @@ class _CellWorker:
         env.update(current_task.environment)
         if current_task.logging:
             self._worker_context.logging.follow(current_task.logging)
+        self._worker_context.settings.follow(current_task.settings)
         self._names.begin()
         metrics_reporter.begin(
             self._channel, self._worker_context.hardware, self._worker_context.device
@@ -191,6 +193,7 @@ class _CellWorker:
 
     def _bind_names(self, current_task: messages.BindNames, file_descriptors: list[int]) -> None:
         self._names.take(current_task.update, file_descriptors, current_task.wanted)
+        take_changes(self._shell.user_ns, self._worker_context.changes)
 
     def _pull(self, current_task: messages.Pull, file_descriptors: list[int]) -> None:
         self._busy = True

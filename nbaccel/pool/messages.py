@@ -87,6 +87,8 @@ class RunCell:
     """Environment variables that the notebook has changed since; None for one that is gone."""
     logging: bytes = b""
     """How the notebook has configured it; see `workers.worker_output`."""
+    settings: bytes = b""
+    """Settings of libraries; see `transfer.library_settings`."""
 
 
 @quickly_pickled

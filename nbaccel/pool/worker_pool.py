@@ -27,6 +27,7 @@ from nbaccel.output.report.collecting import ObservedRun, report_of
 from nbaccel.output.report.run_report import RunReport
 from nbaccel.pool import messages, pool_calls, user_messages
 from nbaccel.pool.cell_source import CellSource
+from nbaccel.pool.live_changes import LiveChanges
 from nbaccel.pool.live_group import LiveGroup
 from nbaccel.pool.notebook_context import CwdEnvTracker, notebook_names, source_of
 from nbaccel.pool.planning import plan_pool, ranks_of
@@ -37,6 +38,7 @@ from nbaccel.supervision import outcome
 from nbaccel.supervision.outcome import CallOutcome
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.function_pickling import open_payload
+from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.workers import requirements, worker_output
 
@@ -124,7 +126,7 @@ class Pool:
         self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
         self._post_task: PostTask | None = None
         self._lock = threading.Lock()
-        self._cwd_env_tracker = CwdEnvTracker()
+        self._cwd_env_tracker, self._live_changes = CwdEnvTracker(), LiveChanges()
         self._observed: ObservedRun | None = None
         self._activity = ""
         self.on_look: Callable[[], None] | None = None
@@ -211,7 +213,9 @@ class Pool:
             asked_ranks = ranks_of(ranks, self.num_processes)
             self._ready()
             names = names_of(cell_source.text)
-            self._send(self._namespace_sync.prepare(names, asked_ranks))
+            with self._live_changes.named(self._namespace, names) as wanted_names:
+                prepared_update = self._namespace_sync.prepare(wanted_names, asked_ranks)
+            self._send(prepared_update)
             start_time = time.monotonic()
             # The task itself handles interrupts; what follows it must not be left half done.
             with uninterrupted():
@@ -261,6 +265,7 @@ class Pool:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
         with self._undisturbed():
             asked_ranks, live_group = ranks_of(ranks, self.num_processes), self._ready()
+            self._live_changes.call_made()
             with pool_calls.prepare_call(self.plan, function, args) as call, uninterrupted():
                 call_result = live_group.run_tasks(
                     {rank: call.task() for rank in asked_ranks},
@@ -373,6 +378,7 @@ class Pool:
             directory=self._cwd_env_tracker.directory(),
             environment=self._cwd_env_tracker.environment(),
             logging=worker_output.as_configured(),
+            settings=library_settings(),
         )
         self._activity = f"cell In[{cell_source.count}]" if cell_source.count else ""
         try:
@@ -520,7 +526,7 @@ class Pool:
                 live_group, self._namespace_sync, share_back=self.config.share_back
             )
             self.reason = ""
-            self._cwd_env_tracker = CwdEnvTracker()
+            self._cwd_env_tracker, self._live_changes = CwdEnvTracker(), LiveChanges()
             if self._dist:
                 live_group.everyone(messages.JoinAll())
         self._state = PoolState.RUNNING

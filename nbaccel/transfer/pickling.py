@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
+import importlib
 import io
 import linecache
 import marshal
 import os
 import pickle
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +25,7 @@ import cloudpickle
 import torch
 
 from nbaccel import torch_private
-from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer import arena, main_names, shared_memory
 from nbaccel.transfer.left_behind import WEAK_TYPES, is_bar, reduce_bar, reduce_weak
 
 _BLOCK_ALIGNMENT = 64  # bytes: tensors view the blocks in place, so they need torch's alignment
@@ -347,10 +349,12 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if object_type not in self._ordinary:
                 self._ordinary[object_type] = _is_ordinary(object_type)
             return self._module(pickled_object) if self._ordinary[object_type] else NotImplemented
+        elif isinstance(pickled_object, types.ModuleType):
+            return _reduce_module(pickled_object)
         elif not isinstance(pickled_object, type):
             # cloudpickle has its own way with functions and classes only; asking it costs time.
             return NotImplemented
-        return super().reducer_override(pickled_object)
+        return main_names.with_name(pickled_object, super().reducer_override(pickled_object))
 
     def _module(self, whole_module: torch.nn.Module) -> Any:
         """Leave out the empty tables of hooks: pickling those takes longer than all the rest."""
@@ -410,6 +414,16 @@ def _reduce_code(code_object: types.CodeType) -> tuple[Any, ...]:
     # From 3.1.3 on cloudpickle replaces the file's name, by which errors show the line of a cell.
     # Both sides are one Python, as marshal demands; its format 2 gives equal bytes for equal code.
     return marshal.loads, (marshal.dumps(code_object, 2),)
+
+
+def _reduce_module(module: types.ModuleType) -> Any:
+    # cloudpickle knows plain modules only, and torch.backends.cudnn is of a class of its own. It
+    # puts that into every function that reads `torch.backends.cudnn`.
+    has_own_class = type(module) is not types.ModuleType
+    is_imported = sys.modules.get(module.__name__) is module
+    if has_own_class and is_imported and type(module).__reduce__ is object.__reduce__:
+        return importlib.import_module, (module.__name__,)
+    return NotImplemented
 
 
 class _PicklerWithLines(cloudpickle.Pickler):  # type: ignore[misc]

@@ -372,6 +372,8 @@ class Job:
     """How the notebook has configured it; see `worker_output`."""
     mixed_precision: str
     share_back: bool
+    settings: bytes = b""
+    """Settings of libraries; see `transfer.library_settings`."""
     reads_memory: bool = False
     """Whether the notebook reads weights in the worker's memory, once all ranks have returned."""
 

@@ -7,9 +7,9 @@
 It never returns into the code it was forked from: it leaves by `os._exit`, because an orderly
 interpreter exit with gloo threads alive aborts or hangs now and then (torch 2.13).
 
-`multiprocessing` pickles a class by its name, and looks for the notebook's in `__main__`, which in
-a worker is not the notebook. What it does not find there is pickled as launches pickle it. Without
-this a batch of such a class, or an exception, is lost in the child, and the rank waits for ever.
+`multiprocessing` pickles a class by its name. A process that it starts anew does not have the
+notebook's classes, so those are pickled as launches pickle them. Without this a batch of such a
+class, or an exception, is lost in the child, and the rank waits for ever.
 
 A process that user code forks must not return from the user's function: it would hand over a
 result, write weights and read the worker's messages, and the launch would hang. See `own_process`.
@@ -44,7 +44,9 @@ from nbaccel.abc.device import Device
 from nbaccel.errors import InputRefused, InternalError
 from nbaccel.failures import failure, portable_exception
 from nbaccel.topology import Topology
-from nbaccel.transfer import arena, pickling, sharded_tensors, shared_memory
+from nbaccel.transfer import arena, main_names, pickling, sharded_tensors, shared_memory
+from nbaccel.transfer.library_settings import LibrarySettings
+from nbaccel.transfer.package_changes import AppliedChanges, PackageChange
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.units import shorten_text
 from nbaccel.workers import (
@@ -95,6 +97,8 @@ class WorkerCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     modules: tuple[tuple[Manifest, nn.Module], ...] = ()
+    changes: tuple[PackageChange, ...] = ()
+    """What the notebook has changed of installed packages; a fork has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +219,8 @@ class WorkerContext:
     num_notebooks: int = 1
     on_other_host: bool = False
     logging: worker_output.LoggingSettings = field(default_factory=worker_output.LoggingSettings)
+    settings: LibrarySettings = field(default_factory=LibrarySettings)
+    changes: AppliedChanges = field(default_factory=AppliedChanges)
 
     def go_to(self, folder: str) -> None:
         """Work in a folder of the notebook; on another host only if it is there, too."""
@@ -256,6 +262,7 @@ def settle_in_process(
     # Before any user code can create a process group.
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
+    main_names.receive_names()
     send_notebook_classes()
     _accelerate.prepare_anew()
     _transformers.adopt_trainers(metrics_reporter.drawing_whole_bar)
@@ -405,10 +412,12 @@ class Work:
                 file_name,
             )
         call, arena_mappings = self._open(self._worker_context.device)
+        self._worker_context.changes.follow(call.changes)
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
         self._worker_context.logging.follow(job.logging)
+        self._worker_context.settings.follow(job.settings)
         weight_writer = WeightWriter(
             own_rank=self._worker_context.staging_rank,
             shared_modules=call.modules,
@@ -602,7 +611,9 @@ def _reduce(pickler: ForkingPickler, pickled_object: Any) -> Any:
         or pickled_object.__module__ != "__main__"
     ):
         return NotImplemented
-    if getattr(sys.modules["__main__"], pickled_object.__qualname__, None) is pickled_object:
+    is_found = getattr(sys.modules["__main__"], pickled_object.__qualname__, None) is pickled_object
+    # What has arrived here is not in the `__main__` of a process that starts anew.
+    if is_found and not main_names.has_received(pickled_object):
         return NotImplemented
     # cloudpickle returns the same class if it has made it in this process or in the one it was
     # forked from, so `isinstance` holds on the other side.

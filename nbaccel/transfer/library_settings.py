@@ -1,0 +1,216 @@
+"""Settings of Python, torch and NumPy that the notebook has made, for its workers.
+
+    notebook                              worker
+    read each row ─► bytes ── Job ──►     what differs from here, and from what came before, is set
+
+The random states, the default dtype of a launch and logging travel beside them. How many threads a
+worker computes with is its own matter.
+"""
+
+from __future__ import annotations
+
+import decimal
+import locale
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nbaccel import torch_private
+from nbaccel.log import write_notice
+from nbaccel.transfer import pickling
+
+__all__ = ["LibrarySettings", "library_settings"]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    name: str
+    """How a user sets it."""
+    read: Callable[[], Any]
+    """What it is here, as something that can be compared and pickled."""
+    write: Callable[[Any], Any]
+
+
+def _decimal_context() -> tuple[Any, ...]:
+    here = decimal.getcontext()
+    traps = [signal for signal, is_trapped in here.traps.items() if is_trapped]
+    return here.prec, here.rounding, here.Emin, here.Emax, here.capitals, here.clamp, traps
+
+
+def _set_decimal_context(parts: tuple[Any, ...]) -> None:
+    names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
+    decimal.setcontext(decimal.Context(**dict(zip(names, parts, strict=True)), flags=[]))
+
+
+def _set_warning_filters(filters: list[Any]) -> None:
+    # Clears them, and lets Python forget which warnings have been shown under the old ones.
+    warnings.resetwarnings()
+    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+
+
+def _set_deterministic(modes: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
+
+
+def _set_anomaly_detection(modes: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*modes)
+
+
+def _attribute(name: str, holder: Any, attribute: str) -> _Setting:
+    return _Setting(
+        f"{name}.{attribute}",
+        lambda: getattr(holder, attribute),
+        lambda value: setattr(holder, attribute, value),
+    )
+
+
+_SETTINGS = (
+    _Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
+    _Setting("decimal.setcontext", _decimal_context, _set_decimal_context),
+    _Setting("warnings.filters", lambda: list(warnings.filters), _set_warning_filters),
+    _Setting(
+        "locale.setlocale",
+        lambda: locale.setlocale(locale.LC_ALL),
+        lambda words: locale.setlocale(locale.LC_ALL, words),
+    ),
+    _Setting(
+        "numpy.set_printoptions", np.get_printoptions, lambda given: np.set_printoptions(**given)
+    ),
+    _Setting("numpy.seterr", np.geterr, lambda given: np.seterr(**given)),
+    _Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting(
+        "torch.set_printoptions",
+        torch_private.print_options,
+        lambda given: torch.set_printoptions(**given),  # type: ignore[no-untyped-call]
+    ),
+    _Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
+    _Setting(
+        "torch.use_deterministic_algorithms",
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _set_deterministic,
+    ),
+    _Setting(
+        "torch.autograd.set_detect_anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        _set_anomaly_detection,
+    ),
+    _Setting(
+        "torch.set_float32_matmul_precision",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    # Beside it: torch answers one of the two only where the other has been used to set it.
+    _attribute("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "fp32_precision"),
+    _attribute("torch.backends.cudnn", torch.backends.cudnn, "enabled"),
+    _attribute("torch.backends.cudnn", torch.backends.cudnn, "benchmark"),
+    _attribute("torch.backends.cudnn", torch.backends.cudnn, "deterministic"),
+    *(
+        _Setting(
+            f"torch.backends.cuda.enable_{kind}_sdp",
+            getattr(torch.backends.cuda, f"{kind}_sdp_enabled"),
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp"),
+        )
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+        if hasattr(torch.backends.cuda, f"enable_{kind}_sdp")
+    ),
+    _Setting(
+        "torch.serialization.add_safe_globals",
+        torch.serialization.get_safe_globals,
+        torch.serialization.add_safe_globals,
+    ),
+    _Setting(
+        "torch.multiprocessing.set_sharing_strategy",
+        torch.multiprocessing.get_sharing_strategy,
+        torch.multiprocessing.set_sharing_strategy,
+    ),
+)
+
+
+_TOLD: dict[str, str] = {}
+"""Setting → why it could not be sent, as the user has been told."""
+
+
+def library_settings() -> bytes:
+    """The settings of this process, for :meth:`LibrarySettings.follow`."""
+    settings = {}
+    device = torch_private.default_device()
+    if device is not None:
+        # It would move what nbaccel itself makes, and a worker's device is another one.
+        _tell_once(
+            "torch.set_default_device",
+            f"{device} is not the device of each worker",
+        )
+    for name, value in _read_all().items():
+        # Each by itself: what was the same the last time, a worker leaves as it has it now.
+        try:
+            settings[name] = pickling.dumps_with_lines(value)
+        except Exception as error:  # a formatter or a class of warnings of the user's may raise any
+            _tell_once(name, f"it cannot be pickled ({error})")
+    return pickle.dumps(settings)
+
+
+def _tell_once(name: str, why: str) -> None:
+    if _TOLD.get(name) != why:
+        _TOLD[name] = why
+        write_notice(
+            f"nbaccel: workers do not have what {name} was given in the notebook: {why}. "
+            'Call it in the launched function, or use start_method="fork".\n'
+        )
+
+
+def _read_all() -> dict[str, Any]:
+    settings = {}
+    for setting in _SETTINGS:
+        # torch refuses to answer where old and new ways to set a precision were mixed, and has no
+        # such way before 2.9.
+        try:
+            settings[setting.name] = setting.read()
+        except (RuntimeError, AttributeError):
+            continue
+    return settings
+
+
+class LibrarySettings:
+    """The notebook's settings in one worker."""
+
+    def __init__(self) -> None:
+        self._given: Mapping[str, bytes] = {}
+
+    def follow(self, given_settings: bytes) -> None:
+        """Set what the notebook has set since the last call; what a worker's cell has set stays.
+
+        Args:
+            given_settings: What `library_settings` said there; empty where it has not been asked.
+        """
+        given = pickle.loads(given_settings) if given_settings else self._given
+        if given == self._given:
+            return
+        known, self._given = self._given, given
+        here = _read_all()
+        for setting in _SETTINGS:
+            name = setting.name
+            if name in given and given[name] != known.get(name):
+                value = pickle.loads(given[name])
+                if name not in here or here[name] != value:
+                    _write(setting, value)
+
+
+def _write(setting: _Setting, value: Any) -> None:
+    try:
+        setting.write(value)
+    # Another machine may lack a locale, or have another version of the package.
+    except (RuntimeError, ValueError, TypeError, AttributeError, locale.Error) as error:
+        sys.stderr.write(
+            f"nbaccel: {setting.name} is not as in the notebook, {value!r}: {error}. Set it in the "
+            "launched function.\n"
+        )

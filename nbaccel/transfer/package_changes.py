@@ -1,0 +1,101 @@
+"""Changes of installed packages: what they are made of, and how a worker makes them.
+
+A change is one attribute of a module or class, one entry of a table, or one element of a list that
+holds a function or class of the notebook: a replaced method, a registered model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["AppliedChanges", "ChangeKind", "PackageChange"]
+
+ChangeKind = Literal["attribute", "entry", "element"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class PackageChange:
+    """One place in an installed package, and what the notebook has put there."""
+
+    module: str
+    holder: str
+    """Dotted path, within the module, of what has the attribute, entry or element; empty for the
+    module itself."""
+    kind: ChangeKind
+    key: Any
+    """Name of the attribute, or key of the entry."""
+    value: Any
+
+    @property
+    def place(self) -> str:
+        """How a user would write it."""
+        path = f"{self.module}.{self.holder}" if self.holder else self.module
+        if self.kind == "attribute":
+            return f"{path}.{self.key}"
+        key = getattr(self.key, "__name__", None) or repr(self.key)
+        return f"{path}[{key}]" if self.kind == "entry" else path
+
+    def identity(self) -> tuple[Any, ...]:
+        """What tells it from others in the process that has made it."""
+        key = self.key if isinstance(self.key, str) else id(self.key)
+        return (self.module, self.holder, self.kind, key, id(self.value))
+
+
+class AppliedChanges:
+    """The notebook's changes as one worker has them."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def follow(self, changes: Sequence[PackageChange]) -> None:
+        """Make these changes, and take back those that were made before.
+
+        Args:
+            changes: All that there are now.
+        """
+        # In reverse, so that the first value of a place comes last.
+        while self._undo:
+            with contextlib.suppress(Exception):  # the package's own classes may raise anything
+                self._undo.pop()()
+        for change in changes:
+            try:
+                self._undo.append(_apply(change))
+            except Exception as error:  # imports and descriptors of packages may raise anything
+                sys.stderr.write(
+                    f"nbaccel: {change.place} is not as in the notebook: {type(error).__name__}: "
+                    f"{error}. Change it in the launched function.\n"
+                )
+
+
+def _apply(change: PackageChange) -> Callable[[], object]:
+    """Make a change; returns what takes it back."""
+    path = change.holder.split(".") if change.holder else ()
+    holder: Any = functools.reduce(getattr, path, importlib.import_module(change.module))
+    key, value = change.key, change.value
+    if change.kind == "element":
+        _drop_former(holder, value, holder.remove)
+        holder.append(value)
+        return lambda: holder.remove(value)
+    if change.kind == "entry":
+        _drop_former(holder, key, holder.pop)
+        had, before = key in holder, holder.get(key)
+        holder[key] = value
+        return (lambda: holder.__setitem__(key, before)) if had else lambda: holder.pop(key, None)
+    # Not by getattr, which would bind a method, or find that of a base class.
+    had, before = key in vars(holder), vars(holder).get(key)
+    setattr(holder, key, value)
+    return (lambda: setattr(holder, key, before)) if had else lambda: delattr(holder, key)
+
+
+def _drop_former(holder: Iterable[Any], named: Any, remove: Callable[[Any], object]) -> None:
+    """Remove what a template that is a fork of the notebook has under the name."""
+    name = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
+    for former in tuple(holder) if name[1] is not None else ():
+        if (getattr(former, "__module__", None), getattr(former, "__qualname__", None)) == name:
+            remove(former)
