@@ -142,6 +142,7 @@ class Preparer:
             prepared_loader.settings = replace(
                 prepared_loader.settings, place_batch=self._run.strategy.place_batch
             )
+        _mark(prepared_loader)
         self._prepared.loaders.append(prepared_loader)
         return prepared_loader
 
@@ -172,6 +173,7 @@ class Preparer:
             steps_per_call=1 if splits_batches else self._run.place.world_size,
             with_optimizer=with_optimizer,
         )
+        _mark(prepared_scheduler)
         self._prepared.schedulers.append(prepared_scheduler)
         return prepared_scheduler
 
@@ -208,8 +210,9 @@ class Preparer:
             (model_indices, bundle.models),
             (optimizer_indices, bundle.optimizers),
         ):
-            for index, given_item in zip(numbers, ready_objects, strict=True):
-                ready_items[index] = given_item
+            for index, ready_object in zip(numbers, ready_objects, strict=True):
+                _mark(ready_object)
+                ready_items[index] = ready_object
         self._prepared.models.extend(bundle.models)
         # Last, because each looks for its optimizer among the prepared ones.
         for index, scheduler in zip(scheduler_indices, bundle.schedulers, strict=True):
@@ -334,6 +337,11 @@ class Preparer:
         # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
         gc.collect()
         _catalog.device(self._run.place.device_name).empty_cache()
+
+
+def _mark(prepared: Any) -> None:
+    """Say that it is prepared as Accelerate does, for programs that ask; nothing here asks."""
+    prepared._is_accelerate_prepared = True
 
 
 def _is_empty(parameter: torch.Tensor) -> bool:
