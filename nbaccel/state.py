@@ -44,6 +44,9 @@ _FACTS = frozenset({
     "process_index",
 })  # fmt: skip
 
+# Classes whose objects answer no more, until one is made anew.
+_RESET_CLASSES: set[type[Any]] = set()
+
 # Accelerators of this process, the newest last; weak, because they hold models. A forked worker
 # has made none yet.
 _LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
@@ -61,7 +64,7 @@ def remember_accelerator(new_accelerator: Any) -> None:
         reference for reference in _LIVE_ACCELERATORS if reference() is not None
     ]
     _LIVE_ACCELERATORS.append(weakref.ref(new_accelerator))
-    PartialState._is_reset = AcceleratorState._is_reset = False
+    _RESET_CLASSES.clear()
 
 
 def _newest_accelerator() -> Any:
@@ -105,16 +108,15 @@ class PartialState(ProcessInfo):
     """
 
     _debug: bool | None = None
-    _is_reset = False
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        PartialState._is_reset = False
+        _RESET_CLASSES.discard(PartialState)
         settings = InitProcessGroupKwargs(**kwargs)
         place = distributed.init_process(cpu=cpu, settings=settings)
         super().__init__(place, Collectives(place, distributed.timeout_s(settings)))
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _FACTS and type(self)._is_reset:
+        if name in _FACTS and type(self) in _RESET_CLASSES:
             class_name = type(self).__name__
             raise AttributeError(
                 f"`{class_name}` object has no attribute `{name}`. This happens if "
@@ -129,7 +131,7 @@ class PartialState(ProcessInfo):
 
         Accelerate's name; nothing in a run depends on it.
         """
-        PartialState._is_reset = True
+        _RESET_CLASSES.add(PartialState)
 
     @property
     def debug(self) -> bool:
@@ -243,9 +245,9 @@ class AcceleratorState(PartialState):
             reset_partial_state: Whether objects of `PartialState` answer no more, too.
         """
         _LIVE_ACCELERATORS.clear()
-        AcceleratorState._is_reset = True
+        _RESET_CLASSES.add(AcceleratorState)
         if reset_partial_state:
-            PartialState._reset_state()
+            _RESET_CLASSES.add(PartialState)
 
     @property
     def is_fsdp2(self) -> bool:
