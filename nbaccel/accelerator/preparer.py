@@ -156,6 +156,7 @@ class Preparer:
                 return earlier
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
+        torch_private.watch_steps_again(scheduler)
         given_optimizer = getattr(scheduler, "optimizer", None)
         optimizers = [
             prepared_optimizer

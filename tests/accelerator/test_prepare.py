@@ -289,6 +289,7 @@ def test_a_device_is_named_with_its_number(monkeypatch: pytest.MonkeyPatch) -> N
         Accelerator()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_wrapper_of_the_callers_own_is_unwrapped_too(keep: bool) -> None:
     model, accelerator = line(), Accelerator(cpu=True)
@@ -296,3 +297,18 @@ def test_a_wrapper_of_the_callers_own_is_unwrapped_too(keep: bool) -> None:
     compiled = torch.compile(nn.DataParallel(model))
     found: Any = accelerator.unwrap_model(compiled, keep_torch_compile=keep)
     assert (found._orig_mod if keep else found) is model
+
+
+def test_a_scheduler_that_was_sent_with_its_optimizer_does_not_warn_of_an_overridden_step() -> None:
+    optimizer = torch.optim.SGD(line().parameters(), lr=0.1)
+    sent = pickle.dumps((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)))
+    model = line()
+    received, scheduler = pickle.loads(sent)
+    ready, ready_optimizer, ready_scheduler = Accelerator(cpu=True).prepare(
+        model, received, scheduler
+    )
+    ready_optimizer.step()
+    ready_scheduler.step()  # warnings are errors
+    assert ready_scheduler.get_last_lr() == pytest.approx([0.01])
+    pickle.dumps(ready_optimizer)
+    del ready
