@@ -261,9 +261,16 @@ _HOMES = {
     ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+# ``import nbaccel; nbaccel.hooks...``: the modules that ``import accelerate`` imports, too.
+_MODULES = frozenset({
+    *("big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers"),
+    *("logging", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"),
+})  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"nbaccel.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nbaccel import hidden

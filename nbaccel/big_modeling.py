@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
-from nbaccel.bigmodel.device_map import infer_auto_device_map
+from nbaccel.bigmodel.device_map import check_device_map, infer_auto_device_map
 from nbaccel.bigmodel.dispatching import (
     cpu_offload,
     cpu_offload_with_hook,
@@ -16,6 +16,7 @@ from nbaccel.bigmodel.model_hooks import attach_layerwise_casting_hooks
 
 __all__ = [
     "attach_layerwise_casting_hooks",
+    "check_device_map",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",

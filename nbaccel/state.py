@@ -38,6 +38,15 @@ __all__ = [
     "remember_accelerator",
 ]
 
+_FACTS = frozenset({
+    *("backend", "debug", "deepspeed_plugin", "device", "distributed_type", "dynamo_plugin"),
+    *("fork_launched", "fsdp_plugin", "local_process_index", "mixed_precision", "num_processes"),
+    "process_index",
+})  # fmt: skip
+
+# Classes whose objects answer no more, until one is made anew.
+_RESET_CLASSES: set[type[Any]] = set()
+
 # Accelerators of this process, the newest last; weak, because they hold models. A forked worker
 # has made none yet.
 _LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
@@ -55,6 +64,7 @@ def remember_accelerator(new_accelerator: Any) -> None:
         reference for reference in _LIVE_ACCELERATORS if reference() is not None
     ]
     _LIVE_ACCELERATORS.append(weakref.ref(new_accelerator))
+    _RESET_CLASSES.clear()
 
 
 def _newest_accelerator() -> Any:
@@ -100,9 +110,28 @@ class PartialState(ProcessInfo):
     _debug: bool | None = None
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        _RESET_CLASSES.discard(PartialState)
         settings = InitProcessGroupKwargs(**kwargs)
         place = distributed.init_process(cpu=cpu, settings=settings)
         super().__init__(place, Collectives(place, distributed.timeout_s(settings)))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _FACTS and type(self) in _RESET_CLASSES:
+            class_name = type(self).__name__
+            raise AttributeError(
+                f"`{class_name}` object has no attribute `{name}`. This happens if "
+                f"`{class_name}._reset_state()` was called and an `Accelerator` or `PartialState` "
+                "was not reinitialized. Make one: accelerator = Accelerator()."
+            )
+        return super().__getattribute__(name)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Let objects that are there answer no more, until one is made anew.
+
+        Accelerate's name; nothing in a run depends on it.
+        """
+        _RESET_CLASSES.add(PartialState)
 
     @property
     def debug(self) -> bool:
@@ -171,6 +200,7 @@ class AcceleratorState(PartialState):
         fsdp_plugin: How torch shards models, if it does.
         deepspeed_plugins: How DeepSpeed shards them, if it does.
         dynamo_plugin: How they are compiled, if they are.
+        said: What a program has set, by attribute; the accelerator's own.
 
     Raises:
         ConfigError: There is no `Accelerator` yet.
@@ -186,6 +216,7 @@ class AcceleratorState(PartialState):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         deepspeed_plugins: Any = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        said: dict[str, DistributedType] | None = None,
     ) -> None:
         if place is None or collectives is None:
             if (newest := _newest_accelerator()) is None:
@@ -199,11 +230,24 @@ class AcceleratorState(PartialState):
             return
         # Past PartialState's constructor, which would find the place anew from the environment.
         ProcessInfo.__init__(self, place, collectives)
+        self._said = {} if said is None else said
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
         self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
         self._deepspeed_plugins = deepspeed_plugins
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget which accelerators there are, until one is made anew; they train on.
+
+        Args:
+            reset_partial_state: Whether objects of `PartialState` answer no more, too.
+        """
+        _LIVE_ACCELERATORS.clear()
+        _RESET_CLASSES.add(AcceleratorState)
+        if reset_partial_state:
+            _RESET_CLASSES.add(PartialState)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -256,8 +300,12 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes train together."""
-        return self._distributed_type
+        """How processes train together; what is set is said from then on, and changes no run."""
+        return self._said.get("distributed_type", self._distributed_type)
+
+    @distributed_type.setter
+    def distributed_type(self, value: DistributedType) -> None:
+        self._said["distributed_type"] = DistributedType(value)
 
     def __repr__(self) -> str:
         state_text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"

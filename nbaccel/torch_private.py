@@ -15,6 +15,7 @@ import itertools
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -84,6 +85,7 @@ __all__ = [
     "uncompiled",
     "untyped_storage",
     "watch_new_groups",
+    "watch_steps_again",
     "written_arguments",
 ]
 
@@ -639,6 +641,31 @@ def gradients_are_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool
     state = _scaling_states(scaler).get(id(optimizer))
     # By name, because the class of the stages is private, too.
     return state is not None and state["stage"].name != "READY"
+
+
+def watch_steps_again(scheduler: Any) -> None:
+    """Let a scheduler see the first step of its optimizer, which it watched before both were sent.
+
+    Pickling leaves the watch behind, and torch then warns of a step that nobody has overridden.
+
+    Args:
+        scheduler: Of torch; another kind is left as it is.
+    """
+    optimizer: Any = getattr(scheduler, "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer) or "step" in vars(optimizer):
+        return
+    step_method = type(optimizer).step
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(step_method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        watched: Any = reference()
+        watched._opt_called = True
+        return step_method(watched, *args, **kwargs)
+
+    watch: Any = step
+    watch._wrapped_by_lr_sched = True
+    optimizer.step = watch  # type: ignore[method-assign]
 
 
 def has_stepped(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+
 from nbaccel.config.enumerations import LoggerType
 from nbaccel.train.tracker_classes import (
     TRACKER_SERVICES,
@@ -17,6 +19,7 @@ from nbaccel.train.tracker_classes import (
     on_main_process,
 )
 from nbaccel.train.trackers import (
+    REGISTERED_CLASSES,
     JsonlTracker,
     TensorBoardTracker,
     get_available_trackers,
@@ -44,9 +47,12 @@ __all__ = [
     "register_tracker_class",
 ]
 
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    "jsonl": JsonlTracker,
-    "tensorboard": TensorBoardTracker,
-    **{name: service.tracker for name, service in TRACKER_SERVICES.items()},
-}
-"""The trackers that nbaccel brings, by name; what was registered is not among them."""
+LOGGER_TYPE_TO_CLASS: ChainMap[str, type[GeneralTracker]] = ChainMap(
+    REGISTERED_CLASSES,
+    {
+        "jsonl": JsonlTracker,
+        "tensorboard": TensorBoardTracker,
+        **{name: service.tracker for name, service in TRACKER_SERVICES.items()},
+    },
+)
+"""The trackers of this process by name: those registered, and those that nbaccel brings."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.errors import ConfigError
 from nbaccel.state import AcceleratorState, DistributedType, GradientState, PartialState
+from nbaccel.utils import GradientAccumulationPlugin
 from tests.isolation import isolated
 
 
@@ -103,3 +104,44 @@ def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
     del first
     gc.collect()
     assert refused()
+
+
+@isolated(timeout_s=60)
+def test_after_a_reset_states_say_what_to_do_until_one_is_made():
+    state, accelerator = PartialState(cpu=True), Accelerator(cpu=True)
+    told = accelerator.state
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for stale, name in ((state, "num_processes"), (told, "deepspeed_plugin")):
+        with pytest.raises(AttributeError, match=rf"`{name}`.*_reset_state.*accelerator = Acc"):
+            getattr(stale, name)
+        with pytest.raises(AttributeError, match="'no_such_name'"):
+            stale.no_such_name  # noqa: B018
+    assert accelerator.num_processes == 1  # a run is not disturbed
+    with pytest.raises(ConfigError, match="nothing to describe"):
+        AcceleratorState()
+    later = Accelerator(cpu=True)
+    assert state.num_processes == told.num_processes == later.state.num_processes == 1
+
+
+@isolated(timeout_s=60)
+def test_a_type_that_is_set_is_said_from_then_on():
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState().distributed_type = DistributedType.FSDP
+    assert accelerator.state.distributed_type is DistributedType.FSDP
+    assert accelerator.distributed_type is AcceleratorState().distributed_type
+    accelerator.state.distributed_type = "NO"
+    assert AcceleratorState().distributed_type is DistributedType.NO
+    assert Accelerator(cpu=True).distributed_type is DistributedType.NO
+
+
+@isolated(timeout_s=60)
+def test_a_gradient_state_without_settings_is_that_of_the_newest_accelerator():
+    plugin = GradientAccumulationPlugin(num_steps=4)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    assert GradientState().num_steps == GradientState(plugin).num_steps == 4
+    found = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    state = GradientState()
+    state.sync_gradients = False
+    assert (state.num_steps, found.sync_gradients, accelerator.sync_gradients) == (2, False, True)
+    GradientState._reset_state()
+    assert GradientState().num_steps == 1

@@ -28,6 +28,8 @@ from nbaccel.train.prepared_scheduler import PreparedScheduler
 
 __all__ = ["PrepareOptions", "PreparedObjects", "Preparer"]
 
+_DATA_PARALLEL_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_MARK = "_is_accelerate_prepared"
 _OPTIMIZER_TYPES = (torch.optim.Optimizer, DummyOptim)
 
 
@@ -142,6 +144,7 @@ class Preparer:
             prepared_loader.settings = replace(
                 prepared_loader.settings, place_batch=self._run.strategy.place_batch
             )
+        _mark(prepared_loader)
         self._prepared.loaders.append(prepared_loader)
         return prepared_loader
 
@@ -153,6 +156,7 @@ class Preparer:
                 return earlier
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
+        torch_private.watch_steps_again(scheduler)
         given_optimizer = getattr(scheduler, "optimizer", None)
         optimizers = [
             prepared_optimizer
@@ -172,6 +176,7 @@ class Preparer:
             steps_per_call=1 if splits_batches else self._run.place.world_size,
             with_optimizer=with_optimizer,
         )
+        _mark(prepared_scheduler)
         self._prepared.schedulers.append(prepared_scheduler)
         return prepared_scheduler
 
@@ -208,8 +213,9 @@ class Preparer:
             (model_indices, bundle.models),
             (optimizer_indices, bundle.optimizers),
         ):
-            for index, given_item in zip(numbers, ready_objects, strict=True):
-                ready_items[index] = given_item
+            for index, ready_object in zip(numbers, ready_objects, strict=True):
+                _mark(ready_object)
+                ready_items[index] = ready_object
         self._prepared.models.extend(bundle.models)
         # Last, because each looks for its optimizer among the prepared ones.
         for index, scheduler in zip(scheduler_indices, bundle.schedulers, strict=True):
@@ -276,6 +282,7 @@ class Preparer:
                     f"{self._run.place.world_size} processes would each need all of them. Load it "
                     "without device_map, or train in one process."
                 )
+            _refuse_offloaded_bits(model, device_map)
             # Of a model that a device map has spread, each module is moved by its own hook.
             is_spread = len(set(device_map.values())) > 1 or any(map(_is_empty, model.parameters()))
             if to_device and not is_spread:
@@ -314,6 +321,8 @@ class Preparer:
         """The user's own module inside a prepared one; see `Accelerator.unwrap_model`."""
         uncompiled = torch_private.uncompiled(model)  # one that the caller compiled
         inner_model = self._run.strategy.unwrap(uncompiled)
+        while isinstance(inner_model, _DATA_PARALLEL_TYPES):  # which the caller wrapped
+            inner_model = inner_model.module
         if not keep_compiled:
             inner_model = torch_private.uncompiled(inner_model)
             torch_private.forget_compiled_call(inner_model)
@@ -334,6 +343,27 @@ class Preparer:
         # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
         gc.collect()
         _catalog.device(self._run.place.device_name).empty_cache()
+
+
+def _mark(prepared: Any) -> None:
+    """Say that it is prepared as Accelerate does, for programs that ask; nothing here asks."""
+    vars(prepared)[_MARK] = True
+
+
+def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    loaded_in = [
+        flag_name
+        for flag_name in ("is_loaded_in_8bit", "is_loaded_in_4bit")
+        if getattr(model, flag_name, False)
+    ]
+    on_host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
+    if loaded_in and on_host:
+        raise ConfigError(
+            f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly on "
+            f"{' and '.join(sorted(on_host))} (hf_device_map={dict(device_map)}): CPU or disk "
+            "offload cannot be trained then. Load it whole onto the device that trains: "
+            "device_map={'': accelerator.device}."
+        )
 
 
 def _is_empty(parameter: torch.Tensor) -> bool:

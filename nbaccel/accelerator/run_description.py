@@ -40,6 +40,7 @@ class RunDescription(ProcessInfo):
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run.place, run.collectives)
         self._run = run
+        self._said_in_state: dict[str, DistributedType] = {}
 
     # --------------------------------------------------------------------- the run
 
@@ -51,6 +52,8 @@ class RunDescription(ProcessInfo):
     @property
     def distributed_type(self) -> DistributedType:
         """How processes train together."""
+        if "distributed_type" in self._said_in_state:
+            return self._said_in_state["distributed_type"]
         row_type = strategy_row(self.plan.strategy).distributed_type
         return DistributedType(row_type) if row_type else distributed_type(self._place)
 
@@ -65,6 +68,7 @@ class RunDescription(ProcessInfo):
             fsdp_plugin=self._run.request.settings_of("fsdp_plugin"),
             deepspeed_plugins=self._run.request.settings_of("deepspeed_plugin"),
             dynamo_plugin=self._run.dynamo,
+            said=self._said_in_state,
         )
 
     @property

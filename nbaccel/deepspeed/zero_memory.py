@@ -21,7 +21,7 @@ from nbaccel.deepspeed.training_facts import TrainingFacts, hidden_size
 from nbaccel.disk import free_bytes, nearest_folder
 from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, replicated
-from nbaccel.memory.model_size import Shape, shape_of
+from nbaccel.memory.model_size import Shape, refuse_unsized, shape_of
 from nbaccel.memory.model_states import model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
@@ -395,6 +395,7 @@ def estimate_memory(
     Raises:
         ConfigError: The model's size or a setting cannot be read, or activations not be measured.
     """
+    refuse_unsized(model_or_shape)
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = shape_of(model_or_shape)
     world_size = num_processes * num_nodes

@@ -12,6 +12,7 @@ __all__ = [
     "can_come_of_a_left_group",
     "tells_of_a_left_group",
     "tells_of_a_lost_connection",
+    "tells_of_unlike_collectives",
     "was_reraised_by_torch",
 ]
 
@@ -34,6 +35,11 @@ _LOST_TYPES = {
     "BrokenPipeError",
 }
 
+_UNLIKE_COLLECTIVES = (
+    "disagreement on list contents",  # DeepSpeed 0.19: ZeRO-3 gathers other weights by rank
+    "op.preamble.length <= op.nbytes",  # gloo, before it aborts the process
+)
+
 # Raised for a group that is looked up by name, or held in C++, where no frame has it as a value.
 _LEFT_GROUP_TYPES = (RuntimeError, ValueError, AssertionError)
 _LEFT_GROUP = (
@@ -41,6 +47,15 @@ _LEFT_GROUP = (
     "resolve the process group",  # torch 2.13: functional collectives, so FSDP2
     "Invalid process group",  # torch 2.13: distributed_c10d
 )
+
+
+def tells_of_unlike_collectives(text: str) -> bool:
+    """Whether a text says that ranks met in one collective for different things.
+
+    Args:
+        text: An error's message, or a line of output.
+    """
+    return any(part in text for part in _UNLIKE_COLLECTIVES)
 
 
 def tells_of_a_lost_connection(type_name: str, message: str) -> bool:

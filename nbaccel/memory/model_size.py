@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.errors import ConfigError
+from nbaccel.units import first_few
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Shape", "measure", "shape_of"]
+__all__ = ["Shape", "measure", "refuse_unsized", "shape_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,33 @@ def measure(model: nn.Module, *, trains: bool = True) -> Shape:
     )
 
 
+def refuse_unsized(model: Any) -> None:
+    """Refuse a class in the place of a model, and a model whose weights have no shape yet.
+
+    Args:
+        model: What was given as a model.
+
+    Raises:
+        ConfigError: It has no size.
+    """
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model={model.__name__} is a class, no module: it has no weights before it is "
+            f"called. Give an object of it: {model.__name__}(...)."
+        )
+    unsized_names = [
+        parameter_name
+        for parameter_name, parameter in getattr(model, "named_parameters", dict)() or ()
+        if hasattr(parameter, "materialize")  # of torch's lazy modules, with torch not imported
+    ]
+    if unsized_names:
+        raise ConfigError(
+            f"This {type(model).__name__} has weights without a shape "
+            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass: its "
+            "memory is unknown. Call it once: model(sample_batch)."
+        )
+
+
 def shape_of(model_or_shape: Any) -> Shape:
     """Read what a user gives as a model's size.
 
@@ -76,12 +104,13 @@ def shape_of(model_or_shape: Any) -> Shape:
         The shape.
 
     Raises:
-        ConfigError: It is none of these, or the numbers do not fit together.
+        ConfigError: It is none of these, has no size yet, or the numbers do not fit together.
     """
     if isinstance(model_or_shape, Shape):
         return model_or_shape
     # By its method: for plain numbers torch need not be imported.
     if callable(getattr(model_or_shape, "modules", None)):
+        refuse_unsized(model_or_shape)
         return measure(model_or_shape)
     try:
         total, largest = (int(number) for number in model_or_shape)

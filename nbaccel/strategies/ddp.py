@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -266,14 +267,17 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
             f"no effect with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
             "it out, or give comm_hook='power_sgd'."
         )
-    if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
-        mistakes.append(
-            f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) would end training at its "
-            f"first compressed step: torch {torch.__version__} passes two-dimensional matrices to "
-            "a function that takes only batches of them. Give 'power_sgd', which compresses better."
-        )
     if mistakes:
         raise ConfigError(*mistakes)
+    if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
+        first_step = settings.comm_state_option.get("start_powerSGD_iter", 1000)
+        warnings.warn(
+            f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) will end training at its "
+            f"first compressed step, number {first_step}: torch {torch.__version__} passes "
+            "two-dimensional matrices to a function that takes only batches of them. Give "
+            "'power_sgd', which compresses better.",
+            stacklevel=2,
+        )
 
 
 @contextmanager

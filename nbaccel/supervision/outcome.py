@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any, cast
 
 from nbaccel import frames
 from nbaccel.errors import LaunchInterrupted, LaunchTimeout, StartupFailed, WorkerDied, WorkerFailed
-from nbaccel.failures import failure
+from nbaccel.failures import failure, library_texts
 from nbaccel.failures.portable_exception import PortableException
 from nbaccel.failures.process_death import uninterrupted
 from nbaccel.output import publish
@@ -244,6 +245,13 @@ def _death_report(
             "A collective (all_reduce, barrier, a DDP backward) needs every rank. Look for a "
             "branch on the rank or for ranks with different numbers of batches."
         )
+    elif _met_for_different_things(call_result, failure_records):
+        error_advice = (
+            "Ranks met in one collective for different things. Under ZeRO-3 each module gathers its "
+            "weights with all ranks when it runs: all ranks must run the same modules, in the same "
+            "order and equally often. Run every module on every rank (an expert without rows "
+            "gets an empty batch), or use ZeRO stage 2."
+        )
     return failure.FailureReport(
         records=tuple(failure_records),
         world_size=world_size,
@@ -253,6 +261,15 @@ def _death_report(
         advice=error_advice,
         closing=closing_lines,
     )
+
+
+def _met_for_different_things(
+    call_result: CallResult, failure_records: Sequence[failure.FailureRecord]
+) -> bool:
+    messages = [record.raised.message for record in failure_records if record.raised is not None]
+    output_lines = itertools.chain.from_iterable(call_result.tails.values())
+    texts = (*messages, *output_lines, *call_result.library_messages)
+    return any(map(library_texts.tells_of_unlike_collectives, texts))
 
 
 def _timeout_error(

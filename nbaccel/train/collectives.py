@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
 from nbaccel.train.host_tensors import COPIED_TYPES, NUMBER_TYPES, HostTensors
 from nbaccel.train.trees import leaves, map_leaves, map_tensors, slice_rows
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Collectives"]
+__all__ = ["DEFAULT_TIMEOUT_S", "CannotPadNestedTensorWarning", "Collectives"]
 
 
 # Torch 2.13 has a new name for it and warns of the old one.
@@ -38,6 +39,10 @@ _GATHERED_AS_BYTES = frozenset(
 )
 _DEVICES_OF_GLOO = frozenset({"cpu", "cuda"})
 _REDUCTIONS = ("sum", "mean", "max", "none")
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is, because nothing says how to pad it."""
 
 
 class Collectives:
@@ -292,6 +297,8 @@ class Collectives:
         Returns:
             The same containers with tensors as long as the longest of all processes.
         """
+        if any(map(_is_nested, leaves(tree))):
+            return self._pad_around_nested(tree, dim, pad_index, pad_first)
         if self.place.is_alone:
             return tree
         signatures = self._announce_call("pad_across_processes", _tensor_signature(tree, "pad"))
@@ -321,6 +328,21 @@ class Collectives:
             lambda tensor: _pad_tensor(tensor, next(shape_iterator), dim, pad_index, pad_first),
             tree,
         )
+
+    def _pad_around_nested(self, tree: Any, *settings: Any) -> Any:
+        warnings.warn(
+            "pad_across_processes got a nested tensor: its rows have lengths of their own, so it "
+            "stays as it is. Give a padded one (torch.nested.to_padded_tensor) to gather it.",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+        plain_tensors = [leaf for leaf in leaves(tree) if not _is_nested(leaf)]
+        padded = iter(self.pad_across_processes(plain_tensors, *settings))
+        return map_leaves(lambda leaf: leaf if _is_nested(leaf) else next(padded), tree)
+
+
+def _is_nested(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_nested
 
 
 def _where_group_works(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 
+_TORCH_DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
 _RENDEZVOUS_STORES: list[Any] = []
 
 
@@ -64,6 +65,10 @@ def init_process(
     # Before the process group: NCCL's exchange of objects goes through the current device.
     device_backend.enter_worker(environment["local_rank"])
     torch_device = device_backend.torch_device(environment["local_rank"])
+    asked_device = _asked_device()
+    if asked_device is not None and asked_device.type == torch_device.type:
+        torch_device = asked_device
+        device_backend.make_current(torch_device)
     if environment["world_size"] > 1 and not dist.is_initialized():
         backend = settings.backend or device_backend.process_group_backend(
             environment["local_world_size"]
@@ -152,14 +157,16 @@ def name_device(*, cpu: bool = False) -> str:
         cpu: Whether the CPU was asked for.
 
     Returns:
-        What the launcher says, else the first device that is there and has been run before, else
-        the CPU.
+        What the launcher or ``ACCELERATE_TORCH_DEVICE`` says, else the first device that is there
+        and has been run before, else the CPU.
     """
     host_row = driven_devices()[0]
     if wants_cpu(cpu):
         return host_row.name
     if device_variable := (env.read(DEVICE_VARIABLE, "") or "").strip():
         return _check_device_name(device_variable)
+    if (asked_device := _asked_device()) is not None:
+        return _row_of(asked_device)
     # The first device is the host, which is what remains if none of the others is ready.
     ready_devices = (device.name for device in _catalog.devices()[1:] if _is_device_ready(device))
     return next(ready_devices, host_row.name)
@@ -168,6 +175,32 @@ def name_device(*, cpu: bool = False) -> str:
 def _is_device_ready(device: Device) -> bool:
     # A backend that has never run must not be chosen by default, only by name.
     return not device.row.never_run and device.is_available()
+
+
+def _asked_device() -> torch.device | None:
+    """What ``ACCELERATE_TORCH_DEVICE`` names, with its number, if it has one."""
+    device_text = (env.read(_TORCH_DEVICE_VARIABLE, "") or "").strip()
+    if not device_text:
+        return None
+    try:
+        return torch.device(device_text)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"Environment variable {_TORCH_DEVICE_VARIABLE}={device_text!r} names no device of "
+            "torch: nothing could be computed on it. Give one such as 'cuda:1' or 'cpu', or unset "
+            "it."
+        ) from error
+
+
+def _row_of(asked_device: torch.device) -> str:
+    row_names = [device.name for device in _catalog.devices() if device.kind == asked_device.type]
+    if not row_names:
+        raise ConfigError(
+            f"Environment variable {_TORCH_DEVICE_VARIABLE}={str(asked_device)!r} names a device "
+            "that nbaccel does not know: it could not be set up. Unset it, or install the package "
+            "that brings the device."
+        )
+    return row_names[0]
 
 
 def _check_device_name(name: str) -> str:

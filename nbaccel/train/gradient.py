@@ -1,14 +1,16 @@
 """``GradientState``: whether this batch ends with an optimizer step, and where the loaders are.
 
 Each `Accelerator` has one of its own, which its optimizers, schedulers and loaders share, so two
-accelerators in a notebook do not disturb each other. Only which loaders are being iterated over is
-known to the whole process: a function that makes an accelerator of its own, to gather metrics of
-batches that another one's loader gives, must know where that loader is.
+accelerators in a notebook do not disturb each other. ``GradientState()`` without settings means the
+newest accelerator's. Only which loaders are being iterated over is known to the whole process: a
+function that makes an accelerator of its own, to gather metrics of batches that another one's
+loader gives, must know where that loader is.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Protocol
 
 from nbaccel.abc.device import DeviceRuntime
@@ -32,15 +34,19 @@ class IteratedLoader(Protocol):
 
 # Of all accelerators of this process, the innermost last. A forked worker iterates over none.
 _ITERATED_LOADERS: list[IteratedLoader] = []
+# Those made from settings, the newest last; weak, because an accelerator may be dropped.
+_LIVE_STATES: list[weakref.ref[GradientState]] = []
 if hasattr(os, "register_at_fork"):  # Windows has no forks
     os.register_at_fork(after_in_child=_ITERATED_LOADERS.clear)
+    os.register_at_fork(after_in_child=_LIVE_STATES.clear)
 
 
 class GradientState:
     """Where an accelerator stands in its accumulation of gradients.
 
     Args:
-        gradient_accumulation_plugin: The settings; its `num_steps` may be None for 1.
+        gradient_accumulation_plugin: The settings; its `num_steps` may be None for 1. Without
+            them it is the same state as the newest one that has some, as long as that lives.
 
     Attributes:
         plugin: The settings.
@@ -52,6 +58,12 @@ class GradientState:
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
     ) -> None:
+        _LIVE_STATES[:] = [reference for reference in _LIVE_STATES if reference() is not None]
+        if gradient_accumulation_plugin is not None:
+            _LIVE_STATES.append(weakref.ref(self))
+        elif _LIVE_STATES and (newest := _LIVE_STATES[-1]()) is not None:
+            self.__dict__ = newest.__dict__
+            return
         self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.num_steps = self.plugin.num_steps or 1
         self.sync_gradients = True
@@ -59,6 +71,12 @@ class GradientState:
         self._loader_stack: list[IteratedLoader] = []
         self._has_told = False
         self._watch: CompileWatch | None = None
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the states and loops of this process; Accelerate's name, for its users' tests."""
+        _LIVE_STATES.clear()
+        _ITERATED_LOADERS.clear()
 
     def compile_watch(self, device: DeviceRuntime) -> CompileWatch | None:
         """What watches the programs that steps compile; None for a device that compiles none.

@@ -165,6 +165,30 @@ class LoaderPosition:
         self.restored_state = dict(state) if state["start"] is not None else None
         self._set_draw_states(state["generators"])
 
+    def continue_with(self, base_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take over the state of torchdata's loader, which knows its samplers but no epoch.
+
+        Args:
+            base_state: What its `state_dict` gave.
+
+        Returns:
+            It, as a dict.
+        """
+        start = {
+            "process": rng.capture_rng_states(_HOST_PLACE),
+            "generators": self._draw_states(),
+            "has_begun": self.has_begun,
+        }
+        snapshot = base_state.get("_snapshot") or {}
+        self.batches_seen = int(base_state.get("_num_yielded") or 0) or (
+            int(snapshot.get("_snapshot_step") or 0)
+            + int(base_state.get("_steps_since_snapshot") or 0)
+        )
+        self._epoch_start = start
+        self.restored_state = {**self.state_dict(), "base": dict(base_state), "ahead": None}
+        self._epoch_start = None
+        return dict(base_state)
+
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Restore all generators that draw the order after the block."""
@@ -186,6 +210,8 @@ class LoaderPosition:
 
 
 _END_OF_EPOCH: Any = object()
+# Of the state of torchdata's loader, without and with workers.
+_TORCHDATA_KEYS = frozenset({"_num_yielded", "_snapshot"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,13 +587,14 @@ class PreparedLoader(DataLoader[Any]):
         """The position: epoch, batches seen, and the states that the order was drawn from.
 
         Returns:
-            Numbers, text and tensors in plain containers.
+            Numbers, text and tensors in plain containers; with torchdata's loader, also all that
+            its own state has, under the same names.
         """
         is_stateful = self.settings.stateful
         state = self.position.state_dict(is_through=is_stateful and self.end_of_dataloader)
         state["seeds"] = [sampler.initial_seed for sampler in self._seedable_samplers()]
         state["base"] = self._base_state if state["start"] is not None else None
-        return state
+        return {**(state["base"] or {}), **state}
 
     def check_state_dict(self, state: Any) -> None:
         """Refuse a state that :meth:`load_state_dict` would refuse; nothing is changed.
@@ -575,7 +602,12 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ConfigError: It is something else.
         """
-        self.position.check(state)
+        if not self._is_of_torchdata(state):
+            self.position.check(state)
+
+    def _is_of_torchdata(self, state: Any) -> bool:
+        is_foreign = isinstance(state, Mapping) and "batches_seen" not in state
+        return self.settings.stateful and is_foreign and bool(_TORCHDATA_KEYS & state.keys())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to where another run was.
@@ -584,13 +616,17 @@ class PreparedLoader(DataLoader[Any]):
         `skip_first_batches` leaves out what was done, or with torchdata's loader from the middle.
 
         Args:
-            state_dict: What :meth:`state_dict` gave.
+            state_dict: What :meth:`state_dict` gave; with torchdata's loader, also what its own
+                gave, as in a checkpoint of Accelerate.
 
         Raises:
             ConfigError: It is something else.
         """
         # Random states live on the host, wherever the checkpoint was read to.
         state = map_tensors(torch.Tensor.cpu, dict(state_dict))
+        if self._is_of_torchdata(state):
+            self._base_state = self.position.continue_with(state)
+            return
         self.position.load_state_dict(state)
         self._base_state = state.get("base")
         for sampler, seed in zip(self._seedable_samplers(), state.get("seeds", ()), strict=False):

@@ -47,7 +47,8 @@ class PreparedOptimizer(Optimizer):
         self.optimizer = optimizer
         self.gradient_state = gradient_state
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._was_skipped: bool | torch.Tensor = False
+        # Accelerate's name: there are programs that set it.
+        self._is_overflow: bool | torch.Tensor = False
         self._has_stepped = False
         self._mark_step = mark_step
         self._watch_steps()
@@ -89,9 +90,9 @@ class PreparedOptimizer(Optimizer):
         self._has_stepped = False
         step_result = scaler.step(self.optimizer)
         if self._has_step_hook and not torch_private.scales_gradients_itself(self.optimizer):
-            self._was_skipped = not self._has_stepped
+            self._is_overflow = not self._has_stepped
         else:
-            self._was_skipped = _infinite_gradient_flag(scaler, self.optimizer)
+            self._is_overflow = _infinite_gradient_flag(scaler, self.optimizer)
         # Last, because it clears the flags for infinite gradients.
         scaler.update()
         return step_result
@@ -116,9 +117,9 @@ class PreparedOptimizer(Optimizer):
         engine_flag = getattr(self.optimizer, "step_was_skipped", None)
         if engine_flag is not None:
             return bool(engine_flag)
-        if not isinstance(self._was_skipped, bool):
-            self._was_skipped = bool(self._was_skipped.item())
-        return self._was_skipped
+        if not isinstance(self._is_overflow, bool):
+            self._is_overflow = bool(self._is_overflow.item())
+        return self._is_overflow
 
     # ---------------------------------------------------------------- what is the optimizer's
 
@@ -188,7 +189,7 @@ class PreparedOptimizer(Optimizer):
             "gradient_state": self.gradient_state,
             "scaler": self.scaler,
             # As a bool: the flag itself may be a tensor on a device.
-            "_was_skipped": self.step_was_skipped,
+            "_is_overflow": self.step_was_skipped,
             "_has_stepped": self._has_stepped,
             # Not pickled: where it is unpickled, the device may be another.
             "_mark_step": None,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 __all__ = [
+    "REGISTERED_CLASSES",
     "GeneralTracker",
     "JsonlTracker",
     "LoggerType",
@@ -223,7 +224,8 @@ class TensorBoardTracker(GeneralTracker):
 # ------------------------------------------------------------------------- choosing and starting
 
 _Tracker = GeneralTracker | type[GeneralTracker]
-_REGISTERED_CLASSES: dict[str, type[GeneralTracker]] = {}  # of this process, by name
+REGISTERED_CLASSES: dict[str, type[GeneralTracker]] = {}
+"""Classes that log_with finds by name in this process."""
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -255,13 +257,13 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"{', '.join(missing_attributes) or 'a name'}. It could not be found or started. "
             "Define it in the class."
         )
-    if tracker_class.name in {*_built_in_trackers(), *TRACKER_SERVICES, *_REGISTERED_CLASSES}:
+    if tracker_class.name in {*_built_in_trackers(), *TRACKER_SERVICES, *REGISTERED_CLASSES}:
         warnings.warn(
             f"register_tracker_class({tracker_class.__name__}) takes the name "
             f"{tracker_class.name!r} from another tracker. Give it another name to keep both.",
             stacklevel=2,
         )
-    _REGISTERED_CLASSES[tracker_class.name] = tracker_class
+    REGISTERED_CLASSES[tracker_class.name] = tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
@@ -346,7 +348,7 @@ def _match_trackers(requested_item: Any) -> list[_Tracker]:
         **_built_in_trackers(),
         **{class_name: service.tracker for class_name, service in TRACKER_SERVICES.items()},
         # Last, because a registered class takes a name over from another tracker.
-        **_REGISTERED_CLASSES,
+        **REGISTERED_CLASSES,
     }
     availability = _tracker_availability()
     if tracker_name == _EVERY_TRACKER:
@@ -358,7 +360,7 @@ def _match_trackers(requested_item: Any) -> list[_Tracker]:
             *(_load_entry_point(entry_point) for entry_point in entry_points.values()),
         ]
     if tracker_name in classes:
-        if tracker_name in _REGISTERED_CLASSES or availability[tracker_name]:
+        if tracker_name in REGISTERED_CLASSES or availability[tracker_name]:
             return [classes[tracker_name]]
         _warn_left_out(tracker_name)
         return []

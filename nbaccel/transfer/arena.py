@@ -13,6 +13,7 @@ the first move is a view taken earlier (`w = model.weight.data[0]`): it keeps th
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -422,12 +423,8 @@ def _move_storages(
     if not storage_spans:
         return {}, set()
     # Counted before the move: afterwards the tensors lie in another storage.
-    viewed_tensors = {
-        id(tensor)
-        for storage_span in storage_spans
-        if storage_span.has_other_views()
-        for tensor in storage_span.tensors
-    }
+    shared_spans = [span for span in storage_spans if span.has_other_views()]
+    viewed_tensors = set(_viewed_from_python(shared_spans)) if shared_spans else set()
     arena = Arena(shared_memory.create_file("arena", arena_bytes), arena_bytes)
     stand_ins: dict[int, tuple[Arena, int]] = {}
     for storage_span in storage_spans:
@@ -441,6 +438,25 @@ def _move_storages(
             # A tensor on a device stays there: only workers read the host copy.
             stand_ins[storage_span.storage.data_ptr()] = (arena, storage_span.start)
     return stand_ins, viewed_tensors
+
+
+def _viewed_from_python(storage_spans: Sequence[_Span]) -> Iterator[int]:
+    """Ids of tensors whose memory another tensor of Python has, too.
+
+    What an autograd graph keeps of an earlier loss has no object in Python, and nobody reads it.
+    """
+    own_ids = {id(tensor) for span in storage_spans for tensor in span.tensors}
+    spans_by_address = {span.storage.data_ptr(): span for span in storage_spans}
+    for found_object in gc.get_objects():
+        # By type: asking other objects could run code of theirs. An array refers to a tensor.
+        if type(found_object) not in (torch.Tensor, nn.Parameter) or id(found_object) in own_ids:
+            continue
+        try:
+            address = found_object.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # sparse ones have none
+            continue
+        if span := spans_by_address.get(address):
+            yield from map(id, span.tensors)
 
 
 def _stale_views_message(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from nbaccel import _catalog
 from nbaccel._later import MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
 from nbaccel.config.enumerations import (
@@ -84,7 +86,21 @@ __all__ = [
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
+    "get_module_class_from_name",
 ]
 
 BnbQuantizationConfig = missing_name_of("BnbQuantizationConfig", QUANTIZED_LOADING, __name__)
 MegatronLMPlugin = missing_name_of("MegatronLMPlugin", MEGATRON_LM, __name__)
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class of that name among a model's modules.
+
+    Args:
+        module: The model.
+        name: Of the class, as in ``transformer_layer_cls_to_wrap``.
+
+    Returns:
+        The class; None where no module has one of that name.
+    """
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

@@ -42,6 +42,7 @@ _log = get_logger(__name__)
 # The words that Accelerate reads as yes and no.
 _YES = frozenset({"y", "yes", "t", "true", "on", "1"})
 _NO = frozenset({"n", "no", "f", "false", "off", "0"})
+_PURGED_MARK = "_accelerate_is_purged_environment_wrapped"  # Accelerate's
 _ENDS_A_VARIABLE = frozenset(";\n<> ")
 
 # --------------------------------------------------------------------------- variables
@@ -73,18 +74,35 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Let a test's function or class leave no variable ``ACCELERATE_...`` behind.
 
     Args:
-        func_or_cls: The function, or a class, whose test methods are meant then.
+        func_or_cls: The function, or a class, whose test methods are meant then, with those that
+            it inherits and those of its subclasses.
 
     Returns:
         It, wrapped.
     """
     if not inspect.isclass(func_or_cls):
         return _purged(func_or_cls)
-    # A list, because `setattr` changes the class's dictionary.
-    for name, method in list(vars(func_or_cls).items()):
-        if name.startswith("test") and callable(method):
-            setattr(func_or_cls, name, _purged(method))
-    return func_or_cls
+    _purge_methods(func_or_cls)
+    given_method = vars(func_or_cls).get("__init_subclass__")
+
+    def purge_subclass(subclass: type[Any], /, **kwargs: Any) -> None:
+        if given_method is None:
+            super(func_or_cls, subclass).__init_subclass__(**kwargs)
+        else:
+            given_method.__func__(subclass, **kwargs)
+        _purge_methods(subclass)
+
+    tested: Any = func_or_cls
+    tested.__init_subclass__ = classmethod(purge_subclass)
+    return tested
+
+
+def _purge_methods(test_class: type[Any]) -> None:
+    for name in dir(test_class):  # what it inherits, too
+        method = getattr(test_class, name)
+        is_test = name.startswith("test") and callable(method)
+        if is_test and not hasattr(method, _PURGED_MARK):
+            setattr(test_class, name, _purged(method))
 
 
 def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,6 +115,7 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
             # None removes a variable, so those that the function added are gone.
             env.update({**dict.fromkeys(_accelerates()), **before})
 
+    setattr(call, _PURGED_MARK, True)
     return call
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nbaccel import env
 from nbaccel._later import FSDP_INTERNALS, missing_name_of
@@ -28,6 +30,7 @@ __all__ = [
     "fsdp2_prepare_model",
     "fsdp2_switch_optimizer_parameters",
     "get_fsdp2_grad_scaler",
+    "get_parameters_from_modules",
     "load_fsdp_model",
     "load_fsdp_optimizer",
     "merge_fsdp_weights",
@@ -51,6 +54,25 @@ load_fsdp_model = missing_name_of("load_fsdp_model", FSDP_INTERNALS, __name__)
 load_fsdp_optimizer = missing_name_of("load_fsdp_optimizer", FSDP_INTERNALS, __name__)
 save_fsdp_model = missing_name_of("save_fsdp_model", FSDP_INTERNALS, __name__)
 save_fsdp_optimizer = missing_name_of("save_fsdp_optimizer", FSDP_INTERNALS, __name__)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
+) -> set[nn.Parameter]:
+    """The parameters of some modules, such as those that FSDP leaves alone.
+
+    Args:
+        modules: They, or a regular expression for their whole names; None for none.
+        model: Where names are looked for.
+        device: Where modules go that were found by name.
+    """
+    if isinstance(modules, str):
+        modules = [
+            module.to(device)
+            for name, module in model.named_modules()
+            if re.fullmatch(modules, name)
+        ]
+    return {parameter for module in modules or () for parameter in module.parameters()}
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

@@ -14,7 +14,12 @@ from nbaccel import _catalog
 from nbaccel.errors import ConfigError, NothingFits
 from nbaccel.log import get_logger
 
-__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory"]
+__all__ = [
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "release_memory",
+    "should_reduce_batch_size",
+]
 
 _log = get_logger(__name__)
 # Libraries raise plain RuntimeErrors for it, which only their texts tell apart.
@@ -142,6 +147,15 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def _takes_any(function: Callable[..., Any]) -> bool:
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     return inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether a smaller batch may help: memory was not enough.
+
+    Args:
+        exception: What a training step raised.
+    """
+    return isinstance(exception, RuntimeError) and _is_out_of_memory(exception)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

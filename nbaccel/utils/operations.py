@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from nbaccel._optional import require
 from nbaccel.errors import CollectiveMismatch
 from nbaccel.train import distributed, trees
-from nbaccel.train.collectives import Collectives
-from nbaccel.train.trees import concatenate, find_batch_size, leaves, send_to_device
+from nbaccel.train.collectives import CannotPadNestedTensorWarning, Collectives
+from nbaccel.train.trees import find_batch_size, leaves, send_to_device
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -52,10 +52,6 @@ __all__ = [
 
 DistributedOperationException = CollectiveMismatch
 """Accelerate's name for it: processes met with tensors that do not go together."""
-
-
-class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was left as it is, because nothing says how to pad it."""
 
 
 # --------------------------------------------------------------------------- collectives
@@ -145,6 +141,27 @@ def is_torch_tensor(tensor: Any) -> bool:
 def is_namedtuple(data: Any) -> bool:
     """Whether it is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Join equal trees of tensors along a dimension; one alone is returned as it is.
+
+    Args:
+        data: At least one; all of the same structure.
+        dim: Dimension of every tensor.
+
+    Raises:
+        TypeError: There are several, and something in them is no tensor.
+    """
+    if len(data) == 1:
+        return data[0]
+    others = {type(leaf).__name__ for leaf in leaves(data) if not is_torch_tensor(leaf)}
+    if others:
+        raise TypeError(
+            f"concatenate got {', '.join(sorted(others))} among the tensors of {len(data)} "
+            "batches: only tensors can be joined. Take the others out, or join them yourself."
+        )
+    return trees.concatenate(data, dim)
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:

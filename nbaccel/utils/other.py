@@ -190,6 +190,8 @@ def save(
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        if safe_serialization and isinstance(obj, Mapping) and (names := _sharing_names(obj)):
+            _log.warning("stored once, because they share memory with others: %s", names)
         checkpoint.save(obj, f, safe_serialization)
 
 
@@ -217,16 +219,22 @@ def clean_state_dict_for_safetensors(state_dict: MutableMapping[str, Any]) -> di
     Returns:
         The rest, each in one piece.
     """
-    first_names: dict[Any, str] = {}
-    dropped = []
-    for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and first_names.setdefault(_place(value), name) != name:
-            dropped.append(name)
+    dropped = _sharing_names(state_dict)
     for name in dropped:
         del state_dict[name]
     if dropped:
         _log.warning("left out of the file, because they share memory with others: %s", dropped)
     return {k: v.contiguous() if hasattr(v, "contiguous") else v for k, v in state_dict.items()}
+
+
+def _sharing_names(state_dict: Mapping[str, Any]) -> list[str]:
+    """Names of tensors that share memory with an earlier one."""
+    first_names: dict[Any, str] = {}
+    return [
+        name
+        for name, value in state_dict.items()
+        if isinstance(value, torch.Tensor) and first_names.setdefault(_place(value), name) != name
+    ]
 
 
 def _place(tensor: torch.Tensor) -> Any:

@@ -270,3 +270,45 @@ def test_a_launcher_may_ask_for_compiled_models(monkeypatch: pytest.MonkeyPatch)
     plain = Accelerator(cpu=True, dynamo_backend="NO").prepare(line())
     assert plain._compiled_call_impl is None
     assert torch.equal(model(torch.ones(1, 1)), plain(torch.ones(1, 1)))
+
+
+def test_a_model_in_few_bits_that_is_offloaded_cannot_be_trained() -> None:
+    model: Any = line()
+    model.is_loaded_in_8bit = True
+    model.hf_device_map = {"": "cpu"}
+    with pytest.raises(ValueError, match=r"is_loaded_in_8bit.*CPU or disk offload.*device_map="):
+        Accelerator(cpu=True).prepare_model(model)
+
+
+def test_a_device_is_named_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
+    accelerator = Accelerator()
+    assert str(accelerator.device) == str(accelerator.state.device) == "cpu:64"
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "no-device:1")
+    with pytest.raises(ConfigError, match="ACCELERATE_TORCH_DEVICE='no-device:1' names no device"):
+        Accelerator()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_wrapper_of_the_callers_own_is_unwrapped_too(keep: bool) -> None:
+    model, accelerator = line(), Accelerator(cpu=True)
+    assert accelerator.unwrap_model(nn.DataParallel(model)) is model
+    compiled = torch.compile(nn.DataParallel(model))
+    found: Any = accelerator.unwrap_model(compiled, keep_torch_compile=keep)
+    assert (found._orig_mod if keep else found) is model
+
+
+def test_a_scheduler_that_was_sent_with_its_optimizer_does_not_warn_of_an_overridden_step() -> None:
+    optimizer = torch.optim.SGD(line().parameters(), lr=0.1)
+    sent = pickle.dumps((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)))
+    model = line()
+    received, scheduler = pickle.loads(sent)
+    ready, ready_optimizer, ready_scheduler = Accelerator(cpu=True).prepare(
+        model, received, scheduler
+    )
+    ready_optimizer.step()
+    ready_scheduler.step()  # warnings are errors
+    assert ready_scheduler.get_last_lr() == pytest.approx([0.01])
+    pickle.dumps(ready_optimizer)
+    del ready

@@ -6,11 +6,13 @@ import json
 import re
 import shutil
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from nbaccel import advise
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.errors import ConfigError
@@ -309,3 +311,13 @@ def test_a_file_is_read(tmp_path):
 def test_a_mistake_says_what_to_give(call, words):
     with pytest.raises(ConfigError, match=words):
         call()
+
+
+@pytest.mark.parametrize("estimate", [estimate_memory, advise])
+def test_a_class_and_a_model_without_shapes_have_no_size(estimate: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model=Linear is a class.*Give an object"):
+        estimate(nn.Linear)
+    with pytest.raises(
+        ConfigError, match=r"weights without a shape \(weight, bias\).*Call it once"
+    ):
+        estimate(nn.LazyLinear(3))

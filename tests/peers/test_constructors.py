@@ -23,6 +23,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.scheduler import AcceleratedScheduler
 from nbaccel.utils import DataLoaderConfiguration, ProfileKwargs
+from tests.isolation import isolated
 
 accelerate = pytest.importorskip("accelerate")
 # torchdata's loader says it when it is made.
@@ -206,3 +207,37 @@ def test_a_profiler_is_built_from_its_settings() -> None:
     assert isinstance(ProfileKwargs().build(), torch.profiler.profile)
     with pytest.raises(ConfigError, match=r"\['gpu'\].*Give some of cpu, cuda"):
         ProfileKwargs(activities=["gpu"]).build()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@isolated
+def test_the_state_of_a_stateful_loader_is_torchdatas_and_each_can_load_the_others(
+    num_workers: int,
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make() -> Any:
+        return StatefulDataLoader(range(16), batch_size=2, num_workers=num_workers)
+
+    def prepared() -> Any:
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        return nbaccel.Accelerator(cpu=True, dataloader_config=config).prepare(make())
+
+    def rest_of(loader: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    bare, ours = make(), prepared()
+    theirs = [bare.state_dict() for _ in bare][2]
+    mine = [ours.state_dict() for _ in ours][2]
+    assert theirs.keys() <= mine.keys()
+    if not num_workers:  # each set of workers has a seed of its own
+        assert {name: mine[name] for name in theirs} == theirs
+    expected = [[i, i + 1] for i in range(6, 16, 2)]
+    for loader, state in ((make(), theirs), (prepared(), mine), (prepared(), theirs)):
+        loader.load_state_dict(state)
+        assert rest_of(loader) == expected
+    skipped = prepared()
+    skipped.load_state_dict(theirs)
+    assert skipped.batches_seen == 3
+    with pytest.raises(ConfigError, match="not the state of a prepared loader"):
+        prepared().load_state_dict({"another": 1})

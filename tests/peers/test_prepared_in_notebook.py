@@ -69,3 +69,18 @@ def test_what_accelerate_has_prepared_is_prepared_for_the_ranks(start_method: st
     one, other = notebook_launcher(train, (model, loader), 2, start_method=start_method)
     assert one == other
     assert (one[0], one[2]) == ("DistributedDataParallel", 3)
+
+
+def test_what_is_prepared_says_so_as_with_accelerate_and_is_prepared_for_ranks_again() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    prepared = Accelerator(cpu=True).prepare(model, optimizer, scheduler, ten())
+    assert all(item._is_accelerate_prepared for item in prepared)
+
+    def wrap(model: nn.Module) -> tuple[str, bool]:
+        ready = Accelerator().prepare(model)
+        return type(ready).__name__, ready._is_accelerate_prepared
+
+    found = notebook_launcher(wrap, (prepared[0],), 2)
+    assert list(found) == [("DistributedDataParallel", True)] * 2

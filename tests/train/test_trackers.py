@@ -14,7 +14,9 @@ import yaml
 
 from nbaccel.abc.place import Place
 from nbaccel.errors import ConfigError, MissingBackend
+from nbaccel.tracking import LOGGER_TYPE_TO_CLASS
 from nbaccel.train.trackers import (
+    REGISTERED_CLASSES,
     GeneralTracker,
     JsonlTracker,
     LoggerType,
@@ -190,9 +192,9 @@ def test_one_that_is_not_installed_is_left_out_with_a_warning(tmp_path):
         assert find_trackers(["jsonl", missing[0]], tmp_path) == [JsonlTracker]
 
 
-def test_a_class_can_be_registered(monkeypatch, tmp_path):
-    monkeypatch.setattr("nbaccel.train.trackers._REGISTERED_CLASSES", {})
+def test_a_class_can_be_registered():
     register_tracker_class(Recording)
+    assert LOGGER_TYPE_TO_CLASS[Recording.name] is Recording
     assert find_trackers("recording") == [Recording]
     with pytest.warns(UserWarning, match="takes the name 'recording' from another"):
         register_tracker_class(Recording)
@@ -201,6 +203,7 @@ def test_a_class_can_be_registered(monkeypatch, tmp_path):
     nameless = type("Nameless", (GeneralTracker,), {"requires_logging_directory": False})
     with pytest.raises(ConfigError, match=r"Nameless\) does not define name"):
         register_tracker_class(nameless)
+    del REGISTERED_CLASSES[Recording.name]
 
 
 def test_tensorboard_shows_images(tmp_path):

@@ -95,6 +95,21 @@ def test_a_global_model_that_nothing_else_views_is_not_told_of(
     assert "old memory" not in capsys.readouterr().err
 
 
+def test_what_only_a_graph_of_an_earlier_loss_keeps_is_not_told_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    loss = model(torch.ones(1, 3, requires_grad=True)).sum()
+    notebook_launcher(lambda: model and None, num_processes=2)
+    assert "old memory" not in capsys.readouterr().err
+    assert loss.requires_grad
+    other, view = nn.Linear(3, 3), None
+    view = other.weight.data[0]
+    notebook_launcher(lambda: other and None, num_processes=2)
+    assert "old memory" in capsys.readouterr().err
+    assert view is not None
+
+
 @pytest.mark.parametrize("start", STARTS)
 def test_the_models_of_a_method_s_object_come_home(
     cell: Callable[[str], dict[str, Any]], start: str

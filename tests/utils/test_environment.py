@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 
 import pytest
 
@@ -59,6 +60,29 @@ def test_accelerates_variables_do_not_outlive_a_test(monkeypatch) -> None:
     assert TestIt().test_it() == "result"
     assert "ACCELERATE_MADE" not in os.environ
     assert os.environ["ACCELERATE_KEPT"] == "1"
+
+
+def test_methods_of_a_base_and_of_subclasses_leave_no_variables_either(monkeypatch) -> None:
+    class Base:
+        def test_inherited(self) -> None:
+            os.environ["ACCELERATE_MADE"] = "1"
+
+    @purge_accelerate_environment
+    class TestIt(Base):
+        made: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            super().__init_subclass__(**kwargs)
+            TestIt.made.append(cls.__name__)
+
+    class TestMore(TestIt):
+        def test_own(self) -> None:
+            os.environ["ACCELERATE_MADE"] = "2"
+
+    for test in (TestIt().test_inherited, TestMore().test_own, TestMore().test_inherited):
+        test()
+        assert "ACCELERATE_MADE" not in os.environ
+    assert TestIt.made == ["TestMore"]
 
 
 def test_yes_no_and_numbers(monkeypatch) -> None:

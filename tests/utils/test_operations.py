@@ -8,6 +8,8 @@ import torch
 
 from nbaccel import notebook_launcher
 from nbaccel.utils import (
+    CannotPadNestedTensorWarning,
+    concatenate,
     convert_outputs_to_fp32,
     convert_to_fp32,
     copy_tensor_to_devices,
@@ -17,6 +19,7 @@ from nbaccel.utils import (
     initialize_tensors,
     is_namedtuple,
     listify,
+    pad_across_processes,
     pad_input_tensors,
     recursively_apply,
     send_to_device,
@@ -85,3 +88,23 @@ def test_one_process_gives_its_tensor_to_all() -> None:
         return copy_tensor_to_devices(mine).tolist()
 
     assert notebook_launcher(copied, num_processes=2) == [[1.5, 2.5]] * 2
+
+
+def test_only_tensors_are_joined() -> None:
+    batch = {"inputs": [torch.ones(2, 3)], "name": "one"}
+    assert concatenate([batch]) is batch
+    with pytest.raises(TypeError, match=r"got str among the tensors of 2 batches.*Take the others"):
+        concatenate([batch, batch])
+    joined = concatenate([{"x": (torch.ones(2, 3),)}, {"x": (torch.zeros(2, 3),)}], dim=1)
+    assert joined["x"][0].shape == (2, 6)
+
+
+def test_a_nested_tensor_is_not_padded_and_that_is_said() -> None:
+    nested = torch.nested.nested_tensor([[1, 2, 3], [1], [1, 2]], layout=torch.jagged)
+    plain = torch.ones(2)
+    with pytest.warns(CannotPadNestedTensorWarning, match=r"stays as it is.*to_padded_tensor"):
+        assert pad_across_processes(nested) is nested
+    with pytest.warns(CannotPadNestedTensorWarning):
+        found = pad_across_processes({"a": plain, "b": [nested]})
+    assert found["a"] is plain
+    assert found["b"][0] is nested

@@ -157,3 +157,12 @@ def test_an_old_kernel_is_told(caplog, monkeypatch) -> None:
     with caplog.at_level(logging.WARNING, logger="nbaccel"):
         check_os_kernel()
     assert "4.15.0-generic is older than 5.5" in caplog.text
+
+
+def test_saving_shared_tensors_says_which_are_stored_once(tmp_path, caplog) -> None:
+    model = nn.Module()
+    model.a = model.b = nn.Linear(2, 2)
+    with caplog.at_level(logging.WARNING, logger="nbaccel"):
+        save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
+    (record,) = caplog.records
+    assert "['b.weight', 'b.bias']" in record.getMessage()

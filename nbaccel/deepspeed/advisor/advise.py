@@ -16,7 +16,7 @@ from nbaccel.deepspeed.load_config import load_settings
 from nbaccel.deepspeed.zero_memory import nvme_folders
 from nbaccel.errors import ConfigError
 from nbaccel.memory.activations import num_samples
-from nbaccel.memory.model_size import measure
+from nbaccel.memory.model_size import measure, refuse_unsized
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.strategies.gradient_checkpointing import (
     can_checkpoint_gradients,
@@ -56,6 +56,7 @@ def advise(
     returned and what is raised are documented there.
     """
     __tracebackhide__ = True
+    refuse_unsized(model)
     _check_advise_arguments(
         model, sample_batch, try_it=try_it, num_nodes=num_nodes, max_trials=max_trials
     )

@@ -171,6 +171,7 @@ class EngineOptimizer(_EngineProxy, Optimizer):
                 "gradients in the backward pass and would not see those of the closure. Use an "
                 "optimizer that needs none, or train without DeepSpeed."
             )
+        self._drive.warn_if_held_back()
         self._drive.step()
 
     # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
@@ -310,6 +311,7 @@ class Drive:
         self._clipping = clipping_norm
         self._forced: bool | None = None
         self._due = False
+        self._held_back = self._has_told_held_back = False
         self._norm: Any = None
         self.was_skipped = False
 
@@ -364,10 +366,24 @@ class Drive:
             ) from error
         self.ran = False
         self._due = sync
+        self._held_back = self._forced is False
 
     def _note_run(self, *_: Any) -> None:
         # An evaluation's forward pass has no backward pass to come.
         self.ran = self.ran or torch.is_grad_enabled()
+
+    def warn_if_held_back(self) -> None:
+        """Say once that a step asked for after `no_sync` is none."""
+        if not self._held_back or self._has_told_held_back:
+            return
+        self._has_told_held_back = True
+        warnings.warn(
+            "optimizer.step() after a backward pass in no_sync() takes no step with DeepSpeed: it "
+            "steps where gradients are reduced, and so far they are only added up. If there is "
+            "such a block around every batch, nothing is trained. Leave the last backward pass of "
+            "each step outside of no_sync, or use accelerator.accumulate(model).",
+            stacklevel=frames.caller_level(),
+        )
 
     def step(self) -> None:
         """Take the step that is due, if one is."""

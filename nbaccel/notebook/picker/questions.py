@@ -14,6 +14,7 @@ from typing import Any
 from nbaccel import _catalog
 from nbaccel.capabilities import device_row
 from nbaccel.errors import ConfigError
+from nbaccel.memory.model_size import refuse_unsized
 from nbaccel.plan import Inventory, Plan
 from nbaccel.units import count_noun, format_bytes
 
@@ -229,6 +230,7 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
     Raises:
         ConfigError: The model is no module, or there is a batch without a model.
     """
+    refuse_unsized(model)
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
         raise ConfigError(

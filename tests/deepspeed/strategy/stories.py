@@ -314,6 +314,22 @@ def by_hand(folder: Path) -> dict[str, float]:
     return found
 
 
+def held_back(folder: Path) -> tuple[list[str], bool]:
+    """`no_sync` around every batch: what is said, and whether anything was trained."""
+    accelerator, model, optimizer = start(2)
+    before = accelerator.get_state_dict(model)
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for values, labels in list(loader())[:2]:
+            with accelerator.no_sync(model):
+                accelerator.backward(F.cross_entropy(model(values), labels))
+            optimizer.step()
+    after = accelerator.get_state_dict(model)
+    said = [str(warning.message) for warning in told if "no_sync" in str(warning.message)]
+    return said, all(torch.equal(before[name], after[name]) for name in before)
+
+
 def two_norms(folder: Path) -> list[str]:
     """The call goes before the file, and says so once."""
     config = zero(2, gradient_clipping=0.1)
@@ -429,6 +445,7 @@ STORIES = {
         stand_ins,
         left_to_the_engine,
         by_hand,
+        held_back,
         two_norms,
         once_clipped,
         generation,

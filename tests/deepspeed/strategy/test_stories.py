@@ -131,6 +131,13 @@ def test_no_sync_by_hand(told):
         assert found[stage] == pytest.approx(found["ddp"], rel=1e-5)
 
 
+def test_steps_that_no_sync_holds_back_are_told_once(told):
+    (said,), is_unchanged = told[0]["held_back"]
+    assert "takes no step with DeepSpeed" in said
+    assert "accelerator.accumulate(model)" in said
+    assert is_unchanged
+
+
 def test_two_norms_are_told_once(told):
     (said,) = told[0]["two_norms"]
     assert "clip_grad_norm_(max_norm=0.5) overrides gradient_clipping=0.1" in said

@@ -507,6 +507,16 @@ def test_what_is_no_model_is_refused(wrong):
         PickerModel(sample_batch=wrong)
 
 
+def test_a_class_and_a_model_without_shapes_are_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"model=Linear is a class.*Linear\(\.\.\.\)"):
+        PickerModel(model=torch.nn.Linear)
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    with pytest.raises(ConfigError, match=r"\(0\.weight, 0\.bias\).*Call it once"):
+        PickerModel(model=lazy, sample_batch=torch.ones(2, 3))
+    lazy(torch.ones(2, 3))
+    assert PickerModel(model=lazy, inventory=WITHOUT_GPU).verdict.fits is True
+
+
 # ------------------------------------------------------------------------------ suggesting
 @needs.DEEPSPEED_ROW
 def test_suggest_takes_the_fastest_that_fits_as_one_change():
