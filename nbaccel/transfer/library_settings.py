@@ -28,6 +28,9 @@ from nbaccel.transfer import pickling
 __all__ = ["LibrarySettings", "library_settings"]
 
 
+_ALWAYS = object()
+
+
 @dataclass(frozen=True)
 class _Setting:
     name: str
@@ -35,10 +38,13 @@ class _Setting:
     read: Callable[[], Any]
     """What it is here, as something that can be compared and pickled."""
     write: Callable[[Any], Any]
+    fresh: Any = _ALWAYS
+    """What it is in a new interpreter: then it is left as packages that only workers import have
+    set it."""
 
 
-def _decimal_context() -> tuple[Any, ...]:
-    here = decimal.getcontext()
+def _decimal_context(here: decimal.Context | None = None) -> tuple[Any, ...]:
+    here = decimal.getcontext() if here is None else here
     traps = [signal for signal, is_trapped in here.traps.items() if is_trapped]
     return here.prec, here.rounding, here.Emin, here.Emax, here.capitals, here.clamp, traps
 
@@ -48,10 +54,17 @@ def _set_decimal_context(parts: tuple[Any, ...]) -> None:
     decimal.setcontext(decimal.Context(**dict(zip(names, parts, strict=True)), flags=[]))
 
 
+_GIVEN_FILTERS: list[Any] = []
+
+
 def _set_warning_filters(filters: list[Any]) -> None:
+    # Those of packages that only this worker has imported are in front, as imports put them.
+    known = [*filters, *_GIVEN_FILTERS]
+    own = [found for found in warnings.filters if found not in known]
+    _GIVEN_FILTERS[:] = filters
     # Clears them, and lets Python forget which warnings have been shown under the old ones.
     warnings.resetwarnings()
-    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+    warnings.filters.extend([*own, *filters])  # type: ignore[attr-defined]
 
 
 def _set_deterministic(modes: tuple[bool, bool]) -> None:
@@ -62,17 +75,37 @@ def _set_anomaly_detection(modes: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(*modes)
 
 
-def _attribute(name: str, holder: Any, attribute: str) -> _Setting:
+def _attribute(name: str, holder: Any, attribute: str, fresh: Any = _ALWAYS) -> _Setting:
     return _Setting(
         f"{name}.{attribute}",
         lambda: getattr(holder, attribute),
         lambda value: setattr(holder, attribute, value),
+        fresh,
     )
 
 
-_SETTINGS = (
+_FRESH_PRINT_OPTIONS = {
+    "edgeitems": 3,
+    "threshold": 1000,
+    "floatmode": "maxprec",
+    "precision": 8,
+    "suppress": False,
+    "linewidth": 75,
+    "nanstr": "nan",
+    "infstr": "inf",
+    "sign": "-",
+    "formatter": None,
+    "legacy": False,
+    "override_repr": None,
+}
+_OF_PYTHON = (
     _Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
-    _Setting("decimal.setcontext", _decimal_context, _set_decimal_context),
+    _Setting(
+        "decimal.setcontext",
+        _decimal_context,
+        _set_decimal_context,
+        _decimal_context(decimal.DefaultContext),
+    ),
     _Setting("warnings.filters", lambda: list(warnings.filters), _set_warning_filters),
     _Setting(
         "locale.setlocale",
@@ -80,17 +113,31 @@ _SETTINGS = (
         lambda words: locale.setlocale(locale.LC_ALL, words),
     ),
     _Setting(
-        "numpy.set_printoptions", np.get_printoptions, lambda given: np.set_printoptions(**given)
+        "numpy.set_printoptions",
+        np.get_printoptions,
+        lambda given: np.set_printoptions(**given),
+        # Earlier versions have fewer.
+        {name: _FRESH_PRINT_OPTIONS.get(name) for name in np.get_printoptions()},
     ),
-    _Setting("numpy.seterr", np.geterr, lambda given: np.seterr(**given)),
+    _Setting(
+        "numpy.seterr",
+        np.geterr,
+        lambda given: np.seterr(**given),
+        {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"},
+    ),
+)
+_OF_TORCH = (
     _Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled, fresh=True),
     _Setting(
         "torch.set_printoptions",
         torch_private.print_options,
         lambda given: torch.set_printoptions(**given),  # type: ignore[no-untyped-call]
+        {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
     ),
-    _Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
+    _Setting(
+        "torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, fresh=False
+    ),
     _Setting(
         "torch.use_deterministic_algorithms",
         lambda: (
@@ -98,27 +145,31 @@ _SETTINGS = (
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
         _set_deterministic,
+        (False, False),
     ),
     _Setting(
         "torch.autograd.set_detect_anomaly",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         _set_anomaly_detection,
+        (False, True),
     ),
     _Setting(
         "torch.set_float32_matmul_precision",
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
+        "highest",
     ),
     # Beside it: torch answers one of the two only where the other has been used to set it.
-    _attribute("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "fp32_precision"),
-    _attribute("torch.backends.cudnn", torch.backends.cudnn, "enabled"),
-    _attribute("torch.backends.cudnn", torch.backends.cudnn, "benchmark"),
-    _attribute("torch.backends.cudnn", torch.backends.cudnn, "deterministic"),
+    _attribute("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "fp32_precision", "none"),
+    _attribute("torch.backends.cudnn", torch.backends.cudnn, "enabled", fresh=True),
+    _attribute("torch.backends.cudnn", torch.backends.cudnn, "benchmark", fresh=False),
+    _attribute("torch.backends.cudnn", torch.backends.cudnn, "deterministic", fresh=False),
     *(
         _Setting(
             f"torch.backends.cuda.enable_{kind}_sdp",
             getattr(torch.backends.cuda, f"{kind}_sdp_enabled"),
             getattr(torch.backends.cuda, f"enable_{kind}_sdp"),
+            fresh=True,
         )
         for kind in ("flash", "mem_efficient", "math", "cudnn")
         if hasattr(torch.backends.cuda, f"enable_{kind}_sdp")
@@ -132,8 +183,10 @@ _SETTINGS = (
         "torch.multiprocessing.set_sharing_strategy",
         torch.multiprocessing.get_sharing_strategy,
         torch.multiprocessing.set_sharing_strategy,
+        "file_descriptor",
     ),
 )
+_SETTINGS = (*_OF_PYTHON, *_OF_TORCH)
 
 
 _TOLD: dict[str, str] = {}
@@ -201,6 +254,8 @@ class LibrarySettings:
             name = setting.name
             if name in given and given[name] != known.get(name):
                 value = pickle.loads(given[name])
+                if name not in known and value == setting.fresh:
+                    continue
                 if name not in here or here[name] != value:
                     _write(setting, value)
 
