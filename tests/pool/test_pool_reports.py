@@ -10,7 +10,7 @@ from tests.launch import report_loops as loops
 
 def test_cells_and_calls_have_reports_of_their_own() -> None:
     with Pool(2) as pool:
-        cell = pool.run("import warnings; warnings.warn('late')")
+        cell = pool.run("import warnings; warnings.simplefilter('always'); warnings.warn('late')")
         assert [seen.text for seen in cell.report().facts.warnings] == ["UserWarning: late"]
         assert cell.report().facts.plan.num_processes == 2
 
