@@ -247,9 +247,9 @@ def _death_report(
         )
     elif _met_for_different_things(call_result, failure_records):
         error_advice = (
-            "Ranks met in one collective for different things. Under ZeRO-3 each module gathers its "
-            "weights with all ranks when it runs: all ranks must run the same modules, in the same "
-            "order and equally often. Run every module on every rank (an expert without rows "
+            "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
+            "its weights with all ranks when it runs: all ranks must run the same modules, in the "
+            "same order and equally often. Run every module on every rank (an expert without rows "
             "gets an empty batch), or use ZeRO stage 2."
         )
     return failure.FailureReport(

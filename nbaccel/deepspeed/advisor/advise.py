@@ -56,7 +56,6 @@ def advise(
     returned and what is raised are documented there.
     """
     __tracebackhide__ = True
-    refuse_unsized(model)
     _check_advise_arguments(
         model, sample_batch, try_it=try_it, num_nodes=num_nodes, max_trials=max_trials
     )
@@ -206,6 +205,7 @@ def _torch_adam(base_config: Mapping[str, Any]) -> bool:
 def _check_advise_arguments(
     model: Any, sample_batch: Any, *, try_it: bool, num_nodes: int, max_trials: int
 ) -> None:
+    refuse_unsized(model)
     if not callable(getattr(model, "modules", None)):
         raise ConfigError(
             f"model={model!r} is no module: its parameters decide what fits. Give the model; it "
