@@ -33,6 +33,16 @@ def fail(request: pytest.FixtureRequest) -> Fail:
     return launch
 
 
+def test_ranks_that_ran_other_modules_under_zero_3_are_told_what_must_be_alike() -> None:
+    def disagree() -> None:  # the text of DeepSpeed 0.19
+        raise RuntimeError("Detected a disagreement on list contents between rank0 and rank1: ...")
+
+    with pytest.raises(
+        WorkerFailed, match="all ranks must run the same modules, in the same order"
+    ):
+        notebook_launcher(disagree, (), 2)
+
+
 # ------------------------------------------------------------------------- long messages
 
 
