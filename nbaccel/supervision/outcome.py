@@ -248,13 +248,8 @@ def _death_report(
     elif _met_for_different_things(call_result, failure_records):
         error_advice = (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
-<<<<<<< HEAD
-            "its weights with all ranks when it runs: all ranks must run the same modules, in the same "
-            "order and equally often. Run every module on every rank (an expert without rows "
-=======
             "its weights with all ranks when it runs: all ranks must run the same modules, in the "
             "same order and equally often. Run every module on every rank (an expert without rows "
->>>>>>> parity
             "gets an empty batch), or use ZeRO stage 2."
         )
     return failure.FailureReport(
