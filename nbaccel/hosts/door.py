@@ -73,7 +73,11 @@ class Door:
         if len(self._callers) >= _MAX_CALLERS:
             connection.close()
             return
-        caller = _Caller(connection, self._token)
+        try:
+            caller = _Caller(connection, self._token)
+        except OSError:  # it has connected and reset at once
+            connection.close()
+            return
         self._callers.append(caller)
         self._events.on_readable(connection.fileno(), lambda: self._hear(caller))
 

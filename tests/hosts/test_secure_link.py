@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -155,6 +156,16 @@ def test_only_who_knows_the_token_gets_in(open_door: OpenDoor) -> None:
             time.sleep(0.01)
         link.close()
     assert len(open_door.admitted) == 1
+
+
+def test_who_resets_at_once_keeps_nobody_out(open_door: OpenDoor) -> None:
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", open_door.port)) as stranger:
+            # Closing sends a reset instead of an end.
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link = connecting.connect_to_relay(open_door.hello(TOKEN))
+    link.close()
+    assert open_door.thread.is_alive()
 
 
 def test_an_agent_does_not_trust_a_relay_without_the_token() -> None:
