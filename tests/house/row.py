@@ -20,7 +20,7 @@ import json
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,20 +44,28 @@ class Module:
     raw_lines: int
     code_lines: frozenset[int]
     comments: int
+    imports: tuple[tuple[str, str], ...]
+    """Modules of the package, each with the level on which it is imported."""
 
 
 def read(folder: Path) -> list[Module]:
     """Every module of the package in a folder."""
+    paths = {_name_of(path, folder): path for path in sorted(folder.rglob("*.py"))}
     modules = []
-    for path in sorted(folder.rglob("*.py")):
+    for name, path in paths.items():
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-        parts = path.relative_to(folder.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         code, comments = _lines(text, tree)
+        is_package = path.stem == "__init__"
+        imports = tuple(_imports(name, tree, paths.keys(), is_package=is_package))
         raw = len(text.splitlines())
-        modules.append(Module(name, path.stem == "__init__", tree, raw, code, comments))
+        modules.append(Module(name, is_package, tree, raw, code, comments, imports))
     return modules
+
+
+def _name_of(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _lines(text: str, tree: ast.Module) -> tuple[frozenset[int], int]:
@@ -122,9 +130,8 @@ def folder_cycles(modules: list[Module], level: str) -> list[list[str]]:
 
 
 def _arrows(modules: list[Module], level: str) -> Iterator[tuple[str, str]]:
-    names = {module.name for module in modules}
     for module in modules:
-        for target, found in _imports(module, names):
+        for target, found in module.imports:
             if _LEVELS.index(found) <= _LEVELS.index(level):
                 yield module.name, target
 
@@ -139,12 +146,14 @@ def _groups(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
     return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
-def _imports(module: Module, names: set[str]) -> Iterator[tuple[str, str]]:
-    for node, level in _statements(module.tree, "module"):
+def _imports(
+    name: str, tree: ast.Module, names: Collection[str], *, is_package: bool
+) -> Iterator[tuple[str, str]]:
+    for node, level in _statements(tree, "module"):
         if isinstance(node, ast.Import):
             yield from ((alias.name, level) for alias in node.names if alias.name in names)
         else:
-            origin = _origin(module, node)
+            origin = _origin(name, node, is_package=is_package)
             for alias in node.names:
                 inner = f"{origin}.{alias.name}"
                 target = inner if inner in names else origin
@@ -152,11 +161,11 @@ def _imports(module: Module, names: set[str]) -> Iterator[tuple[str, str]]:
                     yield target, level
 
 
-def _origin(module: Module, node: ast.ImportFrom) -> str:
+def _origin(name: str, node: ast.ImportFrom, *, is_package: bool) -> str:
     """The absolute name of what a statement imports from."""
     if not node.level:
         return node.module or ""
-    above = module.name.split(".")[: None if module.is_package else -1]
+    above = name.split(".")[: None if is_package else -1]
     base = above[: len(above) - node.level + 1]
     return ".".join([*base, node.module] if node.module else base)
 
