@@ -57,6 +57,14 @@ def _set_decimal_context(parts: tuple[Any, ...]) -> None:
 _GIVEN_FILTERS: list[Any] = []
 
 
+def _warning_filters() -> list[Any]:
+    """The filters, but for those that make an error of every warning.
+
+    Such a one would end a training at what a library says while a worker imports it.
+    """
+    return [found for found in warnings.filters if found[:4] != ("error", None, Warning, None)]
+
+
 def _set_warning_filters(filters: list[Any]) -> None:
     # Those of packages that only this worker has imported are in front, as imports put them.
     known = [*filters, *_GIVEN_FILTERS]
@@ -106,7 +114,7 @@ _OF_PYTHON = (
         _set_decimal_context,
         _decimal_context(decimal.DefaultContext),
     ),
-    _Setting("warnings.filters", lambda: list(warnings.filters), _set_warning_filters),
+    _Setting("warnings.filters", _warning_filters, _set_warning_filters),
     _Setting(
         "locale.setlocale",
         lambda: locale.setlocale(locale.LC_ALL),
