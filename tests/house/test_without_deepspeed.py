@@ -96,6 +96,6 @@ def test_asking_for_it_says_what_is_missing(house: Path) -> None:
 @pytest.mark.parametrize("tests", TESTS)
 def test_its_tests_pass(house: Path, tests: str) -> None:
     # nbval imports for seconds, and there is no notebook.
-    quietly = ("-q", "-p", "no:cacheprovider", "-p", "no:nbval", "-m", "not slow")
+    quietly = ("-q", "-p", "no:cacheprovider", "-p", "no:nbval", "--slow", "none")
     done = in_house(house, "-m", "pytest", *quietly, *tests.split())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
