@@ -10,6 +10,7 @@ worker computes with is its own matter.
 from __future__ import annotations
 
 import decimal
+import functools
 import locale
 import pickle
 import sys
@@ -81,6 +82,19 @@ def _set_deterministic(modes: tuple[bool, bool]) -> None:
 
 def _set_anomaly_detection(modes: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(*modes)
+
+
+@functools.cache
+def _take_deprecation_warning() -> None:
+    """Have torch say once, unseen, that this name is old, as 2.9 and 2.10 do at its first use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.get_float32_matmul_precision()
+
+
+def _matmul_precision() -> str:
+    _take_deprecation_warning()
+    return torch.get_float32_matmul_precision()
 
 
 def _attribute(name: str, holder: Any, attribute: str, fresh: Any = _ALWAYS) -> _Setting:
@@ -163,7 +177,7 @@ _OF_TORCH = (
     ),
     _Setting(
         "torch.set_float32_matmul_precision",
-        torch.get_float32_matmul_precision,
+        _matmul_precision,
         torch.set_float32_matmul_precision,
         "highest",
     ),
