@@ -31,8 +31,7 @@ from cells import cluster_cell  # noqa: E402
 from harness.report import Report, versions  # noqa: E402
 from harness.samples import Results, say  # noqa: E402
 
-from tests.engines import slurm_cluster  # noqa: E402
-from tests.hosts import netns  # noqa: E402
+from tests.hosts import netns, slurm_cluster  # noqa: E402
 
 CELL = HERE / "cells" / "cluster_cell.py"
 RAY_CELL = HERE / "cells" / "ray_cell.py"

@@ -27,7 +27,8 @@ from harness.samples import Results, say
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbaccel import Accelerator, notebook_launcher, spent_time
+from nbaccel import Accelerator, notebook_launcher
+from nbaccel.base import spent_time
 
 MODELS = {  # widths of the layers, rows per batch, steps per block
     "tiny": ((32, 64, 10), 16, 400),

@@ -47,7 +47,7 @@ PARTS = {
     "names are compared": (("nbaccel.transfer.namespace_sync", "NamespaceSync.prepare"),),
     "the task is pickled": (("nbaccel.workers.messaging", "pack_message"),),
     "ranks' output is read to its end": (
-        ("nbaccel.supervision.listening", "WorkerListener.drain_output"),
+        ("nbaccel.calls.listening", "WorkerListener.drain_output"),
         ("nbaccel.output.console", "Console.close"),
     ),
     "the result is shown": (("nbaccel.output.publish", "show_results"),),
@@ -77,7 +77,7 @@ def _watch(part, module, path):
 """
 WATCH_IN_WORKER = """
 import time as _time
-from nbaccel.pool.worker_shell import WorkerShell as _Shell
+from nbaccel.calls.worker_shell import WorkerShell as _Shell
 _run, _runs = _Shell.run, []
 def _timed(self, source):
     began = _time.perf_counter()

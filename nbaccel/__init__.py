@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _standin
+from nbaccel.notebook import unloaded_magic
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from nbaccel.accelerator import (
         Accelerator,
     )
-    from nbaccel.advising import (
-        advise,
+    from nbaccel.base.errors import (
+        CheckpointDamaged,
+        CheckpointFailed,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        ConfigError,
+        LaunchTimeout,
+        NbaccelError,
+        PrecisionMismatch,
+        TrainingDiverged,
+        WorkerDied,
+        WorkerFailed,
     )
     from nbaccel.big_modeling import (
         cpu_offload,
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
     )
     from nbaccel.bigmodel.device_map_display import show_device_map
+    from nbaccel.calls import Pool
     from nbaccel.config import (
         Fp8Config,
         RunConfig,
@@ -54,19 +65,6 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.weights.converting import load_fp32_state_dict, zero_to_fp32
     from nbaccel.deepspeed.weights.live_weights import fp32_state_dict, save_16bit_weights
     from nbaccel.deepspeed.zero_memory import estimate_memory
-    from nbaccel.errors import (
-        CheckpointDamaged,
-        CheckpointFailed,
-        CollectiveMismatch,
-        CollectiveTimeout,
-        ConfigError,
-        LaunchTimeout,
-        NbaccelError,
-        PrecisionMismatch,
-        TrainingDiverged,
-        WorkerDied,
-        WorkerFailed,
-    )
     from nbaccel.inference import (
         prepare_pippy,
     )
@@ -75,6 +73,7 @@ if TYPE_CHECKING:
         notebook_launcher,
         shutdown,
     )
+    from nbaccel.notebook.advising import advise
     from nbaccel.notebook.pickers import (
         LaunchPicker,
         Picker,
@@ -89,15 +88,10 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Inventory
     from nbaccel.plan.launch_plan import Choice, Plan
     from nbaccel.plan.resolve import resolve
-    from nbaccel.plan.training import (
-        TrainingPlan,
-    )
-    from nbaccel.pool import Pool
+    from nbaccel.plan.topology import Topology
+    from nbaccel.plan.training_plan import TrainingPlan
     from nbaccel.state import (
         PartialState,
-    )
-    from nbaccel.topology import (
-        Topology,
     )
     from nbaccel.train.prepare_loader import skip_first_batches
     from nbaccel.utils import (
@@ -182,7 +176,7 @@ __all__ = [
 
 _HOMES = {
     "nbaccel.accelerator": ("Accelerator",),
-    "nbaccel.advising": ("advise",),
+    "nbaccel.notebook.advising": ("advise",),
     "nbaccel.big_modeling": (
         "cpu_offload",
         "cpu_offload_with_hook",
@@ -214,7 +208,7 @@ _HOMES = {
     "nbaccel.deepspeed.strategy.plugin": ("DeepSpeedPlugin",),
     "nbaccel.deepspeed.weights.converting": ("load_fp32_state_dict", "zero_to_fp32"),
     "nbaccel.deepspeed.weights.live_weights": ("fp32_state_dict", "save_16bit_weights"),
-    "nbaccel.errors": (
+    "nbaccel.base.errors": (
         "CheckpointDamaged",
         "CheckpointFailed",
         "CollectiveMismatch",
@@ -248,10 +242,10 @@ _HOMES = {
         "inspect_machine",
         "resolve",
     ),
-    "nbaccel.plan.training": ("TrainingPlan",),
-    "nbaccel.pool": ("Pool",),
+    "nbaccel.plan.training_plan": ("TrainingPlan",),
+    "nbaccel.calls": ("Pool",),
     "nbaccel.state": ("PartialState",),
-    "nbaccel.topology": ("Topology",),
+    "nbaccel.plan.topology": ("Topology",),
     "nbaccel.train.prepare_loader": ("skip_first_batches",),
     "nbaccel.utils": (
         "find_executable_batch_size",
@@ -273,7 +267,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"nbaccel.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nbaccel import hidden
+    from nbaccel.base import hidden
 
     with hidden.explain_import_errors(name):
         try:
@@ -282,7 +276,7 @@ def __getattr__(name: str) -> Any:
             # A missing package other than nbaccel is named by the error itself.
             if not str(error.name).startswith("nbaccel."):
                 raise
-            from nbaccel.errors import MissingBackend
+            from nbaccel.base.errors import MissingBackend
 
             raise MissingBackend(
                 f"nbaccel.{name} cannot be used: {error.name} was left out of this installation, "
@@ -303,7 +297,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     Args:
         ipython: The notebook's shell.
     """
-    from nbaccel import hidden
+    from nbaccel.base import hidden
 
     with hidden.explain_import_errors("notebook"):
         from nbaccel.notebook import extension
@@ -323,4 +317,4 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 # At import, because a cell with %%accelerate may run before %load_ext.
-_standin.register_stand_in()
+unloaded_magic.register_stand_in()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from nbaccel import _optional
-from nbaccel.abc.place import Place
+from nbaccel.base import optional_packages
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DataLoaderConfiguration
-from nbaccel.errors import ConfigError
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed, prepare_loader
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.dispatch import DispatchLoader, SliceFn
@@ -282,7 +282,7 @@ def _refuse_mesh(called_object: Any, device_mesh: Any) -> None:
 def _reading_class(is_stateful: bool) -> Any:
     if not is_stateful:
         return DataLoader
-    torchdata_module = _optional.require(
+    torchdata_module = optional_packages.require(
         "torchdata.stateful_dataloader", extra="stateful", why="use_stateful_dataloader=True"
     )
     return torchdata_module.StatefulDataLoader

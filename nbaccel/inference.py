@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import PIPELINE_PARALLELISM, missing_name_of
+from nbaccel.base.unsupported_names import PIPELINE_PARALLELISM, missing_name_of
 
 __all__ = [
     "prepare_pippy",

@@ -10,26 +10,26 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _catalog, hidden
+from nbaccel.base import hidden
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import write_notice
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call, explained
-from nbaccel.errors import ConfigError
-from nbaccel.log import write_notice
-from nbaccel.plan import Plan, resolve
+from nbaccel.plan import Plan, registry, resolve
 from nbaccel.workers import template_learning, template_prestart
 
 if TYPE_CHECKING:
+    from nbaccel.calls import Pool
+    from nbaccel.calls.outcome import CallOutcome
     from nbaccel.output.report.collecting import ObservedRun
     from nbaccel.output.report.run_report import RunReport
-    from nbaccel.pool import Pool
-    from nbaccel.supervision.outcome import CallOutcome
 
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
 if "ipykernel" in sys.modules:
     # A fork of this process if it is clean; else its imports take seconds, and are done by the time
     # the first cell launches.
-    template_learning.learner(_catalog.prepare_notebook()).start_ahead()
+    template_learning.learner(registry.prepare_notebook()).start_ahead()
     template_learning.follow_cells()
 
 
@@ -249,18 +249,18 @@ def launch_configured(
     # Again, because a hiding file may have been imported after nbaccel.
     hidden.refuse_hidden_modules()
     plan = resolve(config)
-    _catalog.check_strategy(plan.strategy, plan.device, config)
+    registry.check_strategy(plan.strategy, plan.device, config)
     for warning_text in plan.warnings if tells_warnings else ():
         write_notice(f"nbaccel: {warning_text}\n")
     if plan.start_method == "inline":
         # Imported late, because a launch in this process needs none of the machinery of workers.
-        from nbaccel.launch import inline
+        from nbaccel.calls import inline
 
         values, observed = inline.run_observed(plan, function, args)
         return Results(values, plan, observed=observed)
-    from nbaccel.launch import run
+    from nbaccel.calls import launch
 
-    outcome: CallOutcome = run.launch_plan(plan, function, args)
+    outcome: CallOutcome = launch.launch_plan(plan, function, args)
     return _results_of(outcome)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nbaccel.accelerator import Accelerator
-from nbaccel.capabilities import strategy_row
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import strategy_row
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -6,7 +6,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.state import PartialState
 from nbaccel.train import distributed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import MIXED_PARALLELISMS, missing_name_of
+from nbaccel.base.unsupported_names import MIXED_PARALLELISMS, missing_name_of
 
 __all__ = [
     "DeepSpeedSequenceParallelConfig",

@@ -14,20 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbaccel import _catalog, env
-from nbaccel.abc.place import Place
-from nbaccel.capabilities import device_row
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import device_row
 from nbaccel.config.handlers import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
-from nbaccel.errors import ConfigError
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.process_info import ProcessInfo
+from nbaccel.train.process_control import ProcessInfo
 
 __all__ = [
     "AcceleratorState",
@@ -169,7 +170,7 @@ class PartialState(ProcessInfo):
 
     def set_device(self) -> None:
         """Make this process's device torch's current one."""
-        _catalog.device(self._place.device_name).make_current(self.device)
+        registry.device(self._place.device_name).make_current(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave a process group; the default one, if there is one, where none is given."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel._optional import is_installed
-from nbaccel.capabilities import STRATEGIES
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.config.capabilities import STRATEGIES
 
 HAS_DEEPSPEED_ROW = any(row.name == "deepspeed" for row in STRATEGIES)
 DEEPSPEED_ROW = pytest.mark.skipif(

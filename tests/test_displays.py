@@ -14,7 +14,7 @@ from ipykernel.iostream import IOPubThread, OutStream
 from ipykernel.zmqshell import ZMQDisplayPublisher
 from jupyter_client.session import Session
 
-from nbaccel import ipython_private
+from nbaccel.base import ipython_private
 
 
 class Kernel:

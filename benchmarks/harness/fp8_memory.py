@@ -145,7 +145,7 @@ def errors(kind: str, ranks: int) -> dict[str, float]:
 
 def two_shots(parts: torch.Tensor) -> torch.Tensor:
     """What `two_shot_mean` computes: each rank's message, their mean, its message."""
-    from nbaccel.fp8.gradient_exchange import packed_blocks, unpacked_blocks
+    from nbaccel.precision.fp8.gradient_exchange import packed_blocks, unpacked_blocks
 
     mean = unpacked_blocks(packed_blocks(parts)).mean(dim=0, keepdim=True)
     return unpacked_blocks(packed_blocks(mean))[0]
@@ -153,8 +153,8 @@ def two_shots(parts: torch.Tensor) -> torch.Tensor:
 
 def paper_sum(parts: torch.Tensor) -> torch.Tensor:
     """What `summed_mean` computes, with the factor that its automatic scaling comes to."""
-    from nbaccel.fp8.formats import E4M3, largest_magnitude, power_of_two_scale
-    from nbaccel.fp8.gradient_exchange import AutomaticScaling, sum_payloads
+    from nbaccel.precision.fp8.formats import E4M3, largest_magnitude, power_of_two_scale
+    from nbaccel.precision.fp8.gradient_exchange import AutomaticScaling, sum_payloads
 
     scaling = AutomaticScaling()
     amax = largest_magnitude(parts)
@@ -181,7 +181,7 @@ def bf16_ring(parts: torch.Tensor) -> torch.Tensor:
 def replicas(steps: int) -> dict[str, Any]:
     """In a worker: 200 steps at O2, and whether all replicas are equal after each of them."""
     from nbaccel import Accelerator
-    from nbaccel.fp8.gradient_exchange import message_bytes
+    from nbaccel.precision.fp8.gradient_exchange import message_bytes
     from nbaccel.utils import MSAMPRecipeKwargs
 
     torch.set_num_threads(1)

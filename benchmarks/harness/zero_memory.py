@@ -62,7 +62,7 @@ def _train(config: dict[str, Any]) -> dict[str, int]:
     warnings.simplefilter("ignore")
     import deepspeed  # noqa: F401 - what it makes when it is imported is not the engine's
 
-    from nbaccel import env
+    from nbaccel.base import env
     from nbaccel.deepspeed import cpp_operations
     from nbaccel.memory.activations import LiveBytes
 

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from nbaccel.accelerator.accelerator_base import RunDescription
 from nbaccel.accelerator.arguments import Request, dynamo_settings, refuse_unserved
 from nbaccel.accelerator.gradient_steps import GradientSteps
+from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.accelerator.preparer import PreparedObjects, PrepareOptions, Preparer
-from nbaccel.accelerator.run_description import RunDescription
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
-from nbaccel.accelerator.training_run import TrainingRun
 from nbaccel.config import Configured, RunConfig
 from nbaccel.config.call_arguments import explained_constructor
 from nbaccel.config.handlers import (

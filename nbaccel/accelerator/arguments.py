@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbaccel import _catalog, env
-from nbaccel.abc.asking import Said, SaidBySettings, Wanted
-from nbaccel.capabilities import DEVICES, PRECISIONS, STRATEGIES, StrategyRow, strategy_row
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.config import Configured, Fp8Config, RunConfig, run_config_of
+from nbaccel.config.capabilities import DEVICES, PRECISIONS, STRATEGIES, StrategyRow, strategy_row
 from nbaccel.config.fp8_handlers import Fp8Handler
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -27,8 +27,9 @@ from nbaccel.config.handlers import (
     TorchDynamoPlugin,
 )
 from nbaccel.config.variables import ACTIVATION_CHECKPOINTING
-from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.plan.training import TrainingRequest
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.asking import Said, SaidBySettings, Wanted
+from nbaccel.plan.training_plan import TrainingRequest
 from nbaccel.train import distributed
 
 __all__ = ["Handlers", "Request", "dynamo_settings", "refuse_unserved"]
@@ -152,7 +153,7 @@ class Request:
         requested_strategy = self.asked.strategy
         if requested_strategy is not None and requested_strategy.strategy == strategy_name:
             return self.settings
-        return _catalog.strategy_settings(strategy_name, self.handlers.given)
+        return registry.strategy_settings(strategy_name, self.handlers.given)
 
     def settings_of(self, argument_name: str) -> Any:
         """The settings that an argument of `Accelerator` stands for, if that strategy was asked.
@@ -208,7 +209,7 @@ class Request:
         """
         run_config = None if config is None else run_config_of(config)
         handlers = Handlers.of(_one_spelling(kwargs_handlers, kwarg_handlers))
-        requested_strategy = _catalog.wanted_strategy(
+        requested_strategy = registry.wanted_strategy(
             Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
         # Before precision and accumulation, because a DeepSpeed file may set both.
@@ -357,7 +358,7 @@ def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
     )
     return (
         requested_device
-        if requested_device and _catalog.device(requested_device).is_available()
+        if requested_device and registry.device(requested_device).is_available()
         else ""
     )
 
@@ -367,7 +368,7 @@ def _strategy_settings(requested_strategy: Wanted | None) -> tuple[Any, SaidBySe
     if requested_strategy is None:
         return None, SaidBySettings()
     strategy_settings = requested_strategy.settings()
-    return strategy_settings, _catalog.strategy(requested_strategy.strategy).said_by(
+    return strategy_settings, registry.strategy(requested_strategy.strategy).said_by(
         strategy_settings
     )
 

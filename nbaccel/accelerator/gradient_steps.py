@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import torch_private
+from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.accelerator.preparer import PreparedObjects
-from nbaccel.accelerator.training_run import TrainingRun
-from nbaccel.errors import ConfigError
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.prepared_optimizer import PreparedOptimizer
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from nbaccel.abc.bundle import Bundle
-from nbaccel.errors import ConfigError
-from nbaccel.units import first_few
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import first_few
+from nbaccel.plan.contracts.bundle import Bundle
 
 __all__ = ["refuse_missing_values"]
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nbaccel import _catalog, torch_private
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.standins import DummyOptim, DummyScheduler
 from nbaccel.accelerator.missing_values import refuse_missing_values
-from nbaccel.accelerator.training_run import TrainingRun
-from nbaccel.errors import ConfigError
+from nbaccel.accelerator.prepared_run import TrainingRun
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
 from nbaccel.strategies.compiling import compile_regions
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from nbaccel.train.gradient import GradientState
@@ -286,7 +287,7 @@ class Preparer:
             # Of a model that a device map has spread, each module is moved by its own hook.
             is_spread = len(set(device_map.values())) > 1 or any(map(_is_empty, model.parameters()))
             if to_device and not is_spread:
-                device = _catalog.device(self._run.place.device_name)
+                device = registry.device(self._run.place.device_name)
                 device.place_module(model, self._run.place.device)  # PreparedOptimizer follows
         return bundle
 
@@ -307,7 +308,7 @@ class Preparer:
         return bundle
 
     def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
-        mark_step = _catalog.device(self._run.place.device_name).mark_step
+        mark_step = registry.device(self._run.place.device_name).mark_step
         wrapped_optimizers = tuple(
             PreparedOptimizer(
                 optimizer, self._gradient_state, self._run.precision.scaler, mark_step
@@ -342,7 +343,7 @@ class Preparer:
         self._prepared.clear()
         # DDP and its model refer to each other; only freed tensors' memory leaves the cache.
         gc.collect()
-        _catalog.device(self._run.place.device_name).empty_cache()
+        registry.device(self._run.place.device_name).empty_cache()
 
 
 def _mark(prepared: Any) -> None:
@@ -372,12 +373,12 @@ def _is_empty(parameter: torch.Tensor) -> bool:
 
 def _restore_layers(bundle: Bundle) -> Bundle:
     """Give models the layers back that an earlier Accelerator replaced; optimizers follow."""
-    for restore_layers in _catalog.layer_restorers():
+    for restore_layers in registry.layer_restorers():
         for model in bundle.models:
             replaced = {id(old): new for old, new in restore_layers(model)}
             for optimizer in bundle.optimizers if replaced else ():
                 # Only when an FP8 library has been used: importing it earlier costs every start.
-                conversion = _catalog.load_object("nbaccel.fp8.conversion")
+                conversion = registry.load_object("nbaccel.precision.fp8.conversion")
                 list(conversion.follow_parameters(optimizer, partial(_in_place_of, replaced)))
     return bundle
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel import torch_private
 from nbaccel.accelerator.gradient_steps import GradientSteps
+from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.accelerator.preparer import PreparedObjects
-from nbaccel.accelerator.training_run import TrainingRun
+from nbaccel.base import torch_private
 from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint.own_disks import send_to_writers
 from nbaccel.train.gradient import GradientState

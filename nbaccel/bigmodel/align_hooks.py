@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.torch_private import store_own_tensor
+from nbaccel.base.units import first_few
 from nbaccel.bigmodel.device_copies import CopiesUnderWay, start_copies
 from nbaccel.bigmodel.execution_order import ExecutionOrder
 from nbaccel.bigmodel.model_hooks import (
@@ -34,10 +37,7 @@ from nbaccel.bigmodel.tensor_placing import (
     set_module_tensor_to_device,
 )
 from nbaccel.bigmodel.weight_source import prefetch_weights, release_weights
-from nbaccel.errors import ConfigError
-from nbaccel.torch_private import store_own_tensor
 from nbaccel.train.trees import leaves, send_to_device
-from nbaccel.units import first_few
 
 __all__ = [
     "AlignDevicesHook",

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nbaccel.errors import CheckpointDamaged, ConfigError
-from nbaccel.units import first_few
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.units import first_few
 
 __all__ = ["CheckpointContent", "CheckpointTensor", "read_checkpoint"]
 

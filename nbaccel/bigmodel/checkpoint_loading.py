@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel import mapped_files
-from nbaccel.bars import Bar
+from nbaccel.base import mapped_files
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.quiet_bars import Bar
+from nbaccel.base.units import first_few
 from nbaccel.bigmodel.checkpoint_files import CheckpointTensor, read_checkpoint
-from nbaccel.bigmodel.device_memory import DISK, HOST
 from nbaccel.bigmodel.load_plan import (
     LoadPlan,
     Placement,
@@ -30,9 +31,9 @@ from nbaccel.bigmodel.load_plan import (
     plan_loading,
     tier_of,
 )
+from nbaccel.bigmodel.memory_budgets import DISK, HOST
 from nbaccel.bigmodel.offload_folder import offload_weight, save_offload_index
 from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
-from nbaccel.errors import ConfigError
 from nbaccel.strategies import optimizer_shards
 from nbaccel.transfer import arena
 from nbaccel.transfer.sharded_tensors import (
@@ -41,7 +42,6 @@ from nbaccel.transfer.sharded_tensors import (
     is_dtensor,
     is_sharded,
 )
-from nbaccel.units import first_few
 
 __all__ = [
     "LoadedWeights",

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nbaccel import _catalog
+from nbaccel.base.log import get_logger
 from nbaccel.bigmodel.tensor_placing import is_accelerator
-from nbaccel.log import get_logger
+from nbaccel.plan import registry
 
 __all__ = ["CopiesUnderWay", "start_copies"]
 
@@ -95,7 +95,7 @@ def _copy_on(stream: torch.Stream, host_weights: Mapping[str, torch.Tensor]) -> 
 def _can_copy_beside(device: torch.device) -> bool:
     if not is_accelerator(device):
         return False
-    runtime = _catalog.device_runtime(device.type)
+    runtime = registry.device_runtime(device.type)
     return runtime.pins_host_memory and runtime.copies_without_blocking
 
 

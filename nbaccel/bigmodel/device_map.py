@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import get_logger
+from nbaccel.base.torch_private import module_tables
+from nbaccel.base.units import format_bytes, parse_bytes
 from nbaccel.bigmodel.block_packing import (
     Block,
     BlockForest,
@@ -18,13 +22,7 @@ from nbaccel.bigmodel.block_packing import (
     find_block,
     pack_blocks,
 )
-from nbaccel.bigmodel.device_memory import (
-    DISK,
-    HOST,
-    DeviceKey,
-    get_max_memory,
-    is_accelerator,
-)
+from nbaccel.bigmodel.memory_budgets import DISK, HOST, DeviceKey, get_max_memory, is_accelerator
 from nbaccel.bigmodel.module_sizes import (
     NamedPart,
     WeightFormat,
@@ -34,11 +32,7 @@ from nbaccel.bigmodel.module_sizes import (
     names_upwards,
 )
 from nbaccel.bigmodel.module_tensors import find_tied_parameters
-from nbaccel.errors import ConfigError
-from nbaccel.log import get_logger
 from nbaccel.plan.inventory import Inventory
-from nbaccel.torch_private import module_tables
-from nbaccel.units import format_bytes, parse_bytes
 
 __all__ = ["check_device_map", "clean_device_map", "fallback_allocate", "infer_auto_device_map"]
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import _catalog
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun, first_few, format_bytes
 from nbaccel.bigmodel.device_map import check_device_map
-from nbaccel.bigmodel.device_memory import (
+from nbaccel.bigmodel.memory_budgets import (
     DISK,
     HOST,
     NAMED_TIERS,
@@ -26,10 +27,9 @@ from nbaccel.bigmodel.device_memory import (
 )
 from nbaccel.bigmodel.module_sizes import compute_module_sizes, names_upwards
 from nbaccel.bigmodel.module_tensors import named_module_tensors
-from nbaccel.errors import ConfigError
+from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
-from nbaccel.units import count_noun, first_few, format_bytes
 
 __all__ = ["BlockRun", "DeviceMapView", "TierBar", "show_device_map"]
 
@@ -428,7 +428,7 @@ def _present_bytes(model: nn.Module) -> dict[DeviceKey, int]:
 def _bars_of(
     runs: Sequence[BlockRun], capacities: Mapping[DeviceKey, int], machine: Inventory
 ) -> Iterator[TierBar]:
-    names = {unit.index: f"{unit.index} · {unit.name}" for unit in _catalog.usable_units(machine)}
+    names = {unit.index: f"{unit.index} · {unit.name}" for unit in registry.usable_units(machine)}
     used_devices = dict.fromkeys(block_run.device for block_run in runs)
     for device in sorted({*capacities, *used_devices}, key=_speed_order):
         yield TierBar(

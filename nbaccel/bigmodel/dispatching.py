@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel.base.errors import ConfigError, UnsafeMoment
+from nbaccel.base.units import first_few
 from nbaccel.bigmodel.align_hooks import (
     AlignDevicesHook,
     attach_align_device_hook,
@@ -29,7 +31,7 @@ from nbaccel.bigmodel.checkpoint_loading import (
     write_offload_index,
 )
 from nbaccel.bigmodel.device_map import check_device_map, infer_auto_device_map
-from nbaccel.bigmodel.device_memory import DISK, HOST, get_balanced_memory
+from nbaccel.bigmodel.memory_budgets import DISK, HOST, get_balanced_memory
 from nbaccel.bigmodel.model_hooks import (
     CpuOffload,
     UserCpuOffloadHook,
@@ -42,9 +44,7 @@ from nbaccel.bigmodel.offload_folder import (
     offload_state_dict,
 )
 from nbaccel.bigmodel.tensor_placing import PlacedTensors, retie_parameters
-from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.strategies.choosing import own_block_classes
-from nbaccel.units import first_few
 
 __all__ = [
     "cpu_offload",

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbaccel import env
-from nbaccel._transformers import is_sharding_new_models
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.torch_private import module_tables, store_own_tensor
+from nbaccel.base.transformers_library import is_sharding_new_models
 from nbaccel.bigmodel.tensor_placing import check_device_same, parameter_like, usable_device
-from nbaccel.errors import ConfigError
-from nbaccel.torch_private import module_tables, store_own_tensor
 from nbaccel.transfer.sharded_tensors import shard_readers
 
 __all__ = ["init_empty_weights", "init_on_device"]

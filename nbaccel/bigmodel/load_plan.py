@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import torch_private
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import get_logger
+from nbaccel.base.units import first_few
 from nbaccel.bigmodel.checkpoint_files import CheckpointContent, CheckpointTensor
-from nbaccel.bigmodel.device_memory import DISK, HOST
+from nbaccel.bigmodel.memory_budgets import DISK, HOST
 from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
-from nbaccel.errors import ConfigError
-from nbaccel.log import get_logger
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.sharded_tensors import full_shape, module_inside
-from nbaccel.units import first_few
 
 __all__ = ["LoadPlan", "Placement", "inner_model", "plan_loading", "tier_of"]
 

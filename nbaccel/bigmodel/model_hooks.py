@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from nbaccel import _catalog
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import get_logger
 from nbaccel.bigmodel.tensor_placing import as_device, check_device_same, is_accelerator
-from nbaccel.errors import ConfigError
-from nbaccel.log import get_logger
+from nbaccel.plan import registry
 from nbaccel.train.distributed import find_device
 from nbaccel.train.trees import send_to_device
 
@@ -350,7 +350,7 @@ class UserCpuOffloadHook:
         if current_device is not None and current_device.type != "cpu":
             self.offload()
             if is_accelerator(current_device):
-                _catalog.device_runtime(current_device.type).empty_cache()
+                registry.device_runtime(current_device.type).empty_cache()
 
     def remove(self) -> None:
         """Take the hook from the model, which stays where it is."""

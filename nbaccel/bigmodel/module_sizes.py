@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import get_logger
 from nbaccel.bigmodel.module_tensors import dtype_byte_size, named_module_tensors
 from nbaccel.config.enumerations import CustomDtype
-from nbaccel.errors import ConfigError
-from nbaccel.log import get_logger
 
 __all__ = [
     "calculate_maximum_sizes",

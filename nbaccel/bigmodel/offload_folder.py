@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nbaccel import atomic
+from nbaccel.base import atomic
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
 from nbaccel.bigmodel.weight_source import prefetch_weights, release_weights
-from nbaccel.errors import CheckpointDamaged, ConfigError
 
 __all__ = [
     "OffloadedWeightsLoader",

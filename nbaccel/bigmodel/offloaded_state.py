@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel.base.log import get_logger
+from nbaccel.base.units import first_few
 from nbaccel.bigmodel.model_hooks import each_hook
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device
-from nbaccel.log import get_logger
-from nbaccel.units import first_few
 
 __all__ = [
     "align_module_device",

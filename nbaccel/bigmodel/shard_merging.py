@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from nbaccel import atomic
+from nbaccel.base import atomic
+from nbaccel.base.disk import free_bytes
+from nbaccel.base.errors import CheckpointFailed, ConfigError
+from nbaccel.base.units import format_bytes
 from nbaccel.bigmodel.checkpoint_files import SAFE_DTYPE_NAMES, SAFE_FILE
-from nbaccel.disk import free_bytes
-from nbaccel.errors import CheckpointFailed, ConfigError
-from nbaccel.units import format_bytes
 
 __all__ = ["write_merged_file"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from nbaccel import mapped_files
+from nbaccel.base import mapped_files
+from nbaccel.base.errors import CheckpointDamaged
 from nbaccel.bigmodel.checkpoint_files import CheckpointTensor
-from nbaccel.errors import CheckpointDamaged
 from nbaccel.transfer import arena
 from nbaccel.transfer.file_arena import FileArena
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import _catalog
-from nbaccel.errors import ConfigError
-from nbaccel.torch_private import module_tables, store_own_tensor
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.torch_private import module_tables, store_own_tensor
+from nbaccel.plan import registry
 
 __all__ = [
     "PlacedTensors",
@@ -207,7 +207,7 @@ def set_module_tensor_to_device(
             group[device] = placed
     store_own_tensor(owner, last_name, placed)
     if clear_cache and is_accelerator(target):
-        _catalog.device_runtime(target.type).empty_cache()
+        registry.device_runtime(target.type).empty_cache()
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

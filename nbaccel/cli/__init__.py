@@ -11,14 +11,14 @@ import typer
 from typer.main import get_command
 
 from nbaccel import __version__
-from nbaccel.capabilities import STRATEGIES
-from nbaccel.errors import (
+from nbaccel.base.errors import (
     InternalError,
     MissingBackend,
     NbaccelError,
     PlatformUnsupported,
     UserMistake,
 )
+from nbaccel.config.capabilities import STRATEGIES
 
 __all__ = ["build_app", "main"]
 

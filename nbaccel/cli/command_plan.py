@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from nbaccel import _catalog
-from nbaccel.capabilities import engine_row
 from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import engine_row
 from nbaccel.config.engine_choice import chosen_engine
-from nbaccel.plan import Plan, resolve
+from nbaccel.plan import Plan, registry, resolve
 
 __all__ = ["plan_of_command"]
 
@@ -22,5 +21,5 @@ def plan_of_command(config: RunConfig) -> Plan:
     """
     engine_name, _ = chosen_engine(config)
     if engine_row(engine_name).starts_agents:
-        _catalog.engine(engine_name).connect()
+        registry.engine(engine_name).connect()
     return resolve(config)

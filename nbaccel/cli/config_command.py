@@ -142,7 +142,7 @@ def _show(config_file: _FileOption = None) -> None:
 
 
 def _schema() -> None:
-    from nbaccel.config.config_file import schema_text
+    from nbaccel.config.config_files import schema_text
 
     print(schema_text(), end="")
 
@@ -155,7 +155,7 @@ def _file_path(config_file: Path | None) -> Path:
 
 
 def _existing_file(config_file: Path | None) -> Path:
-    from nbaccel.errors import ConfigError
+    from nbaccel.base.errors import ConfigError
 
     path = _file_path(config_file)
     if not path.is_file():
@@ -168,8 +168,8 @@ def _existing_file(config_file: Path | None) -> Path:
 
 def _accelerate_path() -> Path:
     """Where Accelerate keeps its file."""
-    from nbaccel import env
-    from nbaccel.errors import ConfigError
+    from nbaccel.base import env
+    from nbaccel.base.errors import ConfigError
 
     cache_folder = Path(env.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     path = Path(env.read("HF_HOME") or cache_folder).expanduser() / "accelerate/default_config.yaml"
@@ -190,7 +190,7 @@ def _tell_existing(console: Console, path: Path) -> None:
 
 
 def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -> None:
-    from nbaccel.config.config_file import config_text, write_config_file
+    from nbaccel.config.config_files import config_text, write_config_file
 
     new_text = config_text(config)
     old_text = path.read_text(encoding="utf-8") if path.is_file() else None
@@ -210,7 +210,7 @@ def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) ->
     from rich.prompt import Confirm
     from rich.syntax import Syntax
 
-    from nbaccel.errors import ConfigError
+    from nbaccel.base.errors import ConfigError
 
     changes = difflib.unified_diff(
         old_text.splitlines(), new_text.splitlines(), "as it is", "as it would be", lineterm=""

@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.prompt import Confirm, InvalidResponse, PromptBase
 
-from nbaccel import _catalog
-from nbaccel.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS
+from nbaccel.base.errors import ConfigError, UserMistake
 from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS
 from nbaccel.config.field_rules import FieldCheck, rule_of
 from nbaccel.config.nested_keys import put_at
-from nbaccel.errors import ConfigError, UserMistake
+from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolve import resolve
 
@@ -65,7 +65,7 @@ def ask_config(
 
 
 def _machine_text(inventory: Inventory) -> str:
-    names = [unit.name or unit.kind for unit in _catalog.usable_units(inventory)]
+    names = [unit.name or unit.kind for unit in registry.usable_units(inventory)]
     unit_texts = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     reason_text = f" ({inventory.gpu_note})" if inventory.gpu_note else ""
     return ", ".join(
@@ -154,7 +154,7 @@ class _Questions:
             *(
                 row.name
                 for row in DEVICES
-                if not _catalog.known_device(row.name).refusal(self._inventory)
+                if not registry.known_device(row.name).refusal(self._inventory)
             ),
         ]
         default = resolve(RunConfig(), self._inventory).device

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.cli.peer_options import PEER_OPTIONS

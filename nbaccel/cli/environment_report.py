@@ -15,13 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nbaccel import __version__, env
-from nbaccel._optional import installed_version
-from nbaccel.config.config_file import default_config_path
+from nbaccel import __version__
+from nbaccel.base import env
+from nbaccel.base.optional_packages import installed_version
+from nbaccel.base.units import format_bytes
+from nbaccel.config.config_files import default_config_path
 from nbaccel.devices.nvml import driver_versions
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
-from nbaccel.units import format_bytes
 
 __all__ = ["environment_facts", "report_json", "report_text"]
 

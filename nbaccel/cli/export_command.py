@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
-from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from nbaccel.cli.job_files import ExportedFile
@@ -160,8 +160,8 @@ def _check_script(script_text: str) -> None:
 def _settings(
     made_script: MadeScript, config_file: str | None, further_options: dict[str, Any]
 ) -> RunConfig:
+    from nbaccel.cli.given_file import read_settings_file
     from nbaccel.cli.launch_request import read_launch_request
-    from nbaccel.cli.settings_file import read_settings_file
 
     settings_file = read_settings_file(config_file)
     if made_script.launch is not None:
@@ -203,7 +203,7 @@ def _files(
 
 
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
-    from nbaccel import atomic
+    from nbaccel.base import atomic
 
     there_already = [
         str(folder / exported_file.name)

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from nbaccel import __version__
-from nbaccel.capabilities import device_row
 from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import device_row
 from nbaccel.config.variables import run_variables
 from nbaccel.notebook.picker.exporters import flag_of
 
@@ -179,7 +179,7 @@ def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
     """
     if command == "nbaccel" or config.deepspeed is None:
         return []
-    from nbaccel.config.engine import engine_config
+    from nbaccel.config.deepspeed_document import engine_config
 
     document = json.dumps(engine_config(config), indent=2)
     return [ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n")]

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
-from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nbaccel.launch.script import Script
+    from nbaccel.calls.script import Script
 
 __all__ = ["add_to"]
 
@@ -116,8 +116,8 @@ def _launch(
 
         show_peer_options()
         raise typer.Exit
+    from nbaccel.cli.given_file import read_settings_file
     from nbaccel.cli.launch_request import read_launch_request
-    from nbaccel.cli.settings_file import read_settings_file
 
     request = read_launch_request(
         {**further_options, "debug": debug}, *read_settings_file(config_file)
@@ -142,7 +142,7 @@ def _find_script(
 ) -> Script:
     """What is to be run, refused where it is not there."""
     # Here, so that --help and --dry-run need none of the machinery of launches.
-    from nbaccel.launch.script import Script
+    from nbaccel.calls.script import Script
 
     if target is None:
         raise ConfigError(

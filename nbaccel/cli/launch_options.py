@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.main import get_command
 
-from nbaccel import env
+from nbaccel.base import env
 
 if TYPE_CHECKING:
     from nbaccel.cli.peer_options import PeerOption

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from nbaccel.capabilities import device_row
-from nbaccel.cli.host_filters import choose_devices
+from nbaccel.base.errors import ConfigError
+from nbaccel.cli.host_options import choose_devices
 from nbaccel.cli.output_flags import shown_output_of
 from nbaccel.cli.peer_options import PEER_OPTIONS, PeerOption
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError
+from nbaccel.config.capabilities import device_row
 from nbaccel.notebook.options import setting_options
 from nbaccel.plan import inspect_machine
 

@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 from pydantic import JsonValue
 
-from nbaccel import _catalog
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.cli.model_sizes import ModelSizes, read_model
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.engine import engine_config
+from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.mistakes import closest
-from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
 from nbaccel.memory.fsdp_memory import fsdp_estimate, wrapped_sizes
 from nbaccel.memory.model_states import model_states, short_formats
+from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
-from nbaccel.units import count_noun, format_bytes
 
 __all__ = ["MemoryTables", "estimate_model", "json_text", "print_tables"]
 
@@ -227,7 +227,7 @@ class _Ways:
                 yield _way_in(f"{plain}, MS-AMP {level}", ("fp8",)), self._at_level(level)
             if self._num_devices > 1:
                 yield from self._sharded_by_torch(self._sizes.module)
-        for form in _catalog.settings_forms():
+        for form in registry.settings_forms():
             for named, run in self._zero_runs():
                 document = engine_config(run) or {}
                 yield named, form.estimate(self._sizes.shape, document, **self._inputs)

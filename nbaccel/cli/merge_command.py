@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nbaccel.units import format_bytes, format_seconds
+from nbaccel.base.units import format_bytes, format_seconds
 
 __all__ = ["add_to"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbaccel.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.memory.model_size import Shape, measure
 
 __all__ = ["ModelSizes", "read_model"]
@@ -155,7 +155,7 @@ def _layer_name(tensor_name: str) -> str:
 
 # ------------------------------------------------------------------------------- config
 def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
-    from nbaccel._optional import require
+    from nbaccel.base.optional_packages import require
     from nbaccel.bigmodel.empty_init import init_empty_weights
 
     transformers = require("transformers", extra="", why=f"Building the model of {config_file}")

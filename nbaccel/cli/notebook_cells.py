@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 from nbaccel.transfer.free_names import names_of
 
 __all__ = ["NotebookCell", "Statement", "read_notebook", "statements_of"]

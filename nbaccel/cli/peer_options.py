@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from nbaccel._later import MEGATRON_LM, MIXED_PARALLELISMS
+from nbaccel.base.unsupported_names import MEGATRON_LM, MIXED_PARALLELISMS
 
 __all__ = ["PEER_OPTIONS", "Effect", "PeerOption", "find_peer_option"]
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.cli.notebook_cells import EXPORT_TAG, NotebookCell, Statement, statements_of
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.errors import ConfigError
 from nbaccel.transfer.free_names import names_of
 
 __all__ = ["LaunchCall", "MadeScript", "make_script"]

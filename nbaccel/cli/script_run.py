@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import cast
 
-from nbaccel import _catalog, env
+from nbaccel.base import env
+from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
+from nbaccel.base.frames import place, user_frame
+from nbaccel.calls.outcome import full_traceback
+from nbaccel.calls.script import Script, ScriptEnd, exit_status_of, run_script, run_script_here
 from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
-from nbaccel.errors import LaunchInterrupted, WorkerFailed
-from nbaccel.failures.failure import FailureRecord, FailureReport
-from nbaccel.frames import place, user_frame
-from nbaccel.launch.script import Script, ScriptEnd, exit_status_of, run_script, run_script_here
 from nbaccel.launchers import launch_configured
-from nbaccel.supervision.outcome import full_traceback
+from nbaccel.plan import registry
 from nbaccel.workers import template_prestart
+from nbaccel.workers.failure import FailureRecord, FailureReport
 
 __all__ = ["run_to_exit_status"]
 
@@ -74,7 +75,7 @@ def _run(
         )
         return _status_here(script_end, shows_tracebacks)
     # Imports torch beside this process, which does the same now.
-    template_prestart.start_ahead(_catalog.prepare_notebook())
+    template_prestart.start_ahead(registry.prepare_notebook())
     try:
         with _signals_as_interrupts(received_signals):
             launch_configured(run_script, (script,), request.config, tells_warnings=not is_quiet)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel.accelerator import Accelerator
+from nbaccel.base.errors import NbaccelError
 from nbaccel.config import RunConfig
-from nbaccel.errors import NbaccelError
 from nbaccel.utils.operations import broadcast, gather, pad_across_processes, reduce
 from nbaccel.utils.random import set_seed
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from nbaccel.base.errors import NbaccelError
 from nbaccel.cli.launch_options import ConfigFile, add_command
-from nbaccel.errors import NbaccelError
 
 if TYPE_CHECKING:
     from nbaccel.config import RunConfig
@@ -50,9 +50,9 @@ def _test(
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
-    from nbaccel import env
+    from nbaccel.base import env
+    from nbaccel.cli.given_file import read_settings_file
     from nbaccel.cli.launch_request import read_launch_request
-    from nbaccel.cli.settings_file import read_settings_file
 
     request = read_launch_request(further_options, *read_settings_file(config_file))
     for note in request.notes:
@@ -63,10 +63,10 @@ def _test(
 
 def _run_test(config: RunConfig) -> int:
     # Here, so that `nbaccel test --help` needs no torch.
-    from nbaccel import _catalog
+    from nbaccel.base.errors import WorkerFailed
     from nbaccel.cli.command_plan import plan_of_command
     from nbaccel.cli.set_up_checks import SetUpCheckFailed
-    from nbaccel.errors import WorkerFailed
+    from nbaccel.plan import registry
     from nbaccel.workers import template_prestart
 
     if config.timeout is None:
@@ -75,7 +75,7 @@ def _run_test(config: RunConfig) -> int:
     plan = plan_of_command(config)
     print(f"{plan.headline()}", flush=True)
     if plan.start_method != "inline":
-        template_prestart.start_ahead(_catalog.prepare_notebook())
+        template_prestart.start_ahead(registry.prepare_notebook())
     start_time = time.monotonic()
     try:
         check_results = _launch_checks(config, plan.world_size)

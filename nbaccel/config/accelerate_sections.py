@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nbaccel.capabilities import PRECISIONS
-from nbaccel.capability_rows import Fp8Row
-from nbaccel.config.file_reading import FileReading
+from nbaccel.config.accelerate_file import FileReading
+from nbaccel.config.capabilities import PRECISIONS
+from nbaccel.config.capability_rows import Fp8Row
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.fsdp_settings import sharding_word
 from nbaccel.config.mistakes import closest, shown

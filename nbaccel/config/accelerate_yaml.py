@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbaccel.capabilities import DEVICES, FP8_BACKENDS
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.accelerate_file import FileReading, MappedKey, setting_of
 from nbaccel.config.accelerate_sections import read_deepspeed, read_dynamo, read_fp8, read_fsdp
-from nbaccel.config.exchange import read_yaml, unreadable
-from nbaccel.config.file_reading import FileReading, MappedKey, setting_of
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.run_config import RunConfig, merged_settings
-from nbaccel.errors import ConfigError
+from nbaccel.config.text_forms import read_yaml, unreadable
 
 __all__ = ["AccelerateFile", "is_accelerate_file", "read_accelerate_yaml", "unjudged_settings"]
 

@@ -11,9 +11,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from nbaccel.base.errors import WrongArguments
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.run_config import RunConfig
-from nbaccel.errors import WrongArguments
 
 __all__ = ["check_call", "explained", "explained_constructor"]
 

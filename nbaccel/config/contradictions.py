@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
-from nbaccel.capabilities import STRATEGIES
+from nbaccel.config.capabilities import STRATEGIES
 from nbaccel.config.engine_choice import ENGINE_CONTRADICTIONS
 from nbaccel.config.host_filter import HOST_FILTER_CONTRADICTIONS
 

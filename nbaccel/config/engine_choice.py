@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nbaccel.capabilities import ENGINES, engine_row
+from nbaccel.config.capabilities import ENGINES, engine_row
 
 __all__ = ["ENGINE_CONTRADICTIONS", "chosen_engine", "elastic_reason"]
 

@@ -24,9 +24,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.config.read_values import read_number
-from nbaccel.errors import ConfigError
+from nbaccel.config.value_readers import read_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self

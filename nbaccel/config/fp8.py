@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from nbaccel import env
-from nbaccel.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
-from nbaccel.config.exchange import Plain
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
-from nbaccel.config.read_values import plain_value, read_number, read_truth
-from nbaccel.errors import ConfigError
+from nbaccel.config.text_forms import Plain
+from nbaccel.config.value_readers import plain_value, read_number, read_truth
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,7 +57,7 @@ def _three_values(given_value: Any) -> Any:
 class Fp8Config(Plain):
     """How products are computed in 8 bits, where ``mixed_precision="fp8"``.
 
-    All settings are keyword-only; wrong ones raise :class:`~nbaccel.errors.ConfigError`, which
+    All settings are keyword-only; wrong ones raise :class:`~nbaccel.base.errors.ConfigError`, which
     lists every mistake at once.
 
     Examples:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.fp8 import Fp8Config
-from nbaccel.config.settings import Handler
-from nbaccel.errors import ConfigError
+from nbaccel.config.settings_base import Handler
 
 __all__ = [
     "AORecipeKwargs",

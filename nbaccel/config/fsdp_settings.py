@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.config.field_rules import (
     FieldCheck,
     FieldRule,
@@ -20,8 +20,8 @@ from nbaccel.config.field_rules import (
     field_mistakes,
     refuse_mistakes,
 )
-from nbaccel.config.read_values import read_whole
-from nbaccel.config.settings import Settings
+from nbaccel.config.settings_base import Settings
+from nbaccel.config.value_readers import read_whole
 
 __all__ = ["FullyShardedDataParallelPlugin"]
 

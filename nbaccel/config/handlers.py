@@ -1,7 +1,7 @@
 """Settings of a training loop, one small class per concern, named as users of Accelerate know them.
 
 They hold and check the user's settings; nothing here imports torch. A wrong value raises
-:class:`~nbaccel.errors.ConfigError`, which has the given value and says what to give instead.
+:class:`~nbaccel.base.errors.ConfigError`, which has the given value and says what to give instead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from nbaccel import env
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.enumerations import DDPCommunicationHookType, DistributedType, DynamoBackend
 from nbaccel.config.field_rules import FieldRule, OptionalCount, checked_as
 from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
-from nbaccel.config.read_values import plain_value, read_number
-from nbaccel.config.settings import Handler, Settings
-from nbaccel.errors import ConfigError
+from nbaccel.config.settings_base import Handler, Settings
+from nbaccel.config.value_readers import plain_value, read_number
 
 __all__ = [
     "AutocastKwargs",

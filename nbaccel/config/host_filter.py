@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.mistakes import closest
-from nbaccel.errors import ConfigError
 
 __all__ = ["HOST_FILTER_CONTRADICTIONS", "kept_slots", "read_host_filter", "slots_by_host"]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
 
-from nbaccel.config.exchange import json_like
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldMistake, FieldRule
 from nbaccel.config.fsdp_settings import (
     FSDP_VARIABLES,
@@ -22,7 +22,7 @@ from nbaccel.config.fsdp_settings import (
 )
 from nbaccel.config.handlers import TorchDynamoPlugin
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.errors import ConfigError
+from nbaccel.config.text_forms import json_like
 
 __all__ = [
     "DYNAMO_VARIABLES",

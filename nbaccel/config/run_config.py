@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, g
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
-from nbaccel.capabilities import (
+from nbaccel.base.errors import ConfigError
+from nbaccel.config import deepspeed_document as zero_engine
+from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
     ENTRY_POINT_PROBLEMS,
@@ -22,15 +24,14 @@ from nbaccel.capabilities import (
     STRATEGIES,
     words_of_rows,
 )
-from nbaccel.config import engine as zero_engine
 from nbaccel.config.contradictions import contradictions
-from nbaccel.config.exchange import Exchangeable
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.host_filter import read_host_filter
 from nbaccel.config.mistakes import shown
 from nbaccel.config.plugin_settings import DynamoSettings, FsdpSettings, WorkerVariables
-from nbaccel.config.read_values import (
+from nbaccel.config.text_forms import Exchangeable
+from nbaccel.config.value_readers import (
     plain_value,
     read_number,
     read_path,
@@ -39,7 +40,6 @@ from nbaccel.config.read_values import (
     read_whole,
     read_word,
 )
-from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,7 +75,7 @@ class RunConfig(Exchangeable):
     """How a training function is to be run.
 
     All settings are keyword-only and have a default; wrong ones raise
-    :class:`~nbaccel.errors.ConfigError`, which lists every mistake at once.
+    :class:`~nbaccel.base.errors.ConfigError`, which lists every mistake at once.
 
     Examples:
         >>> RunConfig(num_processes=2, mixed_precision="bf16")

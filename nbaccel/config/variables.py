@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import json
 
-from nbaccel.capabilities import precision_row, strategy_row
-from nbaccel.config.engine import engine_config
+from nbaccel.config.capabilities import precision_row, strategy_row
+from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.plugin_settings import dynamo_variables, fsdp_variables
 from nbaccel.config.run_config import RunConfig
 

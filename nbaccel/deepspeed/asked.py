@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.abc.asking import Said, Source, Wanted
-from nbaccel.config.engine import engine_config
+from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.plan.contracts.asking import Said, Source, Wanted
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:

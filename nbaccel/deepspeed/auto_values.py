@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbaccel.base.errors import ConfigError, MissingBackend
 from nbaccel.config import RunConfig
-from nbaccel.config.engine import BATCH_SIZES
+from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.mistakes import shown
 from nbaccel.config.nested_keys import drop_at, put_at, value_at
@@ -23,7 +24,6 @@ from nbaccel.deepspeed.load_config import auto_keys, load_settings
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema
 from nbaccel.deepspeed.training_facts import TrainingFacts, defaults_of, gathered, hidden_size
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
-from nbaccel.errors import ConfigError, MissingBackend
 from nbaccel.plan.launch_plan import Choice, choices_table
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbaccel import env
-from nbaccel._optional import require
-from nbaccel.log import write_notice
+from nbaccel.base import env
+from nbaccel.base.log import write_notice
+from nbaccel.base.optional_packages import require
 
 __all__ = ["BUILDER", "announce", "change_builder", "folder", "is_built"]
 

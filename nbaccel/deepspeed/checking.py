@@ -16,8 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.engine import engine_config
+from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.field_rules import FieldMistake, mistakes_in
 from nbaccel.config.mistakes import shown
 from nbaccel.deepspeed import library
@@ -36,7 +37,6 @@ from nbaccel.deepspeed.leftover_files import folder_mistakes, shortage
 from nbaccel.deepspeed.load_config import auto_keys, load_settings
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet_logger
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
-from nbaccel.errors import ConfigError
 from nbaccel.plan import Inventory, inspect_machine
 
 __all__ = ["Checked", "check_config", "check_run"]

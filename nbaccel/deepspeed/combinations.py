@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldCheck, FieldRule, mistakes_in
 from nbaccel.config.mistakes import closest
 from nbaccel.deepspeed import library
@@ -18,7 +19,6 @@ from nbaccel.deepspeed.cpp_operations import offloads_optimizer
 from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.schema import Arguments, Schema, missing_arguments, optimizer_arguments
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
-from nbaccel.errors import ConfigError
 
 __all__ = [
     "batch_mistakes",

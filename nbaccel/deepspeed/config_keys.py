@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel._optional import is_installed
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.config.field_rules import FieldMistake
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.deepspeed.schema import Schema

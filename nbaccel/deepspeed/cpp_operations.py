@@ -21,13 +21,13 @@ from pathlib import Path
 
 import psutil
 
-from nbaccel import env
-from nbaccel._optional import is_installed, require
-from nbaccel._origin import install_line
+from nbaccel.base import env
+from nbaccel.base.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
+from nbaccel.base.log import get_logger
+from nbaccel.base.optional_packages import is_installed, require
+from nbaccel.base.package_origin import install_line
 from nbaccel.deepspeed import build_notice, library
 from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.errors import MissingBackend, PlatformUnsupported, UnsafeMoment
-from nbaccel.log import get_logger
 
 __all__ = [
     "check_compiler",

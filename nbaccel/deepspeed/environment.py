@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbaccel import env, ports
-from nbaccel._optional import require
+from nbaccel.base import env, ports
+from nbaccel.base.errors import ConfigError, UnsafeMoment
+from nbaccel.base.optional_packages import require
+from nbaccel.base.process_names import describe_process
+from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed import cpp_operations, library, teardown
-from nbaccel.errors import ConfigError, UnsafeMoment
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu
-from nbaccel.processes import describe_process
-from nbaccel.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

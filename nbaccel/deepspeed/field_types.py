@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic.fields import FieldInfo
 
-from nbaccel.config.exchange import json_like, read_object
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import (
     FieldMistake,
     FieldRule,
@@ -26,8 +26,8 @@ from nbaccel.config.field_rules import (
     mistakes_in,
     rule_of,
 )
-from nbaccel.config.read_values import numbers_read, plain_value, read_number
-from nbaccel.errors import ConfigError
+from nbaccel.config.text_forms import json_like, read_object
+from nbaccel.config.value_readers import numbers_read, plain_value, read_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -242,7 +242,7 @@ class Section(BaseModel):
     """A part of a configuration: what nbaccel names, and in ``extra`` what it does not.
 
     All settings are keyword-only; ``None`` leaves one to DeepSpeed. Wrong ones raise
-    :class:`~nbaccel.errors.ConfigError`, which lists every mistake at once.
+    :class:`~nbaccel.base.errors.ConfigError`, which lists every mistake at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from nbaccel import _accelerate, env
+from nbaccel.base import accelerate_library, env
 from nbaccel.deepspeed import build_notice
 
 __all__ = ["enter_worker"]
@@ -62,7 +62,7 @@ def _change_state(changed_module: Any) -> None:
             return
         # First with `cpu`, so that Accelerate finds the other processes and meets them over gloo;
         # then without, as only so its state takes the plugin.
-        if not _accelerate.is_set_up():
+        if not accelerate_library.is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
             changed_module.PartialState(
                 True, **{argument_name: kwargs[argument_name] for argument_name in handed_on}

@@ -21,14 +21,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbaccel.base.disk import free_bytes, nearest_folder
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
-from nbaccel.disk import free_bytes, nearest_folder
-from nbaccel.errors import ConfigError
 from nbaccel.memory.model_size import measure
-from nbaccel.topology import Topology
-from nbaccel.units import format_bytes
+from nbaccel.plan.topology import Topology
 
 if TYPE_CHECKING:
     from torch import nn

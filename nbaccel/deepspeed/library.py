@@ -8,10 +8,10 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-from nbaccel._optional import require
-from nbaccel.capabilities import StrategyRow, strategy_row
+from nbaccel.base.errors import MissingBackend
+from nbaccel.base.optional_packages import require
+from nbaccel.config.capabilities import StrategyRow, strategy_row
 from nbaccel.deepspeed import build_notice, private_api
-from nbaccel.errors import MissingBackend
 
 __all__ = ["OLDEST", "check_version", "load_module", "older_than", "refusal", "row"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.config.engine import DOCUMENT_NAME
-from nbaccel.config.exchange import read_source
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.deepspeed_document import DOCUMENT_NAME
 from nbaccel.config.mistakes import shown
+from nbaccel.config.text_forms import read_source
 from nbaccel.deepspeed.field_types import AUTO
-from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.zero_config import ZeroConfig

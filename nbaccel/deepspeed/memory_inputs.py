@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 
 __all__ = ["MemoryInputs", "read_settings"]
 

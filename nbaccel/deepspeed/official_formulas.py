@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.schema import quiet_logger
-from nbaccel.errors import ConfigError
 from nbaccel.memory.model_size import Shape, shape_of
 
 __all__ = ["DeepSpeedTable", "Row", "deepspeed_table"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from nbaccel.errors import MissingBackend
+from nbaccel.base.errors import MissingBackend
 
 __all__ = [
     "ZERO3_MODULE_ATTRIBUTES",

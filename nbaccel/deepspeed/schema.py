@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nbaccel._optional import require
+from nbaccel.base.optional_packages import require
 from nbaccel.deepspeed import library, private_api
 
 __all__ = [

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel import _accelerate, env
+from nbaccel.base import accelerate_library, env
+from nbaccel.base.log import get_logger
 from nbaccel.deepspeed import private_api
-from nbaccel.log import get_logger
 
 __all__ = [
     "Before",
@@ -57,7 +57,7 @@ def observe() -> Before:
     """
     return Before(
         environ=_library_variables(),
-        accelerate=_accelerate.is_set_up(),
+        accelerate=accelerate_library.is_set_up(),
         hf_config=private_api.hf_config_reference(),
     )
 
@@ -78,7 +78,7 @@ def tear_down(state_before: Before) -> None:
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
         exit_steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
         if not state_before.accelerate:
-            exit_steps.callback(_accelerate.forget)
+            exit_steps.callback(accelerate_library.forget)
         # After the engines, some of which ask their group for a rank when they are destroyed.
         exit_steps.callback(_end_groups)
         exit_steps.callback(forget_modules)
@@ -192,7 +192,7 @@ def _group_backends() -> list[Any]:
     here release the GIL before they destruct, so they must be the last to go.
     """
     # Where there is a group, torch is loaded; everywhere else this module does without it.
-    from nbaccel import torch_private
+    from nbaccel.base import torch_private
 
     return [
         backend

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nbaccel.units import count_noun, first_few, format_bytes, format_seconds
+from nbaccel.base.units import count_noun, first_few, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.weights.converting import Written

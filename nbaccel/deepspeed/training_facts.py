@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nbaccel.config import RunConfig
-from nbaccel.config.read_values import plain_value
+from nbaccel.config.value_readers import plain_value
 
 __all__ = ["TrainingFacts", "defaults_of", "gathered", "hidden_size", "made_in"]
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from nbaccel.config.engine import SECTION_RULES
-from nbaccel.config.exchange import plain_object, read_file
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.deepspeed_document import SECTION_RULES
 from nbaccel.config.field_rules import FieldMistake, FieldRule, mistakes_in
-from nbaccel.config.read_values import read_whole
+from nbaccel.config.text_forms import plain_object, read_file
+from nbaccel.config.value_readers import read_whole
 from nbaccel.deepspeed.field_types import (
     Depth,
     DeviceField,
@@ -39,7 +40,6 @@ from nbaccel.deepspeed.field_types import (
     holds,
     merged_mappings,
 )
-from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from nbaccel.abc.device import Device
+from nbaccel.plan.contracts.device import Device
 
 if TYPE_CHECKING:
     import torch

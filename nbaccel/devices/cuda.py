@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbaccel.abc.device import Device
 from nbaccel.devices import nvml
+from nbaccel.plan.contracts.device import Device
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbaccel.abc.device import Device
+from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.inventory import Gpu
 
 if TYPE_CHECKING:

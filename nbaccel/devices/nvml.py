@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
 
-from nbaccel._optional import require
+from nbaccel.base.errors import MissingBackend
+from nbaccel.base.optional_packages import require
+from nbaccel.base.units import count_noun
 from nbaccel.devices import gpu_probe
-from nbaccel.errors import MissingBackend
 from nbaccel.plan.inventory import Gpu
-from nbaccel.units import count_noun
 
 __all__ = ["Card", "Meter", "driver_versions", "find_cards", "find_gpus", "visible_gpus"]
 

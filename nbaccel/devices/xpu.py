@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nbaccel.abc.device import Device
+from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.inventory import Gpu
 
 __all__ = ["XpuDevice"]

@@ -11,9 +11,9 @@ import signal
 import sys
 from typing import NoReturn
 
-from nbaccel import env
-from nbaccel.abc.engine import AgentHello
+from nbaccel.base import env
 from nbaccel.hosts import connecting
+from nbaccel.plan.contracts.host_engine import AgentHello
 
 __all__ = ["main"]
 

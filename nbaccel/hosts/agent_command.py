@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from nbaccel.abc.engine import AgentCrew, AgentHello
+from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello
 
 __all__ = ["ProcessCrew", "agent_command"]
 

@@ -4,8 +4,8 @@
                        │ copies of arenas and staging files, the workers' channels and pipes
 
 It is to its host what the template process is to the notebook's machine: clean, with one thread and
-everything imported. It is started by an engine (`abc.engine`), is told by its standard input where
-to connect, and ends with the connection, with all its workers.
+everything imported. It is started by an engine (`plan.contracts.host_engine`), reads from its
+standard input where to connect, and ends with the connection, with all its workers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from nbaccel import _catalog, env
-from nbaccel.abc.engine import HANDED_FILES_VARIABLE, AgentHello
-from nbaccel.hosts import connecting, frames
+from nbaccel.base import env
+from nbaccel.base.ports import listen
+from nbaccel.hosts import connecting, wire_frames
 from nbaccel.hosts.channel_port import ChannelPort
 from nbaccel.hosts.event_loop import EventLoop
 from nbaccel.hosts.file_copies import ReceivedFiles, passing_frames, range_frames
 from nbaccel.hosts.secure_link import FileBytes, SecureLink
 from nbaccel.hosts.versions import own_versions
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.host_engine import HANDED_FILES_VARIABLE, AgentHello
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.ports import listen
-from nbaccel.topology import Topology
-from nbaccel.transfer import shared_memory
+from nbaccel.plan.topology import Topology
+from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template_server
-from nbaccel.workers.process_use import process_use
 from nbaccel.workers.reaping import end_descendants, end_group, reap
+from nbaccel.workers.resource_use import process_use
 from nbaccel.workers.worker import WorkerEnds, run_worker
 
 __all__ = ["serve"]
@@ -178,35 +179,35 @@ class _Agent:
 
     # ---- getting ready
 
-    def _on_welcome(self, frame: frames.Welcome) -> None:
+    def _on_welcome(self, frame: wire_frames.Welcome) -> None:
         template_server.import_for_workers(
             frame.device, in_notebook=frame.in_notebook, extends_torch=True
         )
         template_server.freeze_memory()
-        self._link.send(frames.AgentReady())
+        self._link.send(wire_frames.AgentReady())
 
-    def _on_ping(self, frame: frames.Ping) -> None:
-        self._link.send(frames.Pong(frame.sent_at, time.monotonic()))
+    def _on_ping(self, frame: wire_frames.Ping) -> None:
+        self._link.send(wire_frames.Pong(frame.sent_at, time.monotonic()))
 
-    def _on_bind_store(self, frame: frames.BindStore) -> None:
+    def _on_bind_store(self, frame: wire_frames.BindStore) -> None:
         own_address = self._link.addresses()[0]
         if self._store is not None:
             self._store.close()
         try:
             self._store = listen(own_address, frame.port)
         except OSError as error:  # `PortTaken` is one
-            self._link.send(frames.StoreBound(own_address, 0, str(error)))
+            self._link.send(wire_frames.StoreBound(own_address, 0, str(error)))
             return
-        self._link.send(frames.StoreBound(own_address, self._store.getsockname()[1]))
+        self._link.send(wire_frames.StoreBound(own_address, self._store.getsockname()[1]))
 
     # ---- workers
 
-    def _on_fork(self, frame: frames.ForkWorker) -> None:
+    def _on_fork(self, frame: wire_frames.ForkWorker) -> None:
         own_end, worker_end = messaging.Channel.pair()
         pipes = [os.pipe() for _ in _STREAM_NAMES]
         worker_ends = (worker_end.detach(), *(write_end for _, write_end in pipes))
         process_id = _fork_worker(worker_ends)
-        shared_memory.close_all(worker_ends)
+        memfd.close_all(worker_ends)
         number = frame.worker
         worker = _AgentWorker(
             number=number,
@@ -223,15 +224,15 @@ class _Agent:
             os.set_blocking(stream.read_end, False)
             self._listen_to(worker, stream_number)
         self._events.on_readable(worker.process_fd, lambda: self._reap(worker))
-        self._link.send(frames.WorkerForked(number))
+        self._link.send(wire_frames.WorkerForked(number))
 
-    def _on_signal(self, frame: frames.SignalWorker) -> None:
+    def _on_signal(self, frame: wire_frames.SignalWorker) -> None:
         worker = self._workers.get(frame.worker)
         if worker is not None and worker.ended is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, frame.signal)
 
-    def _on_kill(self, frame: frames.KillWorker) -> None:
+    def _on_kill(self, frame: wire_frames.KillWorker) -> None:
         worker = self._workers.get(frame.worker)
         if worker is None:
             return
@@ -241,10 +242,10 @@ class _Agent:
         else:
             self._finish(worker)
 
-    def _on_look(self, frame: frames.LookAtWorkers) -> None:
+    def _on_look(self, frame: wire_frames.LookAtWorkers) -> None:
         uses = [(worker.number, process_use(worker.pid)) for worker in self._workers.values()]
         self._link.send(
-            frames.WorkersSeen(tuple((number, use) for number, use in uses if use is not None))
+            wire_frames.WorkersSeen(tuple((number, use) for number, use in uses if use is not None))
         )
 
     def _reap(self, worker: _AgentWorker) -> None:
@@ -272,8 +273,8 @@ class _Agent:
             self._events.forget(stream.read_end)
             os.close(stream.read_end)
         for _, _, file_descriptors in worker.held:
-            shared_memory.close_all(file_descriptors)
-        self._link.send_in_order(iter([frames.WorkerEnded(worker.number, worker.ended)]))
+            memfd.close_all(file_descriptors)
+        self._link.send_in_order(iter([wire_frames.WorkerEnded(worker.number, worker.ended)]))
 
     # ---- what workers print
 
@@ -300,7 +301,7 @@ class _Agent:
             except BlockingIOError:
                 stream.is_empty = True
                 break
-            self._link.send(frames.Output(worker.number, stream_number, content))
+            self._link.send(wire_frames.Output(worker.number, stream_number, content))
             if not content:
                 self._events.forget(stream.read_end)
                 os.close(stream.read_end)
@@ -309,7 +310,7 @@ class _Agent:
             stream.num_underway += len(content)
         self._listen_to(worker, stream_number)
 
-    def _on_output_taken(self, frame: frames.OutputTaken) -> None:
+    def _on_output_taken(self, frame: wire_frames.OutputTaken) -> None:
         worker = self._workers.get(frame.worker)
         stream = worker.streams.get(frame.stream) if worker else None
         if worker is not None and stream is not None:
@@ -326,14 +327,16 @@ class _Agent:
             on_packet=lambda packet_bytes, file_descriptors: self._hear(
                 number, packet_bytes, file_descriptors
             ),
-            on_closed=lambda: self._link.send_in_order(iter([frames.ChannelClosed(number)])),
-            on_taken=lambda num_packets: self._link.send(frames.PacketsTaken(number, num_packets)),
+            on_closed=lambda: self._link.send_in_order(iter([wire_frames.ChannelClosed(number)])),
+            on_taken=lambda num_packets: self._link.send(
+                wire_frames.PacketsTaken(number, num_packets)
+            ),
         )
 
     def _hear(self, number: int, packet_bytes: bytes, file_descriptors: list[int]) -> None:
         worker = self._workers.get(number)
         if worker is None:  # a second channel: workers answer by the first one
-            shared_memory.close_all(file_descriptors)
+            memfd.close_all(file_descriptors)
             return
         message = _peek(packet_bytes, file_descriptors)
         if isinstance(message, messaging.Leaves):
@@ -341,11 +344,11 @@ class _Agent:
             (worker.leftovers.add if message.is_there else worker.leftovers.discard)(
                 message.leftover
             )
-            shared_memory.close_all(file_descriptors)
+            memfd.close_all(file_descriptors)
             worker.port.taken(1)
         elif isinstance(message, (messaging.Interrupting, messaging.Whereabouts)):
             # They overtake what is printed: whoever stops a rank counts in tenths of seconds.
-            self._link.send(frames.Packet(channel=number, content=packet_bytes))
+            self._link.send(wire_frames.Packet(channel=number, content=packet_bytes))
         else:
             worker.held.append((message, packet_bytes, file_descriptors))
             self._pump(worker)
@@ -358,9 +361,9 @@ class _Agent:
         for file_descriptor in file_descriptors:
             self._num_sent_files += 1
             file_number = 2 * self._num_sent_files + 1
-            attached.append(frames.FileCopy(file_number))
+            attached.append(wire_frames.FileCopy(file_number))
             sending.append(passing_frames(file_number, file_descriptor))
-        packet = frames.Packet(
+        packet = wire_frames.Packet(
             channel=worker.number, content=packet_bytes, attached=tuple(attached)
         )
 
@@ -381,12 +384,12 @@ class _Agent:
                     file_number, os.dup(self._files.descriptor(file_number)), byte_ranges
                 )
 
-    def _on_packet(self, frame: frames.Packet) -> None:
+    def _on_packet(self, frame: wire_frames.Packet) -> None:
         """Pass a message on to a worker."""
         worker = self._workers.get(frame.channel)
         port = worker.port if worker else self._second_ports.get(frame.channel)
         if port is None:
-            self._link.send(frames.PacketsTaken(frame.channel, 1))
+            self._link.send(wire_frames.PacketsTaken(frame.channel, 1))
             return
         if worker is not None:
             worker.staging.update(frame.staging)
@@ -396,18 +399,18 @@ class _Agent:
         port.put(frame.content, [self._descriptor(one) for one in frame.attached])
 
     def _descriptor(
-        self, attached: frames.FileCopy | frames.SecondChannel | frames.StoreListener
+        self, attached: wire_frames.FileCopy | wire_frames.SecondChannel | wire_frames.StoreListener
     ) -> int:
         """A new descriptor for what stands in a packet."""
-        if isinstance(attached, frames.FileCopy):
+        if isinstance(attached, wire_frames.FileCopy):
             return os.dup(self._files.descriptor(attached.number))
-        if isinstance(attached, frames.StoreListener):
+        if isinstance(attached, wire_frames.StoreListener):
             return os.dup(self._store.fileno() if self._store is not None else -1)
         own_end, worker_end = messaging.Channel.pair()
         self._second_ports[attached.number] = self._open_port(attached.number, own_end.detach())
         return worker_end.detach()
 
-    def _on_packets_taken(self, frame: frames.PacketsTaken) -> None:
+    def _on_packets_taken(self, frame: wire_frames.PacketsTaken) -> None:
         worker = self._workers.get(frame.channel)
         port = worker.port if worker else self._second_ports.get(frame.channel)
         if port is not None:
@@ -415,7 +418,7 @@ class _Agent:
         if worker is not None:
             self._pump(worker)
 
-    def _on_channel_closed(self, frame: frames.ChannelClosed) -> None:
+    def _on_channel_closed(self, frame: wire_frames.ChannelClosed) -> None:
         """The notebook has closed its end."""
         worker = self._workers.get(frame.channel)
         port = worker.port if worker else self._second_ports.pop(frame.channel, None)
@@ -424,7 +427,7 @@ class _Agent:
 
     # ---- files
 
-    def _on_new_file(self, frame: frames.NewFile) -> None:
+    def _on_new_file(self, frame: wire_frames.NewFile) -> None:
         if frame.ticket:
             self._files.adopt(frame.number, self._handed_file(frame.ticket))
         else:
@@ -439,31 +442,31 @@ class _Agent:
             self._handed_files[handed_ticket.decode()] = file_descriptors[0]
         return self._handed_files.pop(ticket)
 
-    def _on_forget(self, frame: frames.Forget) -> None:
+    def _on_forget(self, frame: wire_frames.Forget) -> None:
         self._files.forget(frame.files)
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this host's shared memory for these workers."""
         worker_places = [Topology.from_json(topology) for topology in self._topologies]
-        for memory_module in _catalog.shared_memory_modules():
+        for memory_module in registry.shared_memory_modules():
             memory_module.remove(worker_places)
             memory_module.remove_orphans()
 
 
 _FRAME_TAKERS: dict[type, Callable[[_Agent, Any], None]] = {
-    frames.Welcome: _Agent._on_welcome,
-    frames.Ping: _Agent._on_ping,
-    frames.BindStore: _Agent._on_bind_store,
-    frames.ForkWorker: _Agent._on_fork,
-    frames.SignalWorker: _Agent._on_signal,
-    frames.KillWorker: _Agent._on_kill,
-    frames.LookAtWorkers: _Agent._on_look,
-    frames.OutputTaken: _Agent._on_output_taken,
-    frames.Packet: _Agent._on_packet,
-    frames.PacketsTaken: _Agent._on_packets_taken,
-    frames.ChannelClosed: _Agent._on_channel_closed,
-    frames.NewFile: _Agent._on_new_file,
-    frames.Forget: _Agent._on_forget,
+    wire_frames.Welcome: _Agent._on_welcome,
+    wire_frames.Ping: _Agent._on_ping,
+    wire_frames.BindStore: _Agent._on_bind_store,
+    wire_frames.ForkWorker: _Agent._on_fork,
+    wire_frames.SignalWorker: _Agent._on_signal,
+    wire_frames.KillWorker: _Agent._on_kill,
+    wire_frames.LookAtWorkers: _Agent._on_look,
+    wire_frames.OutputTaken: _Agent._on_output_taken,
+    wire_frames.Packet: _Agent._on_packet,
+    wire_frames.PacketsTaken: _Agent._on_packets_taken,
+    wire_frames.ChannelClosed: _Agent._on_channel_closed,
+    wire_frames.NewFile: _Agent._on_new_file,
+    wire_frames.Forget: _Agent._on_forget,
 }
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from nbaccel.hosts.event_loop import EventLoop
-from nbaccel.transfer import shared_memory
+from nbaccel.transfer import memfd
 from nbaccel.workers import messaging
 
 __all__ = ["ChannelPort"]
@@ -95,7 +95,7 @@ class ChannelPort:
             self._on_taken(1)
         else:
             self._on_taken(1)
-        shared_memory.close_all(file_descriptors)
+        memfd.close_all(file_descriptors)
         return True
 
     def _write(self) -> None:
@@ -116,5 +116,5 @@ class ChannelPort:
         self._loop.forget(self._channel.fileno())
         self._channel.close()
         for _, file_descriptors in self._outbox:
-            shared_memory.close_all(file_descriptors)
+            memfd.close_all(file_descriptors)
         self._outbox.clear()

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import psutil
 
-from nbaccel.abc.engine import AgentHello, Host
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.ports import LOOPBACK_ADDRESSES
 from nbaccel.hosts.secure_link import NONCE_BYTES, HandshakeFailed, SecureLink, Side
-from nbaccel.ports import LOOPBACK_ADDRESSES
+from nbaccel.plan.contracts.host_engine import AgentHello, Host
 
 __all__ = [
     "INTERFACE_VARIABLES",

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import xxhash
 
-from nbaccel.hosts import frames
+from nbaccel.hosts import wire_frames
 from nbaccel.hosts.secure_link import CHUNK_BYTES, FileBytes
-from nbaccel.transfer import shared_memory
+from nbaccel.transfer import memfd
 
 __all__ = ["ARENA", "ReceivedFiles", "SentFiles", "file_kind", "passing_frames", "range_frames"]
 
@@ -53,9 +53,9 @@ class _SentFile:
     digests: dict[int, int] = field(default_factory=dict)
     """First byte of a piece → digest of what was sent; pieces that were zero have none."""
 
-    def first_frames(self) -> Iterator[frames.NewFile | FileBytes]:
+    def first_frames(self) -> Iterator[wire_frames.NewFile | FileBytes]:
         """The file, and what is not zero in it; of a staging file, which ranks fill, nothing."""
-        yield frames.NewFile(self.number, self.kind, self.num_bytes, self.ticket)
+        yield wire_frames.NewFile(self.number, self.kind, self.num_bytes, self.ticket)
         if self.ticket:
             # Not sent: only the digests are taken, to find later changes by.
             for _ in self.changed_frames():
@@ -67,7 +67,7 @@ class _SentFile:
         """What is different from what was sent."""
         return self._piece_frames([(0, self.num_bytes)])
 
-    def _piece_frames(self, byte_ranges: Iterable[shared_memory.ByteRange]) -> Iterator[FileBytes]:
+    def _piece_frames(self, byte_ranges: Iterable[memfd.ByteRange]) -> Iterator[FileBytes]:
         for first_byte, content in _pieces(self.descriptor, self.num_bytes, byte_ranges):
             if self.kind == ARENA:
                 digest = xxhash.xxh3_64_intdigest(content)
@@ -99,9 +99,9 @@ class SentFiles:
             file_descriptor: It stays the caller's.
             ticket: The name under which.
         """
-        self._tickets[shared_memory.file_identity(file_descriptor)] = ticket
+        self._tickets[memfd.file_identity(file_descriptor)] = ticket
 
-    def share(self, file_descriptor: int) -> tuple[int, Iterator[frames.NewFile | FileBytes]]:
+    def share(self, file_descriptor: int) -> tuple[int, Iterator[wire_frames.NewFile | FileBytes]]:
         """Have a file copied, unless it was.
 
         Args:
@@ -110,7 +110,7 @@ class SentFiles:
         Returns:
             Its number, and the frames that make the copy.
         """
-        identity = shared_memory.file_identity(file_descriptor)
+        identity = memfd.file_identity(file_descriptor)
         known_file = self._files.get(identity)
         if known_file is not None:
             return known_file.number, iter(())
@@ -150,7 +150,7 @@ class SentFiles:
         # Other files are the notebook's own, which no host may write to.
         if sent_file.kind != STAGING or piece.offset + len(piece.content) > sent_file.num_bytes:
             raise ConnectionError(f"bytes came for file {piece.file}, which no host may write to")
-        shared_memory.write_at(sent_file.descriptor, piece.content, piece.offset)
+        memfd.write_at(sent_file.descriptor, piece.content, piece.offset)
 
     def forget_arenas(self, arena_keys: Iterable[str]) -> tuple[int, ...]:
         """Drop arenas; returns their numbers."""
@@ -206,9 +206,9 @@ class ReceivedFiles:
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
 
-    def create(self, new_file: frames.NewFile) -> None:
+    def create(self, new_file: wire_frames.NewFile) -> None:
         """Make the copy of a file, all zero."""
-        self._files[new_file.number] = shared_memory.create_file(new_file.name, new_file.num_bytes)
+        self._files[new_file.number] = memfd.create_file(new_file.name, new_file.num_bytes)
 
     def adopt(self, file_number: int, file_descriptor: int) -> None:
         """Take a copy over that came by another way."""
@@ -216,7 +216,7 @@ class ReceivedFiles:
 
     def write(self, piece: FileBytes) -> None:
         """Write a piece of a file that has been made."""
-        shared_memory.write_at(self._files[piece.file], piece.content, piece.offset)
+        memfd.write_at(self._files[piece.file], piece.content, piece.offset)
 
     def holds(self, file_number: int) -> bool:
         """Whether there is such a file."""
@@ -242,17 +242,19 @@ class ReceivedFiles:
         self.forget(tuple(self._files))
 
 
-def passing_frames(file_number: int, file_descriptor: int) -> Iterator[frames.NewFile | FileBytes]:
+def passing_frames(
+    file_number: int, file_descriptor: int
+) -> Iterator[wire_frames.NewFile | FileBytes]:
     """All of a file that is sent once; the descriptor is closed at the end.
 
     Args:
         file_number: The number that it gets.
         file_descriptor: The file.
     """
-    with shared_memory.closing_files(file_descriptor):
+    with memfd.closing_files(file_descriptor):
         num_bytes = os.fstat(file_descriptor).st_size
         kind = file_kind(file_descriptor)
-        yield frames.NewFile(file_number, kind, num_bytes)
+        yield wire_frames.NewFile(file_number, kind, num_bytes)
         for first_byte, content in _pieces(
             file_descriptor, num_bytes, _data_ranges(file_descriptor, num_bytes)
         ):
@@ -265,7 +267,7 @@ def passing_frames(file_number: int, file_descriptor: int) -> Iterator[frames.Ne
 
 
 def range_frames(
-    file_number: int, file_descriptor: int, byte_ranges: Iterable[shared_memory.ByteRange]
+    file_number: int, file_descriptor: int, byte_ranges: Iterable[memfd.ByteRange]
 ) -> Iterator[FileBytes]:
     """Exactly these bytes of a staging file.
 
@@ -282,7 +284,7 @@ def range_frames(
 
 
 def _pieces(
-    file_descriptor: int, num_bytes: int, byte_ranges: Iterable[shared_memory.ByteRange]
+    file_descriptor: int, num_bytes: int, byte_ranges: Iterable[memfd.ByteRange]
 ) -> Iterator[tuple[int, memoryview]]:
     """The bytes of ranges in pieces that fit into a frame, each within one aligned chunk."""
     if not num_bytes:
@@ -298,7 +300,7 @@ def _pieces(
                     piece_start = piece_end
 
 
-def _data_ranges(file_descriptor: int, num_bytes: int) -> Iterator[shared_memory.ByteRange]:
+def _data_ranges(file_descriptor: int, num_bytes: int) -> Iterator[memfd.ByteRange]:
     """What of a sparse file was ever written, in whole aligned chunks."""
     next_byte = 0
     while next_byte < num_bytes:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nbaccel.errors import StartupFailed
-from nbaccel.transfer import shared_memory
+from nbaccel.base.errors import StartupFailed
+from nbaccel.transfer import memfd
 from nbaccel.workers import time_limits
 from nbaccel.workers.template import TemplateStarter
 from nbaccel.workers.worker_handle import connect
@@ -42,9 +42,9 @@ class HelperProcess:
             starter = TemplateStarter("cpu")
             self._on_end.callback(starter.close)
             self.channel, pipes, helper_ends = connect()
-            self._on_end.callback(shared_memory.close_all, pipes)
+            self._on_end.callback(memfd.close_all, pipes)
             self._error_pipe = next(end for end, name in pipes.items() if name == "stderr")
-            with shared_memory.closing_files(*helper_ends.all()):
+            with memfd.closing_files(*helper_ends.all()):
                 process_id = starter.start(helper_ends)
             self._on_end.callback(_await_end, starter, process_id)
             self._on_end.callback(self.channel.close)

@@ -14,20 +14,19 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from nbaccel import _catalog
-from nbaccel.abc.engine import AgentCrew, AgentHello, Engine, Host
+from nbaccel.base.errors import ConfigError, PortTaken, StartupFailed
+from nbaccel.base.ports import listen
+from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError, PortTaken, StartupFailed
-from nbaccel.failures.process_death import uninterrupted
-from nbaccel.hosts import frames, relay_messages
+from nbaccel.hosts import relay_messages, wire_frames
 from nbaccel.hosts.connecting import addresses_towards
 from nbaccel.hosts.helper_process import HelperProcess
 from nbaccel.hosts.remote_starter import RelayConnection, RemoteStarter
-from nbaccel.plan import Plan, resolve
+from nbaccel.plan import Plan, registry, resolve
+from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
-from nbaccel.ports import listen
-from nbaccel.units import count_noun, first_few
 from nbaccel.workers.start_method import HostShare
 from nbaccel.workers.worker_group import MeetingPlace
 
@@ -80,7 +79,7 @@ class HostSession:
             ConfigError: There are no hosts, or they do not fit the plan.
             StartupFailed: Some have not joined; they are named.
         """
-        engine = _catalog.engine(plan.engine)
+        engine = registry.engine(plan.engine)
         hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
             raise ConfigError(
@@ -113,8 +112,8 @@ class HostSession:
         """
         first_host = self.shares[0].name
         self._connection.send(relay_messages.BindHostStore(first_host, port))
-        answer = self._connection.next((frames.StoreBound,), _BIND_S)
-        if not isinstance(answer, frames.StoreBound):
+        answer = self._connection.next((wire_frames.StoreBound,), _BIND_S)
+        if not isinstance(answer, wire_frames.StoreBound):
             raise StartupFailed(
                 f"Host {first_host} did not answer within {_BIND_S:.0f} s, so workers would have "
                 "no place to meet. It may be overloaded; run the cell again."
@@ -156,7 +155,7 @@ class HostSession:
             relay_messages.ServeHosts(
                 token=token,
                 names=tuple(host.name for host in self._hosts),
-                device=plan.device if _catalog.known_device(plan.device).own_template else "",
+                device=plan.device if registry.known_device(plan.device).own_template else "",
                 in_notebook="IPython" in sys.modules,
             ),
             [listener.fileno()],
@@ -268,7 +267,7 @@ def _share_out(
         ConfigError: There are more workers than places.
     """
     num_units = {
-        name: len(_catalog.known_device(device).units(inventory))
+        name: len(registry.known_device(device).units(inventory))
         for name, inventory in inventories.items()
     }
     places = {host.name: host.slots or num_units[host.name] or 1 for host in hosts}

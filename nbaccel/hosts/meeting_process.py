@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.hosts import meeting_messages as messages
 from nbaccel.hosts.connecting import address_towards
 from nbaccel.hosts.versions import own_versions

@@ -9,13 +9,13 @@ import select
 import time
 from typing import Any
 
-from nbaccel.errors import StartupFailed
+from nbaccel.base.errors import StartupFailed
+from nbaccel.base.log import write_notice
+from nbaccel.base.ports import listen
+from nbaccel.base.units import count_noun
 from nbaccel.hosts import meeting_messages as messages
 from nbaccel.hosts.helper_process import HelperProcess
-from nbaccel.log import write_notice
 from nbaccel.plan import Plan
-from nbaccel.ports import listen
-from nbaccel.units import count_noun
 from nbaccel.workers.worker_group import MeetingPlace
 
 __all__ = ["NodeMeeting"]

@@ -26,15 +26,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nbaccel.errors import InternalError
-from nbaccel.hosts import frames, relay_messages
+from nbaccel.base.errors import InternalError
+from nbaccel.hosts import relay_messages, wire_frames
 from nbaccel.hosts.channel_port import ChannelPort
 from nbaccel.hosts.door import Door
 from nbaccel.hosts.event_loop import EventLoop
 from nbaccel.hosts.file_copies import STAGING, ReceivedFiles, SentFiles
 from nbaccel.hosts.secure_link import SILENCE_S, FileBytes, SecureLink
 from nbaccel.hosts.versions import version_mismatch
-from nbaccel.transfer import shared_memory
+from nbaccel.transfer import memfd
 from nbaccel.workers import messaging
 
 __all__ = ["serve_hosts"]
@@ -150,9 +150,9 @@ class _Relay:
             for host in self._hosts.values():
                 host.note_carried(file_descriptors[0], message.ticket)
             self.say(relay_messages.FileNoted(message.ticket))
-            shared_memory.close_all(file_descriptors)
+            memfd.close_all(file_descriptors)
         elif isinstance(message, relay_messages.BindHostStore):
-            self._hosts[message.host].link.send(frames.BindStore(message.port))
+            self._hosts[message.host].link.send(wire_frames.BindStore(message.port))
         elif isinstance(message, relay_messages.SignalProcess):
             for host in self._hosts.values():
                 host.signal(message.pid, message.signal)
@@ -227,13 +227,13 @@ class _RemoteWorker:
                 while unwritten:
                     num_written = os.write(pipe_end, unwritten)
                     unwritten = unwritten[num_written:]
-                    self._host.link.send(frames.OutputTaken(self.number, stream, num_written))
+                    self._host.link.send(wire_frames.OutputTaken(self.number, stream, num_written))
             except BlockingIOError:
                 return pipe_end
             # The notebook reads no more: what is printed is dropped.
             except BrokenPipeError:
                 self._close_pipe(stream)
-                self._host.link.send(frames.OutputTaken(self.number, stream, len(unwritten)))
+                self._host.link.send(wire_frames.OutputTaken(self.number, stream, len(unwritten)))
             return None
 
         self.put(write_output)
@@ -343,11 +343,11 @@ class _RemoteHost:
         """Report the ends of all workers that are left."""
         for number in list(self._workers):
             # Otherwise the notebook would wait for the fork first.
-            self._on_forked(frames.WorkerForked(number))
+            self._on_forked(wire_frames.WorkerForked(number))
             because = f"host {self.name} was lost ({self.lost_because})"
             # SIGKILL, because that is how they end there: the agent takes them along.
             ended = messaging.Ended(number, -9, 0, because, self._lost_remedy)
-            self._on_end(frames.WorkerEnded(number, ended))
+            self._on_end(wire_frames.WorkerEnded(number, ended))
 
     def close(self) -> None:
         """Hang up."""
@@ -378,18 +378,20 @@ class _RemoteHost:
             return
         self.name, self._facts = facts["host"], facts
         self.link.send(
-            frames.Welcome(device=self._settings.device, in_notebook=self._settings.in_notebook)
+            wire_frames.Welcome(
+                device=self._settings.device, in_notebook=self._settings.in_notebook
+            )
         )
 
-    def _on_ready(self, frame: frames.AgentReady) -> None:
-        self.link.send(frames.Ping(time.monotonic()))
+    def _on_ready(self, frame: wire_frames.AgentReady) -> None:
+        self.link.send(wire_frames.Ping(time.monotonic()))
 
-    def _on_pong(self, frame: frames.Pong) -> None:
+    def _on_pong(self, frame: wire_frames.Pong) -> None:
         now = time.monotonic()
         took_s = now - frame.sent_at
         self._round_trips.append((took_s, frame.time - (frame.sent_at + took_s / 2)))
         if len(self._round_trips) < _NUM_PINGS:
-            self.link.send(frames.Ping(time.monotonic()))
+            self.link.send(wire_frames.Ping(time.monotonic()))
             return
         self._relay.say(
             relay_messages.HostJoined(
@@ -399,7 +401,7 @@ class _RemoteHost:
             )
         )
 
-    def _on_store_bound(self, frame: frames.StoreBound) -> None:
+    def _on_store_bound(self, frame: wire_frames.StoreBound) -> None:
         self._relay.say(frame)
 
     # ---- workers
@@ -419,12 +421,12 @@ class _RemoteHost:
         channel_fd, *pipes = file_descriptors
         port = self._open_port(number, channel_fd)
         self._workers[number] = _RemoteWorker(number, ticket, pipes, port, self)
-        self.link.send(frames.ForkWorker(number))
+        self.link.send(wire_frames.ForkWorker(number))
 
     def signal(self, number: int, signal_number: int) -> None:
         """Send a worker a signal, if it is one of this host."""
         if number in self._workers and not self.lost_because:
-            self.link.send(frames.SignalWorker(number, signal_number))
+            self.link.send(wire_frames.SignalWorker(number, signal_number))
 
     def kill(self, number: int) -> None:
         """End a worker, if it is one of this host."""
@@ -432,28 +434,28 @@ class _RemoteHost:
         if worker is not None and not self.lost_because:
             worker.is_killed = True
             worker.flush()
-            self.link.send(frames.KillWorker(number))
+            self.link.send(wire_frames.KillWorker(number))
 
     def ask_use(self) -> None:
         """Let the host say what its workers use."""
         if self._workers and not self.lost_because:
-            self.link.send(frames.LookAtWorkers())
+            self.link.send(wire_frames.LookAtWorkers())
 
-    def _on_workers_seen(self, frame: frames.WorkersSeen) -> None:
+    def _on_workers_seen(self, frame: wire_frames.WorkersSeen) -> None:
         self._relay.say(relay_messages.UseKnown(frame.uses))
 
-    def _on_forked(self, frame: frames.WorkerForked) -> None:
+    def _on_forked(self, frame: wire_frames.WorkerForked) -> None:
         worker = self._workers[frame.worker]
         if not worker.is_forked:
             worker.is_forked = True
             self._relay.say(messaging.Forked(worker.ticket, frame.worker))
 
-    def _on_output(self, frame: frames.Output) -> None:
+    def _on_output(self, frame: wire_frames.Output) -> None:
         worker = self._workers.get(frame.worker)
         if worker is not None:
             worker.put_output(frame.stream, frame.content)
 
-    def _on_end(self, frame: frames.WorkerEnded) -> None:
+    def _on_end(self, frame: wire_frames.WorkerEnded) -> None:
         worker = self._workers[frame.worker]
         ended = dataclasses.replace(frame.ended, pid=frame.worker)
 
@@ -473,20 +475,22 @@ class _RemoteHost:
             on_packet=lambda packet_bytes, file_descriptors: self._send_packet(
                 number, packet_bytes, file_descriptors
             ),
-            on_closed=lambda: self.link.send_in_order(iter([frames.ChannelClosed(number)])),
-            on_taken=lambda num_packets: self.link.send(frames.PacketsTaken(number, num_packets)),
+            on_closed=lambda: self.link.send_in_order(iter([wire_frames.ChannelClosed(number)])),
+            on_taken=lambda num_packets: self.link.send(
+                wire_frames.PacketsTaken(number, num_packets)
+            ),
         )
 
     def _send_packet(self, number: int, packet_bytes: bytes, file_descriptors: list[int]) -> None:
         """Pass a message of the notebook on to a worker, with copies of its files."""
         message = messaging.peek_packet(packet_bytes, file_descriptors)
         hints = _hints_of(message)
-        copying: list[Iterator[frames.NewFile | FileBytes]] = []
+        copying: list[Iterator[wire_frames.NewFile | FileBytes]] = []
         if hints.reads_arenas:
             copying.append(self._sent_files.changes())
         attached = [self._attach(file_descriptor, copying) for file_descriptor in file_descriptors]
-        shared_memory.close_all(file_descriptors)
-        file_numbers = [one.number for one in attached if isinstance(one, frames.FileCopy)]
+        memfd.close_all(file_descriptors)
+        file_numbers = [one.number for one in attached if isinstance(one, wire_frames.FileCopy)]
         staging_numbers = [
             file_number
             for file_number in file_numbers
@@ -494,7 +498,7 @@ class _RemoteHost:
         ]
         # Not strict: where nothing is brought home, no staging files come with it.
         self._sent_files.name_arenas(hints.arenas, file_numbers[: len(hints.arenas)])
-        packet = frames.Packet(
+        packet = wire_frames.Packet(
             channel=number,
             content=packet_bytes,
             attached=tuple(attached),
@@ -506,36 +510,38 @@ class _RemoteHost:
             forgotten += self._sent_files.forget_staging()
         forgotten += self._sent_files.forget_old_payloads()
         self.link.send_in_order(
-            itertools.chain(*copying, [packet], [frames.Forget(forgotten)] if forgotten else [])
+            itertools.chain(
+                *copying, [packet], [wire_frames.Forget(forgotten)] if forgotten else []
+            )
         )
         self.write()
 
     def _attach(
-        self, file_descriptor: int, copying: list[Iterator[frames.NewFile | FileBytes]]
-    ) -> frames.FileCopy | frames.SecondChannel | frames.StoreListener:
+        self, file_descriptor: int, copying: list[Iterator[wire_frames.NewFile | FileBytes]]
+    ) -> wire_frames.FileCopy | wire_frames.SecondChannel | wire_frames.StoreListener:
         """What stands for a descriptor on the other side."""
         if stat.S_ISREG(os.fstat(file_descriptor).st_mode):
             file_number, copy_frames = self._sent_files.share(file_descriptor)
             copying.append(copy_frames)
-            return frames.FileCopy(file_number)
+            return wire_frames.FileCopy(file_number)
         with socket.socket(fileno=os.dup(file_descriptor)) as attached_socket:
             if attached_socket.family != socket.AF_UNIX:
-                return frames.StoreListener()
+                return wire_frames.StoreListener()
             number = next(self._numbers)
             self._second_channels[number] = self._open_port(number, attached_socket.detach())
-            return frames.SecondChannel(number)
+            return wire_frames.SecondChannel(number)
 
-    def _on_packet(self, frame: frames.Packet) -> None:
+    def _on_packet(self, frame: wire_frames.Packet) -> None:
         """Pass a message of a worker on to the notebook, with its files."""
         file_descriptors = [
             self._received_files.take(one.number)
             for one in frame.attached
-            if isinstance(one, frames.FileCopy)
+            if isinstance(one, wire_frames.FileCopy)
         ]
         packet_bytes, is_urgent = self._convert(frame.content, file_descriptors)
         worker = self._workers.get(frame.channel)
         if worker is None:
-            shared_memory.close_all(file_descriptors)
+            memfd.close_all(file_descriptors)
             return
         if is_urgent and worker.port.try_put(packet_bytes, file_descriptors):
             return
@@ -561,13 +567,13 @@ class _RemoteHost:
         file_descriptors += spill_files
         return packet_bytes, isinstance(message, messaging.Interrupting)
 
-    def _on_packets_taken(self, frame: frames.PacketsTaken) -> None:
+    def _on_packets_taken(self, frame: wire_frames.PacketsTaken) -> None:
         worker = self._workers.get(frame.channel)
         port = worker.port if worker else self._second_channels.get(frame.channel)
         if port is not None:
             port.taken(frame.num_packets)
 
-    def _on_channel_closed(self, frame: frames.ChannelClosed) -> None:
+    def _on_channel_closed(self, frame: wire_frames.ChannelClosed) -> None:
         # A worker's first channel is closed with its end, which is still to come.
         port = self._second_channels.pop(frame.channel, None)
         if port is not None:
@@ -575,7 +581,7 @@ class _RemoteHost:
 
     # ---- files
 
-    def _on_new_file(self, frame: frames.NewFile) -> None:
+    def _on_new_file(self, frame: wire_frames.NewFile) -> None:
         self._received_files.create(frame)
 
     def _take_piece(self, piece: FileBytes) -> None:
@@ -594,17 +600,17 @@ _TIMED_MESSAGES = (
     messaging.Failed,
 )
 _TAKERS: dict[type, Callable[[_RemoteHost, Any], None]] = {
-    frames.AgentReady: _RemoteHost._on_ready,
-    frames.Pong: _RemoteHost._on_pong,
-    frames.StoreBound: _RemoteHost._on_store_bound,
-    frames.WorkerForked: _RemoteHost._on_forked,
-    frames.WorkersSeen: _RemoteHost._on_workers_seen,
-    frames.Output: _RemoteHost._on_output,
-    frames.WorkerEnded: _RemoteHost._on_end,
-    frames.Packet: _RemoteHost._on_packet,
-    frames.PacketsTaken: _RemoteHost._on_packets_taken,
-    frames.ChannelClosed: _RemoteHost._on_channel_closed,
-    frames.NewFile: _RemoteHost._on_new_file,
+    wire_frames.AgentReady: _RemoteHost._on_ready,
+    wire_frames.Pong: _RemoteHost._on_pong,
+    wire_frames.StoreBound: _RemoteHost._on_store_bound,
+    wire_frames.WorkerForked: _RemoteHost._on_forked,
+    wire_frames.WorkersSeen: _RemoteHost._on_workers_seen,
+    wire_frames.Output: _RemoteHost._on_output,
+    wire_frames.WorkerEnded: _RemoteHost._on_end,
+    wire_frames.Packet: _RemoteHost._on_packet,
+    wire_frames.PacketsTaken: _RemoteHost._on_packets_taken,
+    wire_frames.ChannelClosed: _RemoteHost._on_channel_closed,
+    wire_frames.NewFile: _RemoteHost._on_new_file,
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nbaccel.workers.process_use import ProcessUse
+from nbaccel.workers.resource_use import ProcessUse
 
 __all__ = [
     "AskUse",

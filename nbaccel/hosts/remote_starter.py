@@ -10,13 +10,13 @@ import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from nbaccel.errors import StartupFailed
+from nbaccel.base.errors import StartupFailed
 from nbaccel.hosts import relay_messages
 from nbaccel.hosts.file_copies import ARENA, file_kind
 from nbaccel.hosts.helper_process import HelperProcess
-from nbaccel.transfer.shared_memory import file_identity
+from nbaccel.transfer.memfd import file_identity
 from nbaccel.workers import messaging, time_limits
-from nbaccel.workers.process_use import ProcessUse
+from nbaccel.workers.resource_use import ProcessUse
 from nbaccel.workers.start_method import HostShare
 from nbaccel.workers.worker import WorkerEnds
 

@@ -29,11 +29,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbaccel import torch_private
-from nbaccel.errors import ConfigError
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import format_bytes
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
-from nbaccel.units import format_bytes
 
 __all__ = [
     "Activations",

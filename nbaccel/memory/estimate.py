@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from nbaccel import _catalog
+from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.memory.model_size import Shape
+from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
-from nbaccel.units import count_noun, format_bytes
 
 __all__ = ["Bytes", "MemoryEstimate", "common_notes", "free_on_devices", "replicated"]
 
@@ -237,7 +237,7 @@ def free_on_devices(inventory: Inventory, num_processes: int) -> int | None:
     Returns:
         Bytes; None where processes compute in host memory.
     """
-    units = (inventory.gpus or _catalog.usable_units(inventory))[:num_processes]
+    units = (inventory.gpus or registry.usable_units(inventory))[:num_processes]
     return min((unit.free_bytes for unit in units), default=None)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.errors import ConfigError
-from nbaccel.units import first_few
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import first_few
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbaccel.capabilities import DEVICES, device_row, precision_row
+from nbaccel.base.units import format_seconds
+from nbaccel.config.capabilities import DEVICES, device_row, precision_row
 from nbaccel.plan.inventory import Gpu, Inventory
-from nbaccel.units import format_seconds
 
 __all__ = [
     "SHORTEST_S",

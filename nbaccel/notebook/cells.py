@@ -10,9 +10,9 @@ from types import FrameType
 
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
-from nbaccel import ipython_private
-from nbaccel.frames import Frame, cell_number, is_module
-from nbaccel.pool.cell_source import CellSource
+from nbaccel.base import ipython_private
+from nbaccel.base.frames import Frame, cell_number, is_module
+from nbaccel.calls.cell_source import CellSource
 
 __all__ = ["CELL_MAGIC", "Cells", "is_for_us"]
 

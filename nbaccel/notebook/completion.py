@@ -15,7 +15,7 @@ from typing import Any
 
 from IPython.core import completer, page
 
-from nbaccel import ipython_private
+from nbaccel.base import ipython_private
 from nbaccel.notebook.cells import is_for_us
 from nbaccel.notebook.magic_line import config_names
 from nbaccel.notebook.options import SUBCOMMANDS, MagicOption, find_option, options_of

@@ -6,13 +6,13 @@ import atexit
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbaccel import _catalog
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion, Inspection
 from nbaccel.notebook.hints import Hints
 from nbaccel.notebook.magics import MAGIC_NAME, cell_magic, line_magic
 from nbaccel.notebook.session import Readiness, Session
 from nbaccel.notebook.worker_board import WorkerBoard
+from nbaccel.plan import registry
 from nbaccel.workers import template_learning, template_prestart
 
 __all__ = ["Extension", "load_extension", "unload_extension"]
@@ -38,7 +38,7 @@ class Extension:
         self._started_template = template_prestart.current() is None
         # Now, so that its imports are done by the time the first cell is run.
         if self._started_template:
-            template_learning.learner(_catalog.prepare_notebook()).start_ahead()
+            template_learning.learner(registry.prepare_notebook()).start_ahead()
         template_learning.follow_cells()
         register_magic = self.shell.magics_manager.register_function
         register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)

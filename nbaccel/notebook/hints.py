@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from nbaccel import frames
-from nbaccel.errors import WorkerFailed
-from nbaccel.failures.failure import FailureRecord, RaisedError
-from nbaccel.log import write_notice
+from nbaccel.base import frames
+from nbaccel.base.errors import WorkerFailed
+from nbaccel.base.log import write_notice
+from nbaccel.base.rendering import coloured
 from nbaccel.notebook.session import Session
-from nbaccel.rendering import coloured
+from nbaccel.workers.failure import FailureRecord, RaisedError
 
 __all__ = ["Hints", "failure_text"]
 

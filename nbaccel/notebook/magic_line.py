@@ -11,9 +11,10 @@ from typing import Any
 
 from IPython.utils.text import DollarFormatter
 
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun, number_ranges
 from nbaccel.config import RunConfig
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.errors import ConfigError
 from nbaccel.notebook.options import (
     OWN_OPTIONS,
     SUBCOMMANDS,
@@ -23,7 +24,6 @@ from nbaccel.notebook.options import (
     options_of,
     setting_options,
 )
-from nbaccel.units import count_noun, number_ranges
 
 __all__ = [
     "MagicLine",

@@ -7,8 +7,9 @@ from typing import Any
 
 from IPython.core.magic import no_var_expand
 
+from nbaccel.base.errors import ConfigError, WorkerFailed
+from nbaccel.calls.cell_source import CellSource
 from nbaccel.config.mistakes import closest
-from nbaccel.errors import ConfigError, WorkerFailed
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.magic_line import (
     MagicLine,
@@ -22,7 +23,6 @@ from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
 from nbaccel.output.report.collecting import latest_run, report_of
 from nbaccel.output.report.run_report import RunReport
-from nbaccel.pool.cell_source import CellSource
 
 __all__ = ["MAGIC_NAME", "cell_magic", "line_magic"]
 
@@ -167,8 +167,8 @@ def _latest_report(session: Session, magic_line: MagicLine) -> RunReport:
 
 
 def _print_traceback(session: Session, magic_line: MagicLine) -> None:
+    from nbaccel.calls import outcome  # imports torch, which a notebook may not need
     from nbaccel.notebook.hints import failure_text
-    from nbaccel.supervision import outcome  # imports torch, which a notebook may not need
 
     failure_records = outcome.latest_failure()
     if not failure_records:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbaccel._optional import require
+from nbaccel.base.optional_packages import require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.model import PickerModel

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import format_bytes
+from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_planning import plan_pool
+from nbaccel.calls.pool_states import PoolState
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError
 from nbaccel.notebook.magic_line import MagicLine, check_ranks, missing_names, ranks_as_text
 from nbaccel.notebook.picker.exporters import flag_of
 from nbaccel.plan import Plan
-from nbaccel.pool.cell_source import CellSource
-from nbaccel.pool.planning import plan_pool
-from nbaccel.pool.states import PoolState
-from nbaccel.units import format_bytes
 from nbaccel.workers import template_learning
 from nbaccel.workers.template_facts import told_left_out
 
 if TYPE_CHECKING:
+    from nbaccel.calls.pool import Pool
     from nbaccel.notebook.pickers import Picker
-    from nbaccel.pool.worker_pool import Pool
 
 
 __all__ = ["Readiness", "Session"]
 
 
 # The pool, and what of numpy it uses at its start: together half of a first cell's time.
-_NEEDED_MODULES = ("nbaccel.pool.worker_pool", "numpy.random")
+_NEEDED_MODULES = ("nbaccel.calls.pool", "numpy.random")
 
 
 class Readiness:
@@ -267,7 +267,7 @@ class Session:
     def _start(self, config: RunConfig, *, joins_group: bool) -> Pool:
         plan_pool(config)  # refuses before the import below, which may take seconds
         # Not at the top: it imports torch.
-        from nbaccel.pool.worker_pool import Pool
+        from nbaccel.calls.pool import Pool
 
         new_pool = Pool(config=config, namespace=self.shell.user_ns, dist=joins_group)
         new_pool.on_look = self._looked

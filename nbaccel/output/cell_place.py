@@ -19,7 +19,7 @@ import importlib
 import uuid
 from typing import Any
 
-from nbaccel import env, frames, ipython_private
+from nbaccel.base import env, frames, ipython_private
 from nbaccel.output import publish
 
 __all__ = ["VIEW_MIME", "CellPlace"]

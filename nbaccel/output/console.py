@@ -39,10 +39,9 @@ from dataclasses import dataclass
 from string import Template
 from typing import TextIO
 
+from nbaccel.base.units import number_ranges, shorten_text
 from nbaccel.output import publish
-from nbaccel.output.bar_text import BarText, RankBars, read_bar, split_bar
 from nbaccel.output.cell_place import CellPlace
-from nbaccel.output.library_messages import LibraryMessages
 from nbaccel.output.lines import (
     LineAssembler,
     LineMerger,
@@ -54,7 +53,8 @@ from nbaccel.output.lines import (
 from nbaccel.output.rank_logs import RankLogs
 from nbaccel.output.recent_lines import RecentLines
 from nbaccel.output.seen_warnings import SeenWarnings
-from nbaccel.units import number_ranges, shorten_text
+from nbaccel.output.torch_log_lines import LibraryMessages
+from nbaccel.output.tqdm_text import BarText, RankBars, read_bar, split_bar
 from nbaccel.workers import messaging
 
 __all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace"]

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from nbaccel.units import mark_left_out
+from nbaccel.base.units import mark_left_out
 from nbaccel.workers import messaging
 
 __all__ = ["LineAssembler", "LineMerger", "OutputItem", "PrintedLine", "RichOutput", "stream_of"]

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbaccel import frames, ipython_private
-from nbaccel.units import number_ranges
+from nbaccel.base import frames, ipython_private
+from nbaccel.base.units import number_ranges
 
 __all__ = ["PublishBundle", "show_results"]
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from nbaccel.errors import ConfigError
-from nbaccel.log import write_notice
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import write_notice
 from nbaccel.plan import Plan
 
 __all__ = ["STREAM_NAMES", "RankLogs", "hidden_streams", "logs_of_run"]

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nbaccel.units import shorten_text
+from nbaccel.base.units import shorten_text
 
 __all__ = ["RecentLine", "RecentLines"]
 

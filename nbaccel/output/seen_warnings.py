@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nbaccel.units import shorten_text
+from nbaccel.base.units import shorten_text
 
 __all__ = ["SeenWarnings", "WarningCount"]
 

@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from nbaccel.base.units import count_noun
 from nbaccel.output.cell_place import CellPlace
-from nbaccel.units import count_noun
 
 __all__ = ["WaitingLine"]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nbaccel.capabilities import (
+from nbaccel.config import Fp8Config
+from nbaccel.config.capabilities import (
     FP8_RECIPE_CAPABILITIES,
     DeviceRow,
     Fp8Choice,
@@ -15,7 +16,6 @@ from nbaccel.capabilities import (
     StrategyRow,
     fp8_backend,
 )
-from nbaccel.config import Fp8Config
 from nbaccel.plan.launch_plan import Choice
 
 __all__ = [

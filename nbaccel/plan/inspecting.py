@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from nbaccel import _catalog, env
-from nbaccel._optional import installed_version
-from nbaccel.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
+from nbaccel.base import env
+from nbaccel.base.optional_packages import installed_version
+from nbaccel.config.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
+from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 
 __all__ = ["Limits", "free_host_bytes", "inspect_machine", "read_limits"]
@@ -217,7 +218,7 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
     device_facts: dict[str, Any] = {}
     for row in DEVICES:
         try:
-            detected = _catalog.known_device(row.name).detect(environ)
+            detected = registry.known_device(row.name).detect(environ)
         except Exception as error:  # code of another package must not prevent every launch
             error_text = f"{type(error).__name__}: {error}".removesuffix(".")
             problems.append(

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 
 __all__ = ["Gpu", "Inventory", "TpuHost"]
 

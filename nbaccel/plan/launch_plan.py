@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nbaccel.capabilities import START_METHODS, device_row, engine_row, start_method_row
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError
+from nbaccel.config.capabilities import START_METHODS, device_row, engine_row, start_method_row
 from nbaccel.plan.inventory import Inventory
-from nbaccel.units import count_noun
 
 __all__ = ["Choice", "Plan", "choices_table", "copies_in_turn"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbaccel.capabilities import (
+from nbaccel.config.capabilities import (
     DEVICES,
     FP8_BACKENDS,
     PRECISIONS,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from nbaccel.capabilities import device_row
+from nbaccel.base.units import count_noun
 from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import device_row
 from nbaccel.plan.inventory import Gpu, Inventory
-from nbaccel.units import count_noun
 
 __all__ = ["named_setting", "with_named_gpus"]
 

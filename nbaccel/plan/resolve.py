@@ -1,7 +1,7 @@
 """``resolve``: a `RunConfig` and an `Inventory` become a `Plan`.
 
 Here, in the notebook's process and in milliseconds, everything is refused that can be refused, all
-mistakes at once. It decides by the rows of ``nbaccel.capabilities`` and starts nothing.
+mistakes at once. It decides by the rows of ``nbaccel.config.capabilities`` and starts nothing.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
-from nbaccel import _catalog
-from nbaccel.abc.asking import Said, Wanted
-from nbaccel.capabilities import (
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.units import count_noun, format_bytes
+from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import (
     DEVICES,
     ENGINES,
     DeviceRow,
@@ -26,9 +27,9 @@ from nbaccel.capabilities import (
     strategy_fits,
     strategy_row,
 )
-from nbaccel.config import RunConfig
 from nbaccel.config.engine_choice import chosen_engine
-from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.asking import Said, Wanted
 from nbaccel.plan.fp8_choice import (
     choose_fp8,
     fp8_choices,
@@ -40,8 +41,7 @@ from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
-from nbaccel.plan.training import unfit_count
-from nbaccel.units import count_noun, format_bytes
+from nbaccel.plan.training_plan import unfit_count
 
 __all__ = ["resolve"]
 
@@ -145,7 +145,7 @@ def _look_at(config: RunConfig, inventory: Inventory | None, findings: _Findings
 
 def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> Choice:
     if config.device != "auto":
-        if refusal_text := _catalog.known_device(config.device).refusal(found):
+        if refusal_text := registry.known_device(config.device).refusal(found):
             findings.mistakes.append(refusal_text)
         if device_row(config.device).never_run:
             findings.warnings.append(
@@ -156,7 +156,7 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
             "device", config.device, f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
         )
     unused_devices = []
-    for device in _catalog.known_devices():
+    for device in registry.known_devices():
         device_row_of, device_units = device.row, device.units(found)
         if device_units and (idle_reason := device.idle_reason(found)):
             unused_devices.append(_describe_units(device_row_of, device_units))
@@ -180,7 +180,7 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
     """The devices that are there beside the requested one."""
     if not device_row(device_name).in_host_memory:
         return ""
-    other_devices = [(device.row, device.units(found)) for device in _catalog.known_devices()]
+    other_devices = [(device.row, device.units(found)) for device in registry.known_devices()]
     idle_devices = [
         _describe_units(other_row, device_units)
         for other_row, device_units in other_devices
@@ -197,7 +197,7 @@ def _choose_num_processes(
         return Choice(setting_name, config.num_processes, _AS_REQUESTED)
     if engine_row(str(engine.value)).starts_agents:
         # With a mistake the hosts may not even be readable.
-        hosts = [] if findings.mistakes else _catalog.engine(str(engine.value)).hosts(config)
+        hosts = [] if findings.mistakes else registry.engine(str(engine.value)).hosts(config)
         num_slots = sum(host.slots or 1 for host in hosts)
         reason = f"the slots of {count_noun(len(hosts), 'host')}"
         if any(host.slots is None for host in hosts):
@@ -208,7 +208,7 @@ def _choose_num_processes(
     if config.strategy != "auto" and strategy_row(config.strategy).drives_all:
         reason = f'strategy="{config.strategy}" drives all devices from one process'
         return Choice(setting_name, 1, reason)
-    if device_units := _catalog.known_device(chosen_row.name).units(found):
+    if device_units := registry.known_device(chosen_row.name).units(found):
         return Choice(
             setting_name, len(device_units), f"one per {chosen_row.noun}, {len(device_units)} found"
         )
@@ -224,7 +224,7 @@ def _check_device(
     config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
 ) -> tuple[Choice, ...]:
     """What the device itself decides, refuses and warns of."""
-    chosen_device = _catalog.known_device(str(device.value))
+    chosen_device = registry.known_device(str(device.value))
     if problem_text := chosen_device.launch_problem(found, config, int(count.value)):
         findings.mistakes.append(problem_text)
     findings.warnings.extend(chosen_device.plan_warnings(found, config))
@@ -234,7 +234,7 @@ def _check_device(
 def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     engine_name, reason = chosen_engine(config)
     if engine_row(engine_name).starts_agents:
-        unavailable_reason = _catalog.engine(engine_name).unavailable_reason(config)
+        unavailable_reason = registry.engine(engine_name).unavailable_reason(config)
         if unavailable_reason:
             findings.mistakes.append(unavailable_reason)
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
@@ -269,7 +269,7 @@ def _choose_start_method(
     setting_name = "start_method"
     if config.start_method != "auto":
         choice = Choice(setting_name, config.start_method, _AS_REQUESTED)
-    elif _catalog.known_device(str(device.value)).own_process:
+    elif registry.known_device(str(device.value)).own_process:
         reason = "the notebook's own process must not hold the device: it keeps it until it ends"
         choice = Choice(setting_name, "template", reason)
     elif count.value == 1 and named_setting(config) and _cannot_choose_gpus(device):
@@ -302,7 +302,7 @@ def _cannot_choose_gpus(device: Choice) -> bool:
     """Whether this process has begun to use GPUs, and no variable changes which."""
     device_name = str(device.value)
     is_accelerator = not device_row(device_name).in_host_memory
-    return is_accelerator and bool(_catalog.known_device(device_name).hazards())
+    return is_accelerator and bool(registry.known_device(device_name).hazards())
 
 
 def _needs_pipes(config: RunConfig) -> str:
@@ -343,7 +343,7 @@ def _choose_backend(
         int(count.value),
         device_row(str(device.value)),
     )
-    device_units = _catalog.known_device(chosen_row.name).units(found)
+    device_units = registry.known_device(chosen_row.name).units(found)
     backend_name = group_backend(chosen_row, num_local=num_workers, num_devices=len(device_units))
     # Such a backend takes any number of ranks on one device, so there is nothing to decide.
     if chosen_row.group_backend == chosen_row.shared_group_backend:
@@ -417,7 +417,7 @@ def _lowest_capability(found: Inventory, device: Choice, count: Choice) -> tuple
 
 def _units_with_workers(found: Inventory, device: Choice, count: Choice) -> tuple[Gpu, ...]:
     """The GPUs that will have a worker: an older one that stays idle does not matter."""
-    device_units = _catalog.known_device(str(device.value)).units(found)
+    device_units = registry.known_device(str(device.value)).units(found)
     # Which of them are the first is not known where CUDA may count in another order.
     return device_units[: int(count.value)] if found.gpu_order_known else device_units
 
@@ -518,7 +518,7 @@ def _choose_strategy(
 ) -> tuple[Wanted | None, tuple[Choice, ...]]:
     """The strategy of the training, where the configuration requests one."""
     try:
-        requested_strategy = _catalog.wanted_strategy(Said(run=config))
+        requested_strategy = registry.wanted_strategy(Said(run=config))
     except ConfigError as error:
         findings.mistakes.extend(error.mistakes)
         return None, ()

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from nbaccel.abc.precision import Precision, PrecisionSettings
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.plan.contracts.precision import Precision, PrecisionSettings
 from nbaccel.precision.scaler import LossScaler
 
 if TYPE_CHECKING:

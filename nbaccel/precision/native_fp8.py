@@ -13,19 +13,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.precision import PrecisionSettings
-from nbaccel.errors import ConfigError
-from nbaccel.fp8.conversion import (
+from nbaccel.base.errors import ConfigError
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.precision import PrecisionSettings
+from nbaccel.precision.fp8.conversion import (
     LayerSelection,
     require_layers,
     restore_layers,
     select_layers,
 )
-from nbaccel.fp8.delayed_scaling import AmaxHistory
-from nbaccel.fp8.formats import E4M3, E5M2, NumberFormat, accumulation_format
-from nbaccel.fp8.linear import Fp8Linear, LayerRecipe, convert_layer
-from nbaccel.precision.fp8 import Fp8Precision
+from nbaccel.precision.fp8.delayed_scaling import AmaxHistory
+from nbaccel.precision.fp8.formats import E4M3, E5M2, NumberFormat, accumulation_format
+from nbaccel.precision.fp8.linear import Fp8Linear, LayerRecipe, convert_layer
+from nbaccel.precision.fp8_base import Fp8Precision
 
 __all__ = ["NativeFp8"]
 

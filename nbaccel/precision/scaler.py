@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nbaccel import torch_private
-from nbaccel.errors import UserMistake
+from nbaccel.base import torch_private
+from nbaccel.base.errors import UserMistake
 
 __all__ = ["LossScaler"]
 

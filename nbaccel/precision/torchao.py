@@ -19,17 +19,17 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbaccel._optional import require
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.precision import PrecisionSettings
+from nbaccel.base.optional_packages import require
 from nbaccel.config.fp8_handlers import AORecipeKwargs
-from nbaccel.fp8.conversion import (
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.precision import PrecisionSettings
+from nbaccel.precision.fp8.conversion import (
     LayerSelection,
     follow_parameters,
     require_layers,
     select_layers,
 )
-from nbaccel.precision.fp8 import Fp8Precision
+from nbaccel.precision.fp8_base import Fp8Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

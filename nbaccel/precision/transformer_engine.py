@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel._optional import require
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.precision import PrecisionSettings
+from nbaccel.base.errors import ConfigError, MissingBackend
+from nbaccel.base.log import write_notice
+from nbaccel.base.optional_packages import require
 from nbaccel.config import Fp8Config
-from nbaccel.errors import ConfigError, MissingBackend
-from nbaccel.fp8.conversion import require_layers, select_layers
-from nbaccel.log import write_notice
-from nbaccel.precision.fp8 import Fp8Precision
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.precision import PrecisionSettings
+from nbaccel.precision.fp8.conversion import require_layers, select_layers
+from nbaccel.precision.fp8_base import Fp8Precision
 
 __all__ = [
     "TransformerEngineForward",

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
-from nbaccel.errors import ConfigError
 
 __all__ = ["choose_modules", "ignored_parameters", "own_block_classes"]
 

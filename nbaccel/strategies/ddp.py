@@ -16,19 +16,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import spent_time, torch_private
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.place import Place
-from nbaccel.abc.strategy import Strategy
+from nbaccel.base import spent_time, torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
-from nbaccel.errors import ConfigError
-from nbaccel.fp8.gradient_exchange import fp8_compress_hook
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.precision.fp8.gradient_exchange import fp8_compress_hook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.abc.precision import Precision
-    from nbaccel.plan.training import TrainingRequest
+    from nbaccel.plan.contracts.precision import Precision
+    from nbaccel.plan.training_plan import TrainingRequest
 
 __all__ = ["DdpStrategy"]
 

@@ -41,14 +41,14 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbaccel import mapped_files, torch_private
-from nbaccel.abc.asking import SaidBySettings
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.place import Place
-from nbaccel.abc.precision import Precision
-from nbaccel.abc.strategy import Strategy
+from nbaccel.base import mapped_files, torch_private
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
-from nbaccel.errors import ConfigError, PlatformUnsupported
+from nbaccel.plan.contracts.asking import SaidBySettings
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.precision import Precision
+from nbaccel.plan.contracts.strategy import Strategy
 from nbaccel.strategies import optimizer_shards, sharded_checkpoints
 from nbaccel.strategies.choosing import choose_modules, ignored_parameters
 from nbaccel.strategies.norms import clip_grad_norm
@@ -56,7 +56,7 @@ from nbaccel.strategies.norms import clip_grad_norm
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.plan.training import TrainingRequest
+    from nbaccel.plan.training_plan import TrainingRequest
 
 __all__ = ["FsdpStrategy"]
 

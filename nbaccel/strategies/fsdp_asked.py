@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbaccel.abc.asking import Said, Wanted
 from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
+from nbaccel.plan.contracts.asking import Said, Wanted
 
 __all__ = ["fsdp_request"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 
 __all__ = [
     "can_checkpoint_gradients",

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel import _catalog
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.place import Place
-from nbaccel.abc.strategy import Strategy
-from nbaccel.errors import CollectiveMismatch
-from nbaccel.flat import by_dtype, flatten, unflatten
+from nbaccel.base.errors import CollectiveMismatch
+from nbaccel.base.flat import by_dtype, flatten, unflatten
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -46,7 +46,7 @@ class ReplicasStrategy(Strategy):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        self._device = _catalog.device(place.device_name)
+        self._device = registry.device(place.device_name)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._equal_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_new_gradients = False

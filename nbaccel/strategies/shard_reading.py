@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
-from nbaccel.errors import CheckpointDamaged
+from nbaccel.base.errors import CheckpointDamaged
 
 __all__ = ["SHARDS_REMEDY", "plain_object", "read_entries", "read_metadata"]
 

@@ -44,9 +44,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nbaccel.abc.place import Place
-from nbaccel.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
-from nbaccel.intact import Window, archive_problem
+from nbaccel.base.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
+from nbaccel.base.intact import Window, archive_problem
+from nbaccel.plan.contracts.place import Place
 from nbaccel.strategies import optimizer_shards
 from nbaccel.strategies.shard_reading import (
     SHARDS_REMEDY,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.strategy import Strategy
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.place import Place
-from nbaccel.abc.strategy import Strategy
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.strategy import Strategy
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:

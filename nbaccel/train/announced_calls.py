@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nbaccel import frames
+from nbaccel.base import frames
 
 __all__ = ["NOT_SEEN", "AnnouncedCall", "Entry", "describe_detail", "encode_call", "user_place"]
 

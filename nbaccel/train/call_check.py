@@ -22,9 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbaccel import spent_time, torch_private
-from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, UnsafeMoment
-from nbaccel.log import write_notice
+from nbaccel.base import spent_time, torch_private
+from nbaccel.base.errors import CollectiveMismatch, CollectiveTimeout, UnsafeMoment
+from nbaccel.base.log import write_notice
+from nbaccel.base.units import format_seconds
 from nbaccel.train import page_setup
 from nbaccel.train.announced_calls import (
     AnnouncedCall,
@@ -34,7 +35,6 @@ from nbaccel.train.announced_calls import (
     user_place,
 )
 from nbaccel.train.entry_exchange import EntryExchange
-from nbaccel.units import format_seconds
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

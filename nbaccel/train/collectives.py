@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from nbaccel.abc.place import Place
-from nbaccel.errors import CollectiveMismatch, ConfigError
+from nbaccel.base.errors import CollectiveMismatch, ConfigError
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
 from nbaccel.train.host_tensors import COPIED_TYPES, NUMBER_TYPES, HostTensors
 from nbaccel.train.trees import leaves, map_leaves, map_tensors, slice_rows

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from nbaccel.abc.device import CompileCounts, DeviceRuntime
-from nbaccel.log import write_notice
+from nbaccel.base.log import write_notice
+from nbaccel.base.units import count_noun, format_seconds
+from nbaccel.plan.contracts.device import CompileCounts, DeviceRuntime
 from nbaccel.train.trees import leaves
-from nbaccel.units import count_noun, format_seconds
 from nbaccel.workers import metrics_reporter
 
 __all__ = ["CompileWatch"]

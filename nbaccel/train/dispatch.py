@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
-from nbaccel.errors import CollectiveMismatch, ConfigError
+from nbaccel.base.errors import CollectiveMismatch, ConfigError
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import LoaderPosition, LoaderSettings, PreparedLoader
 from nbaccel.train.trees import (

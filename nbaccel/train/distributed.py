@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from nbaccel import _catalog, env
-from nbaccel.abc.device import Device
-from nbaccel.abc.place import Place
-from nbaccel.capabilities import driven_devices
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import driven_devices
 from nbaccel.config.handlers import InitProcessGroupKwargs
-from nbaccel.errors import ConfigError
-from nbaccel.topology import DEVICE_VARIABLE
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.device import Device
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.topology import DEVICE_VARIABLE
 from nbaccel.train import call_check
 from nbaccel.train.collectives import DEFAULT_TIMEOUT_S, Collectives
 
@@ -61,7 +62,7 @@ def init_process(
     """
     settings = settings or InitProcessGroupKwargs()
     environment = _process_numbers()
-    device_backend = _catalog.device(device or name_device(cpu=cpu))
+    device_backend = registry.device(device or name_device(cpu=cpu))
     # Before the process group: NCCL's exchange of objects goes through the current device.
     device_backend.enter_worker(environment["local_rank"])
     torch_device = device_backend.torch_device(environment["local_rank"])
@@ -168,7 +169,7 @@ def name_device(*, cpu: bool = False) -> str:
     if (asked_device := _asked_device()) is not None:
         return _row_of(asked_device)
     # The first device is the host, which is what remains if none of the others is ready.
-    ready_devices = (device.name for device in _catalog.devices()[1:] if _is_device_ready(device))
+    ready_devices = (device.name for device in registry.devices()[1:] if _is_device_ready(device))
     return next(ready_devices, host_row.name)
 
 
@@ -193,7 +194,7 @@ def _asked_device() -> torch.device | None:
 
 
 def _row_of(asked_device: torch.device) -> str:
-    row_names = [device.name for device in _catalog.devices() if device.kind == asked_device.type]
+    row_names = [device.name for device in registry.devices() if device.kind == asked_device.type]
     if not row_names:
         raise ConfigError(
             f"Environment variable {_TORCH_DEVICE_VARIABLE}={str(asked_device)!r} names a device "
@@ -215,7 +216,7 @@ def _check_device_name(name: str) -> str:
 
 def find_device(local_rank: int = 0, *, cpu: bool = False) -> torch.device:
     """The device that this process computes on: its GPU where there is one, else the CPU."""
-    return _catalog.device(name_device(cpu=cpu)).torch_device(local_rank)
+    return registry.device(name_device(cpu=cpu)).torch_device(local_rank)
 
 
 def _process_numbers() -> dict[str, int]:

@@ -13,8 +13,8 @@ import os
 import weakref
 from typing import Protocol
 
-from nbaccel.abc.device import DeviceRuntime
 from nbaccel.config.handlers import GradientAccumulationPlugin
+from nbaccel.plan.contracts.device import DeviceRuntime
 from nbaccel.train import distributed
 from nbaccel.train.compile_watch import CompileWatch
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nbaccel.errors import InternalError
+from nbaccel.base.errors import InternalError
 from nbaccel.train.shared_page import ALIGNMENT, aligned
 from nbaccel.train.trees import leaves, map_tensors
 

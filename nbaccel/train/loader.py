@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from nbaccel import _catalog, spent_time, torch_private
-from nbaccel.abc.place import Place
-from nbaccel.errors import ConfigError
+from nbaccel.base import spent_time, torch_private
+from nbaccel.base.errors import ConfigError
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed, rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
@@ -435,7 +436,7 @@ class PreparedLoader(DataLoader[Any]):
             batch_source, current_batch = self._begin_epoch()
         batches_seen = position.batches_seen
         must_move = self._must_move(current_batch)
-        device = _catalog.device_runtime(settings.place.device_name)
+        device = registry.device_runtime(settings.place.device_name)
         watch = self.gradient_state.compile_watch(device)
         while current_batch is not _END_OF_EPOCH:
             with spent_time.reading_data:

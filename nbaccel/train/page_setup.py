@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from nbaccel import env, torch_private
-from nbaccel.errors import ConfigError
+from nbaccel.base import env, torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.train.shared_page import TOKEN_BYTES, SharedPage, page_bytes
-from nbaccel.transfer import shared_memory
+from nbaccel.transfer import memfd
 
 __all__ = ["ROUTE_VARIABLE", "Meeting", "meet", "wanted_route"]
 
@@ -166,8 +166,8 @@ def _map_page(
     if rank == host[0]:
         path = ""
         try:
-            descriptor = shared_memory.create_file("collectives", page_bytes(len(host)))
-            open_files.enter_context(shared_memory.closing_files(descriptor))
+            descriptor = memfd.create_file("collectives", page_bytes(len(host)))
+            open_files.enter_context(memfd.closing_files(descriptor))
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
         finally:
             # In any case, because the others wait for it.
@@ -178,7 +178,7 @@ def _map_page(
     if not path or not str(Path(path).readlink()).startswith("/memfd:nbaccel-"):
         return None
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    with shared_memory.closing_files(descriptor):
+    with memfd.closing_files(descriptor):
         if os.fstat(descriptor).st_size != page_bytes(len(host)):
             return None
         return SharedPage(descriptor, len(host))

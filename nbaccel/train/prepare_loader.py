@@ -16,10 +16,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from nbaccel import _catalog, _optional, torch_private
-from nbaccel.abc.place import Place
+from nbaccel.base import optional_packages, torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DataLoaderConfiguration
-from nbaccel.errors import ConfigError
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.dispatch import DispatchLoader, SliceFn
 from nbaccel.train.gradient import GradientState
@@ -185,7 +186,7 @@ class _LoaderPreparation:
             collectives=self.collectives,
             device=self.place.device if self.put_on_device else None,
             non_blocking=self.settings.non_blocking
-            and _catalog.device_runtime(self.place.device_name).copies_without_blocking,
+            and registry.device_runtime(self.place.device_name).copies_without_blocking,
             rng_types=rng_types,
             synchronized=self.synchronized,
             batch_size=batch_size // world_size if batch_size and split_batches else batch_size,
@@ -455,7 +456,7 @@ def _loader_class(
 
 
 def _stateful_class() -> Any:
-    torchdata_module = _optional.require(
+    torchdata_module = optional_packages.require(
         "torchdata.stateful_dataloader",
         extra="stateful",
         why="DataLoaderConfiguration(use_stateful_dataloader=True)",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbaccel import torch_private
-from nbaccel.errors import ConfigError
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.train.gradient import GradientState
 
 __all__ = ["PreparedOptimizer"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from nbaccel import _catalog
 from nbaccel.config.handlers import ProfileKwargs
+from nbaccel.plan import registry
 from nbaccel.train.collectives import Collectives
 
 __all__ = ["profile_block"]
@@ -31,7 +31,7 @@ def profile_block(
         The profiler.
     """
     place = collectives.place
-    device_activities = _catalog.device(place.device_name).profiler_activities()
+    device_activities = registry.device(place.device_name).profiler_activities()
     settings = replace(settings, activities=settings.activities or device_activities)
     with settings.build() as profiler:
         yield profiler

@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from nbaccel import spent_time, torch_private
-from nbaccel.abc.place import Place
-from nbaccel.bars import Bar
-from nbaccel.log import notice_stream
-from nbaccel.output.bar_text import BATCH_UNIT
+from nbaccel.base import spent_time, torch_private
+from nbaccel.base.log import notice_stream
+from nbaccel.base.quiet_bars import Bar
+from nbaccel.output.tqdm_text import BATCH_UNIT
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size
 from nbaccel.workers import metrics_reporter

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbaccel import _catalog
-from nbaccel.abc.device import DeviceRuntime
-from nbaccel.abc.place import Place
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.errors import ConfigError
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.device import DeviceRuntime
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
@@ -97,7 +97,7 @@ def capture_rng_states(place: Place) -> dict[str, Any]:
         and on a GPU ``torch_cuda_manual_seed`` (list of uint8, one per visible device), with the
         name of its kind in the place of ``cuda``.
     """
-    return _generator_states(_catalog.device(place.device_name))
+    return _generator_states(registry.device(place.device_name))
 
 
 def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
@@ -108,14 +108,14 @@ def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
         state: The states; a generator that is missing in it is left as it is, and so are those of
             accelerators on which the process does not compute.
     """
-    _set_generator_states(state, _catalog.device(place.device_name))
+    _set_generator_states(state, registry.device(place.device_name))
 
 
 @contextlib.contextmanager
 def preserve_rng_states() -> Iterator[None]:
     """Restore all global generators after the block."""
     # Chosen once: a device that the block initialises has no earlier state to restore.
-    awake_devices = tuple(_catalog.awake_accelerators())
+    awake_devices = tuple(registry.awake_accelerators())
     previous_states = _generator_states(*awake_devices)
     try:
         yield
@@ -203,7 +203,7 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
     }
     accessors |= {
         device.kind: (device.random_state, device.set_random_state)
-        for device in _catalog.devices()
+        for device in registry.devices()
         if device.has_random_state
     }
     if generator is not None:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 
 __all__ = [
     "BatchSamplerShard",

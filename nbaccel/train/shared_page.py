@@ -30,10 +30,10 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from nbaccel import processes
+from nbaccel.base import process_names
 from nbaccel.train import futex
 from nbaccel.train.announced_calls import Entry
-from nbaccel.transfer import shared_memory
+from nbaccel.transfer import memfd
 
 __all__ = ["ALIGNMENT", "DATA_BYTES", "TOKEN_BYTES", "SharedPage", "aligned", "page_bytes"]
 
@@ -42,7 +42,7 @@ DATA_BYTES = 1 << 20
 _TEXT_BYTES = 1 << 16
 _ENTRY_BYTES = _TEXT_BYTES + DATA_BYTES
 
-_HEADER_BYTES = shared_memory.PAGE_BYTES
+_HEADER_BYTES = memfd.PAGE_BYTES
 _BLOCK_BYTES = _HEADER_BYTES + 2 * _ENTRY_BYTES
 ALIGNMENT = 64
 """Of data in an entry, in bytes: that of torch's own tensors."""
@@ -84,9 +84,7 @@ class SharedPage:
     """
 
     def __init__(self, file_descriptor: int, num_processes: int) -> None:
-        mapping = shared_memory.Mapping(
-            file_descriptor, page_bytes(num_processes), is_private=False
-        )
+        mapping = memfd.Mapping(file_descriptor, page_bytes(num_processes), is_private=False)
         self._address = mapping.address
         self._memory = mapping.view(0, mapping.nbytes)  # keeps the mapping
         self._words = [
@@ -108,7 +106,7 @@ class SharedPage:
         """
         start = position * _BLOCK_BYTES
         process_id = os.getpid()
-        start_ticks = processes.start_ticks(process_id) or 0
+        start_ticks = process_names.start_ticks(process_id) or 0
         _WHO.pack_into(self._memory, start + _WHO_AT, process_id, start_ticks)
         self._memory[start + _TOKEN_AT : start + _TOKEN_AT + TOKEN_BYTES] = token
 
@@ -130,7 +128,7 @@ class SharedPage:
             return True
         process_id, start_ticks = self._writer(position)
         # Another process may have got the same number since.
-        return bool(start_ticks) and processes.start_ticks(process_id) != start_ticks
+        return bool(start_ticks) and process_names.start_ticks(process_id) != start_ticks
 
     def _writer(self, position: int) -> tuple[int, int]:
         process_id, start_ticks = _WHO.unpack_from(self._memory, position * _BLOCK_BYTES + _WHO_AT)

@@ -17,8 +17,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nbaccel import env
-from nbaccel._optional import is_package
+from nbaccel.base import env
+from nbaccel.base.optional_packages import is_package
 from nbaccel.train import distributed
 
 __all__ = [

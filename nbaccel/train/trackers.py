@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from nbaccel._optional import is_installed, require
-from nbaccel.abc.place import Place
+from nbaccel.base.errors import ConfigError, MissingBackend, PlatformUnsupported
+from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.config.enumerations import LoggerType
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.errors import ConfigError, MissingBackend, PlatformUnsupported
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed
 from nbaccel.train.tracker_classes import (
     TRACKER_SERVICES,

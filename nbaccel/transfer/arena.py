@@ -27,11 +27,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from nbaccel import torch_private
-from nbaccel.errors import ModelNotShareable
-from nbaccel.log import write_notice
-from nbaccel.transfer import shared_memory
-from nbaccel.units import first_few
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ModelNotShareable
+from nbaccel.base.log import write_notice
+from nbaccel.base.units import first_few
+from nbaccel.transfer import memfd
 
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 """Types with memory of their own: a DTensor, for one, has no address."""
@@ -39,7 +39,7 @@ PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _TENSOR_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction torch uses
 
 
-class Arena(shared_memory.Mapping):
+class Arena(memfd.Mapping):
     """A memory file mapped shared into this process, with the tensors that live in it.
 
     It stays as long as one of its tensors does. Its `key` names no other arena of this process.
@@ -120,9 +120,7 @@ def make_arenas_private() -> None:
     _LIVING_ARENAS.clear()
 
 
-def storage_at(
-    mapping: shared_memory.Mapping, first_byte: int, num_bytes: int
-) -> torch.UntypedStorage:
+def storage_at(mapping: memfd.Mapping, first_byte: int, num_bytes: int) -> torch.UntypedStorage:
     """Bytes `[start, start + nbytes)` of a mapping as a storage that keeps the mapping alive."""
     # torch.frombuffer refuses an empty buffer.
     if num_bytes == 0:
@@ -154,7 +152,7 @@ def empty_tensors(
     )
     if not starts[-1]:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in layouts]
-    arena = Arena(shared_memory.create_file("arena", starts[-1]), starts[-1])
+    arena = Arena(memfd.create_file("arena", starts[-1]), starts[-1])
     # `starts` has the end of all as its last entry.
     return [
         torch.empty(0, dtype=dtype).set_(storage_at(arena, first_byte, size)).view(shape)
@@ -180,7 +178,7 @@ class Slot(NamedTuple):
     offset: int
     """Elements from the start of the storage to the tensor's first one."""
 
-    def view(self, mapping: shared_memory.Mapping) -> torch.Tensor:
+    def view(self, mapping: memfd.Mapping) -> torch.Tensor:
         """This tensor's bytes in a mapping of the arena, as a tensor of `shape`."""
         tensor_storage = storage_at(mapping, self.start, self.nbytes)
         empty_tensor = torch.empty(0, dtype=self.dtype)
@@ -192,7 +190,7 @@ def module_version(module: nn.Module) -> int:
     return sum(torch_private.tensor_version(tensor) for _, tensor in named_tensors(module))
 
 
-def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: shared_memory.Mapping) -> bool:
+def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: memfd.Mapping) -> bool:
     """Whether the tensor still is the very view of the arena that the slot describes."""
     return (
         tensor.device.type == "cpu"
@@ -425,11 +423,11 @@ def _move_storages(
     # Counted before the move: afterwards the tensors lie in another storage.
     shared_spans = [span for span in storage_spans if span.has_other_views()]
     viewed_tensors = set(_viewed_from_python(shared_spans)) if shared_spans else set()
-    arena = Arena(shared_memory.create_file("arena", arena_bytes), arena_bytes)
+    arena = Arena(memfd.create_file("arena", arena_bytes), arena_bytes)
     stand_ins: dict[int, tuple[Arena, int]] = {}
     for storage_span in storage_spans:
         # pwrite, not copy_: no page fault per page, and no OpenMP pool started in the notebook.
-        shared_memory.write_at(
+        memfd.write_at(
             arena.fd, memoryview(storage_span.raw().cpu().numpy().data), storage_span.start
         )
         if storage_span.storage.device.type == "cpu":

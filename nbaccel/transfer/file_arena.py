@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nbaccel.failures.process_death import uninterrupted
-from nbaccel.transfer import shared_memory
+from nbaccel.base.process_death import uninterrupted
+from nbaccel.transfer import memfd
 from nbaccel.transfer.arena import Arena
 
 __all__ = ["FileArena"]
@@ -46,9 +46,9 @@ class FileArena(Arena):
         """See :meth:`Arena.leave_file`."""
         if not self._is_file:
             return
-        memory_file = shared_memory.create_file("arena", self.nbytes)
+        memory_file = memfd.create_file("arena", self.nbytes)
         try:
-            shared_memory.write_at(memory_file, self.view(0, self.nbytes), 0)
+            memfd.write_at(memory_file, self.view(0, self.nbytes), 0)
         except BaseException:  # an interrupt, or memory that is short: nothing has changed
             os.close(memory_file)
             raise

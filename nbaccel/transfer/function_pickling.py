@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.errors import InternalError
+from nbaccel.base.errors import InternalError
 from nbaccel.transfer import pickling
 
 __all__ = ["Reducer", "open_payload", "travels_by_value", "unpickling_into"]

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbaccel import torch_private
-from nbaccel.log import write_notice
+from nbaccel.base import torch_private
+from nbaccel.base.log import write_notice
 from nbaccel.transfer import pickling
 
 __all__ = ["LibrarySettings", "library_settings"]

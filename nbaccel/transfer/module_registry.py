@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import torch_private
+from nbaccel.base import torch_private
 from nbaccel.transfer import arena, weight_sync
 from nbaccel.transfer.namespace_update import Update
 

@@ -17,8 +17,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbaccel.errors import ModelNotShareable, NotSendable
-from nbaccel.transfer import arena, namespace_snapshot, pickling, shared_memory
+from nbaccel.base.errors import ModelNotShareable, NotSendable
+from nbaccel.transfer import arena, memfd, namespace_snapshot, pickling
 from nbaccel.transfer.free_names import Names, is_users
 from nbaccel.transfer.function_pickling import ModulePlace, Reducer
 from nbaccel.transfer.module_registry import ModuleRecord, ModuleRegistry, ModuleState, difference
@@ -84,7 +84,7 @@ class PreparedUpdate:
     def close(self) -> None:
         """Give up the descriptors."""
         file_descriptors, self.fds = self.fds, []
-        shared_memory.close_all(file_descriptors)
+        memfd.close_all(file_descriptors)
 
 
 class _LeaveOut(Exception):
@@ -240,7 +240,7 @@ class _UpdatePacking:
         self._adopts_weights = False
 
     def close(self) -> None:
-        shared_memory.close_all(self._fds)
+        memfd.close_all(self._fds)
         self._fds.clear()
 
     def pack(self, rank_numbers: Sequence[int]) -> PreparedUpdate | None:

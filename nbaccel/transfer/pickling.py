@@ -24,13 +24,13 @@ from typing import Any
 import cloudpickle
 import torch
 
-from nbaccel import torch_private
-from nbaccel.transfer import arena, main_names, shared_memory
+from nbaccel.base import torch_private
+from nbaccel.transfer import arena, main_names, memfd
 from nbaccel.transfer.left_behind import WEAK_TYPES, is_bar, reduce_bar, reduce_weak
 
 _BLOCK_ALIGNMENT = 64  # bytes: tensors view the blocks in place, so they need torch's alignment
 
-ArenaTable = Mapping[str, shared_memory.Mapping]
+ArenaTable = Mapping[str, memfd.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
 
 
@@ -40,9 +40,9 @@ class PackedObject:
 
     nbytes: int
     """Size of the file."""
-    blocks: tuple[shared_memory.ByteRange, ...]
+    blocks: tuple[memfd.ByteRange, ...]
     """Where each out-of-band block lies, in the order in which the pickle refers to them."""
-    pickle: shared_memory.ByteRange
+    pickle: memfd.ByteRange
 
 
 class TooCostly(Exception):
@@ -167,7 +167,7 @@ def unpack(
         target_device: Where tensors go that lived on an accelerator at the sender's.
     """
     # Private: a payload goes to several ranks, and one rank's writes must not show in another.
-    file_mapping = shared_memory.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
+    file_mapping = memfd.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
     # A context variable, because functions that a pickle calls can be given nothing but its data.
     context_token = _CURRENT_RECEIVER.set(_Receiver(arena_table, target_device))
     try:
@@ -457,11 +457,11 @@ def _write_file(
         blocks=tuple(block_spans),
         pickle=(next_byte, next_byte + pickle_stream.nbytes),
     )
-    file_descriptor = shared_memory.create_file("payload", packed_object.nbytes)
+    file_descriptor = memfd.create_file("payload", packed_object.nbytes)
     with _closed_on_error(file_descriptor):
         for byte_span, memory_block in zip(block_spans, memory_blocks, strict=True):
-            shared_memory.write_at(file_descriptor, memory_block, byte_span[0])
-        shared_memory.write_at(file_descriptor, pickle_stream, next_byte)
+            memfd.write_at(file_descriptor, memory_block, byte_span[0])
+        memfd.write_at(file_descriptor, pickle_stream, next_byte)
     return packed_object, file_descriptor
 
 

@@ -28,12 +28,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from nbaccel import torch_private
-from nbaccel.errors import InternalError
+from nbaccel.base import torch_private
+from nbaccel.base.errors import InternalError
 from nbaccel.transfer import (
-    memory_pieces,
+    memfd,
+    process_memory,
     sharded_tensors,
-    shared_memory,
     training_in_place,
     weight_checks,
     weight_sync,
@@ -49,7 +49,7 @@ class _LocalArena:
     """A worker's own descriptor of an arena, and its private mapping."""
 
     fd: int
-    mapping: shared_memory.Mapping
+    mapping: memfd.Mapping
     """It closes the descriptor when it goes, which is with the last tensor that lives in it."""
 
     @classmethod
@@ -58,7 +58,7 @@ class _LocalArena:
         # A copy, because the caller closes the descriptor that came with the message.
         own_descriptor = os.dup(file_descriptor)
         try:
-            arena_mapping = shared_memory.Mapping(own_descriptor, num_bytes, is_private=True)
+            arena_mapping = memfd.Mapping(own_descriptor, num_bytes, is_private=True)
         except BaseException:  # an interrupt must not leak the descriptor either
             os.close(own_descriptor)
             raise
@@ -66,8 +66,8 @@ class _LocalArena:
         close_file.atexit = False  # a process that ends closes it anyway
         return cls(own_descriptor, arena_mapping)
 
-    def as_the_notebook_sees_it(self) -> shared_memory.Mapping:
-        return shared_memory.Mapping(self.fd, self.mapping.nbytes, is_private=False)
+    def as_the_notebook_sees_it(self) -> memfd.Mapping:
+        return memfd.Mapping(self.fd, self.mapping.nbytes, is_private=False)
 
 
 class ReceivedModules:
@@ -104,7 +104,7 @@ class ReceivedModules:
         _report_steps(self)
 
     @property
-    def mappings(self) -> dict[str, shared_memory.Mapping]:
+    def mappings(self) -> dict[str, memfd.Mapping]:
         """This worker's mappings of the arenas, by key."""
         return {arena_key: local_arena.mapping for arena_key, local_arena in self._arenas.items()}
 
@@ -174,7 +174,7 @@ class ReceivedModules:
     def _adopt(self, module_key: str) -> None:
         module_manifest, module = self._modules[module_key]
         for arena_key, local_arena in self._arenas.items():
-            page_spans = shared_memory.merge_ranges(
+            page_spans = memfd.merge_ranges(
                 (
                     arena_slot.start,
                     -(-(arena_slot.start + arena_slot.nbytes) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT,
@@ -212,7 +212,7 @@ class ReceivedModules:
                 yield module_key
 
     def _own_digest(
-        self, module_key: str, written_ranges: Mapping[str, list[shared_memory.ByteRange]]
+        self, module_key: str, written_ranges: Mapping[str, list[memfd.ByteRange]]
     ) -> str:
         """Digest of what this rank has written of a module; empty if nothing."""
         (module_manifest, module), arena_mappings = self._modules[module_key], self.mappings
@@ -245,7 +245,7 @@ class ReceivedModules:
     def _tensor_names(self, module_key: str) -> tuple[str, ...]:
         return tuple(tensor_name for tensor_name, _ in named_tensors(self._modules[module_key][1]))
 
-    def _written(self) -> dict[str, list[shared_memory.ByteRange]]:
+    def _written(self) -> dict[str, list[memfd.ByteRange]]:
         used_keys = {
             slot_key
             for module_manifest, _ in self._modules.values()
@@ -257,7 +257,7 @@ class ReceivedModules:
             if arena_key in self._arenas
         }
 
-    def _written_to(self, arena_key: str) -> list[shared_memory.ByteRange]:
+    def _written_to(self, arena_key: str) -> list[memfd.ByteRange]:
         arena_mapping = self._arenas[arena_key].mapping
         return (
             [(0, arena_mapping.nbytes)] if arena_key in self._in_files else arena_mapping.written()
@@ -281,7 +281,7 @@ class ReceivedModules:
 
     def _departed(
         self, module_manifest: weight_sync.Manifest, module: nn.Module
-    ) -> Iterator[tuple[Slot, torch.Tensor, shared_memory.Mapping]]:
+    ) -> Iterator[tuple[Slot, torch.Tensor, memfd.Mapping]]:
         module_tensors = dict(named_tensors(module))
         for arena_key, arena_slot in module_manifest.slots:
             module_tensor = module_tensors.get(arena_slot.name)
@@ -362,7 +362,7 @@ class ReceivedModules:
             # The private mapping would show this worker's own pages.
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             own_bytes = local_arena.mapping.bytes()
-            for first_byte, end_byte in memory_pieces.equal_runs(
+            for first_byte, end_byte in process_memory.equal_runs(
                 own_bytes, notebook_bytes, page_spans
             ):
                 local_arena.mapping.give_back(first_byte, end_byte)
@@ -376,7 +376,7 @@ class ReceivedModules:
             kept_ranges = [
                 # Copied, because replacing the mapping takes these pages away.
                 (byte_range, own_bytes[slice(*byte_range)].copy())
-                for byte_range in memory_pieces.different_runs(own_bytes, notebook_bytes)
+                for byte_range in process_memory.different_runs(own_bytes, notebook_bytes)
             ]
         local_arena.mapping.replace(local_arena.fd, is_private=True)
         for (first_byte, end_byte), new_values in kept_ranges:
@@ -393,7 +393,7 @@ class ReceivedModules:
         local_arena = self._arenas[arena_key]
         if arena_key in self._in_files:
             # A file of this rank's own has no notebook pages beneath: the values are copied in.
-            shared_memory.read_at(
+            memfd.read_at(
                 local_arena.fd, local_arena.mapping.view(first_byte, end_byte), first_byte
             )
         else:
@@ -425,9 +425,9 @@ class ReceivedModules:
         self._has_stepped = True
 
 
-def _moved_in(arena_mapping: shared_memory.Mapping) -> int:
+def _moved_in(arena_mapping: memfd.Mapping) -> int:
     """A new file that the mapping shows and writes from now on."""
-    file_descriptor = shared_memory.create_file("staging", arena_mapping.nbytes)
+    file_descriptor = memfd.create_file("staging", arena_mapping.nbytes)
     try:
         training_in_place.move_mapping_to_file(arena_mapping, file_descriptor)
     except BaseException:  # an interrupt must not leak the descriptor either
@@ -442,7 +442,7 @@ _SLOT_ALIGNMENT = 64
 
 
 def _overlaps_written(
-    module_manifest: weight_sync.Manifest, written_ranges: dict[str, list[shared_memory.ByteRange]]
+    module_manifest: weight_sync.Manifest, written_ranges: dict[str, list[memfd.ByteRange]]
 ) -> bool:
     return any(
         first_byte < arena_slot.start + arena_slot.nbytes and arena_slot.start < end_byte
@@ -453,7 +453,7 @@ def _overlaps_written(
 
 def _give_back_range(local_arena: _LocalArena, first_byte: int, end_byte: int) -> None:
     """Let exactly these bytes show the notebook's values again."""
-    page_bytes = shared_memory.PAGE_BYTES
+    page_bytes = memfd.PAGE_BYTES
     first_page_byte = -(-first_byte // page_bytes) * page_bytes
     last_page_byte = (
         end_byte if end_byte == local_arena.mapping.nbytes else end_byte // page_bytes * page_bytes
@@ -468,9 +468,7 @@ def _give_back_range(local_arena: _LocalArena, first_byte: int, end_byte: int) -
     # Pages at the edges also hold other modules' tensors: giving them back would undo training.
     for low_byte, high_byte in edge_ranges:
         if low_byte < high_byte:
-            shared_memory.read_at(
-                local_arena.fd, local_arena.mapping.view(low_byte, high_byte), low_byte
-            )
+            memfd.read_at(local_arena.fd, local_arena.mapping.view(low_byte, high_byte), low_byte)
 
 
 def _report_steps(received_modules: ReceivedModules) -> None:

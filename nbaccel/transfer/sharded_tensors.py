@@ -1,7 +1,7 @@
 """Tensors of which each process has a part: which part it is, and how it is put into the whole.
 
 torch's DTensors describe it themselves. For a library that partitions parameters in another way,
-the capability rows name a reader (:class:`~nbaccel.abc.shards.ShardReader`), which is used only
+the capability rows name a reader (:class:`~nbaccel.abc.ShardReader`), which is used only
 where the library has been imported.
 """
 
@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nbaccel import _catalog, torch_private
-from nbaccel.abc.shards import ShardReader
-from nbaccel.capabilities import FP8_BACKENDS, STRATEGIES
-from nbaccel.transfer import shared_memory
+from nbaccel.base import torch_private
+from nbaccel.config.capabilities import FP8_BACKENDS, STRATEGIES
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.shards import ShardReader
+from nbaccel.transfer import memfd
 
 __all__ = [
     "HeldParts",
@@ -139,7 +140,7 @@ def put_piece(
 
 def piece_ranges(
     whole_tensor: torch.Tensor, piece_spot: PieceSpot, num_elements: int
-) -> list[shared_memory.ByteRange]:
+) -> list[memfd.ByteRange]:
     """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage.
 
     Args:
@@ -161,7 +162,7 @@ def piece_ranges(
     else:
         first_elements, run_elements = _runs_of(whole_tensor[piece_spot])
     item_bytes = whole_tensor.element_size()
-    return shared_memory.merge_ranges(
+    return memfd.merge_ranges(
         (int(first_element) * item_bytes, (int(first_element) + run_elements) * item_bytes)
         for first_element in first_elements
     )
@@ -287,7 +288,7 @@ def remove_process_files() -> None:
         # Nothing is kept for a reader that was never imported, and its import takes longer than
         # all else that a process does at its end.
         if reader_path.partition(":")[0] in sys.modules:
-            _catalog.load_object(reader_path).leave()
+            registry.load_object(reader_path).leave()
 
 
 def load_readers() -> None:
@@ -295,7 +296,7 @@ def load_readers() -> None:
     for reader_path in _reader_paths():
         # What is wrong with another package's reader, the worker that needs it says.
         with contextlib.suppress(Exception):
-            _catalog.load_object(reader_path)
+            registry.load_object(reader_path)
 
 
 class HeldParts:
@@ -349,7 +350,7 @@ def shard_readers(*, loaded_only: bool = True) -> Iterator[ShardReader]:
             yet.
     """
     for reader_path in _reader_paths(loaded_only=loaded_only):
-        yield _catalog.load_object(reader_path)
+        yield registry.load_object(reader_path)
 
 
 def _reader_paths(*, loaded_only: bool = True) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from nbaccel.transfer import shared_memory
+from nbaccel.transfer import memfd
 from nbaccel.transfer.arena import PLAIN
 
 __all__ = ["arenas_to_train_in", "move_mapping_to_file"]
@@ -17,7 +17,7 @@ _IN_PLACE_SHARE = 0.5
 
 
 def arenas_to_train_in(
-    arena_mappings: Mapping[str, shared_memory.Mapping],
+    arena_mappings: Mapping[str, memfd.Mapping],
     parameter_groups: Iterable[Iterable[torch.Tensor]],
 ) -> list[str]:
     """Which arenas are worth training in a file. See [Note: training in place].
@@ -41,24 +41,22 @@ def arenas_to_train_in(
             _span_in(arena_mapping, parameter) for parameter in trained_parameters.values()
         )
         # Merged first: tied parameters and views of one storage would count twice.
-        trained_bytes = shared_memory.total_bytes(
-            shared_memory.merge_ranges(byte_span for byte_span in parameter_spans if byte_span)
+        trained_bytes = memfd.total_bytes(
+            memfd.merge_ranges(byte_span for byte_span in parameter_spans if byte_span)
         )
         if trained_bytes >= _IN_PLACE_SHARE * arena_mapping.nbytes:
             chosen_keys.append(arena_key)
     return chosen_keys
 
 
-def move_mapping_to_file(arena_mapping: shared_memory.Mapping, file_descriptor: int) -> None:
+def move_mapping_to_file(arena_mapping: memfd.Mapping, file_descriptor: int) -> None:
     """Copy what a mapping shows to a file, and let the mapping show and write that file."""
-    shared_memory.write_at(file_descriptor, arena_mapping.view(0, arena_mapping.nbytes), 0)
+    memfd.write_at(file_descriptor, arena_mapping.view(0, arena_mapping.nbytes), 0)
     # In this order: the mapping must never show a file that has not been filled.
     arena_mapping.replace(file_descriptor, is_private=False)
 
 
-def _span_in(
-    arena_mapping: shared_memory.Mapping, current_tensor: torch.Tensor
-) -> shared_memory.ByteRange | None:
+def _span_in(arena_mapping: memfd.Mapping, current_tensor: torch.Tensor) -> memfd.ByteRange | None:
     if current_tensor.device.type != "cpu" or type(current_tensor) not in PLAIN:
         return None
     tensor_storage = current_tensor.untyped_storage()

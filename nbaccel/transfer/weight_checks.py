@@ -19,10 +19,10 @@ import torch
 import xxhash
 from torch import nn
 
-from nbaccel.fp8.scaled_tensor import ScaledTensor
-from nbaccel.transfer import sharded_tensors, shared_memory
+from nbaccel.base.units import first_few
+from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.transfer import memfd, sharded_tensors
 from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
-from nbaccel.units import first_few
 
 __all__ = [
     "OriginalTensors",
@@ -57,8 +57,8 @@ def original_tensors_of(module: nn.Module) -> OriginalTensors:
 def fingerprint_of(
     arena_slots: ArenaSlots,
     module: nn.Module,
-    arena_mappings: Mapping[str, shared_memory.Mapping],
-    written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+    arena_mappings: Mapping[str, memfd.Mapping],
+    written_ranges: Mapping[str, Sequence[memfd.ByteRange]],
     *,
     own_only: bool = False,
 ) -> str:
@@ -115,8 +115,8 @@ def _is_written(
     arena_key: str,
     arena_slot: Slot,
     compared_tensor: torch.Tensor,
-    arena_mappings: Mapping[str, shared_memory.Mapping],
-    written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+    arena_mappings: Mapping[str, memfd.Mapping],
+    written_ranges: Mapping[str, Sequence[memfd.ByteRange]],
 ) -> bool:
     if not is_in_arena(compared_tensor, arena_slot, arena_mappings[arena_key]):
         return True

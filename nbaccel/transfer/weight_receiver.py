@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch.autograd.graph import increment_version
 
-from nbaccel.failures.process_death import uninterrupted
-from nbaccel.transfer import memory_pieces, shared_memory, weight_checks
+from nbaccel.base.process_death import uninterrupted
+from nbaccel.transfer import memfd, process_memory, weight_checks
 from nbaccel.transfer.arena import Arena, Sharing, module_version, named_tensors, refresh_devices
 from nbaccel.transfer.weight_sync import WeightReport
 
@@ -34,7 +34,7 @@ class WeightReceiver:
         with uninterrupted():
             try:
                 for arena_key, arena in shared_arenas.items():
-                    self.staging[arena_key] = shared_memory.create_file("staging", arena.nbytes)
+                    self.staging[arena_key] = memfd.create_file("staging", arena.nbytes)
             except OSError:
                 self.close()
                 raise
@@ -69,7 +69,7 @@ class WeightReceiver:
         for arena_key in written_keys & self._arenas.keys():
             self._arenas[arena_key].leave_file()
         if merged_report.in_memory and process_id is not None:
-            memory_pieces.read_pieces(process_id, merged_report.in_memory, self._arenas)
+            process_memory.read_pieces(process_id, merged_report.in_memory, self._arenas)
         for arena_key, arena in self._arenas.items():
             self._apply_one(arena_key, arena, merged_report, (whole_files or {}).get(arena_key))
         # After the arenas: tensors on devices are filled from their host copies there.
@@ -140,7 +140,7 @@ class WeightReceiver:
         self, arena_key: str, arena: Arena, merged_report: WeightReport, whole_file: int | None
     ) -> None:
         whole_range = [(0, arena.nbytes)]
-        written_ranges = shared_memory.merge_ranges(merged_report.written.get(arena_key, []))
+        written_ranges = memfd.merge_ranges(merged_report.written.get(arena_key, []))
         if whole_file is not None:
             # First, because departed and sharded tensors are in the staging file, which is read
             # after it.
@@ -153,18 +153,18 @@ class WeightReceiver:
         self,
         file_descriptor: int,
         arena: Arena,
-        byte_ranges: list[shared_memory.ByteRange],
+        byte_ranges: list[memfd.ByteRange],
         merged_report: WeightReport,
     ) -> None:
-        for first_byte, end_byte in shared_memory.ranges_without(
+        for first_byte, end_byte in memfd.ranges_without(
             byte_ranges, self._stranded_ranges(arena, merged_report.stranded)
         ):
-            shared_memory.read_at(file_descriptor, arena.view(first_byte, end_byte), first_byte)
+            memfd.read_at(file_descriptor, arena.view(first_byte, end_byte), first_byte)
 
     def _stranded_ranges(
         self, arena: Arena, stranded_modules: Mapping[str, str]
-    ) -> list[shared_memory.ByteRange]:
-        return shared_memory.merge_ranges(
+    ) -> list[memfd.ByteRange]:
+        return memfd.merge_ranges(
             (arena_slot.start, arena_slot.start + arena_slot.nbytes)
             for module in self._sharing.modules
             if module.path in stranded_modules
@@ -172,7 +172,7 @@ class WeightReceiver:
             if tensor_arena is arena
         )
 
-    def close(self, close_files: Callable[[Sequence[int]], None] = shared_memory.close_all) -> None:
+    def close(self, close_files: Callable[[Sequence[int]], None] = memfd.close_all) -> None:
         """Close the staging files.
 
         Args:

@@ -42,10 +42,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbaccel.base.units import first_few
 from nbaccel.transfer import (
-    memory_pieces,
+    memfd,
+    process_memory,
     sharded_tensors,
-    shared_memory,
     training_in_place,
     weight_checks,
 )
@@ -56,7 +57,6 @@ from nbaccel.transfer.arena import (
     is_in_arena,
     named_tensors,
 )
-from nbaccel.units import first_few
 
 __all__ = ["Manifest", "WeightReport", "WeightWriter", "module_manifests"]
 
@@ -84,12 +84,12 @@ class WeightReport:
     rank: int = 0
     complete: set[str] = field(default_factory=set)
     """Arenas whose staging file holds every byte."""
-    written: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
+    written: dict[str, list[memfd.ByteRange]] = field(default_factory=dict)
     """Of the others, the bytes that were written."""
-    own_bytes: dict[str, list[shared_memory.ByteRange]] = field(default_factory=dict)
+    own_bytes: dict[str, list[memfd.ByteRange]] = field(default_factory=dict)
     """Exactly the bytes that this rank put into the staging files it was given: of a sharded
     tensor its own piece. Who copies these files to another host copies no others."""
-    in_memory: list[memory_pieces.MemoryPiece] = field(default_factory=list)
+    in_memory: list[process_memory.MemoryPiece] = field(default_factory=list)
     """What the notebook has to read in this rank's memory: [Note: read in place]."""
     stranded: dict[str, str] = field(default_factory=dict)
     """Path of a module whose weights could not be written back → why."""
@@ -144,7 +144,7 @@ class WeightWriter:
         *,
         own_rank: int,
         shared_modules: Sequence[tuple[Manifest, nn.Module]],
-        arena_mappings: Mapping[str, shared_memory.Mapping],
+        arena_mappings: Mapping[str, memfd.Mapping],
         staging_files: Mapping[str, int],
         num_nodes: int = 1,
         held_parts: sharded_tensors.HeldParts | None = None,
@@ -163,7 +163,7 @@ class WeightWriter:
         self._keeps_states = keeps_states
         self._arena_files = arena_files or {}
         self._is_read = is_read
-        self._pieces: list[memory_pieces.MemoryPiece] = []
+        self._pieces: list[process_memory.MemoryPiece] = []
         # Alive as long as this writer, so that the notebook can read what the pieces refer to.
         self._read_tensors: list[torch.Tensor] = []
         self._origins = original_tensors or {
@@ -171,7 +171,7 @@ class WeightWriter:
             for module_manifest, module in shared_modules
         }
         self._has_stepped = False
-        self._sharded: dict[str, list[shared_memory.ByteRange]] = {}
+        self._sharded: dict[str, list[memfd.ByteRange]] = {}
         """Storages of which every rank writes a piece, by key of the arena."""
         self._held = held_parts or sharded_tensors.HeldParts()
 
@@ -237,7 +237,7 @@ class WeightWriter:
         # After the loop: private pages must not overwrite the tensors that were written in it.
         if self._rank == 0:
             self._write_arenas(weight_report, kept_slots, written_ranges)
-        weight_report.in_memory, rest_pieces = memory_pieces.fit_in_one_call(self._pieces)
+        weight_report.in_memory, rest_pieces = process_memory.fit_in_one_call(self._pieces)
         self._stage(rest_pieces, weight_report)
         return weight_report
 
@@ -248,18 +248,18 @@ class WeightWriter:
         return weight_report
 
     def _stage(
-        self, staged_pieces: Iterable[memory_pieces.MemoryPiece], weight_report: WeightReport
+        self, staged_pieces: Iterable[process_memory.MemoryPiece], weight_report: WeightReport
     ) -> None:
         for arena_key, first_byte, end_byte, address in staged_pieces:
-            source_bytes = shared_memory.bytes_at(address, end_byte - first_byte)
-            shared_memory.write_at(self._staging[arena_key], source_bytes, first_byte)
+            source_bytes = memfd.bytes_at(address, end_byte - first_byte)
+            memfd.write_at(self._staging[arena_key], source_bytes, first_byte)
             weight_report.written.setdefault(arena_key, []).append((first_byte, end_byte))
             weight_report.own_bytes.setdefault(arena_key, []).append((first_byte, end_byte))
 
     def _take_fingerprints(
         self,
         weight_report: WeightReport,
-        written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+        written_ranges: Mapping[str, Sequence[memfd.ByteRange]],
     ) -> None:
         for module_manifest, module in self._modules:
             module_digest = weight_checks.fingerprint_of(
@@ -268,7 +268,7 @@ class WeightWriter:
             if module_digest:
                 weight_report.fingerprints[module_manifest.path] = module_digest
 
-    def _written_to(self, arena_key: str) -> list[shared_memory.ByteRange]:
+    def _written_to(self, arena_key: str) -> list[memfd.ByteRange]:
         arena_mapping = self._mappings[arena_key]
         return (
             [(0, arena_mapping.nbytes)] if arena_key in self._in_files else arena_mapping.written()
@@ -298,7 +298,7 @@ class WeightWriter:
         self,
         weight_report: WeightReport,
         kept_slots: Sequence[tuple[str, Slot]],
-        written_ranges: Mapping[str, Sequence[shared_memory.ByteRange]],
+        written_ranges: Mapping[str, Sequence[memfd.ByteRange]],
     ) -> None:
         """Write every private page, but none of modules that cannot be applied (`kept_slots`)."""
         for arena_key in self._mappings:
@@ -320,11 +320,11 @@ class WeightWriter:
                 self._write_around(arena_key, byte_span, taken_ranges, weight_report)
 
     def _changed(
-        self, arena_key: str, byte_ranges: Sequence[shared_memory.ByteRange]
-    ) -> Sequence[shared_memory.ByteRange]:
+        self, arena_key: str, byte_ranges: Sequence[memfd.ByteRange]
+    ) -> Sequence[memfd.ByteRange]:
         if arena_key not in self._arena_files:
             return byte_ranges
-        return memory_pieces.changed_ranges(
+        return process_memory.changed_ranges(
             self._mappings[arena_key], self._arena_files[arena_key], byte_ranges
         )
 
@@ -332,8 +332,8 @@ class WeightWriter:
         """Report as this rank's what it has trained in, without the other ranks' pieces."""
         if self._is_in_training(arena_key):
             weight_report.own_bytes.setdefault(arena_key, []).extend(
-                shared_memory.gaps_between(
-                    shared_memory.merge_ranges(self._sharded.get(arena_key, [])),
+                memfd.gaps_between(
+                    memfd.merge_ranges(self._sharded.get(arena_key, [])),
                     self._mappings[arena_key].nbytes,
                 )
             )
@@ -341,8 +341,8 @@ class WeightWriter:
     def _write_around(
         self,
         arena_key: str,
-        byte_span: shared_memory.ByteRange,
-        taken_ranges: Sequence[shared_memory.ByteRange],
+        byte_span: memfd.ByteRange,
+        taken_ranges: Sequence[memfd.ByteRange],
         weight_report: WeightReport,
     ) -> None:
         """Write a run of private pages, but not over tensors that came from a device."""
@@ -352,7 +352,7 @@ class WeightWriter:
             for taken_range in taken_ranges
             if taken_range[0] < byte_span[1] and byte_span[0] < taken_range[1]
         ]
-        shifted_ranges = shared_memory.merge_ranges(
+        shifted_ranges = memfd.merge_ranges(
             (
                 max(range_start, byte_span[0]) - byte_span[0],
                 min(range_end, byte_span[1]) - byte_span[0],
@@ -360,13 +360,13 @@ class WeightWriter:
             for range_start, range_end in taken_ranges
         )
         own_pieces = [
-            memory_pieces.MemoryPiece(
+            process_memory.MemoryPiece(
                 arena_key,
                 byte_span[0] + first_byte,
                 byte_span[0] + end_byte,
                 arena_mapping.address + byte_span[0] + first_byte,
             )
-            for first_byte, end_byte in shared_memory.gaps_between(
+            for first_byte, end_byte in memfd.gaps_between(
                 shifted_ranges, byte_span[1] - byte_span[0]
             )
         ]
@@ -404,7 +404,7 @@ class WeightWriter:
                 # User code may drop it before the notebook has read it.
                 self._read_tensors.append(current_tensor)
                 self._pieces.append(
-                    memory_pieces.MemoryPiece(arena_key, *slot_range, current_tensor.data_ptr())
+                    process_memory.MemoryPiece(arena_key, *slot_range, current_tensor.data_ptr())
                 )
                 continue
             if not is_sharded and (arena_key, arena_slot.start) not in seeded_storages:
@@ -414,7 +414,7 @@ class WeightWriter:
             # Mapped shared, because all ranks write their pieces of a sharded tensor into this
             # file.
             target_view = arena_slot.view(
-                shared_memory.Mapping(
+                memfd.Mapping(
                     self._staging[arena_key], self._mappings[arena_key].nbytes, is_private=False
                 )
             )
@@ -451,7 +451,7 @@ class WeightWriter:
         target_view: torch.Tensor,
         notebook_values: torch.Tensor,
         whole_tensor: torch.Tensor,
-    ) -> list[shared_memory.ByteRange]:
+    ) -> list[memfd.ByteRange]:
         """Copy what this rank has of a tensor; returns which bytes of its storage that are."""
         written_ranges = []
         for piece_spot, piece_values in own_pieces:
@@ -469,7 +469,7 @@ class WeightWriter:
         arena_key: str,
         arena_slot: Slot,
         weight_report: WeightReport,
-        piece_ranges: Iterable[shared_memory.ByteRange],
+        piece_ranges: Iterable[memfd.ByteRange],
     ) -> None:
         # What it trains in is reported as a whole.
         own_ranges = weight_report.own_bytes.setdefault(arena_key, [])
@@ -493,7 +493,7 @@ class WeightWriter:
         covers_storage = current_tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
         if not covers_storage and not self._is_in_training(arena_key):
             byte_span = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-            shared_memory.write_at(
+            memfd.write_at(
                 self._staging[arena_key], self._mappings[arena_key].view(*byte_span), byte_span[0]
             )
             weight_report.own_bytes.setdefault(arena_key, []).append(byte_span)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from nbaccel import atomic, env
+from nbaccel.base import atomic, env
+from nbaccel.base.errors import ConfigError
 from nbaccel.config.enumerations import PrecisionType
-from nbaccel.errors import ConfigError
 from nbaccel.plan.inspecting import inspect_machine
 
 __all__ = ["default_json_config_file", "write_basic_config"]

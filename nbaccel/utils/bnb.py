@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import QUANTIZED_LOADING, missing_name_of
+from nbaccel.base.unsupported_names import QUANTIZED_LOADING, missing_name_of
 
 __all__ = [
     "has_4bit_bnb_layers",

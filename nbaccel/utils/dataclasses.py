@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from nbaccel import _catalog
-from nbaccel._later import MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
+from nbaccel.base.unsupported_names import MEGATRON_LM, QUANTIZED_LOADING, missing_name_of
 from nbaccel.config.enumerations import (
     ComputeEnvironment,
     CustomDtype,
@@ -37,7 +36,7 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from nbaccel.config.settings import Handler as KwargsHandler
+from nbaccel.config.settings_base import Handler as KwargsHandler
 from nbaccel.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
@@ -45,12 +44,13 @@ from nbaccel.parallelism_config import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
+from nbaccel.plan import registry
 from nbaccel.utils.operations import TensorInformation
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 else:
-    DeepSpeedPlugin = _catalog.plugin_class("DeepSpeedPlugin")
+    DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
 
 __all__ = [
     "AORecipeKwargs",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _catalog
-from nbaccel._later import DEEPSPEED_INTERNALS, missing_name_of
-from nbaccel.abc.standins import DummyOptim, DummyScheduler
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.unsupported_names import DEEPSPEED_INTERNALS, missing_name_of
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 else:
-    DeepSpeedPlugin = _catalog.plugin_class("DeepSpeedPlugin")
+    DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
 
 __all__ = [
     "DeepSpeedEngineWrapper",

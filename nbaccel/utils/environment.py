@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel import env
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import get_logger
 from nbaccel.devices.cuda import CudaDevice
 from nbaccel.devices.nvml import find_cards
-from nbaccel.errors import ConfigError
-from nbaccel.log import get_logger
 from nbaccel.utils import imports
 
 __all__ = [

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import env
-from nbaccel._later import FSDP_INTERNALS, missing_name_of
+from nbaccel.base import env
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.unsupported_names import FSDP_INTERNALS, missing_name_of
 from nbaccel.bigmodel.shard_merging import write_merged_file
-from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.state import PartialState
 from nbaccel.train import checkpoint
 

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 from packaging.specifiers import SpecifierSet
 
-from nbaccel import env
-from nbaccel._optional import is_installed
-from nbaccel._origin import install_line
-from nbaccel.errors import MissingBackend
+from nbaccel.base import env
+from nbaccel.base.errors import MissingBackend
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.package_origin import install_line
 
 __all__ = [
     "deepspeed_required",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel import env
-from nbaccel._later import LAUNCH_COMMANDS, missing_name_of
+from nbaccel.base import env
+from nbaccel.base.unsupported_names import LAUNCH_COMMANDS, missing_name_of
 from nbaccel.config.enumerations import DistributedType
 from nbaccel.utils.environment import get_int_from_env
 

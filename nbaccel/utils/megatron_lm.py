@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel._later import MEGATRON_LM, missing_name_of
+from nbaccel.base.unsupported_names import MEGATRON_LM, missing_name_of
 
 __all__ = [
     "AbstractTrainStep",

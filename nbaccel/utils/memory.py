@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from nbaccel import _catalog
-from nbaccel.errors import ConfigError, NothingFits
-from nbaccel.log import get_logger
+from nbaccel.base.errors import ConfigError, NothingFits
+from nbaccel.base.log import get_logger
+from nbaccel.plan import registry
 
 __all__ = [
     "clear_device_cache",
@@ -56,7 +56,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     # A device that is not in use has no cache, and emptying it would initialise the device.
-    for device in _catalog.awake_accelerators():
+    for device in registry.awake_accelerators():
         device.empty_cache()
 
 

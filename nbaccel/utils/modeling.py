@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import torch_private
+from nbaccel.base import torch_private
+from nbaccel.base.units import parse_bytes
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model, load_state_dict
 from nbaccel.bigmodel.device_map import (
     check_device_map,
@@ -16,7 +17,7 @@ from nbaccel.bigmodel.device_map import (
     fallback_allocate,
     infer_auto_device_map,
 )
-from nbaccel.bigmodel.device_memory import get_balanced_memory, get_max_memory
+from nbaccel.bigmodel.memory_budgets import get_balanced_memory, get_max_memory
 from nbaccel.bigmodel.module_sizes import (
     calculate_maximum_sizes,
     check_tied_parameters_in_config,
@@ -47,7 +48,6 @@ from nbaccel.bigmodel.tensor_placing import (
     set_module_tensor_to_device,
 )
 from nbaccel.state import PartialState
-from nbaccel.units import parse_bytes
 from nbaccel.utils.environment import parse_choice_from_env
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from nbaccel._optional import require
-from nbaccel.errors import CollectiveMismatch
+from nbaccel.base.errors import CollectiveMismatch
+from nbaccel.base.optional_packages import require
 from nbaccel.train import distributed, trees
 from nbaccel.train.collectives import CannotPadNestedTensorWarning, Collectives
 from nbaccel.train.trees import find_batch_size, leaves, send_to_device

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import torch_private
-from nbaccel.log import get_logger
+from nbaccel.base import torch_private
+from nbaccel.base.log import get_logger
+from nbaccel.base.units import format_bytes
 from nbaccel.precision.native import AutocastForward
 from nbaccel.state import PartialState
 from nbaccel.strategies.compiling import compile_regions
 from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint import files
-from nbaccel.units import format_bytes
 from nbaccel.utils.basic_config import write_basic_config
 from nbaccel.utils.modeling import id_tensor_storage
 from nbaccel.utils.operations import wait_for_everyone

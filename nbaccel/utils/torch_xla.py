@@ -5,7 +5,7 @@ Training on TPUs needs none of it: see ``nbaccel.devices.tpu``.
 
 from __future__ import annotations
 
-from nbaccel._later import XLA_INSTALLATION, missing_name_of
+from nbaccel.base.unsupported_names import XLA_INSTALLATION, missing_name_of
 
 __all__ = [
     "install_xla",

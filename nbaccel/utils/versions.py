@@ -7,7 +7,7 @@ from typing import Any
 
 from packaging.version import Version, parse
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 from nbaccel.utils.constants import STR_OPERATION_TO_FUNC
 
 __all__ = ["compare_versions", "is_torch_version"]

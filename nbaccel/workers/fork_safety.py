@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nbaccel import _catalog
+from nbaccel.plan import registry
 
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
 _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
@@ -49,7 +49,7 @@ def hazards() -> tuple[Hazard, ...]:
 
 
 def _find_hazards() -> Iterator[Hazard]:
-    for known_device in _catalog.known_devices():
+    for known_device in registry.known_devices():
         for hazard_fact in known_device.hazards():
             yield Hazard(fact=hazard_fact, consequence=known_device.after_fork, is_fatal=True)
     if _has_process_group():

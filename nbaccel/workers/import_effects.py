@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel import env
+from nbaccel.base import env
 
 __all__ = ["SetAnew", "ThreadEffects", "apply_variables", "note_variables"]
 

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nbaccel.frames import Frame
-from nbaccel.leftovers import LeftoverFolders
-from nbaccel.outer_loop import OuterLoop
-from nbaccel.spent_time import SpentTime
-from nbaccel.transfer import shared_memory
+from nbaccel.base.frames import Frame
+from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.outer_loop import OuterLoop
+from nbaccel.base.spent_time import SpentTime
+from nbaccel.transfer import memfd
 from nbaccel.transfer.pickling import PackedObject
 
 _PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
@@ -71,7 +71,7 @@ class Channel:
             OSError: If the other end is gone.
         """
         packet_bytes, spill_files = pack_message(message)
-        with shared_memory.closing_files(*spill_files):
+        with memfd.closing_files(*spill_files):
             self.send_packed(packet_bytes, [*file_descriptors, *spill_files])
 
     def send_packed(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ def open_packet(packet_bytes: bytes, file_descriptors: list[int]) -> Any:
     if packet_bytes[:1] == _IN_PACKET:
         return pickle.loads(packet_bytes[1:])
     spill_file = file_descriptors.pop()
-    with shared_memory.closing_files(spill_file):
+    with memfd.closing_files(spill_file):
         return _read_spilled(spill_file)
 
 
@@ -189,9 +189,9 @@ def pack_message(message: Any) -> tuple[bytes, list[int]]:
     message_bytes = pickle.dumps(message, protocol=5)
     if len(message_bytes) <= _PACKET_BYTES:
         return _IN_PACKET + message_bytes, []
-    spill_file = shared_memory.create_file("message", len(message_bytes))
+    spill_file = memfd.create_file("message", len(message_bytes))
     try:
-        shared_memory.write_at(spill_file, memoryview(message_bytes), 0)
+        memfd.write_at(spill_file, memoryview(message_bytes), 0)
     except BaseException:  # an interrupt must not leak the descriptor either
         os.close(spill_file)
         raise

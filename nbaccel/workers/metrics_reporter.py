@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from nbaccel import leftovers, spent_time
-from nbaccel.abc.device import Device
+from nbaccel.base import leftovers, spent_time
+from nbaccel.plan.contracts.device import Device
 from nbaccel.workers import messaging
 from nbaccel.workers.training_loops import RunningLoop, TrainingLoops
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel import _accelerate
-from nbaccel.capabilities import precision_row
-from nbaccel.errors import PrecisionMismatch
+from nbaccel.base import accelerate_library
+from nbaccel.base.errors import PrecisionMismatch
+from nbaccel.config.capabilities import precision_row
 
 _IN_USE: list[str] = []
 """The precision of the newest `Accelerator` of this process; a list, so that it can be changed."""
@@ -68,7 +68,7 @@ def watch(asked_precision: str) -> Callable[[], None]:
             return
         was_judged = True
         layer_hook.remove()
-        found_precision = _accelerate.mixed_precision() or _observed(
+        found_precision = accelerate_library.mixed_precision() or _observed(
             seen_dtypes, asked_precision, only_torch_layers=only_torch_layers
         )
         if found_precision is not None and found_precision != asked_precision:

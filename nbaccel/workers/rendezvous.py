@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbaccel import env, ports, torch_private
-from nbaccel.errors import ConfigError
-from nbaccel.topology import Topology
+from nbaccel.base import env, ports, torch_private
+from nbaccel.base.errors import ConfigError
+from nbaccel.plan.topology import Topology
 
 __all__ = ["group_names", "keep_groups_alive", "meet_here", "serve_store"]
 
@@ -107,7 +107,7 @@ def keep_groups_alive() -> None:
     the destructor holds it: a deadlock, met in every fifth to thirtieth DDP run that ends by
     `destroy_process_group()` (torch 2.13; the stack is in docs/pages/upstream.md). Shutting a group
     down works as before; only its C++ object outlives it. (A live worker closes what that leaves
-    open: `pool/process_groups.py`.)
+    open: `calls/process_groups.py`.)
     """
     torch_private.keep_process_groups()
 

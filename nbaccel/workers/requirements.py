@@ -10,9 +10,9 @@ import socket
 import sys
 from pathlib import Path
 
-from nbaccel import _catalog, ports
-from nbaccel.errors import PlatformUnsupported, UnsafeMoment
-from nbaccel.plan import Plan
+from nbaccel.base import ports
+from nbaccel.base.errors import PlatformUnsupported, UnsafeMoment
+from nbaccel.plan import Plan, registry
 
 __all__ = ["check_requirements"]
 
@@ -47,7 +47,7 @@ def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
             f"Several workers need {missing_lines}. Use num_processes=1, which runs in the "
             "notebook itself."
         )
-    if busy_reason := _catalog.device(plan.device).busy_reason(plan):
+    if busy_reason := registry.device(plan.device).busy_reason(plan):
         raise UnsafeMoment(busy_reason)
     if plan.config.num_nodes > 1:
         return plan

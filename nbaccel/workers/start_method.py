@@ -10,8 +10,8 @@ from typing import Protocol
 
 from nbaccel.plan.inventory import Inventory
 from nbaccel.workers.messaging import Ended
-from nbaccel.workers.process_use import ProcessUse, process_use
 from nbaccel.workers.reaping import end_group
+from nbaccel.workers.resource_use import ProcessUse, process_use
 from nbaccel.workers.worker import WorkerEnds
 
 

@@ -8,11 +8,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from nbaccel import _catalog
-from nbaccel.errors import StartupFailed
-from nbaccel.failures import failure
-from nbaccel.transfer import shared_memory
-from nbaccel.workers import messaging, template_prestart, time_limits
+from nbaccel.base.errors import StartupFailed
+from nbaccel.plan import registry
+from nbaccel.transfer import memfd
+from nbaccel.workers import failure, messaging, template_prestart, time_limits
 from nbaccel.workers.start_method import LocalProcesses
 from nbaccel.workers.worker import WorkerEnds
 
@@ -33,7 +32,7 @@ def dispose(fds: Sequence[int]) -> None:
             ):
                 channel.send(messaging.Dispose(), fds)
     finally:
-        shared_memory.close_all(fds)
+        memfd.close_all(fds)
 
 
 def go_on() -> None:
@@ -60,7 +59,7 @@ class TemplateStarter(LocalProcesses):
     def __init__(
         self, device: str, *, threads: int = 0, say: Callable[[str], None] = say_nothing
     ) -> None:
-        self._template = device if _catalog.known_device(device).own_template else ""
+        self._template = device if registry.known_device(device).own_template else ""
         self._threads = threads
         self._say = say
         self.status: int | None = None

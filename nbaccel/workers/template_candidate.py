@@ -28,11 +28,10 @@ from typing import NoReturn
 
 import psutil
 
-from nbaccel import env
-from nbaccel.failures import failure
-from nbaccel.units import format_bytes
-from nbaccel.workers import import_effects, messaging, time_limits
-from nbaccel.workers.process_state import ProcessState
+from nbaccel.base import env
+from nbaccel.base.units import format_bytes
+from nbaccel.workers import failure, import_effects, messaging, time_limits
+from nbaccel.workers.forkable_state import ProcessState
 from nbaccel.workers.reaping import end_with_parent
 
 __all__ = ["CandidateKeeper"]

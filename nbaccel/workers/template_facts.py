@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from nbaccel.capabilities import engine_row
+from nbaccel.base.units import count_noun
+from nbaccel.config.capabilities import engine_row
 from nbaccel.plan import Choice, Plan
-from nbaccel.units import count_noun
 from nbaccel.workers.template_learning import TemplateLearner
 
 __all__ = ["told_left_out", "uses_template", "with_imports"]

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from nbaccel.workers import fork_safety, installed_modules, process_state, worker_output
+from nbaccel.workers import fork_safety, forkable_state, installed_modules, worker_output
 from nbaccel.workers.installed_modules import FileStamp
 from nbaccel.workers.reaping import TEMPLATE_NAME, take_name
 
@@ -160,7 +160,7 @@ def _files_of_others() -> frozenset[str]:
     log_files = {getattr(log_handler, "baseFilename", "") for log_handler in _log_handlers()}
     return frozenset(
         path
-        for path in process_state.open_files() - inherited_files - log_files
+        for path in forkable_state.open_files() - inherited_files - log_files
         if _HISTORY_FILE not in path
     )
 
@@ -213,10 +213,10 @@ def _foreign_threads() -> list[int]:
     python_threads = {live_thread.native_id for live_thread in threading.enumerate()}
     return [
         thread_id
-        for thread_id in process_state.native_threads()
+        for thread_id in forkable_state.native_threads()
         if thread_id not in python_threads
         # Empty: it has ended meanwhile.
-        and not (process_state.name_of_thread(thread_id) or _OF_A_KERNEL).startswith(_OF_A_KERNEL)
+        and not (forkable_state.name_of_thread(thread_id) or _OF_A_KERNEL).startswith(_OF_A_KERNEL)
     ]
 
 

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _catalog, env, frames
-from nbaccel.errors import ConfigError
+from nbaccel.base import env, frames
+from nbaccel.base.errors import ConfigError
+from nbaccel.plan import registry
 from nbaccel.workers import installed_modules, template_prestart, time_limits, working_folder
 from nbaccel.workers.installed_modules import FileStamp
 from nbaccel.workers.template_prestart import TemplateBoot
@@ -38,9 +39,9 @@ SWITCH = "NBACCEL_TEMPLATE_IMPORTS"
 """Environment variable: with 0, templates are fresh interpreters and import torch only."""
 _NEEDED_HERE = (
     "nbaccel.workers.worker",
-    "nbaccel.pool.cell_worker",
-    "nbaccel.launch.run",
-    "nbaccel.pool.worker_pool",
+    "nbaccel.calls.pool_worker",
+    "nbaccel.calls.launch",
+    "nbaccel.calls.pool",
     "nbaccel.workers.template_server",
     "nbaccel.workers.template_candidate",
     "numpy.random",
@@ -329,7 +330,7 @@ class TemplateLearner:
 
     def _fork_this_process(self) -> bool:
         """Let a fork of this process be the base, if it is clean; whether that was done."""
-        from nbaccel.failures.process_death import uninterrupted
+        from nbaccel.base.process_death import uninterrupted
         from nbaccel.workers import template_from_kernel
         from nbaccel.workers.template_handles import ForkedProcess
 
@@ -553,7 +554,7 @@ def learner(device: str = "") -> TemplateLearner:
     Args:
         device: The row of what workers compute on; empty for one without a template of its own.
     """
-    has_own = bool(device) and _catalog.known_device(device).own_template
+    has_own = bool(device) and registry.known_device(device).own_template
     template_name = device if has_own else ""
     return _LEARNERS.setdefault(template_name, TemplateLearner(template_name))
 

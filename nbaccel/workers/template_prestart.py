@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.workers import working_folder
 from nbaccel.workers.installed_modules import FileStamp
 

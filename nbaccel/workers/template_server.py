@@ -31,12 +31,12 @@ _PREIMPORTED_MODULES = (
     "torch.nn.parallel",
     "numpy.random",
     "nbaccel.workers.worker",
-    "nbaccel.pool.cell_worker",
+    "nbaccel.calls.pool_worker",
 )
 _FOR_NOTEBOOKS = (
     "IPython.core.interactiveshell",
     "IPython.core.displaypub",
-    "nbaccel.pool.worker_shell",
+    "nbaccel.calls.worker_shell",
 )
 
 
@@ -86,14 +86,14 @@ def serve_notebook_fork(channel_fd: int, parent_id: int) -> NoReturn:
     """
     import torch
 
-    from nbaccel import _accelerate
+    from nbaccel.base import accelerate_library
     from nbaccel.transfer import sharded_tensors
     from nbaccel.workers.reaping import adopt_orphans
 
     # Workers of a fresh interpreter have the usual one; on a GPU, the rehearsal would wake it here.
     torch.set_default_device(None)
     # Its state says that this process is the only one.
-    _accelerate.forget()
+    accelerate_library.forget()
     adopt_orphans()
     sharded_tensors.load_readers()
     rehearse_transfer()
@@ -120,13 +120,13 @@ def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -
     """
     for module_name in modules_for_workers(in_notebook=in_notebook):
         importlib.import_module(module_name)
-    from nbaccel import _catalog
+    from nbaccel.plan import registry
     from nbaccel.workers.reaping import adopt_orphans
 
     # Imports the devices once, for all workers.
-    known_devices = _catalog.known_devices()
+    known_devices = registry.known_devices()
     if device:
-        _catalog.known_device(device).prepare_template()
+        registry.known_device(device).prepare_template()
     if extends_torch:
         _load_extensions({known_device.extension for known_device in known_devices})
     adopt_orphans()
@@ -159,7 +159,7 @@ def rehearse_transfer() -> None:
     """Transfer a small model once, so that workers inherit what Python and torch set up then."""
     from torch import nn
 
-    from nbaccel.transfer import arena, pickling, shared_memory, weight_sync
+    from nbaccel.transfer import arena, memfd, pickling, weight_sync
 
     sample_model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     sample_sharing = arena.share_modules([("model", sample_model)])
@@ -171,9 +171,9 @@ def rehearse_transfer() -> None:
         sample_sender,
     )
     sample_mappings = {
-        arena_key: shared_memory.Mapping(sample_arena.fd, sample_arena.nbytes, is_private=True)
+        arena_key: memfd.Mapping(sample_arena.fd, sample_arena.nbytes, is_private=True)
     }
-    with shared_memory.closing_files(file_descriptor):
+    with memfd.closing_files(file_descriptor):
         received_copy, (sample_manifest,) = pickling.unpack(
             packed_object, file_descriptor, sample_mappings
         )

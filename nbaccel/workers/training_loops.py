@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nbaccel.outer_loop import OuterLoop
+from nbaccel.base.outer_loop import OuterLoop
 
 __all__ = ["RunningLoop", "TrainingLoops"]
 

@@ -39,21 +39,23 @@ import cloudpickle
 import torch
 from torch import nn
 
-from nbaccel import _accelerate, _catalog, _lightning, _transformers, env
-from nbaccel.abc.device import Device
-from nbaccel.errors import InputRefused, InternalError
-from nbaccel.failures import failure, portable_exception
-from nbaccel.topology import Topology
-from nbaccel.transfer import arena, main_names, pickling, sharded_tensors, shared_memory
+from nbaccel.base import accelerate_library, env, lightning_library, transformers_library
+from nbaccel.base.errors import InputRefused, InternalError
+from nbaccel.base.units import shorten_text
+from nbaccel.plan import registry
+from nbaccel.plan.contracts.device import Device
+from nbaccel.plan.topology import Topology
+from nbaccel.transfer import arena, main_names, memfd, pickling, sharded_tensors
 from nbaccel.transfer.library_settings import LibrarySettings
 from nbaccel.transfer.package_changes import AppliedChanges, PackageChange
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
-from nbaccel.units import shorten_text
 from nbaccel.workers import (
     exit_functions,
+    failure,
     import_effects,
     messaging,
     metrics_reporter,
+    portable_exception,
     precision_check,
     rendezvous,
     thread_limits,
@@ -107,7 +109,7 @@ class InheritedObjects:
 
     call: WorkerCall | None = None
     """What to call; None in a pool's worker, which gets its calls later."""
-    arenas: Mapping[str, shared_memory.Mapping] = field(default_factory=dict)
+    arenas: Mapping[str, memfd.Mapping] = field(default_factory=dict)
 
 
 def run_worker(
@@ -125,7 +127,7 @@ def run_worker(
         _settle_in(worker_ends, parent_id)
         if inherited is not None:
             # Accelerate's forked state says that this process is the only one.
-            _accelerate.forget()
+            accelerate_library.forget()
         notebook_channel = messaging.Channel.from_fd(worker_ends.channel)
         notebook_channel.send(messaging.Alive(time.monotonic()))
         message, file_descriptors = notebook_channel.receive()
@@ -256,18 +258,18 @@ def settle_in_process(
         # In place, because other modules hold a reference to this list.
         sys.path[:] = worker_assignment.import_path
     thread_limits.limit_threads(worker_assignment.threads)
-    hardware_device = _catalog.device(worker_assignment.device)
+    hardware_device = registry.device(worker_assignment.device)
     hardware_device.enter_worker(place.local_rank)
-    _catalog.enter_worker(worker_assignment.device)
+    registry.enter_worker(worker_assignment.device)
     # Before any user code can create a process group.
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
     main_names.receive_names()
     send_notebook_classes()
-    _accelerate.prepare_anew()
-    _transformers.adopt_trainers(metrics_reporter.drawing_whole_bar)
-    _lightning.guard_trainers()
-    _lightning.tell_of_worker(place.rank)
+    accelerate_library.prepare_anew()
+    transformers_library.adopt_trainers(metrics_reporter.drawing_whole_bar)
+    lightning_library.guard_trainers()
+    lightning_library.tell_of_worker(place.rank)
     rendezvous_store = (
         rendezvous.serve_store(place, file_descriptors.pop())
         if worker_assignment.serves_store
@@ -432,7 +434,7 @@ class Work:
         clean_up.callback(precision_check.watch(job.mixed_precision))
         return call, weight_writer
 
-    def _open(self, target_device: str) -> tuple[WorkerCall, Mapping[str, shared_memory.Mapping]]:
+    def _open(self, target_device: str) -> tuple[WorkerCall, Mapping[str, memfd.Mapping]]:
         if self._inheritance is not None and self._inheritance.call is not None:
             # Shared after the fork: training would change the notebook's models at once.
             arena.make_arenas_private()
@@ -444,7 +446,7 @@ class Work:
                 "nothing to run. Please report this."
             )
         arena_mappings = {
-            arena_key: shared_memory.Mapping(file_descriptor, num_bytes, is_private=True)
+            arena_key: memfd.Mapping(file_descriptor, num_bytes, is_private=True)
             for (arena_key, num_bytes), file_descriptor in zip(
                 self._job.arenas, self._arena_fds, strict=True
             )
@@ -471,7 +473,7 @@ class Work:
                 messaging.Returned(time.monotonic(), None, unsendable_reason, weight_report)
             )
             return
-        with shared_memory.closing_files(file_descriptor):
+        with memfd.closing_files(file_descriptor):
             self._channel.send(
                 messaging.Returned(time.monotonic(), packed_value, None, weight_report),
                 [file_descriptor],
@@ -522,7 +524,7 @@ def report(
         # BaseException: the user's own __reduce__ may raise anything.
         except BaseException:  # noqa: S112
             continue
-        with shared_memory.closing_files(file_descriptor):
+        with memfd.closing_files(file_descriptor):
             notebook_channel.send(
                 messaging.Failed(failed_at, failure_record, packed_value), [file_descriptor]
             )

@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbaccel import _catalog, env
+from nbaccel.base import env, process_death
+from nbaccel.base.errors import StartupFailed
 from nbaccel.config.variables import run_variables
-from nbaccel.errors import StartupFailed
-from nbaccel.failures import process_death
-from nbaccel.plan import Plan
-from nbaccel.topology import Topology
-from nbaccel.transfer import shared_memory
+from nbaccel.plan import Plan, registry
+from nbaccel.plan.topology import Topology
+from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits, worker, working_folder
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import HostShare, Starter
@@ -148,7 +147,7 @@ class WorkerGroup:
 
     def reads_memory_of(self, member: WorkerHandle) -> bool:
         """Whether this process may read a worker's memory; some containers forbid it."""
-        return not self._starter.shares and shared_memory.can_read_process(member.pid)
+        return not self._starter.shares and memfd.can_read_process(member.pid)
 
     def sentinels(self) -> Sequence[int]:
         """Descriptors that become readable when a worker may have ended."""
@@ -218,7 +217,7 @@ class WorkerGroup:
     def _start_worker(self, rank: int) -> WorkerHandle:
         worker_channel, worker_pipes, worker_ends = connect()
         is_fork = isinstance(self._starter, ForkStarter)
-        with shared_memory.closing_files(*worker_ends.all()):
+        with memfd.closing_files(*worker_ends.all()):
             self._keep_from_children(worker_channel.fileno(), *worker_pipes)
             process_id = self._starter.start(worker_ends)
         worker_handle = WorkerHandle(
@@ -256,7 +255,7 @@ class WorkerGroup:
         ) | run_variables(plan.config)
         if is_on_other_host:
             own_environment |= _device_choice(self._starter.shares[worker_place.node_rank])
-        for memory_module in _catalog.shared_memory_modules():
+        for memory_module in registry.shared_memory_modules():
             own_environment |= memory_module.variables(worker_place, plan.device)
         # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's wins.
         default_variables = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
@@ -372,10 +371,10 @@ def _device_choice(host_share: HostShare) -> dict[str, str]:
 def _device_variables(plan: Plan) -> list[Mapping[str, str | None]]:
     """What the workers of a launch get for their device, by local rank, and for all others."""
     idle_variables: dict[str, str | None] = {}
-    for device in _catalog.known_devices():
+    for device in registry.known_devices():
         if device.name != plan.device:
             idle_variables |= device.idle_variables()
-    of_workers = _catalog.device(plan.device).launch_variables(plan) or ({},) * plan.num_processes
+    of_workers = registry.device(plan.device).launch_variables(plan) or ({},) * plan.num_processes
     return [{**idle_variables, **variables} for variables in of_workers]
 
 
@@ -390,6 +389,6 @@ def _libraries_memory(worker_places: Sequence[Topology]) -> Iterator[None]:
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
-    for memory_module in _catalog.shared_memory_modules():
+    for memory_module in registry.shared_memory_modules():
         memory_module.remove(worker_places)
         memory_module.remove_orphans()

@@ -9,11 +9,10 @@ import signal
 import time
 from dataclasses import dataclass, field, replace
 
-from nbaccel import frames
-from nbaccel.failures import failure
-from nbaccel.leftovers import LeftoverFolders
-from nbaccel.transfer import shared_memory
-from nbaccel.workers import messaging
+from nbaccel.base import frames
+from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.transfer import memfd
+from nbaccel.workers import failure, messaging
 from nbaccel.workers.start_method import Starter
 from nbaccel.workers.worker import STACK_SIGNAL, WorkerEnds
 
@@ -291,7 +290,7 @@ class WorkerHandle:
 
     def _close_payloads(self) -> None:
         payload_fds = (self.result_fd, self.error[1] if self.error else None)
-        shared_memory.close_all(
+        memfd.close_all(
             [file_descriptor for file_descriptor in payload_fds if file_descriptor is not None]
         )
         self.result_fd = self.error = None

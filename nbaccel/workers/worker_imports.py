@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.workers import installed_modules, messaging
 
 __all__ = ["WorkerImports"]

@@ -30,8 +30,8 @@ from typing import Any
 
 import cloudpickle
 
-from nbaccel.frames import Frame
-from nbaccel.record_pickling import quickly_pickled
+from nbaccel.base.frames import Frame
+from nbaccel.base.record_pickling import quickly_pickled
 from nbaccel.workers.messaging import ClearOutput, Display
 
 __all__ = ["LoggingSettings", "as_configured"]

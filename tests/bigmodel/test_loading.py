@@ -571,7 +571,7 @@ def test_a_bar_counts_every_byte_that_is_read(saved, capfd, monkeypatch, device_
     _, path = saved
     monkeypatch.setattr("nbaccel.bigmodel.checkpoint_loading._BAR_DELAY_S", 0)
     seen = []
-    from nbaccel.bars import Bar
+    from nbaccel.base.quiet_bars import Bar
 
     class Watched(Bar):
         def close(self) -> None:

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 from typing_extensions import Self
 
-from nbaccel import mapped_files
+from nbaccel.base import mapped_files
 from nbaccel.bigmodel.checkpoint_files import read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
-from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.file_arena import FileArena
 from tests.isolation import isolated
 from tests.process import descriptors, memory_files
@@ -36,7 +36,7 @@ pytestmark = [
 
 MIB = 1 << 20
 LAYERS, LAYER_BYTES = 12, 4 * MIB
-PAGE = shared_memory.PAGE_BYTES
+PAGE = memfd.PAGE_BYTES
 
 
 def figures() -> dict[str, int]:
@@ -182,7 +182,7 @@ def file_of(content: bytes) -> Iterator[Path]:
         yield path
 
 
-def bytes_of(mapping: shared_memory.Mapping) -> bytes:
+def bytes_of(mapping: memfd.Mapping) -> bytes:
     return bytes(mapping.view(0, mapping.nbytes))
 
 
@@ -231,7 +231,7 @@ def test_what_is_written_is_told_of_a_part_alone(tmp_path):
     assert mapping.written(6 * PAGE, 8 * PAGE) == [(6 * PAGE, 7 * PAGE)]
 
 
-def span(mapping: shared_memory.Mapping, first: int, end: int) -> tuple[int, int]:
+def span(mapping: memfd.Mapping, first: int, end: int) -> tuple[int, int]:
     return mapping.address + first, end - first
 
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
-from nbaccel import env
+from nbaccel.base import env
 from tests.browser.conftest import Open
 from tests.browser.page import NotebookPage
 from tests.house.source import ROOT

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nbaccel.base.units import format_bytes
 from nbaccel.cli import main, memory_tables
 from nbaccel.cli.memory_tables import estimate_model, print_tables
 from nbaccel.memory.fsdp_memory import fsdp_estimate, wrapped_sizes
 from nbaccel.memory.model_size import measure
-from nbaccel.units import format_bytes
 from tests.needs import DEEPSPEED_ROW
 from tests.notebook.machines import with_gpus
 

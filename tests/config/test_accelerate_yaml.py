@@ -125,7 +125,7 @@ def test_files_of_several_versions_become_our_settings(name):
 @pytest.mark.parametrize("name", [name for name in sorted(EXPECTED) if "zero" not in name])
 def test_every_key_of_a_file_has_its_line(name):
     """Nothing is dropped without a word: keys of sections stand with their section's name."""
-    from nbaccel.config.exchange import read_yaml
+    from nbaccel.config.text_forms import read_yaml
 
     path = FILES / f"{name}.yaml"
     named = {

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from nbaccel.config import RunConfig, load_config_file
-from nbaccel.config.exchange import read_object, read_yaml
 from nbaccel.config.mistakes import shown
+from nbaccel.config.text_forms import read_object, read_yaml
 from nbaccel.errors import ConfigError
-from nbaccel.train.checkpoint.checkpoint_folder import read_manifest
+from nbaccel.train.checkpoint.folder_writing import read_manifest
 from nbaccel.train.checkpoint.left_out import read_left_out
 
 DEEP = "[" * 20_000 + "]" * 20_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.config.exchange import json_like, plain_object, read_file, read_object
+from nbaccel.config.text_forms import json_like, plain_object, read_file, read_object
 from nbaccel.errors import ConfigError
 
 BROKEN = {

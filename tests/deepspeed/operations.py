@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nbaccel._optional import is_installed
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.deepspeed.cpp_operations import path_with_ninja
 from tests import apt
 from tests.deepspeed import compiler

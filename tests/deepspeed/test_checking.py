@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel._origin import install_line
+from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.combinations import combination_mistakes, doubts

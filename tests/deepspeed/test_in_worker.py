@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nbaccel import notebook_launcher
-from nbaccel._optional import is_installed
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed import in_worker
 from tests.deepspeed import needs

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from nbaccel.config import RunConfig, run_config_of
-from nbaccel.config.engine import engine_config
-from nbaccel.config.exchange import read_yaml
+from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.config.text_forms import read_yaml
 from nbaccel.config.variables import run_variables
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError

@@ -18,7 +18,7 @@ import torch
 from nbaccel import Pool, notebook_launcher
 from nbaccel.deepspeed import leftover_files
 from nbaccel.errors import WorkerDied
-from nbaccel.topology import Topology
+from nbaccel.plan.topology import Topology
 from tests.deepspeed import needs
 from tests.house.source import ROOT
 

@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from nbaccel import _catalog
 from nbaccel.abc.device import Device, DeviceRuntime, LaunchHooks, StepHooks
-from nbaccel.capabilities import driven_devices
 from nbaccel.config import RunConfig
-from nbaccel.plan import Inventory, inspect_machine
+from nbaccel.config.capabilities import driven_devices
+from nbaccel.plan import Inventory, inspect_machine, registry
 
 ROWS = driven_devices()
 # Only what wakes the hardware needs it; the rest must hold on any machine.
@@ -30,7 +29,7 @@ def run(code):
 
 def require_hardware(row):
     found = inspect_machine()
-    if row is not ROWS[0] and _catalog.device(row.name).refusal(found):
+    if row is not ROWS[0] and registry.device(row.name).refusal(found):
         pytest.skip(f"no {row.name} here: {found.gpu_note}")
 
 
@@ -43,7 +42,7 @@ def test_the_contract_stays_narrow():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_holds_without_the_hardware(row):
-    device = _catalog.device(row.name)
+    device = registry.device(row.name)
     found = inspect_machine()
 
     assert device.name == row.name

@@ -8,7 +8,7 @@ import platform
 import pytest
 
 from nbaccel import RunConfig, resolve
-from nbaccel.capabilities import DEVICES
+from nbaccel.config.capabilities import DEVICES
 from nbaccel.devices import xpu
 from nbaccel.devices.mps import MpsDevice
 from nbaccel.devices.xpu import XpuDevice

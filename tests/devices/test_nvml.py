@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.devices.nvml import Card, find_cards, visible_gpus
 from nbaccel.plan.inventory import Gpu
 

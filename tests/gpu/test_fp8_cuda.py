@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from nbaccel import Accelerator, notebook_launcher
-from nbaccel._optional import is_installed
-from nbaccel.fp8.formats import E4M3, E5M2, scale_and_quantize
-from nbaccel.fp8.products import scaled_product
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.precision.fp8.formats import E4M3, E5M2, scale_and_quantize
+from nbaccel.precision.fp8.products import scaled_product
 from nbaccel.utils import FP8RecipeKwargs
 from tests.isolation import isolated
 

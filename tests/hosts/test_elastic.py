@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
+from tests.calls.test_nodes import free_port, own_address
 from tests.hosts import netns
 from tests.hosts.running_script import RunningScript
 from tests.isolation import ROOT
 from tests.kernel.kernel import Kernel
-from tests.launch.test_nodes import free_port, own_address
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from nbaccel.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, STRATEGIES
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, STRATEGIES
 
 _GROUP_BACKENDS = {
     backend for row in DEVICES for backend in (row.group_backend, row.shared_group_backend)

@@ -13,7 +13,7 @@ from tests.isolation import ROOT
 
 FORKS = (
     "tests/output/test_worker_prints.py::test_lines_are_shown_while_the_workers_run",
-    "tests/failures/test_causes.py::test_the_last_lines_of_a_long_message_are_shown",
+    "tests/workers/test_causes.py::test_the_last_lines_of_a_long_message_are_shown",
 )
 BODIES = "tests/house/fork_bodies.py"
 

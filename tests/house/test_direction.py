@@ -31,12 +31,12 @@ THEIR_OWN = (
     "nbaccel/strategies/",
     "nbaccel/precision/",
     "nbaccel/deepspeed/",
-    "nbaccel/capabilities.py",
+    "nbaccel/config/capabilities.py",
 )
 # Words that happen to be names of backends.
 NO_BACKENDS = {
     (
-        "nbaccel/pool/process_groups.py",
+        "nbaccel/calls/process_groups.py",
         "gloo",
     ): "the kind of torch's group, whose abort does not work",
     ("nbaccel/train/checkpoint/loading.py", "cpu"): "Accelerate's word in map_location",

@@ -14,16 +14,18 @@ from tests.house.source import package_files
 
 # Any private name of the packages that these wrap.
 _WRAPPERS = (
-    "nbaccel/torch_private.py",
-    "nbaccel/ipython_private.py",
+    "nbaccel/base/torch_private.py",
+    "nbaccel/base/ipython_private.py",
     "nbaccel/deepspeed/private_api.py",
 )
 
 # Packages with one or two of them, in the file that handles the package.
 _ALLOWED = {
-    "nbaccel/_accelerate.py": {"_shared_state", "_reset_state"},
-    "nbaccel/_lightning.py": {"_IS_INTERACTIVE"},  # what Lightning found when it was imported
-    "nbaccel/_transformers.py": {"_move_model_to_device"},
+    "nbaccel/base/accelerate_library.py": {"_shared_state", "_reset_state"},
+    "nbaccel/base/lightning_library.py": {
+        "_IS_INTERACTIVE"
+    },  # what Lightning found when it was imported
+    "nbaccel/base/transformers_library.py": {"_move_model_to_device"},
     # Models of transformers say by these what must not be split, and that they tie weights.
     "nbaccel/bigmodel/module_sizes.py": {"_no_split_modules", "_tie_weights"},
     "nbaccel/deepspeed/weights/torch_archive.py": {"_Unpickler"},  # pickle's, in Python
@@ -31,9 +33,9 @@ _ALLOWED = {
         *("_C", "_get_privateuse1_backend_name", "_get_cache_stats")
     },
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
-    "nbaccel/env.py": {"_data"},  # os.environb
-    "nbaccel/hidden.py": {"_initializing"},  # of importlib's module specs
-    "nbaccel/output/tqdm_bars.py": {"_instances"},  # tqdm's set of bars
+    "nbaccel/base/env.py": {"_data"},  # os.environb
+    "nbaccel/base/hidden.py": {"_initializing"},  # of importlib's module specs
+    "nbaccel/output/tqdm_patch.py": {"_instances"},  # tqdm's set of bars
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
     "nbaccel/workers/exit_functions.py": {

@@ -144,15 +144,15 @@ def test_planning_imports_no_torch():
     loaded = loaded_by(
         "import nbaccel\n"
         "nbaccel.resolve(nbaccel.RunConfig(device='cpu')).explain()\n"
-        "import nbaccel.capabilities, nbaccel._catalog\n"
-        "for name in ('cpu', 'cuda'): nbaccel._catalog.device(name).hazards()"
+        "import nbaccel.config.capabilities, nbaccel.plan.registry\n"
+        "for name in ('cpu', 'cuda'): nbaccel.plan.registry.device(name).hazards()"
     )
     assert not {"torch", "IPython", "ipywidgets", "numpy"} & loaded
 
 
 def test_what_ray_runs_on_a_node_imports_no_torch():
     """Ray's workers have nice 15: on a busy node the import takes minutes."""
-    assert "torch" not in loaded_by("import nbaccel.engines.ray_node")
+    assert "torch" not in loaded_by("import nbaccel.hosts.ray_node")
 
 
 def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use():

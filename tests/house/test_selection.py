@@ -11,17 +11,17 @@ import pytest
 from tests import selection
 
 FILES = [
-    *("nbaccel/units.py", "nbaccel/launch/run.py", "nbaccel/deepspeed/advisor/advise.py"),
-    *("tests/test_units.py", "tests/launch/test_run.py", "tests/launch/sources.py"),
+    *("nbaccel/base/units.py", "nbaccel/calls/launch.py", "nbaccel/deepspeed/advisor/advise.py"),
+    *("tests/base/test_units.py", "tests/calls/test_run.py", "tests/calls/sources.py"),
     *("tests/deepspeed/advisor/test_advise.py", "tests/conftest.py", "notebooks/01.ipynb"),
     "README.md",
 ]
 MIRRORED = {
-    "nbaccel/units.py": "tests/test_units.py",
-    "nbaccel/launch/run.py": "tests/launch",
+    "nbaccel/base/units.py": "tests/base/test_units.py",
+    "nbaccel/calls/launch.py": "tests/calls",
     "nbaccel/deepspeed/advisor/advise.py": "tests/deepspeed",
-    "tests/launch/test_run.py": "tests/launch/test_run.py",
-    "tests/launch/sources.py": "tests/launch",
+    "tests/calls/test_run.py": "tests/calls/test_run.py",
+    "tests/calls/sources.py": "tests/calls",
     "tests/conftest.py": None,
     "notebooks/01.ipynb": "notebooks/01.ipynb",
     "README.md": None,
@@ -57,13 +57,13 @@ def test_a_changed_file_asks_for_the_tests_that_mirror_it(repository, name):
 
 def test_a_change_asks_for_those_that_look_from_outside_too(repository):
     (repository / "tests/kernel").mkdir()
-    (repository / "nbaccel/launch/run.py").write_text("# changed\n")
-    assert selection.changed() == {"tests/launch", "tests/kernel"}
+    (repository / "nbaccel/calls/launch.py").write_text("# changed\n")
+    assert selection.changed() == {"tests/calls", "tests/kernel"}
 
 
 def test_a_new_file_has_changed(repository):
-    (repository / "nbaccel/launch/new.py").touch()
-    assert "tests/launch" in selection.changed()
+    (repository / "nbaccel/calls/new.py").touch()
+    assert "tests/calls" in selection.changed()
 
 
 def test_where_the_last_landing_is_unknown_everything_has_changed(repository):

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
-    "tests/plan tests/config tests/test_catalog.py tests/notebook/picker",
+    "tests/plan tests/config tests/plan/test_registry.py tests/notebook/picker",
     # Where DeepSpeed is one among others; all tests of these folders would take minutes more.
     "tests/strategies/test_ddp.py tests/accelerator/test_prepare.py",
     # Launches, pools and what travels between them.
@@ -52,7 +52,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     for folder in ("nbaccel/deepspeed", "tests/deepspeed"):
         shutil.rmtree(copy / folder)
-    rows = copy / "nbaccel/capabilities.py"
+    rows = copy / "nbaccel/config/capabilities.py"
     rows.write_text(without_row(rows.read_text()))
     return copy
 

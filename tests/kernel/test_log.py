@@ -9,7 +9,7 @@ def test_a_warning_of_all_ranks_is_seen_once_in_a_notebook(kernel: Kernel) -> No
     cell = kernel.run(
         "from nbaccel import notebook_launcher\n"
         "def warn():\n"
-        "    from nbaccel.log import get_logger\n"
+        "    from nbaccel.base.log import get_logger\n"
         "    get_logger('nbaccel.x').warning('of all ranks')\n"
         "notebook_launcher(warn, num_processes=2)\n"
     )

@@ -16,8 +16,8 @@ _NOTEBOOKS = tuple(
     f"notebooks/{name}.ipynb" for name in ("01_quickstart", "04_live_workers", "06_pickers")
 )
 _CORE = (
-    "tests/launch/test_launch.py",
-    "tests/pool/test_pool.py",
+    "tests/calls/test_launch.py",
+    "tests/calls/test_pool.py",
     "tests/accelerator/test_prepare.py",
     "tests/strategies/test_ddp.py",
     "tests/strategies/test_fsdp.py",
@@ -139,8 +139,8 @@ LANES: dict[str, Lane] = {
             *_OF_BIG_MODELS,
             "tests/bigmodel/test_model_hooks.py",
             "tests/bigmodel/test_checkpoint_files.py",
-            "tests/pool/test_process_groups.py",
-            "tests/pool/test_cell_shell.py",
+            "tests/calls/test_process_groups.py",
+            "tests/calls/test_cell_running.py",
         ),
         packages=(*_TOOLS, "ipywidgets", "matplotlib", "tqdm"),
     ),
@@ -156,8 +156,8 @@ LANES: dict[str, Lane] = {
         source="builds",
         tests=(
             "tests/deepspeed/test_to_fp32.py",
-            "tests/test_catalog.py",
-            "tests/test_capabilities.py",
+            "tests/plan/test_registry.py",
+            "tests/config/test_capabilities.py",
             "tests/notebook/test_pickers.py",
             "tests/kernel/test_rendering.py",
         ),

@@ -11,8 +11,8 @@ from torch import nn
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.fp8.scaled_tensor import ScaledTensor
 from nbaccel.memory.model_states import model_states, short_formats
+from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.utils import FP8RecipeKwargs
 from tests import needs
 from tests.notebook.machines import WITHOUT_GPU

@@ -94,7 +94,7 @@ def test_workers_from_start_to_end(own: Kernel) -> None:
 
 
 def test_what_starts_workers_is_imported_once_the_notebook_has_torch() -> None:
-    asks = "import sys; print('torch' in sys.modules, 'nbaccel.pool.worker_pool' in sys.modules)"
+    asks = "import sys; print('torch' in sys.modules, 'nbaccel.calls.pool' in sys.modules)"
     fresh = Kernel()
     try:
         fresh.run("%load_ext nbaccel").check()

@@ -278,7 +278,7 @@ def test_a_broken_entry_point_is_named_and_costs_only_its_row(
 def test_a_name_that_is_taken_is_not_taken_over(run: Run) -> None:
     run(
         """
-        from nbaccel.capabilities import ENTRY_POINT_PROBLEMS, device_row
+        from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, device_row
         (problem,) = ENTRY_POINT_PROBLEMS
         assert "'abacus'" in problem and "already" in problem, problem
         """,

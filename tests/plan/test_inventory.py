@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory

@@ -360,7 +360,7 @@ def test_fp8_on_a_new_gpu_is_not():
 def test_auto_takes_what_is_installed_and_says_why(
     monkeypatch, installed, machine, backend, reason
 ):
-    module = sys.modules["nbaccel.capabilities"]
+    module = sys.modules["nbaccel.config.capabilities"]
     monkeypatch.setattr(module, "is_installed", lambda name: name in installed)
     choice = _fp8_of(plan_of(machine, mixed_precision="fp8"))["fp8.backend"]
     assert choice.value == backend
@@ -368,7 +368,7 @@ def test_auto_takes_what_is_installed_and_says_why(
 
 
 def test_a_backend_that_is_missing_or_does_not_fit_is_refused(monkeypatch):
-    module = sys.modules["nbaccel.capabilities"]
+    module = sys.modules["nbaccel.config.capabilities"]
     monkeypatch.setattr(module, "is_installed", lambda name: False)
     (message,) = mistakes_of(CPU, mixed_precision="fp8", fp8="te")
     assert "'te' needs transformer_engine, which is not installed" in message
@@ -393,7 +393,7 @@ def test_a_backend_that_is_missing_or_does_not_fit_is_refused(monkeypatch):
     ],
 )
 def test_recipes_that_cannot_be_are_refused(monkeypatch, fp8, capability, told):
-    module = sys.modules["nbaccel.capabilities"]
+    module = sys.modules["nbaccel.config.capabilities"]
     monkeypatch.setattr(module, "is_installed", lambda name: True)
     (message,) = mistakes_of(with_gpus(1, capability), mixed_precision="fp8", fp8=fp8)
     assert told in message
@@ -431,7 +431,9 @@ def test_no_zero_is_no_mistake(stage):
 
 
 def test_only_gpus_that_are_used_are_judged(monkeypatch):
-    monkeypatch.setattr(sys.modules["nbaccel.capabilities"], "is_installed", lambda name: True)
+    monkeypatch.setattr(
+        sys.modules["nbaccel.config.capabilities"], "is_installed", lambda name: True
+    )
     mixed = dataclasses.replace(
         CPU, gpus=(*with_gpus(1).gpus, *with_gpus(2, (7, 5), "T4").gpus[1:]), torch_version="2.13"
     )

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, Pool, RunConfig, notebook_launcher
 from nbaccel.config import Fp8Config
 from nbaccel.errors import ConfigError, WorkerFailed
-from nbaccel.fp8.linear import Fp8Linear
-from nbaccel.fp8.scaled_adam import ScaledAdam
-from nbaccel.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.linear import Fp8Linear
+from nbaccel.precision.fp8.scaled_adam import ScaledAdam
+from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.precision.torchao import has_layers
 from nbaccel.utils import (
     AORecipeKwargs,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nbaccel.errors import ConfigError
-from nbaccel.fp8.scaled_adam import ScaledAdam
-from nbaccel.fp8.scaled_tensor import ScaledTensor
+from nbaccel.precision.fp8.scaled_adam import ScaledAdam
+from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
 CELL_1 = """
 from accelerate import Accelerator

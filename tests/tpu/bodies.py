@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from nbaccel import Accelerator, _catalog
+from nbaccel import Accelerator
+from nbaccel.plan import registry
 
 WORDS, WIDTH, LENGTH = 32, 16, 6
 RANKS, BATCH, ACCUMULATED = 2, 4, 2
@@ -210,7 +211,7 @@ def compile_often(model: TiedNet) -> Programs:
     seen = Programs([], [])
 
     def step(words: torch.Tensor, targets: torch.Tensor, shift: int = 0) -> None:
-        counts = _catalog.device("tpu").compile_counts()
+        counts = registry.device("tpu").compile_counts()
         assert counts is not None
         seen.before_steps.append(counts.programs)
         seen.phases.append(accelerator.gradient_state.compile_phase)

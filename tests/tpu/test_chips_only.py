@@ -132,14 +132,14 @@ def test_memory_of_a_chip_is_told(chips: RunConfig, driver: str) -> None:
     num_bytes = 256 * 2**20
 
     def fill() -> int | None:
-        from nbaccel import _catalog
+        from nbaccel.plan import registry
 
         accelerator = Accelerator()
         kept = torch.ones(num_bytes // 4, device=accelerator.device)
         accelerator.wait_for_everyone()
-        _catalog.device("tpu").synchronize()
+        registry.device("tpu").synchronize()
         assert float(kept[0]) == 1.0
-        return _catalog.device("tpu").reserved_bytes(accelerator.device)
+        return registry.device("tpu").reserved_bytes(accelerator.device)
 
     for used in notebook_launcher(fill, (), config=chips):
         assert used is not None
@@ -150,7 +150,7 @@ def test_a_second_launch_finds_programs_of_the_first(
     chips: RunConfig, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(net: bodies.TiedNet) -> float:
-        from nbaccel import _catalog
+        from nbaccel.plan import registry
 
         accelerator = Accelerator()
         loader: Any = torch.utils.data.DataLoader(
@@ -159,7 +159,7 @@ def test_a_second_launch_finds_programs_of_the_first(
         )
         net, optimizer, loader = accelerator.prepare(net, bodies.make_optimizer(net), loader)
         bodies.train_epoch(accelerator, net, optimizer, loader)
-        counts = _catalog.device("tpu").compile_counts()
+        counts = registry.device("tpu").compile_counts()
         assert counts is not None
         return counts.seconds
 

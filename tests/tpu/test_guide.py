@@ -75,9 +75,9 @@ CELL_8 = 'accelerator = Accelerator(mixed_precision="bf16", downcast_bf16=True)'
 
 # ---------------------------------------------------------------- around them
 _BEFORE = '''
-import nbaccel._catalog
+import nbaccel.plan.registry
 
-nbaccel._catalog.prepare_notebook()  # as %load_ext nbaccel does, before torch
+nbaccel.plan.registry.prepare_notebook()  # as %load_ext nbaccel does, before torch
 
 import functools, json, os, sys
 import torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbaccel import RunConfig, notebook_launcher
-from nbaccel.launch.run import launch_plan
+from nbaccel.calls.launch import launch_plan
 from nbaccel.plan import Plan
 from tests.tpu import bodies
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel import env, notebook_launcher
+from nbaccel import notebook_launcher
+from nbaccel.base import env
 from nbaccel.train import page_setup
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel import WorkerDied, env
+from nbaccel import WorkerDied
+from nbaccel.base import env
 from nbaccel.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, UnsafeMoment
-from nbaccel.failures.failure import FailureRecord
 from nbaccel.train.call_check import calls_begun, default_group_check
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from nbaccel.train.page_setup import ROUTE_VARIABLE, wanted_route
+from nbaccel.workers.failure import FailureRecord
 from tests.train.plain_ranks import held, run_plainly
 from tests.train.ranks import TWO_HOSTS, together
 

@@ -11,7 +11,7 @@ import pytest
 from nbaccel.train import futex, shared_page
 from nbaccel.train.announced_calls import Entry, encode_call
 from nbaccel.train.shared_page import DATA_BYTES, SharedPage, page_bytes
-from nbaccel.transfer import shared_memory
+from nbaccel.transfer import memfd
 from tests.process import descriptors, forked
 
 PLACE = b'["file.py", 3, "train"]'
@@ -23,8 +23,8 @@ def entry(call_number: int, text: str = "x") -> Entry:
 
 @pytest.fixture
 def page() -> Iterator[SharedPage]:
-    descriptor = shared_memory.create_file("test", page_bytes(2))
-    with shared_memory.closing_files(descriptor):
+    descriptor = memfd.create_file("test", page_bytes(2))
+    with memfd.closing_files(descriptor):
         yield SharedPage(descriptor, 2)
 
 
@@ -155,7 +155,7 @@ def test_a_forked_child_does_not_leave_for_its_parent(page: SharedPage) -> None:
 
 def test_a_page_keeps_no_file_open() -> None:
     before = descriptors()
-    descriptor = shared_memory.create_file("test", page_bytes(1))
+    descriptor = memfd.create_file("test", page_bytes(1))
     page = SharedPage(descriptor, 1)
     os.close(descriptor)
     page.write(0, entry(0))

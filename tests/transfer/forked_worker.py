@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from nbaccel.pool.post_task import staged
+from nbaccel.calls.post_task import staged
 from nbaccel.transfer import arena
 from nbaccel.transfer.free_names import names_of
 from nbaccel.transfer.function_pickling import open_payload
+from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync
-from nbaccel.transfer.shared_memory import closing_files
 from nbaccel.transfer.worker_namespace import Namespace
 from nbaccel.workers import messaging
 from nbaccel.workers.fork_safety import pause_pools

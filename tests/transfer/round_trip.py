@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.transfer import arena, pickling, shared_memory, weight_sync
+from nbaccel.transfer import arena, memfd, pickling, weight_sync
 from nbaccel.transfer.find_modules import find_modules
 from nbaccel.transfer.weight_receiver import WeightReceiver
 
@@ -22,7 +22,7 @@ class Worker:
 
     def __init__(self, trip: Trip, rank: int, *, is_read: bool) -> None:
         self.mappings = {
-            key: shared_memory.Mapping(found.fd, found.nbytes, is_private=True)
+            key: memfd.Mapping(found.fd, found.nbytes, is_private=True)
             for key, found in trip.arenas.items()
         }
         call = pickling.unpack(trip.payload, trip.fd, self.mappings)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nbaccel.errors import ModelNotShareable
-from nbaccel.transfer import arena, shared_memory
+from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.find_modules import find_modules
 from tests.process import descriptors
 
@@ -80,7 +80,7 @@ def test_slots_describe_the_bytes_in_the_file() -> None:
     values = snapshot(module)
     sharing = share(module)
     for home, slot in sharing.modules[0].slots:
-        reader = shared_memory.Mapping(home.fd, home.nbytes, is_private=True)
+        reader = memfd.Mapping(home.fd, home.nbytes, is_private=True)
         assert torch.equal(slot.view(reader), values[slot.name]), slot.name
 
 

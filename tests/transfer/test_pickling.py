@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from nbaccel.transfer import arena, pickling, shared_memory
+from nbaccel.transfer import arena, memfd, pickling
 from nbaccel.transfer.find_modules import find_modules
 from nbaccel.transfer.pickling import Sender
 from tests.process import descriptors
@@ -24,12 +24,11 @@ def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_00
     """Pack and unpack; the pickle itself must be small."""
     sender = sender or Sender.create()
     packed, fd = pickling.pack(obj, sender)
-    assert shared_memory.total_bytes([packed.pickle]) < most_pickled
+    assert memfd.total_bytes([packed.pickle]) < most_pickled
     table = {
-        key: shared_memory.Mapping(a.fd, a.nbytes, is_private=True)
-        for key, a in sender.arenas.items()
+        key: memfd.Mapping(a.fd, a.nbytes, is_private=True) for key, a in sender.arenas.items()
     }
-    with shared_memory.closing_files(fd):
+    with memfd.closing_files(fd):
         return pickling.unpack(packed, fd, table)
 
 
@@ -68,7 +67,7 @@ def test_arrays_of_odd_order_and_type() -> None:
 
 def test_receivers_do_not_see_each_others_writes() -> None:
     packed, fd = pickling.pack(torch.zeros(10), Sender.create())
-    with shared_memory.closing_files(fd):
+    with memfd.closing_files(fd):
         one, other = (pickling.unpack(packed, fd, {}) for _ in range(2))
     one.fill_(3)
     assert not other.any()
@@ -191,10 +190,10 @@ def test_a_shared_model_travels_by_address_only() -> None:
     arena.share_modules([("args[0]", module)])
     sender = Sender.create()
     packed, fd = pickling.pack((module, module.weight[3], [module.bias]), sender)
-    with shared_memory.closing_files(fd):
+    with memfd.closing_files(fd):
         assert packed.nbytes < 100_000
         (home,) = sender.arenas.values()
-        private = shared_memory.Mapping(home.fd, home.nbytes, is_private=True)
+        private = memfd.Mapping(home.fd, home.nbytes, is_private=True)
         found, row, (bias,) = pickling.unpack(packed, fd, dict.fromkeys(sender.arenas, private))
     assert found.bias is bias
     assert torch.equal(found.weight, module.weight)
@@ -304,7 +303,7 @@ class Local(Exception):
 
 def test_a_forked_childs_answer_comes_back_by_name() -> None:
     packed, fd = pickling.pack_plain((Local("x"), torch.ones(3)), Sender.create())
-    with shared_memory.closing_files(fd):
+    with memfd.closing_files(fd):
         error, ones = pickling.unpack(packed, fd, {})
     assert type(error) is Local
     assert ones.tolist() == [1, 1, 1]

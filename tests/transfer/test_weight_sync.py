@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.failures import process_death
-from nbaccel.transfer import memory_pieces, shared_memory
+from nbaccel.base import process_death
+from nbaccel.transfer import memfd, process_memory
 from nbaccel.transfer import weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
-from nbaccel.transfer.shared_memory import PAGE_BYTES
+from nbaccel.transfer.memfd import PAGE_BYTES
 from nbaccel.workers import messaging, template, template_prestart
 from tests.transfer.round_trip import Trip, Worker, replace_tensor
 
@@ -150,10 +150,10 @@ def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(
         for number, p in enumerate(worker.args[0].parameters()):
             p.add_(1 if number in (1, 2) else 0)
     (mapping,) = worker.mappings.values()
-    assert shared_memory.total_bytes(mapping.written()) == 24 * PAGE_BYTES, "all were written"
+    assert memfd.total_bytes(mapping.written()) == 24 * PAGE_BYTES, "all were written"
     report = trip.come_home(worker)
     pieces = sum(piece.end - piece.start for piece in report.in_memory)
-    through_file = sum(map(shared_memory.total_bytes, report.written.values()))
+    through_file = sum(map(memfd.total_bytes, report.written.values()))
     assert (pieces, through_file) == ((8 * PAGE_BYTES, 0) if is_read else (0, 8 * PAGE_BYTES))
     assert disk_bytes(staging) == through_file
     assert_equal(module, values(worker.args[0]))
@@ -195,7 +195,7 @@ def test_a_tensor_that_lies_otherwise_than_the_notebooks_goes_through_the_file(
 def test_what_does_not_fit_into_one_call_goes_through_the_file(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "CALL_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(memfd, "CALL_BYTES", 8 * PAGE_BYTES)
     module = Net()
     trip = launch(module)
     worker = trip.worker(is_read=True)
@@ -235,7 +235,7 @@ def test_weights_that_cannot_be_read_leave_the_model_as_it_was(launch: Launch) -
     if gone == 0:
         os._exit(0)
     os.waitpid(gone, 0)
-    with pytest.raises(memory_pieces.MemoryUnread):
+    with pytest.raises(process_memory.MemoryUnread):
         trip.weight_receiver.apply([report], process_id=gone)
     assert_equal(one, before)
 
@@ -453,7 +453,7 @@ def test_an_interrupt_in_the_midst_of_closing_costs_no_staging_file(launch):
 
     def interrupted_before_it_closes(fds: Sequence[int]) -> None:
         signal.raise_signal(signal.SIGINT)
-        shared_memory.close_all(fds)
+        memfd.close_all(fds)
 
     with pytest.raises(KeyboardInterrupt):
         weight_receiver.close(interrupted_before_it_closes)
@@ -481,7 +481,7 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
 
 
 def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkeypatch):
-    made, real = [], shared_memory.create_file
+    made, real = [], memfd.create_file
 
     def create(name: str, nbytes: int) -> int:
         if made:

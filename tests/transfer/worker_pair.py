@@ -10,11 +10,11 @@ import gc
 import textwrap
 from typing import Any
 
-from nbaccel.pool.post_task import staged
+from nbaccel.calls.post_task import staged
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.function_pickling import open_payload
+from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
-from nbaccel.transfer.shared_memory import closing_files
 from nbaccel.transfer.worker_namespace import Namespace
 
 

@@ -43,7 +43,7 @@ def test_installed_packages_and_own_modules_are_told_apart(imported: dict[str, P
     assert {"nb_beside", __name__} <= local
     assert not {"json", "os", "asyncio", "zmq", "ipykernel"} & set(installed)
     assert not {"json", "os", "torch"} & local
-    assert "nbaccel.launch.run" not in installed, "only the notebook launches"
+    assert "nbaccel.calls.launch" not in installed, "only the notebook launches"
 
 
 def test_a_package_comes_before_those_that_import_it() -> None:

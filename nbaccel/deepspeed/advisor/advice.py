@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.deepspeed.advisor.ladder import LadderStep
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.memory.estimate import MemoryEstimate
-from nbaccel.units import count_noun, format_bytes
 
 __all__ = ["Advice", "Measured", "Rung"]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import _catalog
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import parse_bytes
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.advisor.advice import Advice, Rung
 from nbaccel.deepspeed.advisor.ladder import Recipe, TrainingPrecision, batch_of, choose_precision
@@ -14,15 +15,13 @@ from nbaccel.deepspeed.advisor.search import Budget, Walk, climb
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.load_config import load_settings
 from nbaccel.deepspeed.zero_memory import nvme_folders
-from nbaccel.errors import ConfigError
 from nbaccel.memory.activations import num_samples
 from nbaccel.memory.model_size import measure, refuse_unsized
-from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
+from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.strategies.gradient_checkpointing import (
     can_checkpoint_gradients,
     checkpoints_gradients,
 )
-from nbaccel.units import parse_bytes
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.advisor.proving import Prover
@@ -63,7 +62,7 @@ def advise(
     launch_plan = resolve(RunConfig(num_processes=num_processes), machine_inventory)
     base_settings = {} if config is None else _load_checked(config, machine_inventory)
     world_size = launch_plan.num_processes * num_nodes
-    device = _catalog.device(launch_plan.device)
+    device = registry.device(launch_plan.device)
     device_units = device.units(machine_inventory)[: launch_plan.num_processes]
     training_precision = choose_precision(
         precision, base_config=base_settings, model=model, device_units=device_units

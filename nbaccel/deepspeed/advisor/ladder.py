@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.capabilities import precision_row
-from nbaccel.config.engine import BATCH_SIZES
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import precision_row
+from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.training_facts import TrainingFacts, hidden_size, made_in
-from nbaccel.errors import ConfigError
 from nbaccel.memory.model_size import Shape
 from nbaccel.plan.inventory import Gpu
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbaccel import env
-from nbaccel.capabilities import device_row
+from nbaccel.base import env
+from nbaccel.base.disk import nearest_folder
+from nbaccel.base.errors import WorkerFailed
+from nbaccel.base.units import format_bytes
+from nbaccel.config.capabilities import device_row
 from nbaccel.deepspeed.advisor.advice import Measured, Rung
 from nbaccel.deepspeed.advisor.search import Walk
 from nbaccel.deepspeed.advisor.trial import Search, StepTrial, TrialProgress, run_trial
-from nbaccel.disk import nearest_folder
-from nbaccel.errors import WorkerFailed
 from nbaccel.plan import Plan
 from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
-from nbaccel.units import format_bytes
 
 __all__ = ["Prover", "is_out_of_memory"]
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.advisor.advice import Rung
 from nbaccel.deepspeed.advisor.ladder import (
     LOWERED,
@@ -17,7 +19,6 @@ from nbaccel.deepspeed.advisor.ladder import (
 )
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.zero_memory import estimate_memory
-from nbaccel.errors import ConfigError
 from nbaccel.memory.activations import measure_activations, resized
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.plan.inventory import Inventory
@@ -25,7 +26,6 @@ from nbaccel.strategies.gradient_checkpointing import (
     can_checkpoint_gradients,
     checkpoints_gradients,
 )
-from nbaccel.units import format_bytes
 
 __all__ = ["Budget", "Walk", "climb"]
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import _catalog, env
-from nbaccel.capabilities import device_row
+from nbaccel.base import env
+from nbaccel.base.units import format_bytes
+from nbaccel.config.capabilities import device_row
 from nbaccel.deepspeed import cpp_operations
 from nbaccel.memory.activations import LiveBytes, call, loss_of, mapped, resized, storage_key
+from nbaccel.plan import registry
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
-from nbaccel.units import format_bytes
 
 __all__ = ["Search", "StepTrial", "TrialProgress", "run_trial"]
 
@@ -176,7 +177,7 @@ def _step_through(
     while batch_size is not None:
         trial_note.trying = batch_size
         _training_step(engine, resized(sample_batch, batch_size))
-        _catalog.device(step_trial.device).synchronize()  # what fails later fails here
+        registry.device(step_trial.device).synchronize()  # what fails later fails here
         trial_note.check()
         # Written after each size: the next one may get this process killed.
         trial_note.works = batch_size
@@ -258,7 +259,7 @@ class _TrialNote:
 def _limit_memory(step_trial: StepTrial, own_tensors: list[torch.Tensor], *, on_gpu: bool) -> None:
     """Limit this worker to its share, so that only this process fails when it is used up."""
     if on_gpu and step_trial.device_bytes is not None:
-        _catalog.device(step_trial.device).limit_memory(step_trial.device_bytes)
+        registry.device(step_trial.device).limit_memory(step_trial.device_bytes)
     if step_trial.host_bytes is None:
         return
     # The model's pages are mapped privately and counted already, though shared with the notebook;

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.field_rules import mistakes_in
 from nbaccel.deepspeed.auto_values import UndecidedKey, resolve_auto
 from nbaccel.deepspeed.load_config import auto_keys
 from nbaccel.deepspeed.training_facts import TrainingFacts
-from nbaccel.errors import ConfigError
+from nbaccel.memory.settings_form import FilledConfig
 from nbaccel.plan import Plan
 from nbaccel.plan.launch_plan import Choice
-from nbaccel.strategies.settings_form import FilledConfig
 
 __all__ = ["filled_in"]
 

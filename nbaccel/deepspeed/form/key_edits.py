@@ -10,7 +10,7 @@ from typing import Any
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.deepspeed.zero_config import ZERO
-from nbaccel.strategies.settings_form import Edit
+from nbaccel.memory.settings_form import Edit
 
 __all__ = ["with_key", "with_stage"]
 

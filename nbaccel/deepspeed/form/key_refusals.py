@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nbaccel._optional import is_installed
-from nbaccel._origin import install_line
-from nbaccel.capabilities import fp8_backend, precision_row, strategy_fits
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
+from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.deepspeed.zero_config import ZERO

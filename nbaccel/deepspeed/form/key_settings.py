@@ -16,7 +16,7 @@ from nbaccel.config.field_rules import rule_of
 from nbaccel.deepspeed.auto_values import AUTO_KEYS
 from nbaccel.deepspeed.field_types import section_of
 from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig
-from nbaccel.strategies.settings_form import ChoiceOption, Setting
+from nbaccel.memory.settings_form import ChoiceOption, Setting
 
 __all__ = [
     "COMMON",

@@ -14,8 +14,8 @@ from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.deepspeed.zero_config import ZERO
 from nbaccel.deepspeed.zero_memory import nvme_folders
 from nbaccel.memory.model_size import Shape
+from nbaccel.memory.settings_form import TrainingWay
 from nbaccel.memory.step_time import Traffic
-from nbaccel.strategies.settings_form import TrainingWay
 
 __all__ = ["training_ways", "way_name"]
 

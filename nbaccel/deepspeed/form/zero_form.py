@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nbaccel._optional import is_installed
-from nbaccel._origin import install_line
-from nbaccel.capabilities import device_row
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
-from nbaccel.config.engine import engine_config
+from nbaccel.config.capabilities import device_row
+from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.form.auto_filling import filled_in
@@ -27,17 +28,10 @@ from nbaccel.deepspeed.form.training_ways import training_ways, way_name
 from nbaccel.deepspeed.known_keys import misspelt_keys
 from nbaccel.deepspeed.zero_config import ZeroConfig, old_forms
 from nbaccel.deepspeed.zero_memory import estimate_memory
-from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import Shape
+from nbaccel.memory.settings_form import Edit, FilledConfig, Setting, SettingsForm, TrainingWay
 from nbaccel.plan import Inventory, Plan
-from nbaccel.strategies.settings_form import (
-    Edit,
-    FilledConfig,
-    Setting,
-    SettingsForm,
-    TrainingWay,
-)
 
 __all__ = ["DeepSpeedForm"]
 

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from nbaccel.abc.asking import SaidBySettings
-from nbaccel.abc.bundle import Bundle
-from nbaccel.abc.place import Place
-from nbaccel.abc.shards import Remembered
-from nbaccel.abc.standins import DummyOptim
-from nbaccel.abc.strategy import Strategy
+from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed import leftover_files
 from nbaccel.deepspeed.auto_values import Resolved
 from nbaccel.deepspeed.strategy import (
@@ -42,13 +37,18 @@ from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.strategy.resolve_config import check_parts, settle_config
 from nbaccel.deepspeed.strategy.restore import remember, take_back_together
 from nbaccel.deepspeed.training_facts import made_in
-from nbaccel.errors import ConfigError
-from nbaccel.plan.training import TrainingRequest
+from nbaccel.plan.contracts.asking import SaidBySettings
+from nbaccel.plan.contracts.bundle import Bundle
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.shards import Remembered
+from nbaccel.plan.contracts.standins import DummyOptim
+from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.plan.training_plan import TrainingRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.abc.precision import Precision
+    from nbaccel.plan.contracts.precision import Precision
 
 __all__ = ["DeepSpeedStrategy"]
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel.base.errors import ConfigError, TrainingDiverged
+from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
-from nbaccel.errors import ConfigError, TrainingDiverged
 from nbaccel.memory.model_size import measure
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
-from nbaccel.units import format_bytes
 
 __all__ = ["HostMemory", "Troubles", "host_memory"]
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel import env
+from nbaccel.base import env
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.deepspeed.weights.torch_archive import is_readable, read_outline
-from nbaccel.errors import CheckpointDamaged, ConfigError
 
 __all__ = [
     "can_write",

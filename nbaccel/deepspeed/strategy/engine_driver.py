@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbaccel import frames
-from nbaccel.abc.shards import Remembered
+from nbaccel.base import frames
+from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.strategy.diagnostics import Troubles
 from nbaccel.deepspeed.strategy.nvme_swapping import Claim
 from nbaccel.deepspeed.strategy.restore import take_back, unhook
 from nbaccel.deepspeed.teardown import destroy
-from nbaccel.errors import ConfigError
+from nbaccel.plan.contracts.shards import Remembered
 
 __all__ = ["Drive", "EngineOptimizer", "EngineScheduler", "drive_of_loss", "drive_of_parameters"]
 

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import torch_private
-from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed import library, private_api
 from nbaccel.deepspeed.strategy import nvme_swapping
 from nbaccel.deepspeed.strategy.zero_init import fetch_together, shard_in_turn
 from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.errors import ConfigError
+from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
 from nbaccel.precision.native import as_float32
 
 __all__ = [

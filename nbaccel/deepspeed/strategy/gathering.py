@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed.strategy import local_shards, nvme_swapping
-from nbaccel.errors import ConfigError
 
 __all__ = ["gather_weights", "scatter_weights"]
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbaccel.abc.shards import Piece
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.strategy import nvme_swapping
+from nbaccel.plan.contracts.shards import Piece
 
 __all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_of", "whole_shape"]
 

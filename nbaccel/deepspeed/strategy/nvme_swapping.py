@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.leftovers import LeftoverFolders, announce_leftover
+from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
-from nbaccel.errors import ConfigError
-from nbaccel.leftovers import LeftoverFolders, announce_leftover
-from nbaccel.units import format_bytes
 
 __all__ = [
     "Claim",

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import env
-from nbaccel.config.engine import BATCH_SIZES, tidied_settings
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.config.deepspeed_document import BATCH_SIZES, tidied_settings
 from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
 from nbaccel.config.nested_keys import has_key, put_at, value_at
@@ -27,7 +28,6 @@ from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.load_config import load_settings
 from nbaccel.deepspeed.strategy.config_queries import ConfigQueries
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
-from nbaccel.errors import ConfigError, PlatformUnsupported
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""DeepSpeed's :class:`~nbaccel.abc.shards.ShardReader`, as its capability row names it."""
+"""DeepSpeed's :class:`~nbaccel.abc.ShardReader`, as its capability row names it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.abc.place import Place
-from nbaccel.abc.standins import DummyOptim, DummyScheduler
+from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.nested_keys import value_at
 from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
@@ -18,9 +17,10 @@ from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.deepspeed.training_facts import TrainingFacts
 from nbaccel.deepspeed.zero_config import ZERO
-from nbaccel.errors import ConfigError
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
 from nbaccel.plan.launch_plan import Choice
-from nbaccel.plan.training import TrainingRequest
+from nbaccel.plan.training_plan import TrainingRequest
 
 __all__ = ["check_parts", "settle_config"]
 

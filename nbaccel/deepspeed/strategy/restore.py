@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel import torch_private
-from nbaccel.abc import shards
-from nbaccel.abc.shards import Remembered
+from nbaccel.base import torch_private
+from nbaccel.base.errors import ConfigError
 from nbaccel.deepspeed.private_api import ZERO3_MODULE_ATTRIBUTES
 from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.teardown import destroy, forget_modules, live_engines
-from nbaccel.errors import ConfigError
+from nbaccel.plan.contracts import shards
+from nbaccel.plan.contracts.shards import Remembered
 
 __all__ = ["inner_module", "plain_state", "remember", "take_back", "take_back_together", "unhook"]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.environment import (
     DeepSpeedEnvironment,

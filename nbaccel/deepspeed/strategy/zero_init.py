@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from nbaccel import mapped_files
-from nbaccel._optional import is_installed
+from nbaccel.base import mapped_files
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.strategy import local_shards
-from nbaccel.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn

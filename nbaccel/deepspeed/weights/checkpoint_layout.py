@@ -38,6 +38,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.units import count_noun, number_ranges
 from nbaccel.deepspeed.weights.fp32_reading import swapped_in, weights_of_stage_0
 from nbaccel.deepspeed.weights.torch_archive import (
     StoredTensor,
@@ -47,8 +49,6 @@ from nbaccel.deepspeed.weights.torch_archive import (
     num_elements,
     read_outline,
 )
-from nbaccel.errors import CheckpointDamaged, ConfigError
-from nbaccel.units import count_noun, number_ranges
 
 __all__ = ["CheckpointFiles", "Layout", "find_files", "read_layout"]
 

@@ -16,14 +16,14 @@ from typing import IO, TYPE_CHECKING, Protocol
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from nbaccel import atomic
-from nbaccel.bars import Bar
+from nbaccel.base import atomic
+from nbaccel.base.disk import free_bytes
+from nbaccel.base.errors import CheckpointFailed, ConfigError
+from nbaccel.base.quiet_bars import Bar
+from nbaccel.base.units import format_bytes, parse_bytes
 from nbaccel.deepspeed.weights.checkpoint_layout import read_layout
 from nbaccel.deepspeed.weights.fp32_reading import Reader, check_records
 from nbaccel.deepspeed.weights.torch_archive import DTYPES, Weight
-from nbaccel.disk import free_bytes
-from nbaccel.errors import CheckpointFailed, ConfigError
-from nbaccel.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nbaccel.base.errors import CheckpointDamaged, CheckpointFailed, ConfigError
 from nbaccel.deepspeed.weights.torch_archive import (
     ArchiveRecord,
     StoredTensor,
@@ -31,7 +32,6 @@ from nbaccel.deepspeed.weights.torch_archive import (
     Weight,
     num_elements,
 )
-from nbaccel.errors import CheckpointDamaged, CheckpointFailed, ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self

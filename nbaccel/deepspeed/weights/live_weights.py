@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbaccel import torch_private
+from nbaccel.base import torch_private
+from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.converting import Shard, Written, plan, publishing, write_shard
 from nbaccel.deepspeed.weights.torch_archive import DTYPES, Weight
-from nbaccel.errors import CheckpointFailed, ConfigError
 
 __all__ = ["fp32_state_dict", "save_16bit_weights"]
 

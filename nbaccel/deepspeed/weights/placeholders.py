@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

@@ -31,8 +31,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
-from nbaccel.errors import CheckpointDamaged, ConfigError
-from nbaccel.intact import OLD_TORCH_FORMAT
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.intact import OLD_TORCH_FORMAT
 
 __all__ = [
     "DTYPES",

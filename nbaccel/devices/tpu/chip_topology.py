@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 
 __all__ = [
     "BYTES_PER_CHIP",

@@ -14,20 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbaccel import env
-from nbaccel._optional import installed_version
-from nbaccel.abc.device import CompileCounts, Device
-from nbaccel.capabilities import strategy_row
+from nbaccel.base import env
+from nbaccel.base.optional_packages import installed_version
+from nbaccel.base.process_names import describe_process
+from nbaccel.config.capabilities import strategy_row
 from nbaccel.devices.tpu import chips, packages
 from nbaccel.devices.tpu.chip_topology import without_stale
 from nbaccel.devices.tpu.driver import TpuDriver, move_parameters
 from nbaccel.devices.tpu.drivers import DriverChoice, choose_driver
 from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
+from nbaccel.plan.contracts.device import CompileCounts, Device
 from nbaccel.plan.inspecting import free_host_bytes
 from nbaccel.plan.inventory import Gpu, TpuHost
 from nbaccel.plan.launch_plan import copies_in_turn
-from nbaccel.processes import describe_process
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from nbaccel.abc.device import CompileCounts
+    from nbaccel.plan.contracts.device import CompileCounts
     from nbaccel.plan.inventory import TpuHost
 
 __all__ = ["TpuDriver", "move_parameters"]
@@ -93,17 +93,17 @@ class TpuDriver(ABC):
 
     @abstractmethod
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
-        """See :meth:`~nbaccel.abc.device.DeviceRuntime.average_gradients`."""
+        """See :meth:`~nbaccel.plan.contracts.device.DeviceRuntime.average_gradients`."""
 
     def downcast_floats(self) -> str:
-        """See :meth:`~nbaccel.abc.device.StepHooks.downcast_floats`."""
+        """See :meth:`~nbaccel.plan.contracts.device.StepHooks.downcast_floats`."""
         return (
             f"{self.name} has no such mode. Autocast computes in bfloat16, and weights and doubles "
             "stay as they are"
         )
 
     def mark_step(self) -> None:  # noqa: B027 - a driver that computes at once has nothing to do
-        """See :meth:`~nbaccel.abc.device.DeviceRuntime.mark_step`."""
+        """See :meth:`~nbaccel.plan.contracts.device.DeviceRuntime.mark_step`."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -138,7 +138,7 @@ def move_parameters(module: nn.Module, device: torch.device) -> None:
     """
     import torch
 
-    from nbaccel import torch_private
+    from nbaccel.base import torch_private
 
     moved_buffers: dict[int, torch.Tensor] = {}
     for owner in module.modules():

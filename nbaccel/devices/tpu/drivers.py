@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from nbaccel.base.units import count_noun
 from nbaccel.plan.inventory import TpuHost
-from nbaccel.units import count_noun
 
 __all__ = ["DriverChoice", "choose_driver", "many_hosts_refusal", "torch_refusal"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from nbaccel._optional import metadata_version
+from nbaccel.base.optional_packages import metadata_version
 
 __all__ = ["TORCH_TPU_EXTENSION", "DriverPackages", "find_packages"]
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed  # defines the operations
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 
 __all__ = ["refuse_collectives"]
 

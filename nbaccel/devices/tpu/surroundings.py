@@ -11,12 +11,12 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from nbaccel.base.process_names import describe_process
+from nbaccel.base.units import count_noun, first_few, shorten_text
 from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP
 from nbaccel.devices.tpu.drivers import many_hosts_refusal, torch_refusal
 from nbaccel.devices.tpu.packages import DriverPackages
 from nbaccel.plan.inventory import TpuHost
-from nbaccel.processes import describe_process
-from nbaccel.units import count_noun, first_few, shorten_text
 
 __all__ = [
     "environment_of",

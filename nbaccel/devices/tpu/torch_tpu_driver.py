@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbaccel import env
-from nbaccel.abc.device import CompileCounts
+from nbaccel.base import env
+from nbaccel.base.errors import PlatformUnsupported
 from nbaccel.devices.tpu.chip_topology import torch_tpu_variables
 from nbaccel.devices.tpu.driver import TpuDriver
-from nbaccel.errors import PlatformUnsupported
+from nbaccel.plan.contracts.device import CompileCounts
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ class TorchTpuDriver(TpuDriver):
             return False
         import torch.distributed as dist
 
-        from nbaccel.flat import by_dtype, flatten, unflatten  # it imports torch
+        from nbaccel.base.flat import by_dtype, flatten, unflatten  # it imports torch
 
         for alike in by_dtype(gradients):
             # Each eager collective is a program of its own: one for all is compiled once.

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbaccel import env
-from nbaccel.abc.device import CompileCounts
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
 from nbaccel.devices.tpu.chip_topology import torch_xla_variables
 from nbaccel.devices.tpu.driver import TpuDriver
-from nbaccel.errors import ConfigError
+from nbaccel.plan.contracts.device import CompileCounts
 
 if TYPE_CHECKING:
     import torch

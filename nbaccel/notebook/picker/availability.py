@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel import _catalog
-from nbaccel._optional import is_installed
-from nbaccel.capabilities import (
+from nbaccel.base.errors import ConfigError, NbaccelError
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config.capabilities import (
     DEVICES,
     FP8_BACKENDS,
     Fp8Row,
@@ -15,11 +16,9 @@ from nbaccel.capabilities import (
     fp8_backend,
     precision_row,
 )
-from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, form_of
 from nbaccel.notebook.picker.edits import value_of
-from nbaccel.plan import Inventory, resolve
+from nbaccel.plan import Inventory, registry, resolve
 from nbaccel.plan.fp8_choice import HISTORY_SETTINGS, recipe_of
 
 __all__ = ["PickerState", "is_shown", "option_refusal", "problems_of", "setting_refusal"]
@@ -55,7 +54,7 @@ class PickerState:
         named_rows = {backend_row.name: backend_row for backend_row in FP8_BACKENDS}
         if chosen_backend in named_rows:
             return named_rows[chosen_backend]
-        units = _catalog.usable_units(self.inventory)
+        units = registry.usable_units(self.inventory)
         device_name = self.config.device
         if device_name == "auto":
             device_name = units[0].kind if units else DEVICES[0].name

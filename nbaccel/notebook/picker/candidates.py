@@ -12,18 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from nbaccel import _catalog
-from nbaccel.capabilities import device_row
+from nbaccel.base.errors import ConfigError, InternalError, NbaccelError
+from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError, InternalError, NbaccelError
+from nbaccel.config.capabilities import device_row
+from nbaccel.memory.settings_form import TrainingWay
 from nbaccel.memory.step_time import SHORTEST_S, StepTime, StepWork, Traffic, estimate_step
 from nbaccel.notebook.picker.choices import settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed
 from nbaccel.notebook.picker.verdicts import lacking_text
-from nbaccel.plan import Plan, resolve
+from nbaccel.plan import Plan, registry, resolve
 from nbaccel.strategies import gradient_checkpointing
-from nbaccel.strategies.settings_form import TrainingWay
-from nbaccel.units import format_bytes
 
 __all__ = [
     "Candidate",
@@ -366,7 +365,7 @@ class CandidateFinder:
             precision=config.mixed_precision,
         )
         on_host = device_row(plan.device).in_host_memory
-        device_units = _catalog.device(plan.device).units(memory_model.inventory)
+        device_units = registry.device(plan.device).units(memory_model.inventory)
         if not (on_host or device_units):
             return None
         machine = replace(memory_model.inventory, gpus=() if on_host else device_units)

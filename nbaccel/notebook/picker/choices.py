@@ -13,12 +13,12 @@ from functools import cache
 
 from pydantic.fields import FieldInfo
 
-from nbaccel import _catalog
-from nbaccel.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
 from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
+from nbaccel.memory.settings_form import ChoiceOption, Setting, SettingsForm
 from nbaccel.notebook.options import kinds_of, words_of
+from nbaccel.plan import registry
 from nbaccel.plan.matrix import markdown_table
-from nbaccel.strategies.settings_form import ChoiceOption, Setting, SettingsForm
 
 __all__ = [
     "CHOICES_BEGIN",
@@ -124,7 +124,7 @@ CHOICES_END = "<!-- choices:end -->"
 @cache
 def settings_forms() -> tuple[SettingsForm, ...]:
     """The forms of the strategies that have settings of their own."""
-    return _catalog.settings_forms()
+    return registry.settings_forms()
 
 
 @cache

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from nbaccel.capabilities import precision_row
+from nbaccel.base.errors import ConfigError, NbaccelError
+from nbaccel.base.units import format_seconds
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError, NbaccelError
+from nbaccel.config.capabilities import precision_row
 from nbaccel.memory.step_time import SHORTEST_S
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder, is_as_fast, judged
 from nbaccel.notebook.picker.choices import by_name, settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryModel
-from nbaccel.units import format_seconds
 
 __all__ = [
     "button_names",

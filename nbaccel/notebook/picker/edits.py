@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.memory.settings_form import Edit, SettingsForm
 from nbaccel.notebook.picker.choices import GEMM_PASSES, Setting, form_of, settings_forms
-from nbaccel.strategies.settings_form import Edit, SettingsForm
 
 __all__ = ["edit_config", "value_of"]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbaccel import atomic
+from nbaccel.base import atomic
+from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.exchange import each_once, read_yaml
-from nbaccel.errors import ConfigError
+from nbaccel.config.text_forms import each_once, read_yaml
 from nbaccel.notebook.options import setting_options as options
 from nbaccel.notebook.picker.choices import by_name, settings_forms
 from nbaccel.plan import Inventory

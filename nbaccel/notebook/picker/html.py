@@ -9,9 +9,9 @@ from importlib.resources import files
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.notebook.picker.memory_model import SEGMENT_NAMES
 from nbaccel.plan.launch_plan import Choice
-from nbaccel.units import count_noun, format_bytes
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.exporters import ConfigFace

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nbaccel import _catalog
-from nbaccel.capabilities import device_row
+from nbaccel.base.disk import nearest_folder
+from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
-from nbaccel.disk import nearest_folder
+from nbaccel.config.capabilities import device_row
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
 from nbaccel.memory.fsdp_memory import WrappedSizes, fsdp_estimate, wrapped_sizes
 from nbaccel.memory.model_size import Shape, measure
 from nbaccel.memory.model_states import ShortFormats, model_states, short_formats
-from nbaccel.plan import Inventory, Plan
-from nbaccel.strategies.settings_form import SettingsForm
-from nbaccel.units import format_bytes
+from nbaccel.memory.settings_form import SettingsForm
+from nbaccel.plan import Inventory, Plan, registry
 
 __all__ = [
     "SEGMENT_KINDS",
@@ -183,7 +182,7 @@ class MemoryModel:
             ConfigError: Activations cannot be measured, or a setting not be read.
         """
         machine = self.inventory
-        machine = replace(machine, gpus=_catalog.device(plan.device).units(machine))
+        machine = replace(machine, gpus=registry.device(plan.device).units(machine))
         told_samples = None if chosen_form is None else chosen_form.batch_size(strategy_document)
         estimate_inputs: dict[str, Any] = {
             "num_processes": plan.num_processes,
@@ -296,7 +295,7 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
         The bars.
     """
     memory_bars = []
-    gpus = (machine.gpus or _catalog.usable_units(machine))[: memory_estimate.num_processes]
+    gpus = (machine.gpus or registry.usable_units(machine))[: memory_estimate.num_processes]
     for gpu_number, gpu in enumerate(gpus):
         # More processes than cards share the cards in turn.
         sharing_processes = len(range(gpu_number, memory_estimate.num_processes, len(gpus)))

@@ -2,7 +2,7 @@
 
 Its state is one frozen `RunConfig`. A choice makes a new one or is refused with the reason, and all
 that is shown (what is greyed and why, memory, JSON, YAML) is computed from it, the inventory and
-the rows of ``nbaccel.capabilities``.
+the rows of ``nbaccel.config.capabilities``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.config.mistakes import closest
-from nbaccel.errors import ConfigError, NbaccelError
 from nbaccel.memory.estimate import MemoryEstimate
+from nbaccel.memory.settings_form import FilledConfig, SettingsForm
 from nbaccel.notebook.picker import availability
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder
 from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
@@ -50,7 +51,6 @@ from nbaccel.notebook.picker.suggesting import Proposal, Suggester, refusal_of
 from nbaccel.notebook.picker.verdicts import FitVerdict, verdict_of
 from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
 from nbaccel.plan.launch_plan import Choice
-from nbaccel.strategies.settings_form import FilledConfig, SettingsForm
 
 __all__ = [
     "ChoiceOption",

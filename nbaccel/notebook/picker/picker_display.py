@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbaccel._optional import is_installed
-from nbaccel._origin import install_line
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.package_origin import install_line
 from nbaccel.notebook.picker.static_table import picker_html, picker_sections, picker_text
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from html import escape
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from nbaccel.base.units import format_bytes
 from nbaccel.notebook.picker.compared_ways import (
     groups_of_ways,
     is_told_once,
@@ -19,7 +20,6 @@ from nbaccel.notebook.picker.compared_ways import (
     precision_label,
 )
 from nbaccel.notebook.picker.strip_html import device_bar, place_text, step_text, verdict_text
-from nbaccel.units import format_bytes
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.candidates import Candidate

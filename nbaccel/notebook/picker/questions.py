@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from nbaccel import _catalog
-from nbaccel.capabilities import device_row
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun, format_bytes
+from nbaccel.config.capabilities import device_row
 from nbaccel.memory.model_size import refuse_unsized
-from nbaccel.plan import Inventory, Plan
-from nbaccel.units import count_noun, format_bytes
+from nbaccel.plan import Inventory, Plan, registry
 
 __all__ = [
     "MachinePart",
@@ -129,9 +128,9 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
     Returns:
         Devices, the host's memory and its cores; equal devices together where there are many.
     """
-    units = _catalog.usable_units(inventory)
+    units = registry.usable_units(inventory)
     num_used = 0
-    if plan is not None and (units_of_plan := _catalog.device(plan.device).units(inventory)):
+    if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
         units, num_used = units_of_plan, min(plan.num_processes, len(units_of_plan))
     unit_texts = [_unit_size(unit.total_bytes, unit.free_bytes) for unit in units]
     described_units = [

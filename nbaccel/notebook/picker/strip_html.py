@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from nbaccel.capabilities import device_row
+from nbaccel.base.units import format_bytes, format_seconds
+from nbaccel.config.capabilities import device_row
 from nbaccel.memory.step_time import SHORTEST_S
 from nbaccel.notebook.picker.compared_ways import (
     groups_of_ways,
@@ -16,7 +17,6 @@ from nbaccel.notebook.picker.compared_ways import (
 )
 from nbaccel.notebook.picker.html import css_name
 from nbaccel.notebook.picker.memory_model import SEGMENT_KINDS, SEGMENT_NAMES
-from nbaccel.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.candidates import Candidate

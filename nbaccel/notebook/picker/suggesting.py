@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbaccel.capabilities import device_row, precision_row
+from nbaccel.base.errors import ConfigError, NbaccelError
+from nbaccel.base.units import format_bytes, format_seconds
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError, NbaccelError
+from nbaccel.config.capabilities import device_row, precision_row
 from nbaccel.memory.step_time import SHORTEST_S, computes_in_bf16
 from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder, beside
 from nbaccel.notebook.picker.choices import settings_forms
 from nbaccel.notebook.picker.memory_model import MemoryModel
 from nbaccel.plan import Plan, resolve
-from nbaccel.units import format_bytes, format_seconds
 
 __all__ = ["Proposal", "Suggester", "refusal_of"]
 

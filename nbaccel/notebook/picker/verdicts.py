@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nbaccel.base.units import format_bytes
 from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryNeed, told_together
-from nbaccel.units import format_bytes
 
 __all__ = ["FitVerdict", "lacking_text", "verdict_of"]
 

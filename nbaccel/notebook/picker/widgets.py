@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ipywidgets as w
 
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
 from nbaccel.notebook.picker.all_settings import AllSettings
 from nbaccel.notebook.picker.choices import PANELS, taken_settings, title_of
 from nbaccel.notebook.picker.fields import FieldLook, SettingField, SharedFields, field_for

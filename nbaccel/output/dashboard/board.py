@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbaccel.output.bar_text import BarText, SeenBar, note_outer_bar
 from nbaccel.output.dashboard.rank_times import TimeComparison
 from nbaccel.output.seen_warnings import SeenWarnings
+from nbaccel.output.tqdm_text import BarText, SeenBar, note_outer_bar
 
 if TYPE_CHECKING:
-    from nbaccel.outer_loop import OuterLoop
+    from nbaccel.base.outer_loop import OuterLoop
     from nbaccel.output.recent_lines import RecentLine
     from nbaccel.plan import Plan
     from nbaccel.workers.messaging import Metrics

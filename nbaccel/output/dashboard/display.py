@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.output import publish
 from nbaccel.output.cell_place import VIEW_MIME, CellPlace
 from nbaccel.output.dashboard import drawing, panel_html

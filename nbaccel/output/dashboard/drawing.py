@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbaccel.output.bar_text import BATCH_UNIT
+from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
 from nbaccel.output.chart import LOGARITHMIC_RATIO
 from nbaccel.output.dashboard.board import RankFacts, RunBoard, mean
 from nbaccel.output.dashboard.time_left import (
@@ -20,7 +20,7 @@ from nbaccel.output.dashboard.time_left import (
     most_left,
     steps_in_all,
 )
-from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
+from nbaccel.output.tqdm_text import BATCH_UNIT
 
 __all__ = [
     "ShownProgress",

@@ -15,19 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from nbaccel import _catalog
-from nbaccel.abc.device import Device
-from nbaccel.failures.failure import RankActivity
 from nbaccel.output import publish
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.dashboard.display import Dashboard
 from nbaccel.output.waiting_line import WaitingLine
-from nbaccel.plan import Plan
+from nbaccel.plan import Plan, registry
+from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.inventory import Inventory
+from nbaccel.workers.failure import RankActivity
 from nbaccel.workers.messaging import Metrics
-from nbaccel.workers.process_use import ProcessUse
+from nbaccel.workers.resource_use import ProcessUse
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
 __all__ = ["DashboardUpdater", "MemoryMeter", "WaitingRanks", "WatchedCall", "resident"]
@@ -147,7 +146,7 @@ class DashboardUpdater:
         tail_lines, shown_bars = output_console.last_lines(), output_console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.
-            memory_device = _catalog.device(self._plan.device)
+            memory_device = registry.device(self._plan.device)
             self._scales = MemoryMeter(memory_device)
             _note_totals(self._dashboard.board, memory_device, self._plan.inventory)
         on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])

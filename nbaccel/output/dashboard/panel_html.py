@@ -13,8 +13,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
 from nbaccel.output.chart import ACCENT_COLOUR
 from nbaccel.output.dashboard.board import RankFacts, RunBoard
+from nbaccel.output.dashboard.css_bars import mean_time_html, rank_bars_html, slowest_sentence
 from nbaccel.output.dashboard.curves import metric_chart
 from nbaccel.output.dashboard.drawing import (
     LABEL_CHARS,
@@ -30,13 +32,7 @@ from nbaccel.output.dashboard.drawing import (
     rate_text,
     summary_parts,
 )
-from nbaccel.output.dashboard.time_bars import (
-    mean_time_html,
-    rank_bars_html,
-    slowest_sentence,
-)
 from nbaccel.output.recent_lines import RecentLine
-from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
 
 __all__ = [
     "final_html",

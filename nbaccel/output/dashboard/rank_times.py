@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbaccel.spent_time import SpentTime
+    from nbaccel.base.spent_time import SpentTime
 
 __all__ = ["RankTimes", "SlowestRank", "TimeComparison"]
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nbaccel import ipython_private
+from nbaccel.base import ipython_private
 from nbaccel.output.dashboard import panel_html
 from nbaccel.output.dashboard.board import RunBoard
 from nbaccel.output.dashboard.curves import is_logarithmic, metric_chart, smoothed_value

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbaccel.outer_loop import OuterLoop
-from nbaccel.output.bar_text import outer_bar_of
+from nbaccel.base.outer_loop import OuterLoop
+from nbaccel.output.tqdm_text import outer_bar_of
 
 if TYPE_CHECKING:
-    from nbaccel.output.bar_text import BarText
     from nbaccel.output.dashboard.board import RankFacts
+    from nbaccel.output.tqdm_text import BarText
 
 __all__ = [
     "TimeLeft",

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nbaccel.capabilities import device_row
-from nbaccel.errors import ConfigError
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import device_row
 from nbaccel.output.dashboard.board import RankFacts, RunBoard
 from nbaccel.output.dashboard.drawing import left_out_sentence
 from nbaccel.output.dashboard.rank_times import RankTimes
-from nbaccel.output.report.run_facts import (
+from nbaccel.output.report.report_facts import (
     MetricCurve,
     PlannedRun,
     RankFigures,

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from nbaccel.output.chart import ChartLine, line_chart, smoothed
 from nbaccel.output.dashboard.board import mean_points
-from nbaccel.output.dashboard.rank_times import RankTimes
-from nbaccel.output.dashboard.time_bars import (
+from nbaccel.output.dashboard.css_bars import (
     TIME_KINDS,
     part_of_time,
     percent_of,
@@ -23,8 +22,9 @@ from nbaccel.output.dashboard.time_bars import (
     spent_s,
     starting_sentence,
 )
+from nbaccel.output.dashboard.rank_times import RankTimes
+from nbaccel.output.report.report_facts import MetricCurve, RunFacts
 from nbaccel.output.report.report_text import figure_rows, headline_of, warning_lines
-from nbaccel.output.report.run_facts import MetricCurve, RunFacts
 
 __all__ = ["curve_lines", "report_document", "report_part"]
 

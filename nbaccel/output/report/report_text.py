@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
 from nbaccel.output.chart import short_number
-from nbaccel.output.dashboard.drawing import sparkline
-from nbaccel.output.dashboard.rank_times import RankTimes
-from nbaccel.output.dashboard.time_bars import (
+from nbaccel.output.dashboard.css_bars import (
     TIME_KINDS,
     part_of_time,
     percent_of,
     slowest_sentence,
     starting_sentence,
 )
-from nbaccel.output.report.run_facts import RankFigures, RunFacts
-from nbaccel.units import count_noun, format_bytes, format_seconds, number_ranges
+from nbaccel.output.dashboard.drawing import sparkline
+from nbaccel.output.dashboard.rank_times import RankTimes
+from nbaccel.output.report.report_facts import RankFigures, RunFacts
 
 __all__ = [
     "figure_rows",

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel import atomic
-from nbaccel.errors import ConfigError
+from nbaccel.base import atomic
+from nbaccel.base.errors import ConfigError
+from nbaccel.output.report.report_facts import RunFacts, facts_as_json, facts_from_json
 from nbaccel.output.report.report_html import report_document, report_part
 from nbaccel.output.report.report_text import report_lines
-from nbaccel.output.report.run_facts import RunFacts, facts_as_json, facts_from_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from nbaccel import torch_private
-from nbaccel.abc.place import Place
-from nbaccel.intact import Recorded, file_problem
+from nbaccel.base import torch_private
+from nbaccel.base.intact import Recorded, file_problem
+from nbaccel.plan.contracts.place import Place
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.left_out import read_left_out
 from nbaccel.train.checkpoint.saving import CheckpointParts

@@ -14,10 +14,10 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
-from nbaccel import atomic
+from nbaccel.base import atomic
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.intact import OLD_TORCH_FORMAT
 from nbaccel.config.mistakes import shown
-from nbaccel.errors import CheckpointDamaged, ConfigError
-from nbaccel.intact import OLD_TORCH_FORMAT
 from nbaccel.transfer.sharded_tensors import shard_readers
 
 __all__ = ["read_torch_file", "read_torch_outline", "save", "save_model"]

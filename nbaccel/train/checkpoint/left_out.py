@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel import torch_private
-from nbaccel.errors import CheckpointDamaged
+from nbaccel.base import torch_private
+from nbaccel.base.errors import CheckpointDamaged
 from nbaccel.train.checkpoint import layout
 
 __all__ = ["frozen_names", "left_out_text", "read_left_out", "trained_problem", "without_names"]

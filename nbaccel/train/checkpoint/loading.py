@@ -27,15 +27,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.optim import Optimizer
 
-from nbaccel.abc.place import Place
-from nbaccel.abc.strategy import ShardedCheckpoints
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.intact import Recorded
+from nbaccel.base.log import get_logger
 from nbaccel.config.mistakes import shown
-from nbaccel.errors import CheckpointDamaged, ConfigError
-from nbaccel.intact import Recorded
-from nbaccel.log import get_logger
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.strategy import ShardedCheckpoints
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import checkpoint_folder, layout
-from nbaccel.train.checkpoint.checkpoint_folder import all_succeed, find_checkpoint
+from nbaccel.train.checkpoint import folder_writing, layout
 from nbaccel.train.checkpoint.compatibility import (
     CheckpointSources,
     SourceShards,
@@ -46,6 +45,7 @@ from nbaccel.train.checkpoint.compatibility import (
     state_problem,
 )
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline
+from nbaccel.train.checkpoint.folder_writing import all_succeed, find_checkpoint
 from nbaccel.train.checkpoint.left_out import trained_problem
 from nbaccel.train.checkpoint.own_disks import check_is_own_part, ranks_of_part
 from nbaccel.train.checkpoint.saving import CheckpointParts, check_contents
@@ -460,7 +460,7 @@ def load_state(
 
 def _read_recorded(folder: Path) -> tuple[Mapping[str, Recorded], LoadVerdict]:
     try:
-        return checkpoint_folder.read_manifest(folder), LoadVerdict()
+        return folder_writing.read_manifest(folder), LoadVerdict()
     except CheckpointDamaged as error:
         return {}, LoadVerdict(damaged=list(error.mistakes))
 

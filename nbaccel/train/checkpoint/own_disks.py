@@ -24,14 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbaccel.abc.place import Place
-from nbaccel.abc.strategy import ShardedCheckpoints
-from nbaccel.errors import ConfigError
-from nbaccel.log import write_notice
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.log import write_notice
+from nbaccel.base.units import number_ranges
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.strategy import ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.trees import leaves, map_tensors
-from nbaccel.units import number_ranges
 
 __all__ = ["FolderDisks", "check_is_own_part", "ranks_of_part", "send_to_writers"]
 

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel import atomic
-from nbaccel.abc.place import Place
-from nbaccel.abc.precision import Precision
-from nbaccel.abc.strategy import ShardedCheckpoints, Strategy
-from nbaccel.errors import ConfigError
+from nbaccel.base import atomic
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.precision import Precision
+from nbaccel.plan.contracts.strategy import ShardedCheckpoints, Strategy
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import layout
-from nbaccel.train.checkpoint.checkpoint_folder import new_checkpoint
 from nbaccel.train.checkpoint.files import save
+from nbaccel.train.checkpoint.folder_writing import new_checkpoint
 from nbaccel.train.checkpoint.layout import CheckpointContents
 from nbaccel.train.checkpoint.left_out import frozen_names, left_out_text, without_names
 from nbaccel.train.checkpoint.own_disks import FolderDisks, send_to_writers
 from nbaccel.train.collectives import Collectives
-from nbaccel.units import count_noun
 
 __all__ = ["CheckpointParts", "SaveHook", "check_checkpointable", "check_contents", "save_state"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbaccel import env
+from nbaccel.base import env
 from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.advisor.trial import _training_step
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing

@@ -14,7 +14,7 @@ from torch import nn
 from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
 from nbaccel.deepspeed.advisor.proving import _trial_folder, is_out_of_memory
 from nbaccel.deepspeed.advisor.trial import Search
-from nbaccel.failures.failure import FailureRecord, RaisedError
+from nbaccel.workers.failure import FailureRecord, RaisedError
 from tests.deepspeed import needs
 from tests.deepspeed.advisor import limited_models as models
 from tests.deepspeed.advisor import rungs

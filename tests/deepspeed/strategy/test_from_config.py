@@ -88,7 +88,7 @@ def test_accelerate_reads_the_same(monkeypatch):
 @pytest.mark.parametrize("start", ["launch", "pool"])
 def test_mistakes_are_told_before_any_process_starts(start, monkeypatch):
     from nbaccel import ConfigError, Pool
-    from nbaccel.launch import run as launching
+    from nbaccel.calls import launch as launching
 
     monkeypatch.setattr(launching, "launch_plan", lambda *_: pytest.fail("a process was started"))
     wrong = RunConfig(

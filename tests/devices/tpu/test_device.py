@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel import _catalog, env
+from nbaccel.base import env
 from nbaccel.config import RunConfig
 from nbaccel.devices.tpu import chips
 from nbaccel.errors import UnsafeMoment
-from nbaccel.plan import Inventory, TpuHost, resolve
+from nbaccel.plan import Inventory, TpuHost, registry, resolve
 from nbaccel.workers.requirements import check_requirements
 
 GIB = 2**30
@@ -48,13 +48,13 @@ def plan_of(machine=MACHINE, **settings):
 
 
 def variables_of(plan):
-    return _catalog.device("tpu").launch_variables(plan)
+    return registry.device("tpu").launch_variables(plan)
 
 
 def test_chips_are_units_with_their_memory():
-    units = _catalog.device("tpu").units(MACHINE)
+    units = registry.device("tpu").units(MACHINE)
     assert [unit.name for unit in units] == ["TPU v5e"] * 4
-    assert _catalog.usable_units(MACHINE) == units
+    assert registry.usable_units(MACHINE) == units
     assert all(unit.total_bytes == unit.free_bytes == 16 * GIB for unit in units)
 
 
@@ -124,7 +124,7 @@ def held_host(tmp_path, monkeypatch):
 
 def test_chips_that_nobody_holds_are_free(held_host):
     plan, _ = held_host
-    assert _catalog.device("tpu").busy_reason(plan) == ""
+    assert registry.device("tpu").busy_reason(plan) == ""
 
 
 def test_a_kernel_that_holds_the_chips_is_told_so_with_the_way_out(held_host):
@@ -186,8 +186,8 @@ def _without():
 
 
 def test_without_torch_tpu_nothing_is_set():
-    if chips.inspect_host({}) is not None or _catalog.known_device("tpu").idle_variables():
+    if chips.inspect_host({}) is not None or registry.known_device("tpu").idle_variables():
         pytest.skip("this machine has chips or torch_tpu")
     with env.applied({"TORCH_DEVICE_BACKEND_AUTOLOAD": None}):
-        assert _catalog.prepare_notebook() == ""
+        assert registry.prepare_notebook() == ""
         assert env.read("TORCH_DEVICE_BACKEND_AUTOLOAD") is None

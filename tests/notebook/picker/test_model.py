@@ -8,7 +8,7 @@ import torch
 
 import nbaccel
 from nbaccel.config import RunConfig
-from nbaccel.config.engine import engine_config
+from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.static_table import picker_html, picker_text
@@ -221,7 +221,9 @@ def test_options_of_fp8_are_greyed_with_their_reasons(monkeypatch):
     assert "divides the optimizer's state" in reasons(picker, "fp8.opt_level")["O3"]
     picker.choose("num_processes", 2)
     assert reasons(picker, "fp8.opt_level")["O3"] == ""
-    monkeypatch.setattr(sys.modules["nbaccel.capabilities"], "is_installed", lambda name: True)
+    monkeypatch.setattr(
+        sys.modules["nbaccel.config.capabilities"], "is_installed", lambda name: True
+    )
     monkeypatch.setattr(sys.modules[AVAILABILITY], "is_installed", lambda name: True)
     newer = PickerModel(config.changed(fp8="te"), inventory=with_gpus(1, capability=(10, 0)))
     assert reasons(newer, "fp8.recipe")["mxfp8"] == ""

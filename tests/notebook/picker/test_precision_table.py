@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.notebook.picker.candidates import Candidate
 from nbaccel.notebook.picker.compared_ways import (
@@ -24,7 +25,6 @@ from nbaccel.notebook.picker.precision_table import (
 )
 from nbaccel.notebook.picker.static_table import picker_html, picker_sections, picker_text
 from nbaccel.notebook.picker.strip_html import compared_html, step_text, verdict_text
-from nbaccel.units import format_bytes
 from tests import needs
 from tests.notebook.machines import V5E_8, WITHOUT_GPU, with_gpus
 from tests.notebook.picker.test_candidates import TOKENS, language

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.output.bar_text import BarText
 from nbaccel.output.dashboard.board import (
     MetricHistory,
     RankStatus,
@@ -20,6 +19,7 @@ from nbaccel.output.dashboard.board import (
     mean_points,
 )
 from nbaccel.output.dashboard.time_left import TimeLeft, most_left
+from nbaccel.output.tqdm_text import BarText
 from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30

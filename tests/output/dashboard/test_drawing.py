@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.output.bar_text import BarText, read_bar
+from nbaccel.base.spent_time import SpentTime
 from nbaccel.output.chart import ACCENT_COLOUR
 from nbaccel.output.dashboard import curves, drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.recent_lines import RecentLine
-from nbaccel.spent_time import SpentTime
+from nbaccel.output.tqdm_text import BarText, read_bar
 from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30

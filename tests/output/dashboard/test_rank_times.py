@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from nbaccel.base.spent_time import SpentTime
 from nbaccel.output.dashboard.rank_times import RankTimes, TimeComparison
-from nbaccel.spent_time import SpentTime
 
 
 def by_rank(comparison: TimeComparison) -> dict[int, RankTimes]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from nbaccel.outer_loop import OuterLoop
-from nbaccel.output.bar_text import BarText, read_bar
+from nbaccel.base.outer_loop import OuterLoop
 from nbaccel.output.dashboard import drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.dashboard.time_left import most_left
+from nbaccel.output.tqdm_text import BarText, read_bar
 from nbaccel.workers.messaging import Metrics
 from nbaccel.workers.training_loops import TrainingLoops
 

@@ -16,14 +16,14 @@ import pytest
 
 from nbaccel import ConfigError
 from nbaccel.output.dashboard.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.report_html import curve_lines, report_document
-from nbaccel.output.report.run_facts import (
+from nbaccel.output.report.report_facts import (
     MetricCurve,
     PlannedRun,
     RankFigures,
     RunFacts,
     SeenWarning,
 )
+from nbaccel.output.report.report_html import curve_lines, report_document
 from nbaccel.output.report.run_report import RunReport
 
 ODD = "<script>alert(1)</script> & \"'"

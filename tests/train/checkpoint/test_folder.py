@@ -12,7 +12,7 @@ import pytest
 from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointFailed, ConfigError, WorkerFailed
 from nbaccel.train.checkpoint import load_state, save_state
-from nbaccel.train.checkpoint.checkpoint_folder import (
+from nbaccel.train.checkpoint.folder_writing import (
     discard_checkpoint,
     find_checkpoint,
     new_checkpoint,

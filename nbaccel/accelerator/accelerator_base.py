@@ -1,0 +1,302 @@
+"""``RunDescription``: how a run trains and what it was asked, under Accelerate's names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from nbaccel.accelerator.prepared_run import TrainingRun
+from nbaccel.base.errors import PlatformUnsupported
+from nbaccel.config.capabilities import device_row, precision_row, strategy_row
+from nbaccel.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from nbaccel.plan.training_plan import TrainingPlan
+from nbaccel.state import AcceleratorState, distributed_type
+from nbaccel.train.process_control import ProcessInfo
+
+__all__ = ["RunDescription"]
+
+
+class RunDescription(ProcessInfo):
+    """What can be read of a run: it holds before anything is prepared, and trains nothing.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run.place, run.collectives)
+        self._run = run
+        self._said_in_state: dict[str, DistributedType] = {}
+
+    # --------------------------------------------------------------------- the run
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """What was decided, and why: ``print(accelerator.plan.explain())``."""
+        return self._run.plan
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How processes train together."""
+        if "distributed_type" in self._said_in_state:
+            return self._said_in_state["distributed_type"]
+        row_type = strategy_row(self.plan.strategy).distributed_type
+        return DistributedType(row_type) if row_type else distributed_type(self._place)
+
+    @property
+    def state(self) -> AcceleratorState:
+        """This process and how it trains, as one object to print."""
+        return AcceleratorState(
+            self._place,
+            self._collectives,
+            distributed_type=self.distributed_type,
+            mixed_precision=self.mixed_precision,
+            fsdp_plugin=self._run.request.settings_of("fsdp_plugin"),
+            deepspeed_plugins=self._run.request.settings_of("deepspeed_plugin"),
+            dynamo_plugin=self._run.dynamo,
+            said=self._said_in_state,
+        )
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several devices train together."""
+        return self.use_distributed and not device_row(self._place.device_name).in_host_memory
+
+    @property
+    def mixed_precision(self) -> str:
+        """The row of the precision: ``no``, ``fp16``, ``bf16`` or ``fp8``, for example."""
+        return self.plan.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether torch's autocast is in use."""
+        return self._run.precision.dtype is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss, under fp16."""
+        return self._run.precision.scaler
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by ``fully_shard``."""
+        return self.distributed_type is DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """How DeepSpeed shards models; None where it does not."""
+        deepspeed_plugins = self._run.request.settings_of("deepspeed_plugin")
+        return None if deepspeed_plugins is None else deepspeed_plugins.active
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """DeepSpeed's configuration, without ``"auto"`` once a model is prepared."""
+        deepspeed_plugin = self.deepspeed_plugin
+        return None if deepspeed_plugin is None else dict(deepspeed_plugin.deepspeed_config)
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: this version does not mix parallelisms, and refuses the configuration."""
+        return None
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """The library that computes in fp8; None where nothing does."""
+        if not precision_row(self.mixed_precision).has_backends:
+            return None
+        return next(
+            (str(choice.value) for choice in self.plan.choices if choice.name == "fp8.backend"),
+            None,
+        )
+
+    # --------------------------------------------------------------------- data
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are shared out."""
+        return self._run.request.data
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether each batch is cut into a slice per process."""
+        return self._run.request.data.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether process 0 reads for all."""
+        return self._run.request.data.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all processes get equally many batches."""
+        return self._run.request.data.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._run.request.data.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling depends on seed and epoch alone."""
+        return self._run.request.data.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device do not wait."""
+        return self._run.request.data.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether torchdata's loader is used."""
+        return self._run.request.data.use_stateful_dataloader
+
+    # --------------------------------------------------------------------- project
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where checkpoints and logs go."""
+        return self._run.request.project
+
+    @property
+    def project_dir(self) -> str | Path | None:
+        """Folder of the project."""
+        return self._run.request.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | Path | None:
+        """Folder of the trackers."""
+        return self._run.request.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint."""
+        return self._run.request.project.iteration
+
+    # --------------------------------------------------------------------- handlers
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs:
+        """Arguments of DDP."""
+        given_handlers = self._run.request.handlers.given
+        ddp_handlers = (
+            handler
+            for handler in given_handlers
+            if isinstance(handler, DistributedDataParallelKwargs)
+        )
+        return next(ddp_handlers, DistributedDataParallelKwargs())
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs:
+        """Arguments of the process group."""
+        return self._run.request.handlers.process_group
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs:
+        """Arguments of autocast."""
+        return self._run.request.handlers.autocast
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs:
+        """Arguments of fp16's scaler."""
+        return self._run.request.handlers.scaler
+
+    @property
+    def profile_handler(self) -> ProfileKwargs:
+        """Arguments of the profiler."""
+        return self._run.request.handlers.profile
+
+    # --------------------------------------------------------------------- parallelism
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether models are sharded by ``fully_shard``, which can go with other parallelisms."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process is the one of its node that writes whole weights."""
+        return self.is_local_main_process
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """None: this version mixes no parallelisms, and makes no mesh for them."""
+        return None
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Raises: there is no tensor parallelism."""
+        return self._no_rank("tensor")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Raises: there is no pipeline parallelism."""
+        return self._no_rank("pipeline")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Raises: there is no context parallelism."""
+        return self._no_rank("context")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Raises: there is only one kind of parallelism, whose rank is `process_index`."""
+        return self._no_rank("data")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Raises: as `data_parallel_rank`."""
+        return self._no_rank("data")
+
+    def _no_rank(self, parallelism_kind: str) -> NoReturn:
+        raise PlatformUnsupported(
+            f"There is no {parallelism_kind} parallelism in a run of type "
+            f"{self.distributed_type.value}: this version mixes none, and a process has one "
+            "number. Use accelerator.process_index."
+        )
+
+    @contextlib.contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Nothing happens in the block: sequences are not divided over processes here.
+
+        Args:
+            buffers: Left as they are.
+            buffer_seq_dims: Not used.
+            no_restore_buffers: Not used.
+        """
+        del buffers, buffer_seq_dims, no_restore_buffers
+        yield
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """The loader as it is: sequences are not divided over processes here.
+
+        Args:
+            dl: A loader.
+            model: Not used.
+        """
+        del model
+        return dl
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether transformers has spread a model over several places (``device_map``)."""
+        return any(
+            len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules()
+        )

@@ -1,0 +1,183 @@
+"""The process environment: the only file that touches ``os.environ``.
+
+All other modules use these functions, so that it is visible which code reads and changes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from nbaccel.base.errors import ConfigError
+
+__all__ = ["applied", "changes", "flag", "noted_reads", "read", "replace_all", "snapshot"]
+
+_YES_WORDS = frozenset({"1", "true", "yes", "on", "y", "t"})
+EVERY_VARIABLE = ""
+"""Stands for all of them; no variable has an empty name."""
+_OF_THIS_MACHINE = frozenset({"PATH", "HOME", "PWD", "TMPDIR", "HOSTNAME", "LD_LIBRARY_PATH"})
+_NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
+
+
+def read(variable_name: str, default: str | None = None) -> str | None:
+    """Value of one variable.
+
+    Args:
+        variable_name: The variable.
+        default: What to answer when it is not set.
+
+    Returns:
+        The value as it stands (an empty one included), or ``default``.
+    """
+    return os.environ.get(variable_name, default)
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment, to give to :func:`replace_all` later.
+
+    Returns:
+        Names and values; changing it changes nothing.
+    """
+    return dict(os.environ)
+
+
+def changes() -> dict[str, str]:
+    """The variables that this process has set since it was started.
+
+    Returns:
+        Names and values, without those that name programs and folders of this machine.
+    """
+    try:
+        started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # no /proc: all may have been set
+        started_with = []
+    return {
+        variable_name: variable_value
+        for variable_name, variable_value in os.environ.items()
+        if os.fsencode(f"{variable_name}={variable_value}") not in started_with
+        and variable_name not in _OF_THIS_MACHINE
+    }
+
+
+def state() -> Mapping[bytes, bytes]:
+    """The environment as it is now, to compare with later: much faster than a :func:`snapshot`.
+
+    Returns:
+        Names and values, as the system has them.
+    """
+    # The private table: the public mapping decodes every value.
+    raw_environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001
+    return raw_environment
+
+
+def replace_all(environment: Mapping[str, str]) -> None:
+    """Make the environment exactly ``environment``: what it lacks is unset.
+
+    Args:
+        environment: The complete environment.
+    """
+    # Not clear() + update(): another thread would see an environment without PATH or HOME.
+    for variable_name in [
+        variable_name for variable_name in os.environ if variable_name not in environment
+    ]:
+        del os.environ[variable_name]
+    os.environ.update(environment)
+
+
+@contextmanager
+def applied(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables for the length of a ``with`` block.
+
+    Args:
+        changes: Names and values; ``None`` unsets a variable.
+
+    Yields:
+        Nothing. Afterwards exactly these variables are as they were, also after an exception;
+        what the block did to others stays.
+    """
+    previous_values = {variable_name: os.environ.get(variable_name) for variable_name in changes}
+    _write_variables(changes)
+    try:
+        yield
+    finally:
+        _write_variables(previous_values)
+
+
+@contextmanager
+def noted_reads(names: Collection[str] | None) -> Iterator[set[str]]:
+    """Note which variables are asked for during a ``with`` block, in this process.
+
+    What reads them without `os.environ` and `os.getenv` (C code) is not noted.
+
+    Args:
+        names: The variables of interest; None for all.
+
+    Yields:
+        Those that were asked for so far; all, where something went through the environment:
+        where all are of interest, `EVERY_VARIABLE` says so.
+    """
+    plain_class = type(os.environ)
+    read_names: set[str] = set()
+
+    class WatchedEnvironment(plain_class):  # type: ignore[valid-type, misc]
+        def __getitem__(self, variable_name: str) -> str:
+            if names is None or variable_name in names:
+                read_names.add(variable_name)
+            variable_value: str = super().__getitem__(variable_name)
+            return variable_value
+
+        def __iter__(self) -> Iterator[str]:
+            read_names.update((EVERY_VARIABLE,) if names is None else names)
+            all_names: Iterator[str] = super().__iter__()
+            return all_names
+
+    # The object itself stays: other modules hold a reference to it.
+    os.environ.__class__ = WatchedEnvironment
+    try:
+        yield read_names
+    finally:
+        os.environ.__class__ = plain_class
+
+
+def flag(variable_name: str) -> bool | None:
+    """A variable read as yes or no.
+
+    Args:
+        variable_name: The variable.
+
+    Returns:
+        True or False, or None where it is unset or empty.
+
+    Raises:
+        ConfigError: It holds something that is neither.
+    """
+    variable_text = os.environ.get(variable_name, "").strip()
+    if not variable_text:
+        return None
+    if variable_text.lower() in _YES_WORDS:
+        return True
+    if variable_text.lower() in _NO_WORDS:
+        return False
+    raise ConfigError(
+        f"Environment variable {variable_name} must be yes or no: got {variable_text!r}. "
+        "Guessing could turn on what you meant to turn off. Set it to 1 or 0, or unset it."
+    )
+
+
+def update(changes: Mapping[str, str | None]) -> None:
+    """Set variables, or remove them.
+
+    Args:
+        changes: Values by name; None removes a variable.
+    """
+    _write_variables(changes)
+
+
+def _write_variables(changes: Mapping[str, str | None]) -> None:
+    for variable_name, variable_value in changes.items():
+        if variable_value is None:
+            os.environ.pop(variable_name, None)
+        else:
+            os.environ[variable_name] = variable_value

@@ -1,0 +1,296 @@
+"""The errors of nbaccel, in branches by who can do something about it.
+
+::
+
+    NbaccelError
+    ├── UserMistake              what was asked cannot be done; ask differently
+    │   ├── ConfigError          (ValueError)    settings, all mistakes listed together
+    │   │   ├── CheckpointDamaged    files of a checkpoint are not what was saved
+    │   │   └── WrongArguments   (TypeError, too)    a call with arguments that there are not
+    │   ├── ModelNotShareable    (ValueError)    a model that shared memory cannot hold
+    │   ├── NotSendable          (TypeError)     something that cannot be sent to a worker
+    │   ├── PortTaken            (OSError)       the port belongs to another process
+    │   └── InputRefused         (EOFError)      input() in a worker, which has no keyboard
+    ├── MissingBackend           (ImportError)   an optional package is not there; install it
+    ├── UnsafeMoment             (RuntimeError)  right request, wrong time
+    │   └── UnsafeFork           this process cannot be forked as it is now
+    ├── PrecisionMismatch        (RuntimeError)  asked for one precision, training in another
+    ├── CheckpointFailed         (RuntimeError)  a process could not write or read its part
+    ├── CollectiveMismatch       (RuntimeError)  processes met with different calls or shapes
+    ├── CollectiveTimeout        (TimeoutError)  some processes did not come to a collective
+    ├── TrainingDiverged         (RuntimeError)  losses or gradients are no numbers any more
+    ├── NothingFits              (RuntimeError)  no batch size is small enough for the memory
+    ├── WorkerFailed             (RuntimeError)  a worker raised
+    │   ├── WorkerDied           a worker was killed or left without a result
+    │   ├── LaunchTimeout        (TimeoutError)  the launch took longer than allowed
+    │   └── StartupFailed        workers never became ready
+    ├── PlatformUnsupported      (RuntimeError)  this operating system lacks what is needed
+    └── InternalError            a bug in nbaccel; please report it
+    LaunchInterrupted            (KeyboardInterrupt)  stopped by the user; no `Exception`
+
+Each leaf is also the built-in exception that a reader would expect, so code which catches
+``ValueError`` or ``TimeoutError`` keeps working. Every message says what was wrong (with the
+value), why it matters and what to do. In a notebook they are shown with the user's own lines only
+(`nbaccel.base.rendering`); a bug of nbaccel keeps its whole traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+from nbaccel.base.rendering import render_failure, render_mistake
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointFailed",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "ConfigError",
+    "InputRefused",
+    "InternalError",
+    "LaunchInterrupted",
+    "LaunchTimeout",
+    "MissingBackend",
+    "ModelNotShareable",
+    "NbaccelError",
+    "NotSendable",
+    "NothingFits",
+    "PlatformUnsupported",
+    "PortTaken",
+    "PrecisionMismatch",
+    "StartupFailed",
+    "TrainingDiverged",
+    "UnsafeFork",
+    "UnsafeMoment",
+    "UserMistake",
+    "WorkerDied",
+    "WorkerFailed",
+    "WrongArguments",
+]
+
+
+class NbaccelError(Exception):
+    """Any error that nbaccel raises on purpose."""
+
+
+class _PlainlyShownError(NbaccelError):
+    """Shown in a notebook without the frames of nbaccel."""
+
+    def _render_traceback_(self) -> list[str]:
+        return render_mistake(self)
+
+
+class UserMistake(_PlainlyShownError):
+    """What was asked cannot be done; asking differently can."""
+
+
+class ConfigError(UserMistake, ValueError):
+    """Settings that are wrong or contradict each other, all of them at once.
+
+    Args:
+        *mistakes: One message per mistake, each naming the value and the remedy.
+    """
+
+    _what = "settings are wrong"
+
+    def __init__(self, *mistakes: str) -> None:
+        # The arguments themselves stay in `args`, so that pickling rebuilds the list.
+        super().__init__(*mistakes)
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """Every mistake found, in the order of the settings."""
+        return tuple(_shortened(str(mistake)) for mistake in self.args)
+
+    def __str__(self) -> str:
+        if len(self.mistakes) <= 1:
+            return "".join(self.mistakes)
+        numbered_lines = (
+            f"  {mistake_number}. {mistake_text}"
+            for mistake_number, mistake_text in enumerate(self.mistakes[:_MOST_LISTED], start=1)
+        )
+        num_left = len(self.mistakes) - _MOST_LISTED
+        last_lines = [f"  and {num_left} more"] if num_left > 0 else []
+        heading = f"{len(self.mistakes)} {self._what}:"
+        return "\n".join([heading, *numbered_lines, *last_lines])
+
+
+_MOST_LISTED = 20
+_MOST_CHARS, _LAST_CHARS = 4000, 1000
+
+
+def _shortened(mistake: str) -> str:
+    """A message whose value is too long, without its middle: the remedy is at the end."""
+    if len(mistake) <= _MOST_CHARS:
+        return mistake
+    return f"{mistake[: _MOST_CHARS - _LAST_CHARS]} … {mistake[-_LAST_CHARS:]}"
+
+
+class CheckpointDamaged(ConfigError):
+    """Files of a checkpoint are truncated, changed, missing or of something else.
+
+    Nothing has been loaded then; all files that are not as they were saved are listed together.
+    """
+
+    _what = "files of the checkpoint cannot be used"
+
+
+class WrongArguments(ConfigError, TypeError):
+    """A call of nbaccel, or of a function to be launched, whose arguments do not fit.
+
+    What Python itself would raise a ``TypeError`` for, with the argument that was probably meant.
+    """
+
+
+class ModelNotShareable(UserMistake, ValueError):
+    """A model that cannot be put into shared memory (a parameter on ``meta``, for example)."""
+
+
+class NotSendable(UserMistake, TypeError):
+    """A function, an argument or a result that cannot be pickled.
+
+    Args:
+        message: What it is and how to avoid sending it.
+        path: Where it hangs, as Python would reach it: ``train.__closure__['lock']``.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class PortTaken(UserMistake, OSError):
+    """The port that was asked for belongs to another process.
+
+    Args:
+        message: The port, its holder where known, and what to do.
+        port: The port's number.
+    """
+
+    def __init__(self, message: str, *, port: int | None = None) -> None:
+        super().__init__(message)
+        # OSError reads (errno, text) from two arguments and then renders them itself. One
+        # argument keeps the message as written; the number is what `except OSError` code tests.
+        self.errno = errno.EADDRINUSE
+        self.port = port
+
+
+class InputRefused(UserMistake, EOFError):
+    """``input()`` was called in a worker, which has no keyboard."""
+
+
+class MissingBackend(_PlainlyShownError, ImportError):
+    """A package is not installed, cannot be imported, or is hidden by a file of its name."""
+
+
+class UnsafeMoment(_PlainlyShownError, RuntimeError):
+    """The request is right, but this process is in no state to serve it now."""
+
+
+class UnsafeFork(UnsafeMoment):
+    """Forking this process would give workers that hang or crash."""
+
+
+class PrecisionMismatch(_PlainlyShownError, RuntimeError):
+    """Training would run in another precision than the one asked for."""
+
+
+class CheckpointFailed(_PlainlyShownError, RuntimeError):
+    """A process could not write or read its part of a checkpoint, so none goes on with it."""
+
+
+class CollectiveMismatch(_PlainlyShownError, RuntimeError):
+    """Processes met with different collectives, or with data that do not go together."""
+
+
+class CollectiveTimeout(_PlainlyShownError, RuntimeError, TimeoutError):
+    """Some processes did not come to a collective that others wait in."""
+
+
+class TrainingDiverged(_PlainlyShownError, RuntimeError):
+    """Losses or gradients are not finite any more, and no further step can correct that."""
+
+
+class NothingFits(_PlainlyShownError, RuntimeError):
+    """No batch size is small enough for the memory there is."""
+
+
+class _WatchedRunEnd(BaseException):
+    """A run that was watched has not come to its end.
+
+    Attributes:
+        make_report: Makes its report; None where nothing was watched.
+    """
+
+    make_report: Callable[[], Any] | None = None
+
+    def report(self) -> Any:
+        """What the run can tell of itself up to here, as `results.report()` does of a whole one.
+
+        Raises:
+            ConfigError: Nothing was watched: the workers had not begun.
+        """
+        if self.make_report is None:
+            raise ConfigError(
+                f"{type(self).__name__} has nothing to report: its run ended before workers were "
+                "watched, or this is a copy of the error that was raised."
+            )
+        return self.make_report()
+
+
+class WorkerFailed(_WatchedRunEnd, NbaccelError, RuntimeError):
+    """A launch failed because a worker did.
+
+    Args:
+        message: What is shown to the user.
+        failure: The first failure by time, the one to look at.
+        failures: All failures, the first one included, in order of time.
+    """
+
+    def __init__(
+        self, message: str = "", *, failure: object | None = None, failures: tuple[object, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.failures = tuple(failures)
+
+    def _render_traceback_(self) -> list[str]:
+        return render_failure(self)
+
+
+class WorkerDied(WorkerFailed):
+    """A worker was killed by a signal, or left without handing over a result."""
+
+
+class LaunchTimeout(WorkerFailed, TimeoutError):
+    """The launch did not end within the time allowed."""
+
+
+class StartupFailed(WorkerFailed):
+    """Workers did not become ready to run the function."""
+
+
+class LaunchInterrupted(_WatchedRunEnd, KeyboardInterrupt):
+    """The user stopped a launch. Like any interrupt it is no `Exception`."""
+
+    def _render_traceback_(self) -> list[str]:
+        return render_failure(self)
+
+
+# A kernel sends its clients the name of the class, and they recognise an interrupt by this one.
+LaunchInterrupted.__name__ = "KeyboardInterrupt"
+
+
+class PlatformUnsupported(_PlainlyShownError, RuntimeError):
+    """This operating system lacks something that the request needs."""
+
+
+class InternalError(NbaccelError):
+    """A state that nbaccel holds impossible: a bug, to be reported."""
+
+
+# Tracebacks show where users import them from.
+for _name in __all__:
+    globals()[_name].__module__ = "nbaccel.errors"

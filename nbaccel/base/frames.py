@@ -1,0 +1,250 @@
+"""Frames of code, described as a notebook's user knows them: `Cell In[7], line 3`, with the source.
+
+Whether a frame is the user's own or a library's is decided by its file alone, so that this works
+for frames from another process, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nbaccel.base import ipython_private
+
+__all__ = [
+    "MODULE_LEVEL",
+    "Frame",
+    "caller_level",
+    "cell_number",
+    "has_magic",
+    "is_module",
+    "of_traceback",
+    "place",
+    "running_shell",
+    "source",
+    "source_line",
+    "user_frame",
+    "within_worker",
+]
+
+MODULE_LEVEL = "<module>"
+_PACKAGE_FOLDER = Path(__file__).resolve().parent
+_WORKER_FILE, _WORKER_FUNCTION = str(_PACKAGE_FOLDER / "workers" / "worker.py"), "run_worker"
+# The names in angle brackets are those of code that libraries compile while they run.
+_LIBRARY_PATH = re.compile(
+    r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
+)
+_CELL_NAME = re.compile(r"/ipykernel_|[</]ipython-input-")  # the latter in a terminal, and on Colab
+_COUNTED_CELL_NAME = re.compile(r"[</]ipython-input-(\d+)-")
+_MOST_BLANK_LINES = 4
+_SOURCE_LINE_CHARS = 300
+_INSTALLED_PREFIX = re.compile(r".*/(?:(?:site|dist)-packages|lib/python3[^/]*)/")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One call on a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __post_init__(self) -> None:
+        if is_module(self.function):
+            # Through object, because the dataclass is frozen. One name for all versions of IPython.
+            object.__setattr__(self, "function", MODULE_LEVEL)
+
+    @property
+    def is_house(self) -> bool:
+        """Whether it is nbaccel's own."""
+        return self.file.startswith(f"{_PACKAGE_FOLDER}/")
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it is in an installed package, the standard library or nbaccel."""
+        return self.is_house or bool(_LIBRARY_PATH.search(self.file))
+
+
+def is_module(function: str) -> bool:
+    """Whether code of this name is outside of functions, at the top level of a cell or file.
+
+    Args:
+        function: The name of a frame's code. IPython 7.34 and 8 use another name for it.
+    """
+    return function == MODULE_LEVEL or function.startswith("<cell line: ")
+
+
+def of_traceback(traceback_object: TracebackType | None) -> tuple[Frame, ...]:
+    """The frames of a traceback, outermost first."""
+    return tuple(
+        Frame(
+            file=frame_summary.filename, line=frame_summary.lineno or 0, function=frame_summary.name
+        )
+        for frame_summary in traceback.extract_tb(traceback_object)
+    )
+
+
+def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """What a worker has called, of the stack of its main thread.
+
+    Before a worker begins stands what was running where it was forked: its template's own calls,
+    or the cell in which the notebook was forked.
+
+    Args:
+        frames: The stack, innermost call first.
+    """
+    stack_length = next(
+        (
+            index
+            for index, frame in enumerate(frames)
+            if frame.function == _WORKER_FUNCTION and frame.file == _WORKER_FILE
+        ),
+        len(frames),
+    )
+    while stack_length and frames[stack_length - 1].is_house:
+        stack_length -= 1
+    return tuple(frames[:stack_length])
+
+
+def user_frame(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost frame of the user's own code; `frames` come innermost first."""
+    return next((frame for frame in frames if not frame.is_library), None)
+
+
+def caller_level() -> int:
+    """The `stacklevel` of a warning that is to name the code which called nbaccel.
+
+    To be called by the function that warns.
+    """
+    stack_level, python_frame = 0, inspect.currentframe()
+    while python_frame is not None and python_frame.f_code.co_filename.startswith(
+        f"{_PACKAGE_FOLDER}/"
+    ):
+        stack_level, python_frame = stack_level + 1, python_frame.f_back
+    return stack_level
+
+
+def place(frame: Frame) -> str:
+    """Where a frame stands, without the folders of this machine.
+
+    Returns:
+        `Cell In[7], line 3` for code of a cell, `torch/nn/functional.py:3` for a package's, and
+        `file.py:3` for the rest.
+    """
+    if (cell_count := cell_number(frame.file)) is not None:
+        return f"Cell In[{cell_count}], line {frame.line}"
+    if _CELL_NAME.search(frame.file):
+        return f"a cell, line {frame.line}"
+    if frame.is_house:
+        return f"{Path(frame.file).relative_to(_PACKAGE_FOLDER.parent)}:{frame.line}"
+    if _LIBRARY_PATH.search(frame.file):
+        return f"{_INSTALLED_PREFIX.sub('', frame.file)}:{frame.line}"
+    return f"{Path(frame.file).name}:{frame.line}"
+
+
+def cell_number(compiled_name: str) -> int | None:
+    """The number that a cell was last run under, as in `In[7]`.
+
+    Args:
+        compiled_name: What its code was compiled as.
+
+    Returns:
+        The number; None where no cell that this process has run is called so.
+    """
+    ipython_shell = running_shell()
+    compiler = getattr(ipython_shell, "compile", None)
+    cell_numbers = ipython_private.cell_numbers(compiler)
+    if cell_numbers is not None:
+        found_number: Any = cell_numbers.get(compiled_name)
+    elif counted_match := _COUNTED_CELL_NAME.search(compiled_name):
+        found_number = counted_match[1]
+    else:
+        found_number = (
+            _find_in_history(ipython_shell, compiler, compiled_name)
+            if _CELL_NAME.search(compiled_name)
+            else None
+        )
+    return None if found_number is None else int(found_number)
+
+
+def _find_in_history(ipython_shell: Any, compiler: Any, compiled_name: str) -> int | None:
+    """Before IPython 8, only the text of a cell says under which name it was compiled."""
+    history_manager = getattr(ipython_shell, "history_manager", None)
+    # A shell in a worker has no history.
+    if history_manager is None or compiler is None:
+        return None
+    past_inputs = list(
+        zip(history_manager.input_hist_raw, history_manager.input_hist_parsed, strict=False)
+    )
+    # The newest first: a cell that was run twice is known by its last number.
+    for cell_count in reversed(range(1, len(past_inputs))):
+        raw_text, parsed_text = past_inputs[cell_count]
+        # The history drops blank lines at the end, and the name is made from the text with them.
+        for num_blank in range(_MOST_BLANK_LINES):
+            if (
+                _compiled_cell_name(compiler, cell_count, raw_text, parsed_text, num_blank)
+                == compiled_name
+            ):
+                return cell_count
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _compiled_cell_name(
+    compiler: Any, cell_count: int, raw_text: str, parsed_text: str, num_blank: int
+) -> str:
+    blank_lines = "\n" * num_blank
+    return str(
+        compiler.get_code_name(raw_text + blank_lines, parsed_text + blank_lines, cell_count)
+    )
+
+
+def source_line(frame: Frame) -> str:
+    """The line of code a frame stands at, if its source is known here."""
+    return linecache.getline(frame.file, frame.line).strip()
+
+
+def source(frame: Frame, *, num_around: int) -> list[str]:
+    """The frame's line with an arrow, and the lines around it; none if they are not known.
+
+    Args:
+        frame: The frame.
+        num_around: How many lines before and after.
+    """
+    if not source_line(frame):
+        return []
+    shown_lines = []
+    for line_number in range(frame.line - num_around, frame.line + num_around + 1):
+        line_text = linecache.getline(frame.file, line_number).rstrip()
+        if line_text:
+            line_mark = "---->" if line_number == frame.line else "     "
+            shown_lines.append(f"  {line_mark} {line_number:3d} {line_text[:_SOURCE_LINE_CHARS]}")
+    return shown_lines
+
+
+def has_magic(magic_name: str) -> bool:
+    """Whether the IPython of this process has a line magic of nbaccel's extension.
+
+    Args:
+        magic_name: The magic's name.
+    """
+    magics_manager = getattr(running_shell(), "magics_manager", None)
+    magic_function = (
+        magics_manager.magics["line"].get(magic_name) if magics_manager is not None else None
+    )
+    return getattr(magic_function, "__module__", "").startswith("nbaccel.notebook.")
+
+
+def running_shell() -> Any:
+    """IPython's shell in this process, or None; IPython is not imported for it."""
+    ipython_module = sys.modules.get("IPython")
+    return ipython_module.get_ipython() if ipython_module is not None else None

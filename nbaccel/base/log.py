@@ -1,0 +1,96 @@
+"""Logging under the name ``nbaccel``, with the rank in front where there is one.
+
+Where nobody has set up logging, warnings are written as notices, each once. As soon as there is a
+handler, for ``nbaccel`` or for all, messages are its alone; other levels are asked for as with any
+library: ``logging.getLogger("nbaccel").setLevel("DEBUG")`` and a handler.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from nbaccel.base import env, frames
+
+__all__ = ["ROOT_LOGGER_NAME", "get_logger", "notice_stream", "write_notice"]
+
+ROOT_LOGGER_NAME = "nbaccel"
+
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+else:
+    # Subscripting works at run time only from Python 3.11 on.
+    _LoggerAdapter = logging.LoggerAdapter
+
+
+class _RankAdapter(_LoggerAdapter):
+    """Puts ``[rank 1]`` before a message.
+
+    The rank is read from the environment at each message and kept nowhere: a launch in this
+    very process sets and restores it, and nothing must survive a launch.
+    """
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        rank_text = env.read("RANK")
+        return (msg if rank_text is None else f"[rank {rank_text}] {msg}"), kwargs
+
+
+class _NoticeHandler(logging.Handler):
+    """Writes warnings, each text once in a process, where nobody else would."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._written: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _has_other_handlers():
+            return
+        # In a worker the console says whose line it is, and shows one that all ranks write once.
+        text = record.getMessage().removeprefix(f"[rank {env.read('RANK')}] ")
+        if text not in self._written:
+            self._written.add(text)
+            write_notice(f"nbaccel: {text}\n")
+
+
+def _has_other_handlers() -> bool:
+    handlers = logging.getLogger(ROOT_LOGGER_NAME).handlers
+    return bool(logging.getLogger().handlers) or len(handlers) > 1
+
+
+def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[logging.Logger]:
+    """The logger of a module of nbaccel.
+
+    Args:
+        logger_name: The module's ``__name__``; a name outside the package is put under it.
+
+    Returns:
+        A logger whose messages carry the rank inside a worker.
+    """
+    root_logger = logging.getLogger(ROOT_LOGGER_NAME)
+    if not any(isinstance(handler, _NoticeHandler) for handler in root_logger.handlers):
+        root_logger.addHandler(_NoticeHandler())
+    is_inside = logger_name == ROOT_LOGGER_NAME or logger_name.startswith(f"{ROOT_LOGGER_NAME}.")
+    return _RankAdapter(
+        logging.getLogger(logger_name if is_inside else f"{ROOT_LOGGER_NAME}.{logger_name}"), {}
+    )
+
+
+def notice_stream() -> TextIO:
+    """Where text goes that is no error: a notebook paints standard error as one."""
+    has_cells = getattr(frames.running_shell(), "kernel", None) is not None
+    return sys.stdout if has_cells else sys.stderr
+
+
+def write_notice(notice_text: str) -> None:
+    """Tell the user something that is no error.
+
+    Args:
+        notice_text: Lines with their ends.
+    """
+    text_stream = notice_stream()
+    text_stream.write(notice_text)
+    text_stream.flush()

@@ -1,0 +1,137 @@
+"""Optional packages: looked up without importing them, imported when chosen and not before."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+
+from nbaccel.base.errors import MissingBackend
+from nbaccel.base.package_origin import install_line
+
+__all__ = ["installed_version", "is_installed", "is_package", "metadata_version", "require"]
+
+_VERSION_FIELD = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
+
+
+def require(module: str, *, extra: str, why: str) -> ModuleType:
+    """Import a module that only some users need.
+
+    Args:
+        module: Dotted name of the module.
+        extra: The extra of nbaccel that installs it; empty where nbaccel itself does.
+        why: What needs it, as the start of a sentence: ``"ZeRO"``, ``"Reading YAML"``.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingBackend: It is not installed, or is and fails to import.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingBackend(
+            _missing_module_message(module, extra, why, error), name=module
+        ) from error
+
+
+def is_installed(module_name: str) -> bool:
+    """Whether a module could be imported, found out without running any of its code.
+
+    Args:
+        module_name: Dotted name; parent packages are not imported either.
+
+    Returns:
+        True where Python's path has it. (Importing may still fail, on a broken library.)
+    """
+    if module_name in sys.modules:
+        # An entry of None makes Python refuse the import.
+        return sys.modules[module_name] is not None
+    top_package, *submodule_names = module_name.split(".")
+    try:
+        module_spec = find_spec(top_package)
+    # Raised for a loaded module without a spec, as __main__ is.
+    except ValueError:
+        return not submodule_names
+    # find_spec("a.b") would import `a`; walking the search locations does not.
+    for submodule_name in submodule_names:
+        module_spec = _find_submodule(module_spec, submodule_name)
+    return module_spec is not None
+
+
+def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
+    """Whether a module could be imported and belongs to an installed package.
+
+    A folder that happens to have its name, such as trackers leave, is none.
+
+    Args:
+        module: Dotted name of the module.
+        distributions: What pip calls the package; any of them will do. The module's name if empty.
+    """
+    if not is_installed(module):
+        return False
+    for distribution_name in distributions or (module,):
+        try:
+            importlib.metadata.version(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+def installed_version(distribution_name: str) -> str:
+    """The version of what is installed under a name, without importing it.
+
+    Args:
+        distribution_name: What pip calls the package.
+
+    Returns:
+        Its version; empty where it is not installed.
+    """
+    try:
+        return metadata_version(importlib.metadata.distribution(distribution_name))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def metadata_version(distribution: importlib.metadata.Distribution) -> str:
+    """The version of a distribution, without parsing all of its metadata, which takes milliseconds.
+
+    Args:
+        distribution: An installed distribution.
+
+    Returns:
+        Its version; empty where it has no metadata, as in the folder of an interrupted
+        installation.
+    """
+    # Of wheels, of eggs, and of distributions that are a single file: as importlib.metadata.
+    for file_name in ("METADATA", "PKG-INFO", ""):
+        header_text = (distribution.read_text(file_name) or "").partition("\n\n")[0]
+        if found_field := _VERSION_FIELD.search(header_text):
+            return found_field[1]
+    return ""
+
+
+def _find_submodule(parent_spec: ModuleSpec | None, submodule_name: str) -> ModuleSpec | None:
+    if parent_spec is None or parent_spec.submodule_search_locations is None:
+        return None
+    return PathFinder.find_spec(
+        f"{parent_spec.name}.{submodule_name}", parent_spec.submodule_search_locations
+    )
+
+
+def _missing_module_message(module: str, extra: str, why: str, error: ImportError) -> str:
+    package_name = module.partition(".")[0]
+    pip_line = install_line(extra)
+    if is_installed(package_name):
+        return (
+            f"{why} needs {module}, which is installed but cannot be imported: {error}. "
+            f"Its version may not fit the rest. Reinstall it: {pip_line}"
+        )
+    return f"{why} needs {module}: {package_name} is not installed. Install it: {pip_line}"

@@ -1,0 +1,734 @@
+"""The parts of torch without a public name that nbaccel uses, each in one small function.
+
+Seen in torch 2.6 to 2.15. What everything else depends on is checked when this module is
+imported, which is before a user's function runs; the rest where it is used. A torch without one of
+them is refused with the name and with what would not work (`PlatformUnsupported`), or does without
+it after a warning. No other module uses private names of torch; `tests/house` checks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.rendezvous
+import torch.utils._python_dispatch
+from torch import nn
+
+from nbaccel.base.errors import PlatformUnsupported
+
+__all__ = [
+    "COMPILED_PREFIX",
+    "COPIES_TO_DEVICE",
+    "CREATES_GROUP",
+    "MODULE_ATTRIBUTES",
+    "PRIVATE_NAMES",
+    "after_backward",
+    "collectives_begun",
+    "communication_hooks",
+    "create_in_default_group",
+    "default_device",
+    "default_store",
+    "device_backends",
+    "dispatch_mode",
+    "draw_order_now",
+    "drop_loader_iterator",
+    "exchange_delays",
+    "exclude_from_ddp",
+    "fake_tensor_mode",
+    "forget_compiled_call",
+    "gradients_are_unscaled",
+    "has_gradient_hooks",
+    "has_loader_iterator",
+    "has_state_loading_hooks",
+    "has_step_hooks",
+    "has_stepped",
+    "infinity_flags",
+    "is_compiled",
+    "is_exception_wrapper",
+    "keep_process_groups",
+    "local_shape_and_offset",
+    "make_wrapper_tensor",
+    "mark_as_stepped",
+    "measure_each_exchange",
+    "module_tables",
+    "multiply_scaled",
+    "non_persistent_buffers",
+    "orthogonalizes_matrices",
+    "print_options",
+    "process_group_names",
+    "process_groups",
+    "recompute_activations",
+    "replace_in_place",
+    "replace_parameter_table",
+    "replace_rendezvous_store",
+    "replace_tensors",
+    "replace_wrapped",
+    "requested_samples",
+    "scale_tensor",
+    "scales_gradients_itself",
+    "state_readers",
+    "storage_id",
+    "storage_use_count",
+    "store_own_tensor",
+    "tensor_version",
+    "uncompiled",
+    "untyped_storage",
+    "watch_new_groups",
+    "watch_steps_again",
+    "written_arguments",
+]
+
+_SEEN_IN = "2.6 to 2.15"
+
+COMPILED_PREFIX = "_orig_mod."
+"""What stands before names in the state of a module that `torch.compile` wrapped."""
+
+COPIES_TO_DEVICE = torch.ops.aten._to_copy.default
+"""The operation behind ``Tensor.to``."""
+
+CREATES_GROUP = "_new_process_group_helper"
+"""The function that a process is in while it creates a process group."""
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+"""What every module has: tensors, submodules, hooks and flags."""
+
+_c10d = "torch.distributed.distributed_c10d"
+PRIVATE_NAMES = (
+    (f"{_c10d}._pg_map", "process groups cannot be kept or cut"),
+    (f"{_c10d}._pg_names", "ranks cannot compare the numbers of their collectives"),
+    (f"{_c10d}._get_default_group", "a cell's first collective cannot create the default group"),
+    (f"{_c10d}._get_default_store", "collectives cannot be checked before they run"),
+    (f"{_c10d}._new_process_group_helper", "a collective that hangs cannot be ended"),
+    (f"{_c10d}.ProcessGroup._get_backend", "a collective that hangs cannot be ended"),
+    (f"{_c10d}.ProcessGroup._device_types", "a collective that hangs cannot be ended"),
+    (
+        f"{_c10d}.ProcessGroup._get_sequence_number_for_group",
+        "ranks cannot compare the numbers of their collectives",
+    ),
+    (
+        "torch.distributed.rendezvous._create_c10d_store",
+        "process groups of a launch cannot meet in its own store",
+    ),
+    ("torch.Tensor._version", "changed weights cannot be noticed"),
+    ("torch.Tensor._backward_hooks", "tensors cannot be sent to workers in one step"),
+    ("torch.UntypedStorage._cdata", "storages cannot be told apart"),
+    ("torch.nn.Module._load_from_state_dict", "checkpoints cannot be compared with a model"),
+    ("torch.utils._python_dispatch.TorchDispatchMode", "activations cannot be measured"),
+)
+"""Dotted names that must be there, and what does not work without each."""
+
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_load_state_dict_pre_hooks")
+
+
+def _check_names() -> None:
+    """Refuse a torch that lacks one of the names."""
+    lacking = [(name, loss) for name, loss in PRIVATE_NAMES if not _exists(name)]
+    lacking += [
+        (f"torch.nn.Module().{name}", "models cannot be compared with their copies in workers")
+        for name in _MODULE_TABLES
+        if name not in MODULE_ATTRIBUTES
+    ]
+    if lacking:
+        raise _unsupported(*lacking)
+
+
+def _exists(dotted_name: str) -> bool:
+    parts = dotted_name.split(".")
+    # torch.distributed.rendezvous, as an attribute, is a function that hides its module.
+    depth = max(n for n in range(1, len(parts)) if ".".join(parts[:n]) in sys.modules)
+    found: Any = sys.modules[".".join(parts[:depth])]
+    for part in parts[depth:]:
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def _unsupported(*lacking: tuple[str, str]) -> PlatformUnsupported:
+    told = "; ".join(f"{name} ({loss})" for name, loss in lacking)
+    return PlatformUnsupported(
+        f"torch {torch.__version__} lacks names that this version of nbaccel uses: {told}. They "
+        f"were seen in torch {_SEEN_IN}: install one of these, or a newer nbaccel."
+    )
+
+
+def _private(owner: Any, name: str, loss: str) -> Any:
+    """An attribute that cannot be looked for at import, because instances have it."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        holder = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__name__
+        raise _unsupported((f"{holder}.{name}", loss)) from None
+
+
+def _imported(module: str, name: str, loss: str) -> Any:
+    """A name of a module that takes long to import: looked for when it is needed."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise _unsupported((f"{module}.{name}", loss)) from None
+
+
+# ------------------------------------------------------------------------- process groups
+
+
+def process_groups() -> tuple[Any, ...]:
+    """The process groups that this process is in."""
+    return tuple(dist.distributed_c10d._pg_map)
+
+
+def keep_process_groups() -> None:
+    """Hold a reference to every process group that is made from now on, until the process ends."""
+    kept: list[Any] = []
+
+    class Keeping(dict[Any, Any]):
+        def __setitem__(self, group: Any, value: Any) -> None:
+            kept.append(group)
+            super().__setitem__(group, value)
+
+    # Torch registers every group in this table and removes it when it is destroyed.
+    dist.distributed_c10d._pg_map = Keeping(dist.distributed_c10d._pg_map)
+
+
+def process_group_names() -> dict[Any, str]:
+    """Process groups of this process with their names, which are the same on all ranks."""
+    return dict(dist.distributed_c10d._pg_names)
+
+
+def collectives_begun(group: Any) -> int:
+    """How many collectives a process group has begun.
+
+    Raises:
+        RuntimeError: Its backend does not count them.
+    """
+    return int(group._get_sequence_number_for_group())
+
+
+def device_backends(group: Any) -> list[Any]:
+    """The backends of a process group: one for each kind of device."""
+    return [group._get_backend(device) for device in tuple(group._device_types)]
+
+
+def default_store() -> Any:
+    """The store that the default process group uses.
+
+    nbaccel serves it in its own launches only; under torchrun, or where the user has created the
+    group, nothing but torch has it.
+
+    Raises:
+        ValueError: There is no default process group.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def create_in_default_group(join: Callable[[], None]) -> None:
+    """Let code that looks up the default process group create it where there is none.
+
+    Args:
+        join: Creates it.
+    """
+    c10d = dist.distributed_c10d
+    get_default_group = c10d._get_default_group
+
+    def joined_default_group() -> Any:
+        if not dist.is_initialized():
+            join()
+        return get_default_group()
+
+    # Functions of torch.distributed look it up by this name in their module at each call.
+    c10d._get_default_group = joined_default_group
+
+
+def watch_new_groups(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Create every further process group inside a context.
+
+    Args:
+        around: Makes the context; called once per group.
+    """
+    c10d = dist.distributed_c10d
+    create_group = c10d._new_process_group_helper
+
+    @functools.wraps(create_group)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return create_group(*args, **kwargs)
+
+    c10d._new_process_group_helper = watched
+
+
+def replace_rendezvous_store(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what creates the store of an `env://` or `tcp://` rendezvous.
+
+    Args:
+        make: Given torch's function, returns the one to call: host name, port, rank, world size
+            and options → store.
+    """
+    # Not by attribute: torch.distributed.rendezvous is a function that hides the module.
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
+    rendezvous._create_c10d_store = make(rendezvous._create_c10d_store)
+
+
+def communication_hooks(model: Any) -> list[tuple[Any, Any]]:
+    """The communication hooks of a DDP model, each with its state; the list that DDP appends to."""
+    loss = "a DDP model cannot go on in a new process group with its communication hook"
+    hooks: list[tuple[Any, Any]] = _private(model, "_comm_hooks", loss)
+    return hooks
+
+
+def exchange_delays(model: Any) -> tuple[int, float] | None:
+    """By how much the exchange of gradients has prolonged a DDP model's backward passes.
+
+    Returns:
+        The number of the last pass that torch has measured, and the mean delay of all those, in
+        seconds, 0 of each before the first; None where torch keeps no such log.
+    """
+    try:
+        log: Mapping[str, Any] = model._get_ddp_logging_data()
+        # Nanoseconds. What overlaps with computing delays nothing.
+        delay_ns = log["avg_backward_comm_time"] - log["avg_backward_compute_comm_overlap_time"]
+        return int(log["iteration"]), max(0, delay_ns) / 1e9
+    except KeyError:
+        return 0, 0.0
+    except (AttributeError, TypeError):
+        return None
+
+
+def measure_each_exchange(model: Any) -> None:
+    """Let torch measure every backward pass of a DDP model, not one in a hundred."""
+    with contextlib.suppress(AttributeError, TypeError):
+        model._set_ddp_runtime_logging_sample_rate(1)
+
+
+def orthogonalizes_matrices() -> bool:
+    """Whether PowerSGD's orthogonalization takes a matrix that is not in a batch."""
+    # pytorch/pytorch#75157 made it batched, and left the hook `batched_powerSGD_hook` as it was.
+    module = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+    try:
+        orthogonalize = importlib.import_module(module)._orthogonalize
+    except (ImportError, AttributeError):
+        # Unknown, so the hook stays refused.
+        return False
+    try:
+        orthogonalize(torch.eye(2))
+    except AssertionError:
+        return False
+    return True
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a DTensor, and where it begins in the whole.
+
+    Args:
+        tensor: A DTensor.
+    """
+    compute = _imported(
+        "torch.distributed.tensor._utils",
+        "compute_local_shape_and_global_offset",
+        "sharded weights cannot be gathered",
+    )
+    shape, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+# ------------------------------------------------------------------------- tensors and storages
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """Grows whenever a tensor is written to, by what torch counts; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks are registered on a tensor's gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
+    """Let a Python object stand for another tensor, which may be on another kind of device.
+
+    ``Tensor.data`` refuses a tensor of another kind, and ``torch.utils.swap_tensors`` an object
+    with weak references, which stay right here, because the object is the same.
+
+    Args:
+        tensor: A leaf, which no graph that is still to be walked refers to; it keeps its hooks.
+        replacement: What it becomes; afterwards it is what `tensor` was.
+    """
+    untyped: Any = tensor
+    hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}
+    swap = _private(torch._C, "_swap_tensor_impl", "parameters cannot be moved to a TPU in place")
+    swap(tensor, replacement)
+    for name, value in hooks.items():
+        if value:
+            setattr(untyped, name, value)
+
+
+_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Distinguishes storages, also fake ones, whose addresses are all the same."""
+    return int(storage._cdata)
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int | None:
+    """How many tensors and storage objects use a storage; None where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        warnings.warn(
+            f"torch {torch.__version__} lacks torch._C._storage_Use_Count: arrays and tensors that "
+            "share memory with a model passed to workers are not noticed, and keep the old values "
+            "when the model is moved to shared memory.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return int(count(storage._cdata))
+
+
+def untyped_storage(storage: Any) -> torch.UntypedStorage:
+    """The bytes below a `TypedStorage`; its public method warns that the class is deprecated."""
+    loss = "storages cannot be sent to workers"
+    found: torch.UntypedStorage = _private(storage, "_untyped_storage", loss)
+    return found
+
+
+def fake_tensor_mode() -> type[Any]:
+    """The mode under which tensors have shapes and no memory."""
+    name, loss = "FakeTensorMode", "activations cannot be measured"
+    mode: type[Any] = _imported("torch._subclasses.fake_tensor", name, loss)
+    return mode
+
+
+def dispatch_mode() -> type[Any]:
+    """The class of modes that see every operation."""
+    return torch.utils._python_dispatch.TorchDispatchMode
+
+
+def make_wrapper_tensor(
+    tensor_class: type[Any], like: torch.Tensor, dtype: torch.dtype, *, requires_grad: bool
+) -> Any:
+    """A tensor of a subclass that has shape and device of another, and no storage of its own."""
+    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
+    make = _private(torch.Tensor, "_make_wrapper_subclass", loss)
+    return make(
+        tensor_class,
+        like.shape,
+        strides=like.stride(),
+        dtype=dtype,
+        device=like.device,
+        requires_grad=requires_grad,
+    )
+
+
+def written_arguments(operation: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an operation of torch writes to."""
+    loss = "weights and moments in 8 bits (the levels of MS-AMP) are not available"
+    schema = _private(operation, "_schema", loss)
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def multiply_scaled(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_inverse_scale: torch.Tensor,
+    right_inverse_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accumulation: bool,
+) -> torch.Tensor:
+    """A matrix product of payloads of 8 bits, by the device's own kernel.
+
+    Args:
+        left: ``[m, k]``, row-major; on a GPU `k` and `n` are divisible by 16.
+        right: ``[k, n]``, column-major.
+        left_inverse_scale: 0-d, float32: what its payload is multiplied with.
+        right_inverse_scale: The same of the other.
+        out_dtype: Of the result.
+        fast_accumulation: Whether partial sums may be kept in fewer bits.
+
+    Returns:
+        ``[m, n]``.
+    """
+    multiply = _private(torch, "_scaled_mm", "FP8 products on GPUs are not available")
+    product: torch.Tensor = multiply(
+        left,
+        right,
+        scale_a=left_inverse_scale,
+        scale_b=right_inverse_scale,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return product
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Let a function be called when the backward pass that is running is through."""
+    loss = "gradients of 8 bits cannot be averaged over processes"
+    engine = _private(torch.autograd.Variable, "_execution_engine", loss)
+    engine.queue_callback(callback)
+
+
+def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
+    """Replace all tensors that are nested in containers.
+
+    Args:
+        tree: Lists, tuples, mappings, and types that were registered with torch.
+        replacement: Given a tensor, returns what takes its place.
+
+    Returns:
+        Containers of the same types.
+    """
+    loss = "inputs of an engine cannot be cast to the type of its weights"
+    tree_map_only = _imported("torch.utils._pytree", "tree_map_only", loss)
+    return tree_map_only(torch.Tensor, replacement, tree)
+
+
+# ------------------------------------------------------------------------- modules
+
+
+def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:
+    """Let `DistributedDataParallel` leave parameters of a module alone.
+
+    Args:
+        module: The module, before it is wrapped.
+        parameter_names: Their names in it.
+    """
+    exclude = _private(
+        nn.parallel.DistributedDataParallel,
+        "_set_params_and_buffers_to_ignore_for_model",
+        "weights in 8 bits cannot be trained with DDP",
+    )
+    exclude(module, parameter_names)
+
+
+def module_tables(
+    module: nn.Module,
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, nn.Module | None]]:
+    """A module's own parameters, buffers and submodules by name, tied ones under each name."""
+    return module._parameters, module._buffers, module._modules
+
+
+def store_own_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Replace a module's own parameter or buffer, past what registering a new one would do."""
+    table: Any = module._parameters if name in module._parameters else module._buffers
+    table[name] = tensor
+
+
+def replace_parameter_table(module: nn.Module, table: dict[str, Any]) -> None:
+    """Let a module look its own parameters up in another dictionary."""
+    module._parameters = table
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state dict leaves out."""
+    loss = "buffers that belong to a checkpoint cannot be told from others"
+    names: set[str] = _private(module, "_non_persistent_buffers_set", loss)
+    return names
+
+
+def state_readers(module: nn.Module) -> Iterator[Any]:
+    """The functions and hooks that read a module's part of a state dict."""
+    yield type(module).load_state_dict
+    yield type(module)._load_from_state_dict
+    yield type(module).set_extra_state
+    for hook in module._load_state_dict_pre_hooks.values():
+        # torch wraps hooks in an object that holds the function.
+        yield getattr(hook, "hook", hook)
+
+
+def default_device() -> torch.device | None:
+    """Where the user lets torch make tensors, if that was said; asking torch itself wakes a GPU."""
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return getattr(context, "device", None)
+
+
+def print_options() -> dict[str, Any]:
+    """How torch prints tensors, as :func:`torch.set_printoptions` takes it."""
+    options = getattr(torch._tensor_str, "PRINT_OPTS", None)
+    return {} if options is None else dict(vars(options))
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether `torch.compile` wrapped it."""
+    # Not imported for this, which takes a second: without it nothing has been compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def is_exception_wrapper(value: object) -> bool:
+    """Whether it carries an exception of another process or thread, as loaders' workers send it."""
+    module = sys.modules["torch._utils"]
+    wrapper = _private(module, "ExceptionWrapper", "errors of loaders' workers cannot be explained")
+    return isinstance(value, wrapper)
+
+
+def uncompiled(module: Any) -> Any:
+    """The module inside `torch.compile`'s wrapper, or the module itself."""
+    return getattr(module, "_orig_mod", module)
+
+
+def replace_wrapped(compiled: Any, module: nn.Module) -> None:
+    """Put another module inside of `torch.compile`'s wrapper."""
+    compiled._orig_mod = module
+
+
+def forget_compiled_call(module: nn.Module) -> None:
+    """Undo `module.compile()`."""
+    module._compiled_call_impl = None
+
+
+def recompute_activations(module: nn.Module) -> None:
+    """Let a module's backward compute activations again; `fully_shard` comes after it.
+
+    Unlike a wrapper around `forward`, it changes neither the module's attributes nor its class.
+    """
+    recompute = _imported(
+        "torch.distributed._composable.checkpoint_activation",
+        "checkpoint",
+        "activation_checkpointing of FSDP is not available: leave it out",
+    )
+    recompute(module)
+
+
+# ------------------------------------------------------------------------- optimizers
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether hooks on `step` can be registered; a wrapper may not have called the constructor."""
+    return getattr(optimizer, "_optimizer_step_post_hooks", None) is not None
+
+
+def mark_as_stepped(optimizer: Any) -> None:
+    """Let torch's schedules believe that an optimizer has stepped: else they warn."""
+    optimizer._opt_called = True
+
+
+def scales_gradients_itself(optimizer: Any) -> bool:
+    """Whether an optimizer divides by the scaler's factor itself, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def has_state_loading_hooks(optimizer: Any) -> bool:
+    """Whether hooks change a state before it is loaded."""
+    return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
+
+
+def _scaling_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    loss = "fp16 gradients cannot be clipped, nor skipped steps noticed"
+    # `LossScaler` could count stages itself. Flags of infinite gradients, which a fused optimizer
+    # looks at on the device, are nowhere else; and a precision from outside may use torch's class.
+    states: dict[int, dict[str, Any]] = _private(scaler, "_per_optimizer_states", loss)
+    return states
+
+
+def gradients_are_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
+    """Whether an optimizer's gradients were divided by the factor since the last update."""
+    state = _scaling_states(scaler).get(id(optimizer))
+    # By name, because the class of the stages is private, too.
+    return state is not None and state["stage"].name != "READY"
+
+
+def watch_steps_again(scheduler: Any) -> None:
+    """Let a scheduler see the first step of its optimizer, which it watched before both were sent.
+
+    Pickling leaves the watch behind, and torch then warns of a step that nobody has overridden.
+
+    Args:
+        scheduler: Of torch; another kind is left as it is.
+    """
+    optimizer: Any = getattr(scheduler, "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer) or "step" in vars(optimizer):
+        return
+    step_method = type(optimizer).step
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(step_method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        watched: Any = reference()
+        watched._opt_called = True
+        return step_method(watched, *args, **kwargs)
+
+    watch: Any = step
+    watch._wrapped_by_lr_sched = True
+    optimizer.step = watch  # type: ignore[method-assign]
+
+
+def has_stepped(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
+    """Whether an optimizer has stepped since the last update."""
+    state = _scaling_states(scaler).get(id(optimizer))
+    return state is not None and state["stage"].name == "STEPPED"
+
+
+def infinity_flags(
+    scaler: torch.amp.GradScaler, optimizer: Any | None = None
+) -> list[torch.Tensor]:
+    """The flags of infinite gradients, float tensors of one element: above 0 where there are any.
+
+    Args:
+        scaler: The scaler.
+        optimizer: Whose; None for all.
+    """
+    states = _scaling_states(scaler)
+    chosen = states.values() if optimizer is None else [states.get(id(optimizer), {})]
+    return [flag for state in chosen for flag in state.get("found_inf_per_device", {}).values()]
+
+
+def scale_tensor(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """The factor as a tensor; None before the first loss was multiplied with it."""
+    loss = "an optimizer that steps without a scaled loss cannot be told apart"
+    scale: torch.Tensor | None = _private(scaler, "_scale", loss)
+    return scale
+
+
+# ------------------------------------------------------------------------- loaders
+
+
+# torchdata's `StatefulDataLoader` has a public way, but a user's plain `DataLoader` is no such.
+_ORDER_LOSS = "the order of an interrupted epoch cannot be drawn again"
+
+
+def has_loader_iterator(loader: Any) -> bool:
+    """Whether a loader with persistent workers has started them."""
+    return _private(loader, "_iterator", _ORDER_LOSS) is not None
+
+
+def drop_loader_iterator(loader: Any) -> None:
+    """Let a loader with persistent workers start new ones."""
+    loader._iterator = None
+
+
+def draw_order_now(batches: Any) -> None:
+    """Let the sampler behind a loader's iterator draw now, not when the first batch is read.
+
+    Args:
+        batches: The iterator of a loader without worker processes.
+    """
+    indices = _private(batches, "_sampler_iter", _ORDER_LOSS)
+    # torchdata's samplers, which have a state, have drawn already.
+    if not hasattr(indices, "state_dict"):
+        # Taking the first index makes the sampler draw its order; the index is put back in front.
+        batches._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)
+
+
+def requested_samples(sampler: Any) -> int | None:
+    """The `num_samples` that a `RandomSampler` was given; the attribute fills in the length."""
+    number: int | None = _private(sampler, "_num_samples", "a sampler cannot be seeded anew")
+    return number
+
+
+_check_names()

@@ -1,0 +1,181 @@
+"""Sizes and durations as people write them; inside nbaccel they are bytes and seconds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from nbaccel.base.errors import ConfigError
+
+__all__ = [
+    "count_noun",
+    "format_bytes",
+    "format_seconds",
+    "mark_left_out",
+    "number_ranges",
+    "parse_bytes",
+    "shorten_text",
+]
+
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SIZE_TEXT = re.compile(
+    r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE
+)
+_UNIT_LETTERS = " kmgtp"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as ``"16 GiB"``.
+
+    ``KiB, MiB, GiB, ...`` are powers of 1024 and ``kB, MB, GB, ...`` powers of 1000. A bare
+    letter (``"16G"``) counts in 1024, as it does for Docker and Slurm.
+
+    Args:
+        text: The size; a plain number counts bytes.
+
+    Returns:
+        The size in bytes, rounded to a whole byte.
+
+    Raises:
+        ConfigError: The text is not a size.
+    """
+    # A bool is an int, and no size.
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    size_match = _SIZE_TEXT.fullmatch(text) if isinstance(text, str) else None
+    if size_match is None:
+        raise ConfigError(
+            f"A size must be a number and a unit: got {text!r}. "
+            'Without a unit it would count bytes. Write for example "16 GiB" or "500 MB".'
+        )
+    number_text, unit_letter, binary_mark, byte_suffix = size_match.groups()
+    # `MB` is decimal; `MiB` and the bare `M` are not.
+    is_decimal = bool(unit_letter) and bool(byte_suffix) and not binary_mark
+    unit_base = 1000 if is_decimal else 1024
+    exponent = _UNIT_LETTERS.index(unit_letter.lower()) if unit_letter else 0
+    return round(float(number_text) * float(unit_base**exponent))
+
+
+def count_noun(number: int, noun: str) -> str:
+    """Write a count for people.
+
+    Args:
+        number: How many.
+        noun: Of what, in the singular.
+
+    Returns:
+        ``"1 worker"``, ``"2 workers"``.
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def first_few(names: Sequence[str], most: int, *, separator: str = ", ") -> str:
+    """The first of many names, and how many more there are.
+
+    Args:
+        names: All of them.
+        most: How many are named.
+        separator: What stands between two.
+
+    Returns:
+        For example "a, b and 3 more".
+    """
+    more_text = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more_text
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size for people.
+
+    Args:
+        num_bytes: The size in bytes.
+
+    Returns:
+        The size in the largest unit of 1024s that keeps it at 1 or more: ``"16.0 GiB"``.
+    """
+    unit_size = float(abs(num_bytes))
+    sign_text = "-" if num_bytes < 0 else ""
+    for unit_name in _BINARY_UNITS:
+        # 1023.96 would be printed as "1024.0" of the smaller unit.
+        if unit_size < 1023.95 or unit_name == _BINARY_UNITS[-1]:
+            break
+        unit_size /= 1024
+    return (
+        f"{sign_text}{unit_size:.0f} {unit_name}"
+        if unit_name == "B"
+        else f"{sign_text}{unit_size:.1f} {unit_name}"
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people.
+
+    Args:
+        seconds: The duration in seconds.
+
+    Returns:
+        Two units at most: ``"12 ms"``, ``"1.5 s"``, ``"2 min 5 s"``, ``"3 h 20 min"``.
+    """
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    # The bounds are where rounding would print the next unit: 1000 ms, 60.0 s.
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_seconds = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_seconds} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min"
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Write a set of numbers for people.
+
+    Args:
+        numbers: Whole numbers, in any order.
+
+    Returns:
+        ``"0-2,5"`` for 0, 1, 2 and 5; an empty text for none.
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(
+        f"{first_number}" if first_number == last_number else f"{first_number}-{last_number}"
+        for first_number, last_number in ranges
+    )
+
+
+def shorten_text(text: str, max_chars: int) -> str:
+    """Keep head and tail of a long text.
+
+    Args:
+        text: The text.
+        max_chars: How long it may be.
+
+    Returns:
+        The text itself, or head and tail with a note of how much is left out in the middle.
+    """
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return mark_left_out(text[:half], len(text) - 2 * half, text[-half:])
+
+
+def mark_left_out(head: str, num_chars: int, tail: str) -> str:
+    """Write a text whose middle is missing.
+
+    Args:
+        head: What was before it.
+        num_chars: How many characters are missing.
+        tail: What was behind it.
+
+    Returns:
+        Head and tail, with a note of what is missing between them.
+    """
+    return f"{head} … {num_chars:,} characters not shown … {tail}" if num_chars else head + tail

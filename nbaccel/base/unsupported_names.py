@@ -1,0 +1,120 @@
+"""Names of Accelerate that belong to a part which nbaccel does not have yet.
+
+They can be imported, compared with and subclassed, so that code which only mentions them runs;
+using one raises an error that says what is missing and what to do instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from nbaccel.base.errors import PlatformUnsupported
+
+__all__ = [
+    "DEEPSPEED_INTERNALS",
+    "FSDP_INTERNALS",
+    "LAUNCH_COMMANDS",
+    "MEGATRON_LM",
+    "MIXED_PARALLELISMS",
+    "NOT_INSTALLED",
+    "PIPELINE_PARALLELISM",
+    "QUANTIZED_LOADING",
+    "XLA_INSTALLATION",
+    "LaterPart",
+    "missing_name_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LaterPart:
+    """A part of Accelerate that this version lacks.
+
+    Attributes:
+        what: What it is, after "belongs to".
+        instead: What to do without it, as an instruction.
+    """
+
+    what: str
+    instead: str
+
+
+PIPELINE_PARALLELISM = LaterPart(
+    "pipeline parallelism for inference",
+    "Run the model whole in every process (split_between_processes shares the inputs out), or use "
+    "torch.distributed.pipelining in the workers",
+)
+MIXED_PARALLELISMS = LaterPart(
+    "mixing tensor, context, sequence and data parallelism",
+    "Give Accelerator a fsdp_plugin, or a deepspeed_plugin with stage 3, for models too big for "
+    "one device",
+)
+NOT_INSTALLED = LaterPart(
+    "a strategy that was left out of this installation of nbaccel",
+    "Install nbaccel whole, or use one of the strategies that are there",
+)
+MEGATRON_LM = LaterPart("Megatron-LM", "Give Accelerator a fsdp_plugin or a deepspeed_plugin")
+QUANTIZED_LOADING = LaterPart(
+    "loading models in 8 or 4 bits",
+    "Load with from_pretrained(quantization_config=...) of transformers, and train adapters of "
+    "peft on it",
+)
+DEEPSPEED_INTERNALS = LaterPart(
+    "the inside of Accelerate's DeepSpeed",
+    "Use prepare of an Accelerator with a deepspeed_plugin; its configuration is "
+    "accelerator.deepspeed_config",
+)
+FSDP_INTERNALS = LaterPart(
+    "the inside of Accelerate's FSDP",
+    "Use prepare, save_state, load_state and save_model of an Accelerator with a fsdp_plugin",
+)
+LAUNCH_COMMANDS = LaterPart(
+    "Accelerate's command line",
+    "Use the command nbaccel launch, or notebook_launcher",
+)
+XLA_INSTALLATION = LaterPart(
+    "installing torch_xla from within a program",
+    "Install what drives TPUs with pip, torch_tpu or 'torch_xla[tpu]', and restart the notebook; "
+    "notebook_launcher and Accelerator need nothing else to train on TPUs",
+)
+
+
+class _MissingName:
+    """Base of the stand-ins."""
+
+    _name: str
+    _part: LaterPart
+
+    def __new__(cls, *_arguments: Any, **_keywords: Any) -> NoReturn:
+        # In __new__, so that a subclass raises too, whatever its constructor takes.
+        raise PlatformUnsupported(
+            f"{cls._name} belongs to {cls._part.what}, which this version of nbaccel does not "
+            f"have: it can be imported, not used. {cls._part.instead}."
+        )
+
+
+def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str) -> Any:
+    """A stand-in for a class or function of Accelerate.
+
+    Args:
+        missing_name: Its name.
+        missing_part: What it belongs to.
+        module_name: The module that has it here, as ``__name__``.
+
+    Returns:
+        A class. Calling it, or a subclass of it, raises `PlatformUnsupported`.
+    """
+    docstring = (
+        f"Of Accelerate; not in this version, which lacks {missing_part.what}. "
+        f"{missing_part.instead}."
+    )
+    return type(
+        missing_name,
+        (_MissingName,),
+        {
+            "_name": missing_name,
+            "_part": missing_part,
+            "__doc__": docstring,
+            "__module__": module_name,
+        },
+    )

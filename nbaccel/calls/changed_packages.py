@@ -1,0 +1,340 @@
+"""What the notebook has changed of installed packages after it imported them.
+
+    module ──► its attributes ─┬─► classes ───► their attributes ──► tables
+                               ├─► tables, lists
+                               └─► objects ───► their tables         (CONFIG_MAPPING of AutoConfig)
+
+Looked for are functions and classes of the notebook, or of the user's own modules. Each place is
+remembered with what was there: before a later launch only places that have changed are looked
+into, so that hundreds of thousands of attributes take milliseconds.
+
+What cannot be told from a package's own doing is not found: plain values (`package.FLAG = True`),
+and one package's functions in another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.base import frames
+from nbaccel.base.log import write_notice
+from nbaccel.transfer import pickling
+from nbaccel.transfer.package_changes import ChangeKind, PackageChange
+from nbaccel.workers import installed_modules
+
+__all__ = ["sendable_changes"]
+
+# They hold the notebook's functions because they run or pickle them. The symbols of the latter two
+# are slow to compare.
+_NOT_LOOKED_AT = frozenset(
+    {"IPython", "ipywidgets", "traitlets", "jedi", "parso", "prompt_toolkit", "pygments", "comm"}
+    | {"debugpy", "nbaccel", "cloudpickle", "dill", "pytest", "pluggy", "hypothesis", "coverage"}
+    | {"_pytest", "sympy", "mpmath"}
+)
+_TORCHS_OWN = "torch._"  # a third of all attributes of a notebook, and nobody's to change
+_LONGEST_TABLE = 4096
+
+
+@dataclass(eq=False, slots=True)
+class _PackagePlace:
+    """A module, class, object, table or list."""
+
+    module: str
+    path: str
+    kind: ChangeKind
+    owner: Any
+    """The thing itself."""
+    has_tables: bool
+    """Whether its tables and lists are looked into: not in private modules, where caches are."""
+    changes: tuple[PackageChange, ...] = ()
+    inner: tuple[_PackagePlace, ...] = ()
+
+    def reader(self) -> Callable[[], Iterable[Any]]:
+        """What gives all that it holds, in no time of Python's own."""
+        if self.kind == "attribute":
+            return _attributes_of(self.owner).values
+        values = dict.values if self.kind == "entry" else list.copy
+        return functools.partial(values, self.owner)
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """The same, each with its name or key."""
+        if self.kind == "attribute":
+            return list(_attributes_of(self.owner).items())
+        if self.kind == "entry":
+            return list(dict.items(self.owner))
+        return [(None, element) for element in self.owner]
+
+    def walk(self) -> Iterator[_PackagePlace]:
+        """It, and all within it."""
+        yield self
+        for inner in self.inner:
+            yield from inner.walk()
+
+
+class _PackageScan:
+    """Places in installed packages, and what was found in them."""
+
+    def __init__(self) -> None:
+        self._users: frozenset[str] = frozenset()
+        self._packages: Mapping[str, str] = {}
+        self._modules: dict[str, _PackagePlace] = {}
+        self._owned: dict[tuple[int, ChangeKind], _PackagePlace] = {}
+        """By the id of what a place is: the same table may have a name in many modules."""
+        self._places: list[_PackagePlace] = []
+        self._readers: list[Callable[[], Iterable[Any]]] = []
+        self._before: list[list[Any]] = []
+        self._flat: list[Any] = []
+        self._found: list[PackageChange] = []
+
+    def changes(self) -> list[PackageChange]:
+        """All changes that there are now."""
+        users = installed_modules.local_modules() | {"__main__"}
+        if users != self._users:
+            # A module of the user's that was not imported yet may have been what was found.
+            self._users, self._packages, self._modules, self._owned = users, {}, {}, {}
+        packages = installed_modules.installed_modules()
+        if packages is not self._packages:
+            self._packages = packages
+            with _collector_paused():
+                self._look_into(self._new_modules(), has_new=True)
+        self._look_into(self._changed_places())
+        return self._found
+
+    def is_behind(self) -> bool:
+        """Whether modules have been imported since."""
+        return installed_modules.installed_modules() is not self._packages
+
+    def _new_modules(self) -> list[_PackagePlace]:
+        new_places, known_places = [], self._modules
+        self._modules = {}
+        for name in self._packages:
+            module = sys.modules.get(name)
+            is_left_out = name.partition(".")[0] in _NOT_LOOKED_AT
+            if module is None or is_left_out or name.startswith(_TORCHS_OWN):
+                continue
+            place = known_places.get(name)
+            if place is None or place.owner is not module:
+                is_public = not any(part.startswith("_") for part in name.split("."))
+                place = _PackagePlace(name, "", "attribute", module, has_tables=is_public)
+                new_places.append(place)
+            self._modules[name] = place
+        return new_places
+
+    def _changed_places(self) -> list[_PackagePlace]:
+        # All in one list first: thousands of lists would set off the garbage collector.
+        flat = list(itertools.chain.from_iterable(read() for read in self._readers))
+        if _are_same(flat, self._flat):
+            return []
+        self._flat = flat
+        changed = []
+        for position, read in enumerate(self._readers):
+            values = list(read())
+            if not _are_same(values, self._before[position]):
+                self._before[position] = values
+                changed.append(self._places[position])
+        return changed
+
+    def _look_into(self, places: list[_PackagePlace], *, has_new: bool = False) -> None:
+        """Find changes in these places, and in those that are new within them."""
+        for place in places:
+            inner_before = place.inner
+            place.changes = tuple(self._changes_in(place))
+            self._look_into_new(self._find_inner(place))
+            has_new |= place.inner != inner_before
+        if has_new:
+            known = dict(zip(map(id, self._places), self._before, strict=True))
+            self._places = [p for module in self._modules.values() for p in module.walk()]
+            self._readers = [place.reader() for place in self._places]
+            self._before = [
+                known[id(place)] if id(place) in known else list(read())
+                for place, read in zip(self._places, self._readers, strict=True)
+            ]
+        if places:
+            self._found = [change for place in self._places for change in place.changes]
+
+    def _look_into_new(self, places: Iterable[_PackagePlace]) -> None:
+        for place in places:
+            place.changes = tuple(self._changes_in(place))
+            self._look_into_new(self._find_inner(place))
+
+    def _changes_in(self, place: _PackagePlace) -> Iterator[PackageChange]:
+        for key, value in place.items():
+            value_type = type(value)
+            # First what most values are told by.
+            is_code = value_type in _WRAPPERS or issubclass(value_type, type)
+            if (is_code and self._is_users(value)) or (
+                place.kind == "entry" and self._is_users(key)
+            ):
+                yield PackageChange(
+                    module=place.module, holder=place.path, kind=place.kind, key=key, value=value
+                )
+
+    def _is_users(self, value: Any, depth_left: int = 3) -> bool:
+        """Whether it is a function or class of the notebook, or wraps one."""
+        value_type = type(value)
+        if issubclass(value_type, type):
+            return _module_of(value) in self._users
+        if value_type is types.FunctionType:
+            if value.__globals__.get("__name__") in self._users:
+                return True
+            if value.__closure__ is None:
+                return False
+        wrapped_by = _WRAPPERS.get(value_type)
+        return (
+            wrapped_by is not None
+            and depth_left > 0
+            and any(self._is_users(inner, depth_left - 1) for inner in wrapped_by(value))
+        )
+
+    # ---- places within places
+
+    def _find_inner(self, place: _PackagePlace) -> list[_PackagePlace]:
+        """Note which places there are within it; returns those that are new."""
+        known = {(id(inner.owner), inner.kind): inner for inner in place.inner}
+        for inner_id in known:
+            del self._owned[inner_id]
+        found = []
+        for inner in self._inner_places(place):
+            inner_id = (id(inner.owner), inner.kind)
+            if inner_id not in self._owned:
+                self._owned[inner_id] = known.get(inner_id, inner)
+                found.append(self._owned[inner_id])
+        place.inner = tuple(found)
+        return [inner for inner in found if (id(inner.owner), inner.kind) not in known]
+
+    def _inner_places(self, place: _PackagePlace) -> Iterator[_PackagePlace]:
+        if place.kind != "attribute":
+            return
+        for name, value in place.items():
+            path = f"{place.path}.{name}" if place.path else name
+            value_type = type(value)
+            if issubclass(value_type, type):
+                # Elsewhere than in its own module it is another name of it.
+                if not place.path and _module_of(value) == place.module:
+                    yield _PackagePlace(place.module, path, "attribute", value, place.has_tables)
+                continue
+            if not place.has_tables or name.startswith("__") or "cache" in name.lower():
+                continue
+            if issubclass(value_type, dict) and _may_hold_code(value):
+                yield _PackagePlace(place.module, path, "entry", value, has_tables=False)
+            elif issubclass(value_type, list) and list.__len__(value) <= _LONGEST_TABLE:
+                yield _PackagePlace(place.module, path, "element", value, has_tables=False)
+            # An object of a package: it may have tables.
+            if (
+                not place.path
+                and _module_of(value_type) in self._packages
+                and type(_attributes_of(value)) is dict
+                and not issubclass(value_type, types.ModuleType)
+            ):
+                yield _PackagePlace(place.module, path, "attribute", value, has_tables=True)
+
+
+def _attributes_of(owner: Any) -> Mapping[str, Any]:
+    # Not as a user would: objects of torch warn of being asked for anything.
+    try:
+        return object.__getattribute__(owner, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return types.MappingProxyType({})
+
+
+def _may_hold_code(table: dict[Any, Any]) -> bool:
+    # Not as a user would ask: tables of transformers import models then. Long ones are data, and
+    # those of names alone are many.
+    num_entries = dict.__len__(table)
+    return num_entries == 0 or (
+        num_entries <= _LONGEST_TABLE
+        and any(type(value) is not str for value in dict.values(table))
+    )
+
+
+def _module_of(found_class: type) -> Any:
+    # As above: a metaclass may have its own ideas.
+    return type.__getattribute__(found_class, "__module__")
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without the garbage collector: thousands of new places set it off again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _are_same(values: list[Any], before: list[Any]) -> bool:
+    try:
+        return values == before
+    except Exception:  # as above
+        return False
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        # An empty cell raises ValueError: the variable has no value yet.
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+
+
+_WRAPPERS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    types.FunctionType: _closed_over,
+    types.MethodType: lambda method: (method.__func__,),
+    staticmethod: lambda method: (method.__func__,),
+    classmethod: lambda method: (method.__func__,),
+    property: lambda found: (found.fget, found.fset, found.fdel),
+    functools.partial: lambda found: (found.func,),
+}
+"""What a function can be wrapped in, and what is in that."""
+
+
+_SCAN = _PackageScan()
+_CHECKED: dict[tuple[Any, ...], str] = {}
+"""Changes that are there → why they cannot be sent; empty for those that can."""
+
+
+def sendable_changes() -> tuple[PackageChange, ...]:
+    """The changes that workers can be given; what cannot be is told, once each."""
+    changes = {change.identity(): change for change in _SCAN.changes()}
+    for identity in _CHECKED.keys() - changes.keys():
+        del _CHECKED[identity]
+    for identity, change in changes.items():
+        if identity not in _CHECKED:
+            _CHECKED[identity] = _why_not(change)
+            if _CHECKED[identity]:
+                write_notice(
+                    f"nbaccel: workers do not have what the notebook has put at {change.place}: "
+                    f"{_CHECKED[identity]}. Do it in the launched function, or use "
+                    'start_method="fork".\n'
+                )
+    return tuple(change for identity, change in changes.items() if not _CHECKED[identity])
+
+
+def _after_cell(_cell_result: object = None) -> None:
+    # Modules that were imported are looked at now: a launch would wait for it.
+    if _SCAN.is_behind():
+        _SCAN.changes()
+
+
+if (_shell := frames.running_shell()) is not None:
+    _shell.events.register("post_run_cell", _after_cell)
+
+
+def _why_not(change: PackageChange) -> str:
+    if change.kind == "entry" and isinstance(change.key, int):
+        # A counter of the package's gives them out: that of a worker would give out the same ones.
+        return "its number may be another one there"
+    try:
+        pickling.dumps_with_lines(change)
+    except Exception as error:  # pickling runs user code: it may raise anything
+        return f"it cannot be pickled ({error})"
+    return ""

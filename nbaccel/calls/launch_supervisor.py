@@ -1,0 +1,287 @@
+"""Watching the workers of one launch until all have ended.
+
+[Note: exit barrier] A rank that exits closes its connections. If it does so too early, it breaks a
+peer that is still connecting to it (`init_process_group` returns on one rank before it does on the
+other). If it does so too late, a peer that waits for it in a collective waits for ever instead of
+learning that it is gone. So a rank that has returned stays until all have; and if that takes long,
+until no other is seen setting up a group. Then it exits, and a peer that still depends on it fails
+at once, with its name.
+
+[Note: weights in memory] Where the notebook reads weights in rank 0's memory, watching ends as soon
+as all have returned, with rank 0 still there; `see_off` watches the exits, once they are read. If
+rank 0 may exit before the others have returned, it first writes them to the staging files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from nbaccel.base.errors import LaunchInterrupted
+from nbaccel.base.torch_private import CREATES_GROUP
+from nbaccel.calls.listening import CallDisplay
+from nbaccel.calls.shutdown import END_WORKERS
+from nbaccel.calls.supervisor import CallResult, Supervisor
+from nbaccel.hosts.node_meeting import NodeMeeting
+from nbaccel.output.console import Console
+from nbaccel.workers import messaging, time_limits
+from nbaccel.workers.failure import RankActivity
+from nbaccel.workers.worker_group import WorkerGroup
+from nbaccel.workers.worker_handle import HandleState, WorkerHandle
+
+_CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init_device_mesh"}
+
+
+class LaunchSupervisor(Supervisor):
+    """Watches the workers of one launch.
+
+    Args:
+        group: The workers of this node.
+        console: Where their output goes.
+        timeout_s: Seconds after which the launch is ended; None for no limit.
+        show: Shows the progress of the launch; None for no display.
+        meeting: The meeting with other nodes, if nodes may come and go.
+
+    Attributes:
+        nodes_wait: Whether the workers were ended because another node waits to join.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        *,
+        console: Console,
+        timeout_s: float | None,
+        show: CallDisplay | None = None,
+        meeting: NodeMeeting | None = None,
+    ) -> None:
+        super().__init__(group, END_WORKERS, console=console, timeout_s=timeout_s, show=show)
+        self._exits = ExitBarrier(self.members)
+        self._meeting = meeting
+        self.nodes_wait = False
+
+    def sentinels(self) -> Sequence[int]:
+        """Descriptors of which `on_sentinel` is told."""
+        meeting_ends = [] if self._meeting is None else [self._meeting.fileno()]
+        return [*super().sentinels(), *meeting_ends]
+
+    def on_sentinel(self) -> None:
+        """Workers may have ended, or another node may wait."""
+        super().on_sentinel()
+        if self._meeting is None or self.nodes_wait or not self._meeting.wants_new_round():
+            return
+        self.nodes_wait = True
+        self.ignore(self._meeting.fileno())
+        if self._ladder is None:
+            self.give_up()
+
+    def run(self) -> CallResult:
+        """Wait until every worker has ended, or its weights can be read."""
+        self.watch()
+        if any(map(self._keeps, self.members)):
+            # While the weights are read, the others can exit.
+            self._exits.release(member for member in self.members if not self._keeps(member))
+        return CallResult(**self.facts())
+
+    def see_off(self) -> None:
+        """The weights were read: wait until every worker has ended.
+
+        Raises:
+            LaunchInterrupted: The user pressed Stop meanwhile; all workers have ended.
+        """
+        for member in self.members:
+            member.note_read()
+        if self.is_over():
+            return
+        self.listen()
+        if self._interrupted:
+            raise LaunchInterrupted(
+                f"the function had returned on all {len(self.members)} ranks; the notebook's "
+                "model has the new weights"
+            )
+
+    def _keeps(self, member: WorkerHandle) -> bool:
+        """Whether the call has succeeded, and a worker stays until its weights are read."""
+        return (
+            member.state is HandleState.RETURNED
+            and member.holds_weights
+            and not (self._interrupted or self._timed_out)
+            and not any(other.is_busy or other.returned is None for other in self.members)
+        )
+
+    def begin(self) -> None:
+        """Handle workers that have died while the others were started."""
+        self.on_sentinel()
+
+    def is_over(self) -> bool:
+        """Whether all have ended, or have returned and one's weights are to be read."""
+        return all(member.has_ended for member in self.members) or any(
+            map(self._keeps, self.members)
+        )
+
+    def close_output(self) -> None:
+        """Read what workers have printed that still live."""
+        for member in self.members:
+            if not member.has_ended:
+                self.drain_output(member)
+
+    def at_work(self) -> Iterable[WorkerHandle]:
+        """Workers whose function may be running."""
+        return (member for member in self.members if member.is_busy)
+
+    def through(self) -> Iterable[WorkerHandle]:
+        """Workers that stay until the others have finished."""
+        return (member for member in self.members if not member.is_busy and not member.has_ended)
+
+    def clocks(self) -> Iterator[float]:
+        """When ranks that have returned are checked next."""
+        if (alarm_time := self._exits.due()) is not None:
+            yield alarm_time
+
+    def on_clock(self) -> None:
+        """Let ranks that have returned leave when it is time."""
+        if self._exits.is_overdue():
+            self.give_up()
+        elif notice := self._exits.advance():
+            self.notice(notice)
+
+    def on_message(
+        self, member: WorkerHandle, worker_message: Any, file_descriptors: list[int]
+    ) -> None:
+        """A worker has said how far it is."""
+        super().on_message(member, worker_message, file_descriptors)
+        if isinstance(worker_message, messaging.Started):
+            member.begin_work()
+        elif isinstance(worker_message, messaging.WeightsStaged):
+            member.take_weights(worker_message)
+        elif isinstance(worker_message, (messaging.Returned, messaging.Failed)):
+            member.finish_call()
+            self._exits.note_return()
+            if self._ladder is not None:
+                self._ladder.finished(member)
+
+    def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
+        """A worker is gone: a failure, unless it had finished or was stopped."""
+        loses_weights = member.holds_weights and self._ladder is None
+        if not (member.is_busy or loses_weights) or member.is_stopped:
+            member.end()
+            return
+        member.end(
+            member.record_of_death(exit_status, self._group.oom_kills),
+            loses_result=loses_weights,
+        )
+        if self._ladder is None:
+            self.give_up(failed=True)
+
+
+class ExitBarrier:
+    """Lets workers that have returned exit, at the right time. See [Note: exit barrier].
+
+    Args:
+        members: All workers of the launch.
+    """
+
+    def __init__(self, members: Sequence[WorkerHandle]) -> None:
+        self._members = members
+        self._next_look: float | None = None
+        """When ranks at work are looked at; None before one has returned, or after the message."""
+        self._are_asked = False
+        self._has_begun = False
+        self._released_at: float | None = None
+        self._released: set[int] = set()
+
+    def note_return(self) -> None:
+        """A worker has returned."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._next_look = time.monotonic() + time_limits.EXIT_RECHECK_S
+
+    def due(self) -> float | None:
+        """When something is to be done (CLOCK_MONOTONIC); None if there is nothing to decide."""
+        if self._at_work():
+            return self._next_look
+        if self._waiting():
+            # No rank is at work any more: those that wait may leave at once.
+            return 0.0
+        return None if self._released_at is None else self._released_at + time_limits.EXIT_S
+
+    def is_overdue(self) -> bool:
+        """Whether workers that may leave and have not must be ended; not while one is at work.
+
+        They have handed over all they had. One that does not leave (stopped by a signal, or stuck
+        in a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
+        """
+        if self._released_at is None or self._waiting() or self._at_work():
+            return False
+        return time.monotonic() >= self._released_at + time_limits.EXIT_S
+
+    def advance(self) -> str | None:
+        """Do what is due. Returns a line for the user if ranks seem to wait for ever."""
+        current_time = time.monotonic()
+        due_time = self.due()
+        if due_time is None or current_time < due_time:
+            return None
+        busy_members = self._at_work()
+        if not busy_members:
+            self.release(self._waiting())
+        elif not self._are_asked:
+            for member in busy_members:
+                # Or the old dump would be taken for the answer.
+                member.forget_stack()
+                member.ask_stack()
+            self._are_asked, self._next_look = True, current_time + time_limits.ANSWER_S
+        else:
+            self._are_asked, self._next_look = False, current_time + time_limits.EXIT_RECHECK_S
+            return self._judge(busy_members, current_time)
+        return None
+
+    def _at_work(self) -> list[WorkerHandle]:
+        return [member for member in self._members if member.is_busy]
+
+    def _waiting(self) -> list[WorkerHandle]:
+        """Workers that have returned and may not leave yet."""
+        return [
+            member
+            for member in self._members
+            if member.state is HandleState.RETURNED and member.rank not in self._released
+        ]
+
+    def _judge(self, busy_members: list[WorkerHandle], current_time: float) -> str | None:
+        is_connecting = any(
+            stack_frame.function in _CONNECTING_FUNCTIONS
+            for member in busy_members
+            for stack_frame in member.stack
+        )
+        is_starting = any(member.state is not HandleState.RUNNING for member in busy_members)
+        if self._waiting():
+            # A rank that sets up a group may still need the connections of one that has returned.
+            if not (is_connecting or is_starting):
+                self.release(self._waiting())
+            return None
+        if self._released_at is None or current_time < self._released_at + time_limits.EXIT_ALONE_S:
+            return None
+        activity_words = {
+            member.rank: RankActivity.of_stack(member.stack) for member in busy_members
+        }
+        if not all(rank_activity.collective for rank_activity in activity_words.values()):
+            return None
+        # The message is shown once.
+        self._next_look = None
+        done_ranks = ", ".join(str(member.rank) for member in self._members if not member.is_busy)
+        waiting_lines = "".join(
+            f"\n  rank {worker_rank}: {rank_activity}"
+            for worker_rank, rank_activity in activity_words.items()
+        )
+        return (
+            f"nbaccel: rank {done_ranks} has returned, and every other rank waits in a "
+            "collective. A collective needs all ranks: if this one counts on it, it waits for "
+            f"ever.{waiting_lines}"
+        )
+
+    def release(self, members: Iterable[WorkerHandle]) -> None:
+        """Let workers that have returned exit."""
+        self._released_at = self._released_at or time.monotonic()
+        for member in members:
+            self._released.add(member.rank)
+            member.let_leave(stages_weights=member.holds_weights)

@@ -1,0 +1,306 @@
+"""The workers of a pool: started once, given one task after the other, and asked where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nbaccel.base.errors import LaunchInterrupted, StartupFailed
+from nbaccel.calls import outcome, pool_messages
+from nbaccel.calls.launch_hosts import LaunchHosts
+from nbaccel.calls.message_texts import CellDashboardUpdater, RankStatus, rank_status
+from nbaccel.calls.packing import judge_fork
+from nbaccel.calls.pool_task import RankTasks, TaskResult, TaskSupervisor
+from nbaccel.output import publish
+from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.console import Console
+from nbaccel.output.rank_logs import hidden_streams, logs_of_run
+from nbaccel.output.waiting_line import WaitingLine
+from nbaccel.plan import Plan
+from nbaccel.workers import messaging, template_learning, time_limits, worker
+from nbaccel.workers.fork import ForkStarter
+from nbaccel.workers.start_method import Starter
+from nbaccel.workers.template import TemplateStarter
+from nbaccel.workers.template_facts import uses_template, with_imports
+from nbaccel.workers.worker_group import WorkerGroup
+from nbaccel.workers.worker_handle import WorkerHandle
+
+__all__ = ["LiveGroup"]
+
+
+class LiveGroup(WorkerGroup):
+    """Workers that stay between tasks.
+
+    Args:
+        plan: What was planned.
+        worker_starter: Who starts them.
+        after_end: Called when all have ended.
+    """
+
+    def __init__(
+        self, plan: Plan, worker_starter: Starter, *, after_end: Callable[[], None]
+    ) -> None:
+        super().__init__(plan, worker_starter)
+        self._sentinels: dict[int, int] = {}
+        """Rank → descriptor that becomes readable when that worker has ended. The template's
+        report of that may be read by a launch that runs between two tasks."""
+        self._numbers = itertools.count(1)
+        self._on_end.callback(self._close_sentinels)
+        self._rank_logs = self._on_end.enter_context(logs_of_run(plan))
+        self._after_end = after_end
+        self._task: TaskSupervisor | None = None
+        self._answers: dict[int, messaging.Whereabouts] = {}
+        """What each worker has answered last while it was idle."""
+
+    def let_leave(self) -> None:
+        """Let idle workers do what libraries do at the end of a process, before they are ended."""
+        with contextlib.suppress(StartupFailed):  # the template has ended, with all of them
+            self._let_all_leave(time_limits.UNWIND_S)
+
+    def end(self) -> None:
+        """End the workers, then let their hosts go."""
+        try:
+            super().end()
+        finally:
+            self._after_end()
+
+    @classmethod
+    def ready(cls, plan: Plan) -> LiveGroup:
+        """Start the workers of a plan, and wait until they can take a task.
+
+        Raises:
+            PortTaken, UnsafeFork: Before any process is started.
+            WorkerFailed: A worker could not be set up; all have ended.
+            LaunchInterrupted: The user stopped it; all have ended.
+        """
+        if plan.start_method == "fork":
+            judge_fork()
+        waiting_line = WaitingLine(plan.num_processes)
+        with contextlib.ExitStack() as undo_start, contextlib.ExitStack() as when_started:
+            when_started.callback(waiting_line.close)
+            if uses_template(plan):
+                learner = template_learning.learner(plan.device)
+                learner.before_launch()
+                # The cells to come may use anything that the notebook has.
+                when_started.enter_context(
+                    learner.during_launch(lambda _package: True, waiting_line.say)
+                )
+                plan = with_imports(plan, learner)
+            launch_hosts = LaunchHosts(plan)
+            undo_start.callback(launch_hosts.close)
+            plan = launch_hosts.prepare()
+            meeting_place = launch_hosts.meet()
+            undo_start.callback(launch_hosts.close_store)
+            worker_group = cls(
+                plan,
+                launch_hosts.starter() or _local_starter(plan, waiting_line),
+                after_end=launch_hosts.close,
+            )
+            undo_start.callback(worker_group.end)
+            for worker_assignment in worker_group.start(meeting_place):
+                with contextlib.closing(worker_assignment.handle.open_control()) as worker_end:
+                    join_message = pool_messages.JoinPool(
+                        assignment=worker_assignment.assignment, share_back=plan.config.share_back
+                    )
+                    worker_assignment.send(
+                        join_message, [*worker_assignment.fds, worker_end.fileno()]
+                    )
+            worker_group._await_start()
+            # The start has succeeded: the group is the caller's to end.
+            undo_start.pop_all()
+            launch_hosts.close_store()
+        return worker_group
+
+    def _start_worker(self, worker_rank: int) -> WorkerHandle:
+        member = super()._start_worker(worker_rank)
+        self._sentinels[worker_rank] = self._starter.sentinel(member.pid)
+        # A fork of the next worker would inherit this descriptor and keep it open.
+        self._keep_from_children(self._sentinels[worker_rank])
+        return member
+
+    def _await_start(self) -> None:
+        call_result = self._watch([member.rank for member in self.members], {}, task_number=0)
+        if call_result.interrupted:
+            raise LaunchInterrupted(
+                f"all {len(self.members)} workers have been ended at their start"
+            )
+        start_error = outcome.call_error(call_result, self.plan)
+        if start_error is not None:
+            raise start_error
+
+    def sentinels(self) -> Sequence[int]:
+        """A descriptor of each worker that lives."""
+        return [self._sentinels[member.rank] for member in self.members if not member.has_ended]
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Workers that have ended; all of them, if the process they came from has."""
+        try:
+            return super().collect()
+        except StartupFailed as error:
+            end_reason = str(error).partition("\n")[0]
+            exit_status = self._starter.status or 0
+            running_ids = [member.pid for member in self.members if not member.has_ended]
+            return [
+                messaging.Ended(process_id, exit_status, 0, end_reason)
+                for process_id in running_ids
+            ]
+
+    # ---- tasks
+
+    def run_tasks(
+        self,
+        pool_tasks: RankTasks,
+        *,
+        timeout_s: float | None = None,
+        is_shown: bool = False,
+        on_look: Callable[[], None] | None = None,
+    ) -> TaskResult:
+        """Give some workers a task each, and watch until all of them have finished.
+
+        Args:
+            pool_tasks: The tasks by rank.
+            timeout_s: Seconds after which the task is ended; None for no limit.
+            is_shown: Whether a dashboard shows how the ranks get on.
+            on_look: Called whenever that has looked at the ranks, about once a second.
+
+        Returns:
+            What became of it.
+        """
+        self.prepare_files([fd for _, task_fds in pool_tasks.values() for fd in task_fds])
+
+        place = CellPlace() if is_shown else None
+
+        def make_show() -> CellDashboardUpdater:
+            return CellDashboardUpdater(
+                list(pool_tasks), plan=self.plan, place=place or CellPlace(), on_look=on_look
+            )
+
+        return self._watch(
+            list(pool_tasks),
+            pool_tasks,
+            task_number=next(self._numbers),
+            timeout_s=timeout_s,
+            place=place,
+            make_show=make_show if is_shown else None,
+        )
+
+    def everyone(self, task_body: Any, file_descriptors: Sequence[int] = ()) -> TaskResult:
+        """Give all workers the same task."""
+        return self.run_tasks(
+            {member.rank: (task_body, file_descriptors) for member in self.members}
+        )
+
+    def post(self, task_body: Any) -> None:
+        """Give all workers a task without waiting for it; it is done before the next one."""
+        for member in self.members:
+            # The worker may have ended; the next task reports that.
+            with contextlib.suppress(OSError):
+                member.channel.send(pool_messages.Task(number=0, body=task_body))
+
+    def rank_rows(self) -> list[RankStatus]:
+        """How each worker stands by what is known of it here; none is asked."""
+        current_time = time.monotonic()
+        open_ranks = frozenset() if self._task is None else self._task.open
+        ended_ranks = self._ended_ranks()
+        return [
+            rank_status(
+                member,
+                current_time - member.since,
+                None if member.rank in ended_ranks else self._latest_place(member, open_ranks),
+                is_open=member.rank in open_ranks,
+                is_gone=member.rank in ended_ranks,
+            )
+            for member in self.members
+        ]
+
+    def _latest_place(
+        self, member: WorkerHandle, open_ranks: frozenset[int]
+    ) -> messaging.Whereabouts | None:
+        """What a worker has answered last: while a cell runs it is asked about once a second."""
+        in_task = member.whereabouts if member.rank in open_ranks else None
+        return in_task or self._answers.get(member.rank)
+
+    def _ended_ranks(self) -> frozenset[int]:
+        """Ranks whose process is gone, though no task has noticed it yet."""
+        sentinel_poll = select.poll()
+        rank_of = {
+            self._sentinels[member.rank]: member.rank
+            for member in self.members
+            if not member.has_ended
+        }
+        for sentinel in rank_of:
+            sentinel_poll.register(sentinel, select.POLLIN)
+        return frozenset(rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0))
+
+    def look(self) -> None:
+        """Ask all workers where they are; of those that do not answer at once nothing is known."""
+        whereabouts_by_rank: dict[int, messaging.Whereabouts] = {}
+        waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}
+        for member in waiting_members.values():
+            member.ask_where()
+        look_deadline = time.monotonic() + time_limits.ASK_STATUS_S
+        while waiting_members and (time_left := look_deadline - time.monotonic()) > 0:
+            for ready_fd in select.select(list(waiting_members), [], [], time_left)[0]:
+                try:
+                    look_answer, _ = waiting_members[ready_fd].channel.receive()
+                # The worker has ended; the next task reports why.
+                except EOFError:
+                    del waiting_members[ready_fd]
+                    continue
+                if isinstance(look_answer, messaging.Whereabouts):
+                    whereabouts_by_rank[waiting_members.pop(ready_fd).rank] = look_answer
+                elif isinstance(look_answer, messaging.Leaves):
+                    waiting_members[ready_fd].note(look_answer)
+                elif isinstance(look_answer, (messaging.Display, messaging.ClearOutput)):
+                    # Displayed by a thread that a cell has left running.
+                    publish.show_message(look_answer)
+        self._answers = whereabouts_by_rank
+
+    def _watch(
+        self,
+        ranks: Sequence[int],
+        pool_tasks: RankTasks,
+        *,
+        task_number: int,
+        place: CellPlace | None = None,
+        **watch_options: Any,
+    ) -> TaskResult:
+        line_prefix = self.plan.config.log_line_prefix_template
+        if line_prefix is None and len(self.members) == 1:
+            # A single worker needs no prefix to tell its lines from others.
+            line_prefix = ""
+        member_ranks = [member.rank for member in self.members]
+        console = Console(
+            member_ranks,
+            prefix_template=line_prefix,
+            hidden=hidden_streams(self.plan.config.shown_output, member_ranks),
+            rank_logs=self._rank_logs,
+            place=place,
+        )
+        for member in self.members:
+            if member.rank not in ranks:
+                # Equal lines of ranks are joined; ranks with the task must not wait for this one.
+                console.close(member.rank)
+        task = TaskSupervisor(
+            self, ranks, pool_tasks, task_number=task_number, console=console, **watch_options
+        )
+        self._task = task
+        try:
+            return task.run()
+        finally:
+            self._task = None
+
+    def _close_sentinels(self) -> None:
+        while self._sentinels:
+            os.close(self._sentinels.popitem()[1])
+
+
+def _local_starter(plan: Plan, waiting_line: WaitingLine) -> Starter:
+    if plan.start_method == "fork":
+        return ForkStarter(worker.InheritedObjects())
+    return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)

@@ -1,0 +1,450 @@
+"""The end of a launch: results, or one exception that explains what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from nbaccel.base import frames
+from nbaccel.base.errors import (
+    LaunchInterrupted,
+    LaunchTimeout,
+    StartupFailed,
+    WorkerDied,
+    WorkerFailed,
+)
+from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.units import count_noun, format_seconds
+from nbaccel.calls.supervisor import CallResult
+from nbaccel.output import publish
+from nbaccel.output.report.collecting import ObservedRun, report_of
+from nbaccel.plan import Plan
+from nbaccel.transfer import pickling
+from nbaccel.transfer.process_memory import MemoryUnread
+from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.transfer.weight_sync import WeightReport
+from nbaccel.workers import failure, library_texts
+from nbaccel.workers.portable_exception import PortableException
+from nbaccel.workers.worker_handle import WorkerHandle
+
+__all__ = ["CallOutcome", "conclude_call", "stopped_error", "weights_unread"]
+
+
+_LATEST_FAILURE: list[failure.FailureRecord] = []
+
+
+def latest_failure() -> tuple[failure.FailureRecord, ...]:
+    """What is known of each rank of the last launch or cell that failed, the cause first."""
+    return tuple(_LATEST_FAILURE)
+
+
+class RemoteTraceback(Exception):
+    """The traceback as the worker saw it, in full."""
+
+    def __init__(self, message_text: str) -> None:
+        super().__init__(message_text)
+        self.text = message_text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class UnsendableResult:
+    """Stands in the results for a value that could not leave its worker.
+
+    Attributes:
+        reason: What it was, and why it could not be sent.
+    """
+
+    def __init__(self, unsendable_reason: str) -> None:
+        self.reason = unsendable_reason
+
+    def __repr__(self) -> str:
+        return f"<not sent: {self.reason}>"
+
+
+def call_results(members: Sequence[WorkerHandle]) -> tuple[list[Any], list[str]]:
+    """The return values by rank, and what could not be sent."""
+    rank_values: list[Any] = []
+    lost_results: list[str] = []
+    for member in members:
+        result_message = member.returned
+        if result_message is None:
+            continue
+        try:
+            rank_values.append(_open_result(result_message, member.result_fd))
+        except Exception as error:  # a missing class, or the user's __setstate__: any
+            unsendable_reason = f"rank {member.rank}'s result cannot be opened here: {error!r}"
+            rank_values.append(UnsendableResult(unsendable_reason))
+        if isinstance(rank_values[-1], UnsendableResult):
+            lost_results.append(rank_values[-1].reason)
+    return rank_values, lost_results
+
+
+def _open_result(result_message: Any, payload_fd: int | None) -> Any:
+    if result_message.payload is None or payload_fd is None:
+        return UnsendableResult(result_message.unsendable)
+    return pickling.unpack(result_message.payload, payload_fd, {})
+
+
+def stopped_error(message: str, call_result: CallResult) -> LaunchInterrupted:
+    """The exception that a call ends with which the user stopped.
+
+    Args:
+        message: What it says.
+        call_result: What became of the call.
+    """
+    error = LaunchInterrupted(message)
+    _note_report(error, call_result)
+    return error
+
+
+def _note_report(error: WorkerFailed | LaunchInterrupted, call_result: CallResult) -> None:
+    if call_result.observed is not None:
+        error.make_report = functools.partial(report_of, call_result.observed, type(error).__name__)
+
+
+def call_error(
+    call_result: CallResult, call_plan: Plan, *, closing_lines: str = ""
+) -> WorkerFailed | None:
+    """The exception that a call which did not succeed ends with; None if it succeeded.
+
+    Args:
+        call_result: What became of it.
+        call_plan: What was planned.
+        closing_lines: The last line of the report: what is left.
+    """
+    members = call_result.members
+    if all(m.returned is not None for m in members) and not call_result.timed_out:
+        return None
+    failed_error = _failure_error(call_result, call_plan, closing_lines)
+    _note_report(failed_error, call_result)
+    return failed_error
+
+
+def _failure_error(call_result: CallResult, call_plan: Plan, closing_lines: str) -> WorkerFailed:
+    members = call_result.members
+    failure_records = [m.record or m.record_of_stop() for m in members if m.returned is None]
+    first_failure = failure.first_cause(failure_records) if failure_records else None
+    _LATEST_FAILURE[:] = sorted(
+        failure_records,
+        key=lambda failure_record: (failure_record is not first_failure, failure_record.rank),
+    )
+    if call_result.timed_out:
+        return _timeout_error(
+            call_result, failure_records, call_plan.config.timeout or 0.0, closing_lines
+        )
+    if call_result.stuck:
+        return _stuck_lines(call_result, failure_records, call_plan.world_size)
+    death_report = _death_report(call_result, failure_records, call_plan.world_size, closing_lines)
+    first_failure = death_report.cause
+    member = next(m for m in members if m.rank == first_failure.rank)
+    original_error = _original_error(member)
+    base_class = WorkerDied if first_failure.raised is None else WorkerFailed
+    return build_error(base_class, death_report, original_error)
+
+
+def build_error(
+    base_class: type[WorkerFailed],
+    death_report: failure.FailureReport,
+    original_error: PortableException | None,
+) -> WorkerFailed:
+    """An exception that is both a `WorkerFailed` and of the type the worker raised."""
+    message_text = "\n".join(death_report.lines())
+    blended_error = _blended_error(base_class, original_error)
+    WorkerFailed.__init__(
+        blended_error, message_text, failure=death_report.cause, failures=death_report.records
+    )
+    # IPython ignores `_render_traceback_` of exception groups, which this error may be, too.
+    if death_report.cause.raised is not None and death_report.cause.raised.parts:
+        publish.show_by_its_text(type(blended_error))
+    if death_report.cause.raised is not None:
+        blended_error.__cause__ = RemoteTraceback(full_traceback(death_report.cause))
+    return blended_error
+
+
+def _blended_error(
+    base_class: type[WorkerFailed], original_error: PortableException | None
+) -> WorkerFailed:
+    class_names = {"__str__": WorkerFailed.__str__, "__module__": base_class.__module__}
+    if original_error is not None and issubclass(original_error.kind, Exception):
+        # Two types that do not go together, or a metaclass that refuses: the text has its name.
+        with contextlib.suppress(Exception):
+            return cast("WorkerFailed", original_error.revive(base_class, class_names))
+    return base_class.__new__(base_class)
+
+
+def full_traceback(failure_record: failure.FailureRecord) -> str:
+    """The worker's whole traceback, causes first, in Python's own form."""
+    traceback_parts: list[str] = []
+    raised_error = failure_record.raised
+    while raised_error is not None:
+        traceback_parts.insert(0, _traceback_lines(raised_error))
+        raised_error = raised_error.cause
+    return f"rank {failure_record.rank}:\n" + "\n\nwhich led to:\n\n".join(traceback_parts)
+
+
+def _traceback_lines(raised_error: failure.RaisedError) -> str:
+    text_lines = ["Traceback (most recent call last), in the worker:"]
+    for shown_frame in raised_error.frames:
+        text_lines.append(
+            f'  File "{shown_frame.file}", line {shown_frame.line}, in {shown_frame.function}'
+        )
+        source_text = frames.source_line(shown_frame)
+        text_lines += [f"    {source_text}"] if source_text else []
+    text_lines += [f"{raised_error.type_name}: {raised_error.message}", *raised_error.notes]
+    for line_number, traceback_part in enumerate(raised_error.parts, 1):
+        text_lines += [
+            f"which has, as number {line_number}:",
+            textwrap.indent(_traceback_lines(traceback_part), "  "),
+        ]
+    return "\n".join(text_lines)
+
+
+def _original_error(member: WorkerHandle) -> PortableException | None:
+    if member.error is None or member.error[0].payload is None or member.error[1] is None:
+        return None
+    try:
+        unpacked_error = pickling.unpack(member.error[0].payload, member.error[1], {})
+    except Exception:  # its class cannot be imported here; the description is complete without it
+        return None
+    return unpacked_error if isinstance(unpacked_error, PortableException) else None
+
+
+def interruption_message(call_result: CallResult, message_text: str) -> str:
+    """What a Stop ends with: a line of text, and where each rank was.
+
+    Args:
+        call_result: What became of the call.
+        message_text: What is left.
+    """
+    text_lines = [message_text]
+    for member in call_result.members:
+        if member.returned is not None:
+            text_lines.append(f"  rank {member.rank} had returned")
+        else:
+            failure_record = member.record or member.record_of_stop()
+            text_lines.append(f"  rank {failure_record.rank} {failure_record.headline}")
+    return "\n".join(text_lines)
+
+
+def _death_report(
+    call_result: CallResult,
+    failure_records: Sequence[failure.FailureRecord],
+    world_size: int,
+    closing_lines: str,
+) -> failure.FailureReport:
+    first_failure = failure.first_cause(failure_records)
+    returned_members = [member for member in call_result.members if member.returned is not None]
+    error_headline = error_advice = ""
+    if first_failure.is_consequence and returned_members:
+        rank_names = ", ".join(str(member.rank) for member in returned_members)
+        error_headline = f"waited for rank {rank_names}, which had already returned"
+        error_advice = (
+            "A collective (all_reduce, barrier, a DDP backward) needs every rank. Look for a "
+            "branch on the rank or for ranks with different numbers of batches."
+        )
+    elif _met_for_different_things(call_result, failure_records):
+        error_advice = (
+            "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
+            "its weights with all ranks when it runs: all ranks must run the same modules, in the "
+            "same order and equally often. Run every module on every rank (an expert without rows "
+            "gets an empty batch), or use ZeRO stage 2."
+        )
+    return failure.FailureReport(
+        records=tuple(failure_records),
+        world_size=world_size,
+        last_output=call_result.tails,
+        library_messages=call_result.library_messages,
+        headline=error_headline,
+        advice=error_advice,
+        closing=closing_lines,
+    )
+
+
+def _met_for_different_things(
+    call_result: CallResult, failure_records: Sequence[failure.FailureRecord]
+) -> bool:
+    messages = [record.raised.message for record in failure_records if record.raised is not None]
+    output_lines = itertools.chain.from_iterable(call_result.tails.values())
+    texts = (*messages, *output_lines, *call_result.library_messages)
+    return any(map(library_texts.tells_of_unlike_collectives, texts))
+
+
+def _timeout_error(
+    call_result: CallResult,
+    failure_records: Sequence[failure.FailureRecord],
+    timeout_s: float,
+    closing_lines: str,
+) -> LaunchTimeout:
+    text_lines = [f"The launch did not end within timeout={format_seconds(timeout_s)}:"]
+    text_lines += [
+        f"  rank {failure_record.rank} {failure_record.headline}"
+        for failure_record in failure_records
+    ]
+    text_lines += [
+        f"  rank {member.rank} had returned"
+        for member in call_result.members
+        if member.returned is not None
+    ]
+    text_lines.append(
+        f"{closing_lines} Allow more time, or look at the lines above for a rank that waits for "
+        "another."
+    )
+    # No records where all ranks returned while they were being stopped, their calls cut short.
+    first_failure = failure.first_cause(failure_records) if failure_records else None
+    return LaunchTimeout(
+        "\n".join(text_lines), failure=first_failure, failures=tuple(failure_records)
+    )
+
+
+def _stuck_lines(
+    call_result: CallResult, failure_records: Sequence[failure.FailureRecord], world_size: int
+) -> StartupFailed:
+    stuck_ranks = ", ".join(str(member.rank) for member in call_result.stuck)
+    rank_stacks = "".join(
+        f"\n{member.stack_text.strip()}" for member in call_result.stuck if member.stack_text
+    )
+    return StartupFailed(
+        f"Worker {stuck_ranks} of {world_size} was forked but never ran: it hangs on something "
+        "that the fork copied in a locked state (a thread of the notebook held "
+        f"it).{rank_stacks}\nUse start_method='template', whose workers do not come from the "
+        "notebook process.",
+        failures=tuple(failure_records),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOutcome:
+    """What a launch that succeeded hands to the notebook."""
+
+    values: list[Any]
+    plan: Plan
+    state_dicts: dict[str, dict[str, Any]]
+    """Weights of modules whose structure changed, so that they could not be copied in place."""
+    observed: ObservedRun | None = None
+    """What was seen of it."""
+
+
+def conclude_call(
+    call_plan: Plan,
+    call_result: CallResult,
+    weight_receiver: WeightReceiver,
+    *,
+    was_stopped: str,
+    closing_lines: str,
+) -> CallOutcome:
+    """Copy the weights back and open the results, or raise what went wrong.
+
+    Args:
+        call_plan: What was planned.
+        call_result: What became of the call.
+        weight_receiver: Where the trained weights are.
+        was_stopped: What to say if the user stopped it.
+        closing_lines: What to say at the end of a failure's report.
+
+    Raises:
+        LaunchInterrupted: The user stopped it.
+        WorkerFailed: A worker failed.
+    """
+    if call_result.interrupted:
+        raise stopped_error(interruption_message(call_result, was_stopped), call_result)
+    failed_error = call_error(call_result, call_plan, closing_lines=closing_lines)
+    if failed_error is not None:
+        raise failed_error
+    log_level = frames.caller_level()
+    returned = [member.returned for member in call_result.members if member.returned]
+    weight_reports = [message.home for message in returned if message.home]
+    # Both compare with the notebook's old values, which `apply` overwrites.
+    disturbed_paths = weight_receiver.disturbed()
+    differing_models = weight_receiver.differing(weight_reports)
+    # A model with half of the new weights would be useless.
+    with uninterrupted():
+        _apply_weights(call_result, weight_receiver, weight_reports, closing_lines)
+    rank_values, lost_results = call_results(call_result.members)
+    state_dicts = {
+        module_path: state_dict
+        for weight_report in weight_reports
+        for module_path, state_dict in weight_report.state_dicts.items()
+    }
+    _tell_lost_results(lost_results, log_level + 1)
+    for weight_report in weight_reports:
+        for module_path, stranded_reason in weight_report.stranded.items():
+            warnings.warn(
+                f"The trained weights of {module_path} do not fit the notebook's module "
+                f"({stranded_reason}), so it is as it was. They are in the results: "
+                f"results.state_dicts[{module_path!r}].",
+                stacklevel=log_level,
+            )
+        for module_path, change_words in weight_report.changes.items():
+            warnings.warn(
+                f"The trained weights of {module_path} were copied into the notebook's module, "
+                f"but are not as they were in the worker: {change_words}. As they were, they "
+                f"are in the results: results.state_dicts[{module_path!r}].",
+                stacklevel=log_level,
+            )
+    for module_path in disturbed_paths:
+        warnings.warn(
+            f"The notebook wrote to {module_path} while the workers used it (from another "
+            "thread?). Ranks saw the new values wherever they had not written themselves, so "
+            "they may have trained on a mixture. Let that thread wait until the launch is "
+            "over, or give it a copy.",
+            stacklevel=log_level,
+        )
+    for report_line in differing_models.values():
+        warnings.warn(report_line, stacklevel=log_level)
+    return CallOutcome(
+        values=rank_values,
+        plan=call_plan,
+        state_dicts=state_dicts,
+        observed=call_result.observed,
+    )
+
+
+def _tell_lost_results(lost_results: Sequence[str], log_level: int) -> None:
+    if lost_results:
+        num_others = len(lost_results) - 1
+        others = f", and so did {count_noun(num_others, 'more rank')}" if num_others else ""
+        warnings.warn(
+            f"{lost_results[0]}{others}. The results say so in its place.", stacklevel=log_level
+        )
+
+
+def _apply_weights(
+    call_result: CallResult,
+    weight_receiver: WeightReceiver,
+    weight_reports: Sequence[WeightReport],
+    closing_lines: str,
+) -> None:
+    holders = [member for member in call_result.members if member.holds_weights]
+    try:
+        weight_receiver.apply(weight_reports, process_id=holders[0].pid if holders else None)
+    except MemoryUnread as error:
+        raise weights_unread(error, closing_lines) from error
+
+
+def weights_unread(error: MemoryUnread, closing_lines: str) -> WorkerFailed:
+    """The error when weights could not be read in a worker's memory.
+
+    Args:
+        error: What the system said.
+        closing_lines: What became of the model, if it is as before.
+    """
+    if error.errno == errno.EIO:
+        # See [Note: one call] in `memory_pieces`: only a system without memory does this.
+        closing_lines = (
+            "The notebook's model has some of the new weights and some of the old ones. Load its "
+            "state_dict again before you use it."
+        )
+    return WorkerFailed(
+        f"The trained weights could not be read in the memory of rank 0: {error.strerror}. It "
+        f"waited with them, and has ended or lost its memory (killed because memory is short?). "
+        f"{closing_lines}"
+    )

@@ -1,0 +1,538 @@
+"""`Pool`: workers that stay, and take code, names and calls from the notebook.
+
+    run ─► names the cell needs ─► BindNames ─► RunCell ─► weights back ─► results ─► out
+           (namespace_sync)                (task)     (WriteWeights, Settle)
+
+The pool decides what a task's end means: go on, leave the process groups, or start anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.base.errors import ConfigError, UnsafeMoment
+from nbaccel.base.log import write_notice
+from nbaccel.base.process_death import uninterrupted
+from nbaccel.calls import message_texts, outcome, pool_calls, pool_messages
+from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.edited_sources import tell_of_edits
+from nbaccel.calls.live_changes import LiveChanges
+from nbaccel.calls.live_group import LiveGroup
+from nbaccel.calls.notebook_context import CwdEnvTracker, notebook_names, source_of
+from nbaccel.calls.outcome import CallOutcome
+from nbaccel.calls.pool_planning import plan_pool, ranks_of
+from nbaccel.calls.pool_states import PoolState
+from nbaccel.calls.pool_task import TaskResult
+from nbaccel.calls.post_task import PostTask
+from nbaccel.config import Configured, RunConfig, run_config_of
+from nbaccel.config.call_arguments import check_call
+from nbaccel.output import publish
+from nbaccel.output.report.collecting import ObservedRun, report_of
+from nbaccel.output.report.run_report import RunReport
+from nbaccel.transfer.free_names import Names, names_of
+from nbaccel.transfer.function_pickling import open_payload
+from nbaccel.transfer.library_settings import library_settings
+from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
+from nbaccel.workers import requirements, worker_output
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from nbaccel.calls.cell_running import Completions
+
+__all__ = ["CellResult", "Pool"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """What a cell gave.
+
+    Attributes:
+        shown: Rank → mime bundle of the cell's last expression, or None.
+        out: Name → its value for each name in `out`: a list by rank, or the value of a single rank.
+        seconds: How long the workers took.
+        observed: What was seen while they ran it.
+    """
+
+    shown: dict[int, dict[str, Any] | None] = field(repr=False)
+    out: dict[str, Any] = field(repr=False)
+    seconds: float
+    observed: ObservedRun | None = field(default=None, repr=False)
+
+    def report(self) -> RunReport:
+        """What the cell's run can tell of itself, as `results.report()` of a launch does.
+
+        Raises:
+            ConfigError: It is the result of no run.
+        """
+        return report_of(self.observed, repr(self))
+
+
+class Pool:
+    """Workers that persist between cells, with a namespace of their own.
+
+    They are started at the first use. Names that a cell reads and the notebook has are sent when
+    first needed and when changed since; modules are shared, and have rank 0's weights after each
+    cell.
+
+    Args:
+        num_processes: Workers. None: one per GPU or TPU chip, or one.
+        config: All settings as one object, or a picker; then give none of the others but `dist`.
+        namespace: Where names come from and go to; by default the notebook's own.
+        dist: Join the process group at once rather than at the first collective.
+        **settings: Further settings of `RunConfig`.
+
+    Raises:
+        ConfigError: If settings are wrong, or do not fit this machine or a pool.
+
+    Examples:
+        >>> with Pool(2) as pool:
+        ...     pool.run("rank = int(os.environ['RANK'])")
+        ...     pool.pull("rank")
+    """
+
+    def __init__(
+        self,
+        num_processes: int | None = None,
+        *,
+        config: RunConfig | Configured | None = None,
+        namespace: dict[str, Any] | None = None,
+        dist: bool = False,
+        **settings: Any,
+    ) -> None:
+        if num_processes is not None:
+            settings["num_processes"] = num_processes
+        if config is not None and settings:
+            raise ConfigError(
+                f"config and {', '.join(settings)} were both given, and one would silently win. "
+                "Use config.changed(...) or leave config out."
+            )
+        self.config = RunConfig(**settings) if config is None else run_config_of(config)
+        self.plan = plan_pool(self.config)
+        self.reason = ""
+        """Why the pool is broken or stopped, if so."""
+        self._namespace = notebook_names() if namespace is None else namespace
+        self._dist = dist
+        self._state = PoolState.NEW
+        self._workers: LiveGroup | None = None
+        self._end: Callable[[], object] = lambda: None
+        self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
+        self._post_task: PostTask | None = None
+        self._lock = threading.Lock()
+        self._cwd_env_tracker, self._live_changes = CwdEnvTracker(), LiveChanges()
+        self._observed: ObservedRun | None = None
+        self._activity = ""
+        self.on_look: Callable[[], None] | None = None
+        """Called about once a second while a cell runs, from the thread that runs it."""
+
+    # ---- what it is
+
+    @property
+    def state(self) -> PoolState:
+        """How the pool stands."""
+        return self._state
+
+    @property
+    def num_processes(self) -> int:
+        """How many workers it has, or will have."""
+        return self.plan.num_processes
+
+    def __repr__(self) -> str:
+        state_words = f"{self.plan.headline()}; {self._state.name.lower()}"
+        return f"<Pool: {state_words}{f': {self.reason}' if self.reason else ''}>"
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the workers, if none are running.
+
+        Raises:
+            PortTaken, UnsafeFork: Before any process is started.
+            WorkerFailed: A worker could not be set up.
+        """
+        with self._undisturbed():
+            self._ready()
+
+    def restart(self, config: RunConfig | Configured | None = None) -> None:
+        """End the workers and start new ones; variables in the workers are lost.
+
+        Args:
+            config: Other settings for the new ones.
+        """
+        plan = self.plan if config is None else plan_pool(run_config_of(config))
+        self.stop()
+        with self._undisturbed():
+            self.config, self.plan = plan.config, plan
+            self._ready()
+
+    def stop(self) -> None:
+        """End the workers. The next use starts new ones."""
+        with self._undisturbed():
+            if self._workers is not None:
+                self._workers.let_leave()
+                self._dissolve(PoolState.STOPPED, "it was stopped on request")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # ---- work
+
+    def run(
+        self, code: str | CellSource, *, ranks: Sequence[int] | None = None, out: Sequence[str] = ()
+    ) -> CellResult:
+        """Run a cell's code in the workers, and show what they print and give.
+
+        Args:
+            code: The code; IPython's syntax and top-level `await` are understood.
+            ranks: Which workers run it; None for all.
+            out: Names whose values are brought back afterwards.
+
+        Returns:
+            What it gave.
+
+        Raises:
+            NotSendable, ModelNotShareable: A name that the cell reads cannot be sent; nothing ran.
+            WorkerFailed: A worker raised, or died; of the worker's exception type too.
+            KeyboardInterrupt: The notebook was interrupted; the workers live on.
+        """
+        __tracebackhide__ = True
+        cell_source = code if isinstance(code, CellSource) else source_of(code)
+        cell_source.publish()
+        with self._undisturbed():
+            asked_ranks = ranks_of(ranks, self.num_processes)
+            self._ready()
+            names = names_of(cell_source.text)
+            with self._live_changes.named(self._namespace, names) as wanted_names:
+                prepared_update = self._namespace_sync.prepare(wanted_names, asked_ranks)
+            self._send(prepared_update)
+            start_time = time.monotonic()
+            # The task itself handles interrupts; what follows it must not be left half done.
+            with uninterrupted():
+                call_result = self._cell(cell_source, asked_ranks)
+                run_seconds = time.monotonic() - start_time
+                # Before another task makes the members forget this one.
+                cell_error = self._judgement(call_result)
+                task_trouble = self._after_cell(call_result)
+            message_texts.raise_first(cell_error, task_trouble)
+            publish.show_results(call_result.shown)
+            fetched_values = (
+                self._fetch(tuple(out), asked_ranks, single_values=ranks is not None) if out else {}
+            )
+        return CellResult(
+            shown=call_result.shown,
+            out=fetched_values,
+            seconds=run_seconds,
+            observed=call_result.observed,
+        )
+
+    def call(
+        self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """Call a function in the workers, as `notebook_launcher` does, and return its values.
+
+        It gets its arguments and what it reads as a launch does, not from the workers' namespace.
+
+        Args:
+            function: What each worker calls.
+            *args: Its arguments; modules among them are shared, and get the trained weights.
+            ranks: Which workers call it; None for all.
+
+        Returns:
+            The values, in the order of the ranks.
+        """
+        __tracebackhide__ = True
+        check_call(function, args)
+        return self.launch(function, args, ranks=ranks).values
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> CallOutcome:
+        """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
+        with self._undisturbed():
+            asked_ranks, live_group = ranks_of(ranks, self.num_processes), self._ready()
+            self._live_changes.call_made()
+            with pool_calls.prepare_call(self.plan, function, args) as call, uninterrupted():
+                call_result = live_group.run_tasks(
+                    {rank: call.task() for rank in asked_ranks},
+                    timeout_s=self.config.timeout,
+                    is_shown=True,
+                )
+                self._note_lost(call_result)
+                try:
+                    return call.conclude(call_result)
+                finally:
+                    group_result = (
+                        self._post_task.keep_in_step(call_result) if self._post_task else None
+                    )
+                    if group_result is not None:
+                        self._note_lost(group_result)
+
+    def report(self) -> RunReport:
+        """The report of the latest cell or call, also of one that failed or was stopped.
+
+        Returns:
+            Its curves, times, memory, warnings and plan; see `CellResult.report`.
+
+        Raises:
+            ConfigError: Nothing has run yet.
+        """
+        return report_of(self._observed, repr(self))
+
+    def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
+        """Send names to the workers, whether or not they have changed.
+
+        Args:
+            *names: Names that the notebook has.
+            ranks: Which workers get them; None for all.
+
+        Returns:
+            Bytes that were copied; modules are shared and cost none.
+        """
+        missing_names = [name for name in names if name not in self._namespace]
+        if missing_names or not names:
+            raise NameError(
+                message_texts.unknown_names_message(
+                    missing_names, self._namespace, namespace_words="the notebook"
+                )
+            )
+        with self._undisturbed():
+            asked_ranks = ranks_of(ranks, self.num_processes)
+            self._ready()
+            wanted_names = Names(needed=frozenset(names), possible=frozenset())
+            prepared_update = self._namespace_sync.prepare(
+                wanted_names, asked_ranks, force_send=True
+            )
+            self._send(prepared_update)
+            return prepared_update.nbytes if prepared_update is not None else 0
+
+    def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+        """Bring values of the workers' names into the notebook's process.
+
+        Args:
+            *names: Names that the workers have.
+            ranks: Whose; None for all.
+
+        Returns:
+            Name → list of values by rank, or the value itself where exactly one rank was asked by
+            number. Tensors are on the CPU.
+
+        Raises:
+            WorkerFailed: A worker has no such name (it is a `NameError`, too), or its value cannot
+                be sent.
+        """
+        if not names:
+            raise NameError(
+                message_texts.unknown_names_message(
+                    [], self._namespace, namespace_words="the workers"
+                )
+            )
+        with self._undisturbed():
+            asked_ranks = ranks_of(ranks, self.num_processes)
+            self._ready()
+            return self._fetch(names, asked_ranks, single_values=ranks is not None)
+
+    def complete(self, code: str, cursor: int) -> Completions | None:
+        """Completions from rank 0's namespace; None if the pool is not idle."""
+        return self._ask(pool_messages.Complete(code=code, cursor=cursor))  # type: ignore[no-any-return]
+
+    def inspect(self, name: str, detail: int = 0) -> dict[str, str] | None:
+        """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
+        return self._ask(pool_messages.Inspect(name=name, detail=detail))  # type: ignore[no-any-return]
+
+    def status(self, *, asks_workers: bool = True) -> message_texts.StatusTable:
+        """What each worker is doing and what it has in memory.
+
+        Args:
+            asks_workers: Whether workers that wait for a cell are asked for the names that they
+                hold, which takes up to 0.2 s where one does not answer. Else, and while a cell
+                runs, it is what they have answered last.
+        """
+        if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
+            self._workers.look()
+        rank_rows = self._workers.rank_rows() if self._workers is not None else []
+        return message_texts.status_table(
+            self._state, self.reason, self.plan, rank_rows, self._activity
+        )
+
+    # ---- a cell
+
+    def _cell(self, cell_source: CellSource, ranks: Sequence[int]) -> TaskResult:
+        live_group = self._ready()
+        task_body = pool_messages.RunCell(
+            source=cell_source,
+            directory=self._cwd_env_tracker.directory(),
+            environment=self._cwd_env_tracker.environment(),
+            logging=worker_output.as_configured(),
+            settings=library_settings(),
+        )
+        self._activity = f"cell In[{cell_source.count}]" if cell_source.count else ""
+        try:
+            return live_group.run_tasks(
+                dict.fromkeys(ranks, (task_body, ())),
+                timeout_s=self.config.timeout,
+                is_shown=True,
+                on_look=self.on_look,
+            )
+        finally:
+            self._activity = ""
+
+    def _after_cell(self, call_result: TaskResult) -> BaseException | None:
+        """Update names, weights and process groups; returns the error of that, if any."""
+        for rank, idle in call_result.idle.items():
+            self._namespace_sync.bound(rank, idle.bound)
+        self._note_lost(call_result)
+        if self._post_task is None or call_result.lost:
+            return None
+        task_trouble = self._post_task.after_cell(call_result)
+        trouble_error = task_trouble.error(self.plan) if task_trouble is not None else None
+        if task_trouble is not None and task_trouble.result is not None:
+            self._note_lost(task_trouble.result)
+        return trouble_error
+
+    def _note_lost(self, call_result: TaskResult) -> None:
+        # Of what is shown: not of the small tasks around it.
+        self._observed = call_result.observed or self._observed
+        if call_result.lost:
+            self._dissolve(PoolState.BROKEN, message_texts.why_lost(call_result))
+
+    def _judgement(self, call_result: TaskResult) -> BaseException | None:
+        """What a task has to raise, if it did not end well."""
+        if call_result.interrupted:
+            return outcome.stopped_error(message_texts.stopped_message(call_result), call_result)
+        closing_lines = message_texts.closing_lines(call_result, self._namespace_sync.reasons)
+        return outcome.call_error(call_result, self.plan, closing_lines=closing_lines)
+
+    def _settle(self, call_result: TaskResult) -> None:
+        """Raise if a task that is not a cell did not end well."""
+        __tracebackhide__ = True
+        task_error = self._judgement(call_result)
+        self._note_lost(call_result)
+        if task_error is not None:
+            raise task_error
+
+    # ---- names
+
+    def _send(self, prepared_update: PreparedUpdate | None) -> None:
+        if prepared_update is None or self._workers is None:
+            return
+        tell_of_edits()
+        with contextlib.closing(prepared_update):
+            rank_tasks = {
+                rank: (
+                    pool_messages.BindNames(update=prepared_update.message, wanted=wanted_names),
+                    prepared_update.fds,
+                )
+                for rank, wanted_names in prepared_update.wanted.items()
+            }
+            with uninterrupted():
+                self._settle(self._workers.run_tasks(rank_tasks))
+                self._namespace_sync.taken(prepared_update)
+
+    def _fetch(
+        self, names: tuple[str, ...], ranks: Sequence[int], *, single_values: bool
+    ) -> dict[str, Any]:
+        live_group = self._ready()
+        call_result = live_group.run_tasks(
+            {rank: (pool_messages.Pull(names=names), ()) for rank in ranks}
+        )
+        self._settle(call_result)
+        fetched_values = []
+        for pool_member in call_result.members:
+            packed_values = (
+                pool_member.returned.payload if pool_member.returned is not None else None
+            )
+            if packed_values is not None and pool_member.result_fd is not None:
+                fetched_values.append(
+                    open_payload(packed_values, pool_member.result_fd, self._namespace)
+                )
+        is_single_rank = single_values and len(ranks) == 1
+        return {
+            name: fetched_values[0][name]
+            if is_single_rank
+            else [rank_values[name] for rank_values in fetched_values]
+            for name in names
+        }
+
+    def bound_here(self, names: Sequence[str]) -> None:
+        """Note that these names of the notebook hold what was pulled, which is not to be sent."""
+        for rank in range(self.num_processes):
+            self._namespace_sync.bound(rank, names)
+
+    # ---- inside
+
+    def _ask(self, task_body: Any) -> Any:
+        # Never waits: completion is requested by a key press, while a cell may run for hours.
+        if self._state is not PoolState.IDLE or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            live_group = self._workers
+            call_result = (
+                # A completion that takes longer is of no use, and the lock is held meanwhile.
+                live_group.run_tasks({0: (task_body, ())}, timeout_s=1.0)
+                if live_group is not None
+                else None
+            )
+        finally:
+            self._lock.release()
+        if call_result is not None:
+            self._note_lost(call_result)
+        return call_result.shown.get(0) if call_result is not None else None
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise UnsafeMoment(
+                f"The pool is busy ({self._state.value}): another thread of this notebook is using "
+                "it. Its workers do one thing at a time; wait until that has finished."
+            )
+        try:
+            yield
+        finally:
+            if self._state in (PoolState.RUNNING, PoolState.STARTING):
+                self._state = PoolState.IDLE if self._workers is not None else PoolState.NEW
+            self._lock.release()
+
+    def _ready(self) -> LiveGroup:
+        """The workers; started first if there are none."""
+        if self._workers is None:
+            if self._state is PoolState.BROKEN:
+                write_notice(message_texts.regrouped_line(self.num_processes, self.reason))
+            self._state = PoolState.STARTING
+            self._workers = live_group = LiveGroup.ready(
+                requirements.check_requirements(self.plan, is_live=True)
+            )
+            # With an engine, what its hosts have is known only now.
+            self.plan = live_group.plan
+            # A finalizer, so that a pool that is dropped without stop() ends its workers too.
+            self._end = weakref.finalize(self, live_group.end)
+            # New, because new workers have received nothing.
+            self._namespace_sync = NamespaceSync(self._namespace, range(self.num_processes))
+            self._post_task = PostTask(
+                live_group, self._namespace_sync, share_back=self.config.share_back
+            )
+            self.reason = ""
+            self._cwd_env_tracker, self._live_changes = CwdEnvTracker(), LiveChanges()
+            if self._dist:
+                live_group.everyone(pool_messages.JoinAll())
+        self._state = PoolState.RUNNING
+        return self._workers
+
+    def _dissolve(self, state: PoolState, reason: str) -> None:
+        # First, so that an interrupt while workers end leaves no pool that seems alive.
+        self._workers = self._post_task = None
+        self._state, self.reason = state, reason
+        self._end()

@@ -1,0 +1,221 @@
+"""Messages between the notebook and the workers of a pool, over `workers.messaging`'s channels.
+
+    notebook ──► JoinPool once, then one task at a time: RunCell, RunJob, Pull, …
+             ◄── Returned, Failed, … and Idle, which ends the task
+    notebook ──► Look, Break      by a second channel (see `workers.messaging`)
+
+A channel is a nameless pair of sockets inherited by fork: no other process can connect to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from nbaccel.base.record_pickling import quickly_pickled
+from nbaccel.calls.cell_source import CellSource
+from nbaccel.workers import messaging
+
+__all__ = [
+    "BindNames",
+    "Complete",
+    "GroupWanted",
+    "Idle",
+    "Inspect",
+    "JoinAll",
+    "JoinGroup",
+    "JoinPool",
+    "LeaveGroups",
+    "Pull",
+    "RunCell",
+    "RunJob",
+    "Settle",
+    "Staged",
+    "Task",
+    "WriteWeights",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWanted:
+    """This rank is about to join the default process group and will wait for all others."""
+
+    generation: int
+    ordinal: int
+    """How many default groups this rank has been in since the generation began."""
+    backend: str | None
+    timeout_s: float
+
+
+# ---- notebook → worker: the first message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinPool:
+    """Become a worker of a pool. Descriptors: the assignment's, the second channel's."""
+
+    assignment: messaging.WorkerAssignment
+    share_back: bool = True
+    """Whether weights are copied back."""
+
+    handler: ClassVar[str] = "nbaccel.calls.pool_worker:serve_cells"
+    """What a worker runs whose first message this is, as module:function."""
+
+
+# ---- notebook → worker: tasks
+
+
+@quickly_pickled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Something to do. Descriptors: what its body says."""
+
+    number: int
+    """Counts the tasks that are sent together; 0 for one that is not waited for."""
+    body: Any
+
+
+@quickly_pickled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCell:
+    """Run the code of a cell in the worker's namespace. Idle has the value to show."""
+
+    source: CellSource
+    directory: str | None = None
+    """The notebook's working directory, if it has changed since the last cell."""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables that the notebook has changed since; None for one that is gone."""
+    logging: bytes = b""
+    """How the notebook has configured it; see `workers.worker_output`."""
+    settings: bytes = b""
+    """Settings of libraries; see `transfer.library_settings`."""
+
+
+@quickly_pickled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindNames:
+    """Bind names that the notebook has. Descriptors: those of `update`, a `NamespaceUpdate`."""
+
+    update: Any
+    wanted: tuple[str, ...]
+
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return messaging.FileHints(
+            arenas=tuple(arena_key for arena_key, _ in self.update.arenas),
+            reads_arenas=self.update.reads_arenas,
+            forgets=tuple(
+                {arena_key for part in self.update.parts for arena_key in part.forget_arenas}
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJob:
+    """Make a call as a launch does. Descriptors: the job's. Answered by Returned."""
+
+    job: messaging.Job
+
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return self.job.file_hints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Send the values of names. Answered by Returned."""
+
+    names: tuple[str, ...]
+
+
+@quickly_pickled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteWeights:
+    """Write changed weights into staging files. Descriptors: these files. Answered by Staged."""
+
+    arenas: tuple[str, ...]
+    """Keys of the arenas that the staging files belong to, in their order."""
+    reads_memory: bool = False
+    """Whether the notebook reads what lies in the worker's memory there, before Settle."""
+
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return messaging.FileHints(staging=self.arenas)
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The notebook has the weights: share again what is equal to them. Not waited for."""
+
+    def file_hints(self) -> messaging.FileHints:
+        """What it means for memory files."""
+        return messaging.FileHints(reads_arenas=True, ends_staging=True)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAll:
+    """Join the process group, as all others are asked to at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinGroup:
+    """Join the process group that another rank is waiting in, unless that has happened already."""
+
+    wanted: GroupWanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveGroups:
+    """Drop every process group: they are out of step. New ones get another name in the store."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complete:
+    """Find completions. Idle has them."""
+
+    code: str
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Describe an object. Idle has the description."""
+
+    name: str
+    detail: int
+
+
+# ---- worker → notebook
+
+
+@quickly_pickled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A task is done: the worker waits for the next one."""
+
+    number: int = 0
+    """The number of the task."""
+    shown: Any = None
+    """What the task gives the user to see: a mime bundle, completions; None for nothing."""
+    bound: tuple[str, ...] = ()
+    """Names that the task bound or deleted."""
+    dirty: tuple[str, ...] = ()
+    """Keys of those of the notebook's modules whose weights may have changed."""
+    sequence: tuple[tuple[str, int], ...] = ()
+    """How many collectives each process group has begun."""
+    in_groups: bool = False
+    """Whether this worker is in a process group."""
+
+
+@quickly_pickled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """This rank has written its part of the changed weights. Descriptors: those of `whole`."""
+
+    report: Any
+    """`WeightReport`"""
+    whole: tuple[str, ...]
+    """Keys of the arenas that files of this rank's own hold completely, in their order."""

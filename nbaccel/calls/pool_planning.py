@@ -1,0 +1,82 @@
+"""Checks of a pool's settings, made without torch, so that a refusal comes at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.units import count_noun
+from nbaccel.config import RunConfig
+from nbaccel.config.capabilities import start_method_row
+from nbaccel.plan import Plan, registry, resolve
+
+__all__ = ["plan_pool", "ranks_of"]
+
+
+def plan_pool(config: RunConfig) -> Plan:
+    """Decide what a pool's start will do.
+
+    Args:
+        config: What the user said.
+
+    Returns:
+        The plan; its workers are processes of their own, whatever their number.
+
+    Raises:
+        ConfigError: The settings do not fit this machine, or not a pool.
+        PlatformUnsupported: This operating system has no live workers.
+        MissingBackend: `zero_stage` is given, and there is no DeepSpeed.
+    """
+    if not sys.platform.startswith("linux"):
+        raise PlatformUnsupported(
+            f"Live workers need Linux (memfd_create, pidfd_open): this is {sys.platform}. Run the "
+            "code in an ordinary cell."
+        )
+    config_mistakes = []
+    if config.num_nodes > 1:
+        config_mistakes.append(
+            f"num_nodes={config.num_nodes}: live workers belong to one notebook on one machine. "
+            "Use notebook_launcher(num_nodes=...) for several."
+        )
+    if config.start_method == "inline":
+        config_mistakes.append(
+            'start_method="inline" has no workers: the code would run in this very process. Run it '
+            'in an ordinary cell, or use "template".'
+        )
+    if config.max_restarts:
+        config_mistakes.append(
+            f"max_restarts={config.max_restarts}: a cell is not run again after a failure, because "
+            "its variables would be those of the first try. Leave it at 0."
+        )
+    if config_mistakes:
+        raise ConfigError(*config_mistakes)
+    plan = resolve(config)
+    registry.check_strategy(plan.strategy, plan.device, config)
+    if start_method_row(plan.start_method).separate_processes:
+        return plan
+    refusal_reason = "live workers are processes of their own, whatever their number"
+    return plan.with_start_method("template", refusal_reason)
+
+
+def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]:
+    """The ranks that a task is for.
+
+    Args:
+        ranks: Those that were asked for; None for all.
+        num_processes: How many workers the pool has.
+
+    Raises:
+        ConfigError: There is no such rank, or none at all was asked for.
+    """
+    all_ranks = range(num_processes)
+    if ranks is None:
+        return tuple(all_ranks)
+    unknown_ranks = [rank for rank in ranks if rank not in all_ranks]
+    if unknown_ranks or not ranks:
+        raise ConfigError(
+            f"ranks={list(ranks)}: this pool has {count_noun(num_processes, 'worker')}, "
+            f"numbered from 0 to {num_processes - 1}. A cell that runs nowhere would do "
+            "nothing; name some of these, or leave ranks out for all."
+        )
+    return tuple(dict.fromkeys(ranks))

@@ -1,0 +1,372 @@
+"""A live worker: it takes tasks one at a time, and keeps its namespace between them.
+
+    main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
+    second thread   has a separate channel: answers Look and Break at once
+    third thread    interrupts again, a moment later, where the first came at the end of a block
+
+All wait without polling, so an idle worker costs no CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nbaccel.base import env, frames
+from nbaccel.base.errors import UnsafeMoment
+from nbaccel.base.frames import Frame
+from nbaccel.base.units import count_noun
+from nbaccel.calls import pool_messages
+from nbaccel.calls.cell_running import CellShell
+from nbaccel.calls.live_changes import take_changes
+from nbaccel.calls.process_groups import ProcessGroups
+from nbaccel.transfer import arena, memfd
+from nbaccel.transfer.worker_namespace import Namespace
+from nbaccel.workers import messaging, metrics_reporter, precision_check
+from nbaccel.workers.library_texts import can_come_of_a_left_group, tells_of_a_left_group
+from nbaccel.workers.worker import (
+    Work,
+    flush_streams,
+    own_process,
+    report,
+    restore_random_states,
+    settle_in_process,
+)
+
+__all__ = ["serve_cells"]
+
+
+def serve_cells(
+    notebook_channel: messaging.Channel,
+    join_pool: pool_messages.JoinPool,
+    file_descriptors: list[int],
+    worker_inheritance: object,
+) -> None:
+    """Be a worker of a pool until the notebook ends it, or is gone.
+
+    Args:
+        notebook_channel: To the notebook.
+        join_pool: The first message.
+        file_descriptors: What came with it.
+        worker_inheritance: What came with the fork, if it was from the notebook itself.
+    """
+    if worker_inheritance is not None:
+        # A module that was imported before the fork may hold a model of the notebook.
+        arena.make_arenas_private()
+    cell_worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
+    cell_worker.loop()
+
+
+_MAX_NAMES = 100
+# Together less than the notebook waits for an answer before it interrupts again.
+_PUT_OFF_S = 0.01
+_MOST_TIMES_PUT_OFF = 10
+
+
+class _CellWorker:
+    def __init__(
+        self,
+        notebook_channel: messaging.Channel,
+        join_pool: pool_messages.JoinPool,
+        file_descriptors: list[int],
+    ) -> None:
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        self._channel = notebook_channel
+        self._busy = False
+        self._times_put_off = 0
+        # Its `put` may come in the middle of any other code, as a signal does; a lock's may not.
+        self._put_off: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._main = threading.get_ident()
+        # The second channel's descriptor is the last; those before it belong to the assignment.
+        self._control = messaging.Channel.from_fd(file_descriptors.pop())
+        self._worker_context = settle_in_process(join_pool.assignment, file_descriptors)
+        memfd.close_all(file_descriptors)
+        own_place = self._worker_context.place
+        self._groups = ProcessGroups(own_place, notebook_channel.send)
+        self._groups.watch()
+        self._shell = CellShell.create(notebook_channel.send, rank=own_place.rank)
+        self._names_at_start = frozenset(self._shell.user_ns)
+        self._names = Namespace(
+            self._shell.user_ns,
+            own_rank=self._worker_context.staging_rank,
+            target_device=self._worker_context.device,
+            num_nodes=self._worker_context.num_notebooks,
+            share_back=join_pool.share_back,
+        )
+        restore_random_states(join_pool.assignment.random_states)
+        precision_check.watch(join_pool.assignment.mixed_precision)
+        threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
+        threading.Thread(
+            target=self._interrupt_again, name="nbaccel-interrupts", daemon=True
+        ).start()
+
+    # ---- the main thread
+
+    def loop(self) -> None:
+        """Take tasks until the channel closes or says so."""
+        self._channel.send(pool_messages.Idle())
+        while True:
+            try:
+                current_task, file_descriptors = self._channel.receive()
+            # The notebook is gone, or has ended this pool.
+            except (EOFError, OSError):
+                return
+            if isinstance(current_task, messaging.Leave):
+                return
+            with memfd.closing_files(*file_descriptors):
+                shown_bundle = self._do(current_task.body, file_descriptors)
+            # `report` and `Work` ignore interrupts while they hand over.
+            signal.signal(signal.SIGINT, self._on_interrupt)
+            self._channel.send(self._idle(current_task.number, current_task.body, shown_bundle))
+
+    def _do(self, current_task: Any, file_descriptors: list[int]) -> Any:
+        """Carry a task out; what it raises goes to the notebook."""
+        shown_bundle, raised_error = self._try(current_task, file_descriptors)
+        if raised_error is not None and not isinstance(current_task, _UNINTERRUPTED_MESSAGES):
+            report(self._channel, self._explained(raised_error), self._worker_context.place.rank)
+        flush_streams()
+        return shown_bundle
+
+    def _try(
+        self, current_task: Any, file_descriptors: list[int]
+    ) -> tuple[Any, BaseException | None]:
+        try:
+            try:
+                return _TASK_METHODS[type(current_task)](self, current_task, file_descriptors), None
+            finally:
+                # In the inner block: an interrupt that comes here is still caught below.
+                self._busy = False
+                self._times_put_off = 0
+        except BaseException as raised_error:  # neither exit nor interrupt may end the worker
+            return None, raised_error
+
+    def _idle(self, task_number: int, current_task: Any, shown_bundle: Any) -> pool_messages.Idle:
+        ran_code = isinstance(current_task, (pool_messages.RunCell, pool_messages.RunJob))
+        return pool_messages.Idle(
+            number=task_number,
+            shown=shown_bundle,
+            bound=self._names.bound() if isinstance(current_task, pool_messages.RunCell) else (),
+            dirty=self._names.dirty() if isinstance(current_task, pool_messages.RunCell) else (),
+            sequence=self._groups.sequence() if ran_code else (),
+            in_groups=torch.distributed.is_initialized(),
+        )
+
+    def _run_cell(self, current_task: pool_messages.RunCell, file_descriptors: list[int]) -> Any:
+        if current_task.directory is not None:
+            self._worker_context.go_to(current_task.directory)
+        env.update(current_task.environment)
+        if current_task.logging:
+            self._worker_context.logging.follow(current_task.logging)
+        self._worker_context.settings.follow(current_task.settings)
+        self._names.begin()
+        metrics_reporter.begin(
+            self._channel, self._worker_context.hardware, self._worker_context.device
+        )
+        self._busy = True
+        try:
+            with own_process():
+                shown_bundle = self._shell.run(current_task.source)
+            self._worker_context.imports.tell(self._channel.send)
+            return shown_bundle
+        except SystemExit as raised_error:
+            if raised_error.code not in (None, 0):
+                raise
+            # sys.exit() is how a script ends well.
+            return None
+
+    def _run_job(self, current_task: pool_messages.RunJob, file_descriptors: list[int]) -> None:
+        metrics_reporter.begin(
+            self._channel, self._worker_context.hardware, self._worker_context.device
+        )
+        self._busy = True
+        Work(self._channel, self._worker_context, current_task.job, file_descriptors, None).run()
+
+    def _bind_names(
+        self, current_task: pool_messages.BindNames, file_descriptors: list[int]
+    ) -> None:
+        self._names.take(current_task.update, file_descriptors, current_task.wanted)
+        take_changes(self._shell.user_ns, self._worker_context.changes)
+
+    def _pull(self, current_task: pool_messages.Pull, file_descriptors: list[int]) -> None:
+        self._busy = True
+        packed_values, payload_fd = self._names.pack(current_task.names)
+        self._busy = False
+        with memfd.closing_files(payload_fd):
+            self._channel.send(
+                messaging.Returned(time.monotonic(), packed_values, None, None), [payload_fd]
+            )
+
+    def _write_weights(
+        self, current_task: pool_messages.WriteWeights, file_descriptors: list[int]
+    ) -> None:
+        # Gigabytes may be written. After an interrupt the weights are still here for the next time.
+        self._busy = True
+        weight_report, whole_files = self._names.write_weights(
+            dict(zip(current_task.arenas, file_descriptors, strict=True)),
+            is_read=current_task.reads_memory,
+        )
+        self._busy = False
+        answer_message = pool_messages.Staged(report=weight_report, whole=tuple(whole_files))
+        self._channel.send(answer_message, list(whole_files.values()))
+
+    def _settle(self, current_task: pool_messages.Settle, file_descriptors: list[int]) -> None:
+        # May be interrupted, because settling can be put off: it only gives memory back.
+        self._busy = True
+        self._names.settle()
+
+    def _join_all(self, current_task: pool_messages.JoinAll, file_descriptors: list[int]) -> None:
+        self._busy = True
+        self._groups.join()
+
+    def _join_group(
+        self, current_task: pool_messages.JoinGroup, file_descriptors: list[int]
+    ) -> None:
+        self._busy = True
+        self._groups.join_others(current_task.wanted)
+
+    def _leave_groups(
+        self, current_task: pool_messages.LeaveGroups, file_descriptors: list[int]
+    ) -> None:
+        self._groups.leave(current_task.generation, current_task.reason)
+
+    def _complete(self, current_task: pool_messages.Complete, file_descriptors: list[int]) -> Any:
+        return self._shell.complete(current_task.code, current_task.cursor)
+
+    def _inspect(self, current_task: pool_messages.Inspect, file_descriptors: list[int]) -> Any:
+        return self._shell.inspect(current_task.name, current_task.detail)
+
+    def _explained(self, raised_error: BaseException) -> BaseException:
+        """The error, explained if it comes from an object that holds a group that was left."""
+        if not self._groups.left_for or not can_come_of_a_left_group(raised_error):
+            return raised_error
+        if not (
+            self._groups.are_behind(raised_error.__traceback__)
+            or tells_of_a_left_group(raised_error)
+        ):
+            return raised_error
+        explained_error = UnsafeMoment(
+            "This cell used a process group that all ranks have left, because "
+            f"{self._groups.left_for}. DDP models go on by themselves; what else holds a group "
+            "(a DeepSpeed engine, FSDP2, dist.new_group) is of no more use: run the cells again "
+            "that make them. Models, optimizers and variables are as they were."
+        )
+        explained_error.__cause__ = raised_error
+        return explained_error.with_traceback(raised_error.__traceback__)
+
+    def _on_interrupt(self, signal_number: int, current_frame: Any) -> None:
+        # While the worker waits for a task, or sends an answer, an interrupt has nothing to stop.
+        if not self._busy:
+            return
+        if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(current_frame):
+            self._times_put_off += 1
+            self._put_off.put(None)
+            return
+        self._channel.send(messaging.Interrupting(time.monotonic()))
+        raise KeyboardInterrupt
+
+    # ---- the third thread
+
+    def _interrupt_again(self) -> None:
+        while True:
+            self._put_off.get()
+            time.sleep(_PUT_OFF_S)
+            # 0: the task has ended meanwhile, and the next one is not to be interrupted.
+            if self._times_put_off:
+                signal.pthread_kill(self._main, signal.SIGINT)
+
+    # ---- the second thread
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                answer_message, _ = self._control.receive()
+            except (EOFError, OSError):
+                return
+            if isinstance(answer_message, messaging.Look):
+                self._channel.send(self._whereabouts())
+            elif isinstance(answer_message, messaging.Break):
+                self._groups.cut()
+
+    def _whereabouts(self) -> messaging.Whereabouts:
+        stack_frames: list[Frame] = []
+        current_frame = sys._current_frames().get(self._main)
+        while current_frame is not None:
+            frame_code = current_frame.f_code
+            stack_frames.append(
+                Frame(
+                    file=frame_code.co_filename,
+                    line=current_frame.f_lineno,
+                    function=frame_code.co_name,
+                )
+            )
+            current_frame = current_frame.f_back
+        own_frames = frames.within_worker(stack_frames)
+        return messaging.Whereabouts(
+            stack=own_frames if frames.user_frame(own_frames) else (),
+            device_bytes=metrics_reporter.reserved(
+                self._worker_context.hardware, self._worker_context.device
+            ),
+            names=self._held_names(),
+            group=_group_words(),
+        )
+
+    def _held_names(self) -> tuple[str, ...]:
+        # A copy of the keys in one step: the main thread may define a name meanwhile.
+        held_names = (
+            name
+            for name in tuple(self._shell.user_ns)
+            if not name.startswith("_") and name not in self._names_at_start
+        )
+        return tuple(itertools.islice(held_names, _MAX_NAMES))
+
+
+def _leaves_block(current_frame: FrameType | None) -> bool:
+    """Whether `with` blocks may be about to be left, or an error is being handled.
+
+    A collective that was cut raises out of C code, and Python handles the signal that came with the
+    cut right after: at the first line of `__exit__`, or before that is called (Python 3.10).
+    Interrupted there, `torch.no_grad()` leaves gradients off for all later cells.
+    """
+    while current_frame is not None:
+        if current_frame.f_code.co_name == "__exit__":
+            return True
+        current_frame = current_frame.f_back
+    return sys.exc_info()[1] is not None
+
+
+def _group_words() -> str:
+    """The process group of this process, in words; empty for none."""
+    # The main thread may leave the group meanwhile.
+    with contextlib.suppress(RuntimeError, ValueError):
+        if torch.distributed.is_initialized():
+            num_ranks = count_noun(torch.distributed.get_world_size(), "rank")
+            return f"{torch.distributed.get_backend()}, {num_ranks}"
+    return ""
+
+
+_UNINTERRUPTED_MESSAGES = (pool_messages.JoinGroup, pool_messages.Settle)
+"""Tasks without an answer: a failed join shows in the other ranks, and settling can be put off."""
+
+_TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
+    pool_messages.RunCell: _CellWorker._run_cell,
+    pool_messages.RunJob: _CellWorker._run_job,
+    pool_messages.BindNames: _CellWorker._bind_names,
+    pool_messages.Pull: _CellWorker._pull,
+    pool_messages.WriteWeights: _CellWorker._write_weights,
+    pool_messages.Settle: _CellWorker._settle,
+    pool_messages.JoinAll: _CellWorker._join_all,
+    pool_messages.JoinGroup: _CellWorker._join_group,
+    pool_messages.LeaveGroups: _CellWorker._leave_groups,
+    pool_messages.Complete: _CellWorker._complete,
+    pool_messages.Inspect: _CellWorker._inspect,
+}

@@ -1,0 +1,222 @@
+"""What follows a task, successful or not: ranks in step again, and weights copied back.
+
+WriteWeights ─► every rank writes its part into staging files ─► Staged
+          all ranks have: the notebook copies it into the arenas ─► Settle
+          a rank failed, died or was stopped: the files are dropped, and nothing has changed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
+from nbaccel.base.log import write_notice
+from nbaccel.calls import message_texts, outcome, pool_messages
+from nbaccel.calls.live_group import LiveGroup
+from nbaccel.calls.pool_task import TaskResult
+from nbaccel.plan import Plan
+from nbaccel.transfer import arena
+from nbaccel.transfer.module_registry import ModuleRecord
+from nbaccel.transfer.namespace_sync import NamespaceSync
+from nbaccel.transfer.process_memory import MemoryUnread
+from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.workers.template import dispose
+
+__all__ = ["PostTask", "TaskTrouble", "staged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTrouble:
+    """What went wrong after a cell had ended.
+
+    Attributes:
+        told: What is known of the weights.
+        result: How the task that failed ended.
+        no_room: What the notebook's own process could not do, where that was the cause.
+        unread: Why weights could not be read in a worker's memory, where that was the cause.
+    """
+
+    told: str
+    result: TaskResult | None = None
+    no_room: OSError | None = None
+    unread: MemoryUnread | None = None
+
+    def error(self, plan: Plan) -> BaseException | None:
+        """What has to be raised because of it."""
+        if self.unread is not None:
+            return outcome.weights_unread(self.unread, self.told)
+        if self.result is None:
+            return WorkerFailed(message_texts.no_room(self.told, self.no_room))
+        closing_lines = message_texts.after_cell(self.result, self.told)
+        if self.result.interrupted:
+            return LaunchInterrupted(f"the notebook was interrupted. {closing_lines}")
+        return outcome.call_error(self.result, plan, closing_lines=closing_lines)
+
+
+class PostTask:
+    """Puts workers in order after each task. One per start of a pool.
+
+    Args:
+        live_group: The workers of the pool.
+        namespace_sync: What they have of the notebook.
+        share_back: Whether weights are copied back.
+    """
+
+    def __init__(
+        self, live_group: LiveGroup, namespace_sync: NamespaceSync, *, share_back: bool
+    ) -> None:
+        self._workers = live_group
+        self._namespace_sync = namespace_sync
+        self._share_back = share_back
+        self._generation = 0
+        self._reported_lines: dict[tuple[str, str], str] = {}
+
+    def after_cell(self, call_result: TaskResult) -> TaskTrouble | None:
+        """Put the groups in order and copy the weights back, after a cell that lost no worker.
+
+        The caller holds interrupts back, because a model with half of the new weights is useless.
+
+        Returns:
+            What went wrong, if anything.
+        """
+        group_result = self.keep_in_step(call_result)
+        if group_result is not None and not group_result.went_well:
+            return TaskTrouble(told=message_texts.left_behind(call_result), result=group_result)
+        return self._copy_weights_back(call_result)
+
+    def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
+        """Let all ranks leave unusable process groups, with a message if there has been none.
+
+        Returns:
+            How the task in which they left ended; None if there was no need.
+        """
+        # After a loss all workers are ended, and their groups with them.
+        if call_result.lost or not call_result.out_of_step:
+            return None
+        # Taken first, because the next task makes the members forget this one.
+        ended_well = all(member.returned is not None for member in call_result.members)
+        self._generation += 1
+        regroup_reason = "a cell was ended while ranks were waiting for each other"
+        group_result = self._workers.everyone(
+            pool_messages.LeaveGroups(generation=self._generation, reason=regroup_reason)
+        )
+        if ended_well:
+            write_notice(f"nbaccel: {message_texts.UNEVEN_COLLECTIVES}\n")
+        return group_result
+
+    def _copy_weights_back(self, call_result: TaskResult) -> TaskTrouble | None:
+        """Copy back the weights that ranks changed: of all these modules, or of none."""
+        if not self._share_back:
+            return None
+        module_records = self._namespace_sync.records(
+            {
+                arena_key
+                for idle_answer in call_result.idle.values()
+                for arena_key in idle_answer.dirty
+            }
+        )
+        if not module_records:
+            return None
+        module_paths = sorted(module_record.path for module_record in module_records)
+        shared_arenas = {
+            arena_key: tensor_arena
+            for module_record in module_records
+            for arena_key, tensor_arena in module_record.arenas().items()
+        }
+        try:
+            with staged(module_records, shared_arenas) as weight_receiver:
+                rank_files = [weight_receiver.staging[arena_key] for arena_key in shared_arenas]
+                rank_0 = self._workers.members[0]
+                staging_result = self._workers.everyone(
+                    pool_messages.WriteWeights(
+                        arenas=tuple(shared_arenas),
+                        reads_memory=self._workers.reads_memory_of(rank_0),
+                    ),
+                    rank_files,
+                )
+                try:
+                    if not staging_result.went_well:
+                        weights_line = message_texts.on_the_way(module_paths)
+                        return TaskTrouble(told=weights_line, result=staging_result)
+                    self._apply(module_records, weight_receiver, staging_result)
+                finally:
+                    # Closed by the template process: freeing gigabytes would delay the next cell.
+                    dispose(staging_result.take_files())
+        except MemoryUnread as error:
+            return TaskTrouble(told=message_texts.on_the_way(module_paths), unread=error)
+        # No memory or no descriptors: nothing has been written yet.
+        except OSError as error:
+            return TaskTrouble(told=message_texts.on_the_way(module_paths), no_room=error)
+        self._workers.post(pool_messages.Settle())
+        return None
+
+    def _apply(
+        self,
+        module_records: Sequence[ModuleRecord],
+        weight_receiver: WeightReceiver,
+        staging_result: TaskResult,
+    ) -> None:
+        weight_reports = [
+            staging_result.staged[rank_number].report
+            for rank_number in sorted(staging_result.staged)
+        ]
+        # Before `apply`, which overwrites the values that the ranks are compared with.
+        differing_models = weight_receiver.differing(weight_reports)
+        # Otherwise these new values would count as the notebook's change and be sent to all ranks.
+        with self._namespace_sync.taking_weights(module_records):
+            weight_receiver.apply(
+                weight_reports, staging_result.whole_files, self._workers.members[0].pid
+            )
+        told_lines = [
+            (module_path, message_texts.stays_behind(module_path, stranded_reason))
+            for weight_report in weight_reports
+            for module_path, stranded_reason in weight_report.stranded.items()
+        ]
+        told_lines += [
+            (module_path, message_texts.came_changed(module_path, change_words))
+            for weight_report in weight_reports
+            for module_path, change_words in weight_report.changes.items()
+        ]
+        told_lines += [
+            (module_path, f"nbaccel: {report_line}\n")
+            for module_path, report_line in differing_models.items()
+        ]
+        module_keys = {module_record.path: module_record.key for module_record in module_records}
+        for module_path, told_line in told_lines:
+            self._tell((module_path, module_keys.get(module_path, "")), told_line)
+
+    def _tell(self, module_name: tuple[str, str], report_line: str) -> None:
+        """Write a line out, unless it was the last one about this module.
+
+        The next module of the same path is another one: a cell that makes it is run again.
+        """
+        if self._reported_lines.get(module_name) != report_line:
+            write_notice(report_line)
+        self._reported_lines[module_name] = report_line
+
+
+@contextlib.contextmanager
+def staged(
+    module_records: Collection[ModuleRecord], shared_arenas: Mapping[str, arena.Arena]
+) -> Iterator[WeightReceiver]:
+    """Staging files for these arenas, as long as the block lasts."""
+    sharing_parts = [module_record.sharing for module_record in module_records]
+    joined_sharing = arena.Sharing(
+        modules=tuple(
+            shared_module
+            for part_sharing in sharing_parts
+            for shared_module in part_sharing.modules
+        ),
+        stand_ins={
+            device_address: staging_place
+            for part_sharing in sharing_parts
+            for device_address, staging_place in part_sharing.stand_ins.items()
+        },
+    )
+    weight_receiver = WeightReceiver(joined_sharing, shared_arenas)
+    try:
+        yield weight_receiver
+    finally:
+        weight_receiver.close(dispose)

@@ -1,0 +1,634 @@
+"""What works with what, as data.
+
+Every device, precision, strategy and start method has a row here. The plan judges by the rows, the
+catalogue loads the implementation a row names, `RunConfig` takes the words that they name, pickers
+disable options by them, and the matrix in the documentation and the contract tests are made from
+them. To add a backend is to add a row: here, or from another package by an entry point (see
+`entry_points`).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from nbaccel.base.entry_points import NamedRow, rows_from_outside
+from nbaccel.base.errors import InternalError
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.config.capability_rows import (
+    DeviceRow,
+    EngineRow,
+    Fp8Choice,
+    Fp8Row,
+    PrecisionRow,
+    StartMethodRow,
+    StrategyRow,
+)
+
+__all__ = [
+    "DEVICES",
+    "ENGINES",
+    "ENTRY_POINT_PROBLEMS",
+    "FP8_BACKENDS",
+    "FP8_RECIPE_CAPABILITIES",
+    "PRECISIONS",
+    "START_METHODS",
+    "STRATEGIES",
+    "DeviceRow",
+    "EngineRow",
+    "Fp8Choice",
+    "Fp8Row",
+    "PrecisionRow",
+    "StartMethodRow",
+    "StrategyRow",
+    "computes_in",
+    "device_row",
+    "driven_devices",
+    "engine_row",
+    "fp8_backend",
+    "group_backend",
+    "precision_row",
+    "start_method_row",
+    "strategy_fits",
+    "strategy_row",
+    "words_of_rows",
+]
+
+_CapabilityRow = TypeVar("_CapabilityRow", bound=NamedRow)
+
+_ALL_START_METHODS = ("template", "fork", "inline")
+_NATIVE_PRECISIONS = ("no", "fp16", "bf16")
+
+_DEVICES: tuple[DeviceRow, ...] = (
+    DeviceRow(
+        name="cpu",
+        meaning="the processor's cores",
+        needs="nothing",
+        path="nbaccel.devices.cpu:CpuDevice",
+        label="CPU",
+        precisions=_NATIVE_PRECISIONS,
+        slow=(("fp16", "CPUs compute it by way of float32 and its gradients must be scaled"),),
+        start_methods=_ALL_START_METHODS,
+        in_host_memory=True,
+        variables=(("ACCELERATE_USE_CPU", "true"),),
+    ),
+    DeviceRow(
+        name="cuda",
+        meaning="NVIDIA GPUs",
+        needs="a GPU, its driver and a CUDA build of PyTorch",
+        path="nbaccel.devices.cuda:CudaDevice",
+        label="GPU",
+        words=("gpu", "nvidia"),
+        precisions=_NATIVE_PRECISIONS,
+        start_methods=_ALL_START_METHODS,
+        group_backend="nccl",
+    ),
+    DeviceRow(
+        name="xpu",
+        meaning="Intel GPUs, never run yet",
+        needs="an Intel GPU, its driver and an XPU build of PyTorch",
+        path="nbaccel.devices.xpu:XpuDevice",
+        label="Intel GPU",
+        words=("intel",),
+        precisions=_NATIVE_PRECISIONS,
+        strategies=("single", "ddp", "fsdp"),
+        start_methods=_ALL_START_METHODS,
+        group_backend="xccl",
+        never_run=True,
+    ),
+    DeviceRow(
+        name="mps",
+        meaning="the GPU of Apple silicon, one process, never run yet",
+        needs="a Mac with Apple silicon",
+        path="nbaccel.devices.mps:MpsDevice",
+        label="Apple GPU",
+        words=("apple", "metal"),
+        precisions=_NATIVE_PRECISIONS,
+        strategies=("single",),
+        start_methods=("inline",),
+        never_run=True,
+    ),
+    DeviceRow(
+        name="tpu",
+        meaning="Google TPUs, by torch_tpu or torch_xla; never run on a chip yet",
+        needs="TPU chips, and torch_tpu with torch 2.11 to 2.15, or torch_xla with its torch",
+        path="nbaccel.devices.tpu:TpuDevice",
+        label="TPU chip",
+        words=("xla",),
+        precisions=("no", "bf16"),
+        refused=(
+            (
+                "fp16",
+                "TPUs compute in bfloat16, and torch_tpu lacks the operation that checks scaled "
+                "gradients for infinity",
+            ),
+        ),
+        start_methods=("template", "fork"),
+        stages_copies=True,
+        distributed_type="XLA",
+    ),
+)
+
+_PRECISIONS: tuple[PrecisionRow, ...] = (
+    PrecisionRow(
+        name="no",
+        meaning="float32 throughout",
+        needs="nothing",
+        words=("fp32", "float32", "none"),
+        path="nbaccel.precision.native:Fp32",
+    ),
+    PrecisionRow(
+        name="fp16",
+        meaning="float16 with scaled gradients",
+        needs="a GPU to be worth it",
+        words=("half", "float16"),
+        path="nbaccel.precision.native:Fp16",
+        dtype="float16",
+    ),
+    PrecisionRow(
+        name="bf16",
+        meaning="bfloat16, no scaling needed",
+        needs="a CPU, or a GPU of compute capability 8.0 (Ampere) to be worth it",
+        words=("bfloat16",),
+        path="nbaccel.precision.native:Bf16",
+        dtype="bfloat16",
+        imitated_below=(8, 0),
+    ),
+    PrecisionRow(
+        name="fp8",
+        meaning="8-bit matrix products; the rest in bfloat16",
+        needs="a GPU of compute capability 8.9 (Ada, Hopper) to be worth it; emulated elsewhere",
+        words=("float8",),
+        has_backends=True,
+    ),
+)
+
+_DELAYED_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
+_FP8_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
+_FIRST_WITH_FP8 = (8, 9)
+
+# In the order in which `auto` looks for them: that of Accelerate's guide, then what is installed.
+_FP8_BACKENDS: tuple[Fp8Row, ...] = (
+    Fp8Row(
+        name="msamp",
+        meaning="MS-AMP's levels: weights, gradients and optimizer states in 8 and 16 bits, too",
+        needs="nothing; the package msamp is used on GPUs if it is installed",
+        package="",
+        path="nbaccel.precision.msamp_levels:MsAmpFp8",
+        devices=("cpu", "cuda"),
+        strategies=("single", "ddp"),
+        settings=(
+            "opt_level",
+            "recipe",
+            "margin",
+            *_DELAYED_SETTINGS,
+            "override_linear_precision",
+            "use_autocast_during_eval",
+            "gradient_reduction",
+            "skip_first_and_last",
+        ),
+        recipes=("current", "delayed"),
+        auto_with="msamp",
+        emulated_below=_FIRST_WITH_FP8,
+        restore="nbaccel.precision.fp8.conversion:restore_layers",
+        library="nbaccel.precision.fp8.linear",
+        shards="nbaccel.precision.fp8.shard_reader",
+    ),
+    Fp8Row(
+        name="te",
+        meaning="TransformerEngine: its layers, in the place of linear layers and LayerNorm",
+        needs="the package transformer-engine, and a GPU of compute capability 8.9 or newer",
+        package="transformer_engine",
+        path="nbaccel.precision.transformer_engine:TransformerEngineFp8",
+        words=("transformerengine", "transformer_engine"),
+        devices=("cuda",),
+        strategies=("single", "ddp", "fsdp"),
+        settings=(
+            "recipe",
+            "fp8_format",
+            "margin",
+            *_DELAYED_SETTINGS,
+            "override_linear_precision",
+            "use_autocast_during_eval",
+            "skip_first_and_last",
+        ),
+        recipes=("delayed", "current", "block", "mxfp8", "nvfp4"),
+        refused_below=_FIRST_WITH_FP8,
+        restore="nbaccel.precision.transformer_engine:restore_layers",
+        library="transformer_engine.pytorch",
+    ),
+    Fp8Row(
+        name="ao",
+        meaning="torchao: scales found anew in each step",
+        needs="the package torchao",
+        package="torchao",
+        path="nbaccel.precision.torchao:TorchaoFp8",
+        words=("torchao",),
+        devices=("cpu", "cuda"),
+        strategies=_FP8_STRATEGIES,
+        settings=(
+            "recipe",
+            "skip_first_and_last",
+            "pad_inner_dim",
+            "enable_fsdp_float8_all_gather",
+        ),
+        recipes=("current", "rowwise"),
+        emulated_below=_FIRST_WITH_FP8,
+        restore="nbaccel.precision.torchao:restore_layers",
+        library="torchao.float8",
+    ),
+    Fp8Row(
+        name="native",
+        meaning="nbaccel's own linear layers, with current or delayed scaling",
+        needs="nothing",
+        package="",
+        path="nbaccel.precision.native_fp8:NativeFp8",
+        devices=("cpu", "cuda", "xpu", "mps"),
+        strategies=_FP8_STRATEGIES,
+        settings=(
+            "recipe",
+            "fp8_format",
+            "margin",
+            *_DELAYED_SETTINGS,
+            "override_linear_precision",
+            "use_autocast_during_eval",
+            "skip_first_and_last",
+        ),
+        recipes=("current", "delayed"),
+        emulated_below=_FIRST_WITH_FP8,
+        restore="nbaccel.precision.fp8.conversion:restore_layers",
+        library="nbaccel.precision.fp8.linear",
+    ),
+)
+
+FP8_RECIPE_CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "rowwise": ((9, 0), (99, 0)),
+    "block": ((9, 0), (99, 0)),
+    "mxfp8": ((10, 0), (12, 0)),
+    "nvfp4": ((10, 0), (99, 0)),
+}
+"""Recipes that not all GPUs with FP8 have: the first compute capability, and the first without."""
+
+_STRATEGIES: tuple[StrategyRow, ...] = (
+    StrategyRow(
+        name="single",
+        meaning="one process trains alone",
+        needs="nothing",
+        path="nbaccel.strategies.single:SingleStrategy",
+        headline="one process",
+        processes="one",
+        is_default=True,
+        default_reason="there are no other processes",
+        devices=("cpu", "cuda", "tpu"),
+        precisions=_NATIVE_PRECISIONS,
+    ),
+    StrategyRow(
+        name="ddp",
+        meaning="every process holds the whole model, gradients are averaged",
+        needs="memory for the model in every process",
+        path="nbaccel.strategies.ddp:DdpStrategy",
+        headline="data parallel",
+        processes="several",
+        is_default=True,
+        default_reason="{world_size} processes, each with a whole model",
+        settings="nbaccel.config.handlers:DistributedDataParallelKwargs",
+        devices=("cpu", "cuda"),
+        precisions=_NATIVE_PRECISIONS,
+    ),
+    StrategyRow(
+        name="replicas",
+        meaning="every process holds the whole model; gradients are averaged before each step",
+        needs="memory for the model on every chip",
+        path="nbaccel.strategies.replicas:ReplicasStrategy",
+        headline="data parallel",
+        processes="several",
+        is_default=True,
+        default_reason="{world_size} processes, each with a whole model",
+        devices=("tpu",),
+        precisions=("no", "bf16"),
+        distributed_type="XLA",
+    ),
+    StrategyRow(
+        name="spmd",
+        meaning="one process drives all chips: batches and weights are cut up by XLA",
+        needs="torch_xla; a single process",
+        path="nbaccel.strategies.spmd:SpmdStrategy",
+        headline="SPMD",
+        processes="one",
+        drives_all=True,
+        devices=("tpu",),
+        precisions=("no", "bf16"),
+        distributed_type="XLA",
+    ),
+    StrategyRow(
+        name="fsdp",
+        meaning="every process holds a shard of weights, gradients and optimizer (`fully_shard`)",
+        needs="a FullyShardedDataParallelPlugin",
+        path="nbaccel.strategies.fsdp:FsdpStrategy",
+        headline="fully sharded",
+        needs_group=True,
+        settings="nbaccel.config.fsdp_settings:FullyShardedDataParallelPlugin",
+        argument="fsdp_plugin",
+        wanted="nbaccel.strategies.fsdp_asked:fsdp_request",
+        variables=(("ACCELERATE_USE_FSDP", "true"),),
+        devices=("cpu", "cuda", "tpu"),
+        precisions=_NATIVE_PRECISIONS,
+        distributed_type="FSDP",
+    ),
+    StrategyRow(
+        name="deepspeed",
+        meaning="ZeRO: optimizer, gradients and weights in shards, stage by stage",
+        needs="DeepSpeed, ninja and a C++ compiler; a DeepSpeedPlugin or `zero_stage`",
+        path="nbaccel.deepspeed.strategy.deepspeed_strategy:DeepSpeedStrategy",
+        headline="DeepSpeed",
+        devices=("cpu", "cuda"),
+        precisions=_NATIVE_PRECISIONS,
+        distributed_type="DEEPSPEED",
+        settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
+        argument="deepspeed_plugin",
+        wanted="nbaccel.deepspeed.asked:wanted",
+        variables=(("ACCELERATE_USE_DEEPSPEED", "true"),),
+        check="nbaccel.deepspeed.cpp_operations:check_tools",
+        judge="nbaccel.deepspeed.checking:check_run",
+        library="deepspeed",
+        shards="nbaccel.deepspeed.strategy.reader",
+        memory="nbaccel.deepspeed.leftover_files",
+        enter="nbaccel.deepspeed.in_worker:enter_worker",
+        observe="nbaccel.deepspeed.teardown:observe",
+        form="nbaccel.deepspeed.form.zero_form:DeepSpeedForm",
+        advisor="nbaccel.deepspeed.advisor.advise:advise",
+        command="nbaccel.deepspeed.to_fp32_command:add_to",
+    ),
+)
+
+START_METHODS: tuple[StartMethodRow, ...] = (
+    StartMethodRow(
+        name="template",
+        meaning="forked from a clean process that has torch imported",
+        needs="Linux; what is sent to workers can be pickled",
+        headline="started from the template",
+    ),
+    StartMethodRow(
+        name="fork",
+        meaning="forked from this process: everything in it is visible, nothing is pickled",
+        needs="Linux; no CUDA context, XLA runtime or process group in this process",
+        headline="forked from this process",
+    ),
+    StartMethodRow(
+        name="inline",
+        meaning="the function is called in this process; a debugger works",
+        needs="one worker",
+        headline="in this process",
+        separate_processes=False,
+    ),
+)
+
+_ENGINES: tuple[EngineRow, ...] = (
+    EngineRow(
+        name="local",
+        meaning="this machine; or a fixed set of machines, each with a notebook of its own",
+        needs="nothing",
+    ),
+    EngineRow(
+        name="elastic",
+        meaning="machines with notebooks or commands of their own, which agree on who takes part",
+        needs="an rdzv_endpoint that all of them reach",
+        words=("torchelastic", "torchrun"),
+        meets=True,
+    ),
+    EngineRow(
+        name="slurm",
+        meaning="the nodes of the SLURM allocation that the notebook runs in",
+        needs="an allocation (salloc, sbatch), and srun and scontrol on the PATH",
+        path="nbaccel.hosts.slurm:SlurmEngine",
+    ),
+    EngineRow(
+        name="deepspeed",
+        meaning="the hosts of a DeepSpeed hostfile, by ssh",
+        needs="a hostfile, and ssh without a password to each of its hosts",
+        path="nbaccel.hosts.hostfile:HostfileEngine",
+        words=("hostfile", "ssh"),
+        setting="hostfile",
+    ),
+    EngineRow(
+        name="ray",
+        meaning="the nodes of the Ray cluster that the notebook is connected to",
+        needs="Ray, and ray.init(address=...) in the notebook",
+        path="nbaccel.hosts.ray_engine:RayEngine",
+    ),
+)
+
+DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES)
+"""The first is always there."""
+PRECISIONS, _precision_problems = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS)
+FP8_BACKENDS, _fp8_problems = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS)
+STRATEGIES, _strategy_problems = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES)
+ENGINES, _engine_problems = rows_from_outside("nbaccel.hosts", EngineRow, _ENGINES)
+"""The first is always there."""
+
+ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
+    *_device_problems,
+    *_precision_problems,
+    *_fp8_problems,
+    *_strategy_problems,
+    *_engine_problems,
+)
+"""Entry points of other packages that cannot be used, and why. Plans report them."""
+
+
+def device_row(row_name: str) -> DeviceRow:
+    """The row of a device.
+
+    Args:
+        row_name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _check_row_exists(row_name, {row.name: row for row in DEVICES}.get(row_name))
+
+
+def precision_row(row_name: str) -> PrecisionRow:
+    """The row of a precision.
+
+    Args:
+        row_name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _check_row_exists(row_name, {row.name: row for row in PRECISIONS}.get(row_name))
+
+
+def strategy_row(row_name: str) -> StrategyRow:
+    """The row of a strategy.
+
+    Args:
+        row_name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _check_row_exists(row_name, {row.name: row for row in STRATEGIES}.get(row_name))
+
+
+def start_method_row(row_name: str) -> StartMethodRow:
+    """The row of a start method.
+
+    Args:
+        row_name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _check_row_exists(row_name, {row.name: row for row in START_METHODS}.get(row_name))
+
+
+def engine_row(row_name: str) -> EngineRow:
+    """The row of an engine.
+
+    Args:
+        row_name: As in the table.
+
+    Returns:
+        The row.
+
+    Raises:
+        InternalError: No row has that name.
+    """
+    return _check_row_exists(row_name, {row.name: row for row in ENGINES}.get(row_name))
+
+
+def words_of_rows(
+    rows: tuple[DeviceRow | PrecisionRow | Fp8Row | StrategyRow | EngineRow, ...],
+) -> dict[str, str]:
+    """Other words that people write for the names of rows.
+
+    Args:
+        rows: A table.
+
+    Returns:
+        Word → name.
+    """
+    return {
+        other_word: capability_row.name
+        for capability_row in rows
+        for other_word in capability_row.words
+    }
+
+
+def driven_devices() -> tuple[DeviceRow, ...]:
+    """The devices that workers can compute on in this version; others are only detected."""
+    return tuple(row for row in DEVICES if row.precisions)
+
+
+def computes_in(device: DeviceRow, precision: PrecisionRow | Fp8Row) -> bool:
+    """Whether a device trains in a precision, or a backend of FP8 on a device."""
+    # Either row may name the other: one of them may come from another package.
+    return precision.name in device.precisions or device.name in precision.devices
+
+
+def strategy_fits(strategy: StrategyRow, other_row: DeviceRow | PrecisionRow | Fp8Row) -> bool:
+    """Whether a strategy trains on a device, or in a precision."""
+    fitting_names = strategy.devices if isinstance(other_row, DeviceRow) else strategy.precisions
+    return other_row.name in fitting_names or strategy.name in other_row.strategies
+
+
+def fp8_backend(
+    backend_name: str,
+    device: DeviceRow | None = None,
+    compute_capability: tuple[int, int] | None = None,
+) -> Fp8Choice:
+    """Which library computes in 8 bits.
+
+    Args:
+        backend_name: Its name; any other word takes the first one that is installed and fits.
+        device: What it is to compute on; None where that does not matter.
+        compute_capability: Of the GPU, if it is one and known.
+
+    Returns:
+        The library, and why; none where this version trains with no such library.
+    """
+    usable_rows = {
+        backend_row.name: backend_row for backend_row in FP8_BACKENDS if backend_row.path
+    }
+    if backend_name in usable_rows:
+        named_row = usable_rows[backend_name]
+        return Fp8Choice(row=named_row, problem=_missing_package(named_row), reason="asked for")
+    passed_over: list[str] = []
+    # Those that need no package come last: they are always there.
+    for backend_row in sorted(usable_rows.values(), key=lambda row: not _auto_package(row)):
+        obstacle = _auto_obstacle(backend_row, device, compute_capability)
+        if not obstacle:
+            found_text = (
+                f"{_auto_package(backend_row)} is installed"
+                if _auto_package(backend_row)
+                else "it needs no package"
+            )
+            return Fp8Choice(row=backend_row, reason="; ".join((found_text, *passed_over)))
+        passed_over.append(f"not {backend_row.name}: {obstacle}")
+    if not usable_rows:
+        return Fp8Choice()
+    first_row = next(iter(usable_rows.values()))
+    return Fp8Choice(row=first_row, problem="; ".join(passed_over))
+
+
+def _auto_package(backend_row: Fp8Row) -> str:
+    """The module with which ``auto`` takes a library; empty where it needs none."""
+    return backend_row.auto_with or backend_row.package
+
+
+def _missing_package(backend_row: Fp8Row) -> str:
+    if not backend_row.package or is_installed(backend_row.package):
+        return ""
+    return (
+        f"the FP8 backend {backend_row.name!r} needs {backend_row.package}, which is not installed"
+    )
+
+
+def _auto_obstacle(
+    backend_row: Fp8Row, device: DeviceRow | None, compute_capability: tuple[int, int] | None
+) -> str:
+    """Why ``auto`` passes over a library; empty where it does not."""
+    if (package := _auto_package(backend_row)) and not is_installed(package):
+        return f"{package} is not installed"
+    if device is not None and not computes_in(device, backend_row):
+        return f"it does not compute on {device.name}"
+    if compute_capability is not None and compute_capability < backend_row.refused_below:
+        return f"it needs {backend_row.needs}"
+    return ""
+
+
+def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
+    """The process group backend for the workers of one node.
+
+    Args:
+        row: The device they compute on.
+        num_local: Workers on this node.
+        num_devices: Devices of that kind on this node.
+
+    Returns:
+        The name that ``torch.distributed.init_process_group`` takes.
+    """
+    # NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
+    return row.group_backend if num_local <= num_devices else row.shared_group_backend
+
+
+def _check_row_exists(row_name: str, named_row: _CapabilityRow | None) -> _CapabilityRow:
+    if named_row is None:
+        raise InternalError(
+            f"nbaccel has no capability row named {row_name!r}. "
+            "Nothing can be decided about it. Please report this as a bug."
+        )
+    return named_row

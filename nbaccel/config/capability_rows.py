@@ -1,0 +1,292 @@
+"""The records of which the tables in ``capabilities`` are made.
+
+They stand apart from the tables because a package that adds a backend imports them while the
+tables are being put together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "DeviceRow",
+    "EngineRow",
+    "Fp8Choice",
+    "Fp8Row",
+    "PrecisionRow",
+    "StartMethodRow",
+    "StrategyRow",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRow:
+    """What workers can compute on.
+
+    Two rows fit each other if either of them names the other, so that a package which adds a
+    device can name the strategies that are there, and one which adds a strategy the devices.
+
+    Attributes:
+        name: As in ``RunConfig.device``.
+        meaning: What it is, for people.
+        needs: What must be there.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.Device`. The module is imported
+            in notebooks: it imports torch inside of methods only.
+        label: What one is called in sentences: ``GPU``; the name where it is empty.
+        words: Other words that people write for the name.
+        precisions: The precisions it can train in; none where this version only detects it.
+        strategies: Strategies that train on it, beside those whose rows name it.
+        slow: Those of its precisions that it only imitates, and why that matters.
+        refused: Precisions of others that it cannot train in, and why.
+        start_methods: How its workers can be started.
+        group_backend: Process group backend where each worker has a device of its own.
+        shared_group_backend: The one where workers share a device.
+        in_host_memory: Whether its tensors lie in the host's memory.
+        stages_copies: Whether each copy to it takes as much host memory again until it is through.
+        distributed_type: What Accelerate calls training on it, whatever the number of processes.
+        variables: Environment variables from which other libraries in a worker learn of it.
+        never_run: Whether it has never been run. ``auto`` passes over it then.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    path: str
+    label: str = ""
+    words: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    slow: tuple[tuple[str, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    start_methods: tuple[str, ...] = ()
+    group_backend: str = "gloo"
+    shared_group_backend: str = "gloo"
+    in_host_memory: bool = False
+    stages_copies: bool = False
+    distributed_type: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+    never_run: bool = False
+
+    @property
+    def noun(self) -> str:
+        """What one is called in sentences."""
+        return self.label or self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionRow:
+    """A number format of the forward and backward pass.
+
+    Attributes:
+        name: As in ``RunConfig.mixed_precision``.
+        meaning: What it is, for people.
+        needs: What must be there.
+        words: Other words that people write for the name.
+        refused_below: Compute capability under which a GPU cannot do it.
+        imitated_below: Compute capability under which a GPU does it slowly.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.Precision`; empty where this
+            version has none.
+        has_backends: Whether libraries compute it: then class, devices and strategies are those of
+            a row in ``FP8_BACKENDS``.
+        dtype: Name of the torch dtype that layers compute in under it, for the check that training
+            does what was asked; empty where dtypes do not show it.
+        devices: Devices that train in it, beside those whose rows name it.
+        strategies: Strategies that train in it, beside those whose rows name it.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    words: tuple[str, ...] = ()
+    path: str = ""
+    has_backends: bool = False
+    dtype: str = ""
+    refused_below: tuple[int, int] = (0, 0)
+    imitated_below: tuple[int, int] = (0, 0)
+    devices: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Row:
+    """A library that computes in 8 bits.
+
+    Attributes:
+        name: As in ``Fp8Config.backend``.
+        meaning: What it does, for people.
+        needs: What must be there.
+        package: The module that must be installed for it; empty where torch is enough.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.Precision`; empty where this
+            version has none.
+        words: Other words that people write for the name.
+        devices: What it can compute on.
+        strategies: Strategies that train with it.
+        settings: Those of ``Fp8Config`` that it reads.
+        recipes: Ways to find scales, as in ``Fp8Config.recipe``; the first is its default.
+        auto_with: The module with which ``auto`` takes it, where that is not `package`.
+        refused_below: Compute capability under which a GPU cannot do it.
+        emulated_below: Compute capability under which products are computed in another format.
+        restore: ``module:function`` that gives a module its own layers back, and returns the
+            parameters that it replaced, each with the one in its place.
+        library: What must be imported for its layers to exist.
+        shards: Module that reads weights of which each process has a part, a
+            :class:`~nbaccel.abc.ShardReader`.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    package: str
+    path: str = ""
+    words: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
+    auto_with: str = ""
+    refused_below: tuple[int, int] = (0, 0)
+    emulated_below: tuple[int, int] = (0, 0)
+    restore: str = ""
+    library: str = ""
+    shards: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Choice:
+    """The library that computes in 8 bits, on one device.
+
+    Attributes:
+        row: Its row; None where no library does.
+        problem: Why it cannot be used; empty where it can.
+        reason: Why it was chosen.
+    """
+
+    row: Fp8Row | None = None
+    problem: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyRow:
+    """How the processes of a run train one model together.
+
+    Attributes:
+        name: As in ``RunConfig.strategy`` and ``Strategy.name``.
+        meaning: What each process holds, for people.
+        needs: What must be there.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.Strategy`.
+        headline: How the training plan's first line calls it; the name where it is empty.
+        words: Other words that people write for the name.
+        devices: What it can compute on.
+        precisions: The precisions it can train in.
+        processes: ``one`` where it trains one process alone, ``several`` where it needs others;
+            empty where it does both.
+        drives_all: Whether its one process drives all devices of the machine.
+        is_default: Whether it is taken for so many processes where none was asked for.
+        default_reason: Why it is taken then; ``{world_size}`` stands for the number of processes.
+        needs_group: Whether it does nothing where no process group can be made.
+        distributed_type: What Accelerate calls it; empty where that depends on the device.
+        settings: ``module:Class`` of its settings; an object of it among ``kwargs_handlers`` asks
+            for the strategy, unless it is a default one. The module is light.
+        argument: Argument of `Accelerator` that takes them, if there is one.
+        wanted: ``module:function`` that says whether what was said requests it: given a
+            `Said` of `nbaccel.plan.contracts.asking`, it returns a `Wanted` of the same or
+            None. The module is light. Where it is empty, the name and the settings ask for it.
+        variables: Environment variables from which other libraries in a worker learn of it, where
+            it was requested by its name.
+        check: ``module:function`` that refuses what its library lacks on a machine.
+        judge: ``module:function`` that refuses mistakes in a run's configuration of it.
+        library: What must be imported for its shards to exist.
+        shards: Module that reads them, a :class:`~nbaccel.abc.ShardReader`.
+        memory: Module that knows the shared memory that the workers' library makes: the variables
+            for it, and the files to remove.
+        enter: ``module:function`` that prepares a worker for it, given the type of its device.
+        observe: ``module:function`` that looks at a process before the library is in it, for the
+            reader's ``tear_down``. This one, ``enter`` and ``memory`` are loaded even where the
+            library is never used, so they are light.
+        form: ``module:Class`` of what a picker offers of it, a
+            :class:`~nbaccel.memory.settings_form.SettingsForm`; empty where it has none.
+        advisor: ``module:function`` that finds its fastest configuration that fits.
+        command: ``module:function`` that adds its subcommand to the command line.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    path: str
+    headline: str = ""
+    words: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    processes: str = ""
+    drives_all: bool = False
+    is_default: bool = False
+    default_reason: str = ""
+    needs_group: bool = False
+    distributed_type: str = ""
+    settings: str = ""
+    argument: str = ""
+    wanted: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+    check: str = ""
+    judge: str = ""
+    library: str = ""
+    shards: str = ""
+    memory: str = ""
+    enter: str = ""
+    observe: str = ""
+    form: str = ""
+    advisor: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartMethodRow:
+    """How workers come to be.
+
+    Attributes:
+        name: As in ``Plan.start_method``.
+        meaning: What happens, for people.
+        needs: What must be there.
+        headline: How :meth:`Plan.headline` says it.
+        separate_processes: Whether workers are processes of their own.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    headline: str
+    separate_processes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRow:
+    """What brings the workers of a run together on several machines.
+
+    Attributes:
+        name: As in ``RunConfig.engine``.
+        meaning: What it does, for people.
+        needs: What must be there.
+        path: ``module:Class`` of its :class:`~nbaccel.abc.Engine`, where this notebook's
+            workers run on other hosts; empty where every machine has a notebook or command of its
+            own. The module is light.
+        words: Other words that people write for the name.
+        setting: The setting of ``RunConfig`` that names its hosts, which asks for it; empty where
+            it finds them itself.
+        meets: Whether machines with notebooks or commands of their own meet by it.
+        extra: The extra of nbaccel that installs what it needs; empty where nothing is needed.
+    """
+
+    name: str
+    meaning: str
+    needs: str
+    path: str = ""
+    words: tuple[str, ...] = ()
+    setting: str = ""
+    meets: bool = False
+    extra: str = ""
+
+    @property
+    def starts_agents(self) -> bool:
+        """Whether this notebook's workers run on hosts that it starts agents on."""
+        return bool(self.path)

@@ -1,0 +1,318 @@
+"""A DeepSpeed configuration inside a ``RunConfig``: each fact is in one place only.
+
+DeepSpeed's file and the run's settings both have the stage, the precision, and how many batches
+make a step. Here they are taken out of the file, so that two places cannot contradict each other,
+and put back where DeepSpeed reads them. All other keys belong to the package `deepspeed`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.field_rules import FieldMistake, FieldRule
+from nbaccel.config.text_forms import read_source
+from nbaccel.config.value_readers import numbers_read, read_whole
+
+__all__ = [
+    "BATCH_SIZES",
+    "DOCUMENT_NAME",
+    "Document",
+    "disagreements",
+    "engine_config",
+    "read_document",
+    "stage_left_open",
+    "taken_out",
+    "tidied_settings",
+]
+
+_ZERO_SECTION = "zero_optimization"
+_AUTO_WORD = "auto"
+_HALF_FORMATS = ("fp16", "bf16")
+_PART_SECTIONS = ("optimizer", "scheduler")
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+DOCUMENT_NAME = "A DeepSpeed configuration"
+_ENABLED_EXAMPLE = 'Write for example {"enabled": true}'
+SECTION_RULES = {
+    _ZERO_SECTION: FieldRule(
+        must="a section",
+        why="It holds the stage and what goes with it",
+        do='Write for example {"stage": 2}',
+    ),
+    "fp16": FieldRule(must="a section", why="It turns float16 on or off", do=_ENABLED_EXAMPLE),
+    "bf16": FieldRule(must="a section", why="It turns bfloat16 on or off", do=_ENABLED_EXAMPLE),
+}
+"""Sections that are taken apart here, and their rules."""
+_ENABLED_RULE = FieldRule(
+    must="true or false",
+    why="It decides in which number format the model is trained",
+    do="Give one of them",
+)
+_AUTO_STAGE = 2
+"""Accelerate's stage for ``"auto"``."""
+
+
+class _RunSettings(Protocol):
+    """The settings of a `RunConfig` that are read here."""
+
+    @property
+    def deepspeed(self) -> dict[str, Any] | None: ...
+
+    @property
+    def zero_stage(self) -> int | None: ...
+
+    @property
+    def mixed_precision(self) -> str: ...
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None: ...
+
+
+class Document(dict[str, Any]):
+    """A DeepSpeed configuration that :func:`read_document` has read, and does not read again.
+
+    Plain JSON values; the stage, the precision and the accumulation have their proper types.
+    """
+
+
+def read_document(given_value: Any) -> Any:
+    """A DeepSpeed configuration as plain JSON values, in the current form.
+
+    Args:
+        given_value: A mapping, an object with ``to_dict`` (``ZeroConfig``), JSON text, or the path
+            of a JSON file.
+
+    Returns:
+        A `Document`, or the value for a validator to refuse.
+
+    Raises:
+        ConfigError: The file cannot be read, it or the text holds no JSON object, or what a run
+            has settings for (stage, precision) is wrong in it.
+    """
+    if isinstance(given_value, Document):
+        return given_value
+    read_settings = read_source(given_value, DOCUMENT_NAME)
+    if not isinstance(read_settings, dict):
+        return read_settings
+    config_document = Document(tidied_settings(read_settings))
+    if endless_keys := [*_infinite_keys(config_document)]:
+        message_text = (
+            f"{endless_keys[0]} is infinite, and workers get the configuration as JSON, which has "
+            "no word for it. They would get another value. Give a large number: 1000000000."
+        )
+        raise ConfigError(FieldMistake(message_text, endless_keys[0]))
+    return config_document
+
+
+def _infinite_keys(given_value: Any, key_path: str = "") -> Iterator[str]:
+    if isinstance(given_value, dict):
+        for entry_key, inner_value in given_value.items():
+            yield from _infinite_keys(
+                inner_value, f"{key_path}.{entry_key}" if key_path else entry_key
+            )
+    elif isinstance(given_value, list):
+        for inner_value in given_value:
+            yield from _infinite_keys(inner_value, key_path)
+    # NaN has been refused by the reader.
+    elif isinstance(given_value, float) and math.isinf(given_value):
+        yield key_path
+
+
+def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
+    """A configuration in which the stage and the precision have their proper types.
+
+    DeepSpeed reads ``"true"`` as true, and older names of some sections; code that compares with
+    ``True`` would miss them, and train something else.
+
+    Args:
+        config_settings: Plain values; changed and returned.
+
+    Returns:
+        The same configuration.
+
+    Raises:
+        ConfigError: Values that cannot be read; every mistake.
+    """
+    if "bfloat16" in config_settings:
+        old_section = config_settings.pop("bfloat16")
+        config_settings.setdefault("bf16", old_section)
+    if isinstance(config_settings.get(_ZERO_SECTION), bool):
+        config_settings[_ZERO_SECTION] = {"stage": int(config_settings[_ZERO_SECTION])}
+    # Numbers as text and whole floats, of which both are compared with integers later.
+    for key_holder, number_key in (
+        (config_settings.get(_ZERO_SECTION), "stage"),
+        (config_settings, BATCH_SIZES[-1]),
+    ):
+        if isinstance(key_holder, dict) and isinstance(
+            number_value := key_holder.get(number_key), (str, float)
+        ):
+            key_holder[number_key] = read_whole(number_value)
+    for section_name in _PART_SECTIONS:
+        part_section = config_settings.get(section_name)
+        if isinstance(part_section, dict) and "params" in part_section:
+            part_section["params"] = numbers_read(part_section["params"])
+    config_mistakes = [
+        FieldMistake(
+            section_rule.refusal(section_name, config_settings[section_name]), section_name
+        )
+        for section_name, section_rule in SECTION_RULES.items()
+        if not isinstance(config_settings.get(section_name, {}), (dict, type(None)))
+    ]
+    config_mistakes += [
+        mistake
+        for section_name in _HALF_FORMATS
+        for mistake in _read_enabled(config_settings.get(section_name), f"{section_name}.enabled")
+    ]
+    if all(_is_on(config_settings.get(section_name)) for section_name in _HALF_FORMATS):
+        message_text = (
+            "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
+            "DeepSpeed refuses two. Turn one of them off."
+        )
+        config_mistakes.append(FieldMistake(message_text, "fp16.enabled"))
+    if config_mistakes:
+        raise ConfigError(*config_mistakes)
+    return config_settings
+
+
+def _read_enabled(format_section: Any, enabled_key: str) -> list[FieldMistake]:
+    """Replace the text of a truth value by the value; mistakes where it is none."""
+    if not isinstance(format_section, dict) or (given_value := format_section.get("enabled")) in (
+        None,
+        _AUTO_WORD,
+    ):
+        return []
+    enabled_word = given_value.strip().lower() if isinstance(given_value, str) else given_value
+    if enabled_word in ("true", "false"):
+        format_section["enabled"] = enabled_word = enabled_word == "true"
+    if isinstance(enabled_word, bool):
+        return []
+    return [FieldMistake(_ENABLED_RULE.refusal(enabled_key, given_value), enabled_key)]
+
+
+def _is_on(format_section: Any) -> bool:
+    return isinstance(format_section, dict) and format_section.get("enabled") is True
+
+
+def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:
+    """Take out of a DeepSpeed configuration the settings that a run has, too.
+
+    Args:
+        config_document: A DeepSpeed configuration, as :func:`read_document` gives it.
+
+    Returns:
+        The configuration without them, and the settings that it decides; ``"auto"`` decides none.
+    """
+    remaining_document = Document(copy.deepcopy(dict(config_document)))
+    decided_settings: dict[str, Any] = {}
+    zero_section = remaining_document.get(_ZERO_SECTION)
+    if isinstance(zero_section, dict):
+        stage = zero_section.pop("stage", _AUTO_WORD)
+        if stage != _AUTO_WORD:
+            decided_settings["zero_stage"] = stage
+        if not zero_section:
+            del remaining_document[_ZERO_SECTION]
+    enabled_by_section = {}
+    for section_name in _HALF_FORMATS:
+        format_section = remaining_document.get(section_name)
+        if isinstance(format_section, dict) and "enabled" in format_section:
+            enabled_by_section[section_name] = format_section.pop("enabled")
+            if not format_section:
+                del remaining_document[section_name]
+    if True in enabled_by_section.values():
+        decided_settings["mixed_precision"] = next(
+            section_name
+            for section_name, is_enabled in enabled_by_section.items()
+            if is_enabled is True
+        )
+    # One of them turned off leaves the other open; only both together mean float32.
+    elif [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
+        decided_settings["mixed_precision"] = "no"
+    accumulation_steps = remaining_document.pop("gradient_accumulation_steps", None)
+    if accumulation_steps not in (None, _AUTO_WORD):
+        decided_settings["gradient_accumulation_steps"] = accumulation_steps
+    return remaining_document, decided_settings
+
+
+def stage_left_open(config_document: Mapping[str, Any]) -> int:
+    """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one.
+
+    Args:
+        config_document: The configuration.
+    """
+    zero_section = config_document.get(_ZERO_SECTION)
+    return (
+        _AUTO_STAGE
+        if isinstance(zero_section, Mapping) and zero_section.get("stage") == _AUTO_WORD
+        else 0
+    )
+
+
+def disagreements(
+    config_document: Mapping[str, Any], given_settings: Mapping[str, Any]
+) -> list[str]:
+    """Contradictions between a run and its DeepSpeed configuration.
+
+    Args:
+        config_document: The configuration, as :func:`read_document` gives it.
+        given_settings: What was given beside it, by the names of a run's settings.
+
+    Returns:
+        One message each.
+    """
+    decided_settings = taken_out(config_document)[1]
+    config_mistakes = [
+        f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
+        f"which says {decided_value!r}. "
+        'One of them would be ignored. Leave one out, or write "auto" there.'
+        for setting_name, decided_value in decided_settings.items()
+        if setting_name in given_settings and given_settings[setting_name] != decided_value
+    ]
+    # A section that only turns its own precision off decides none, and still contradicts that one.
+    precision_name = given_settings.get("mixed_precision")
+    format_section = config_document.get(str(precision_name))
+    if "mixed_precision" in decided_settings or not isinstance(format_section, Mapping):
+        return config_mistakes
+    if format_section.get("enabled") is False:
+        config_mistakes.append(
+            f"mixed_precision={precision_name!r} contradicts the DeepSpeed configuration, where "
+            f"{precision_name}.enabled is False. One of them would be ignored. Leave one out, or "
+            'write "auto" there.'
+        )
+    return config_mistakes
+
+
+def engine_config(run_config: _RunSettings) -> dict[str, Any] | None:
+    """The DeepSpeed configuration of a run, complete with the run's settings.
+
+    Args:
+        run_config: The user's settings.
+
+    Returns:
+        What DeepSpeed's JSON file would hold, with ``"auto"`` where the training decides; None
+        where DeepSpeed is not to train.
+    """
+    if run_config.deepspeed is None and not run_config.zero_stage:
+        return None
+    open_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))
+    zero_section = open_settings.pop(_ZERO_SECTION, None) or {}
+    whole_config: dict[str, Any] = {
+        _ZERO_SECTION: {"stage": run_config.zero_stage or 0, **zero_section}
+    }
+    for section_name in _HALF_FORMATS:
+        format_section = open_settings.pop(section_name, None)
+        if run_config.mixed_precision == section_name:
+            whole_config[section_name] = {"enabled": True, **(format_section or {})}
+        elif format_section:
+            # Its other keys are kept, but it must not turn its precision on.
+            whole_config[section_name] = {"enabled": False, **format_section}
+    whole_config |= open_settings
+    if run_config.gradient_accumulation_steps is not None:
+        whole_config["gradient_accumulation_steps"] = run_config.gradient_accumulation_steps
+    # These are known only where the training is prepared; without them DeepSpeed would refuse the
+    # configuration or take its default.
+    for open_key in (*BATCH_SIZES, "gradient_clipping"):
+        whole_config.setdefault(open_key, _AUTO_WORD)
+    return whole_config

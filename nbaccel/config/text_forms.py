@@ -1,0 +1,474 @@
+"""A configuration as text: JSON for workers, YAML for people, a schema for editors.
+
+DeepSpeed's configuration comes as a file, as text, or as a dictionary. All three are read here and
+nowhere else, so that the same mistake always has the same message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.optional_packages import require
+from nbaccel.config.mistakes import shown
+from nbaccel.config.value_readers import plain_value
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+__all__ = [
+    "Exchangeable",
+    "Plain",
+    "each_once",
+    "json_like",
+    "plain_object",
+    "read_file",
+    "read_object",
+    "read_source",
+    "read_yaml",
+    "unreadable",
+]
+
+
+# Far deeper than any configuration, and far from Python's limit for recursion.
+_MAX_JSON_DEPTH = 64
+_MAX_YAML_NODES = 10_000
+"""The largest configuration of DeepSpeed has some hundred."""
+_MAX_CHARS = 1_000_000
+_MAX_BITS = 1024
+"""Of a whole number: a larger one does not fit into any number of a training."""
+
+
+def read_file(
+    file_path: str | Path, source_name: str = "The DeepSpeed configuration"
+) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Args:
+        file_path: A JSON file.
+        source_name: What it holds, for messages.
+
+    Returns:
+        The object in it.
+
+    Raises:
+        ConfigError: There is no such file, or it holds no JSON object.
+    """
+    named_source = f"{source_name} {shown(str(file_path))}"
+    try:
+        source_text = Path(file_path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
+        raise ConfigError(
+            f"{named_source} cannot be read: {error}. "
+            "Training would run without it. Give the path of a JSON file."
+        ) from error
+    return read_object(source_text, named_source)
+
+
+def read_object(source_text: str, source_name: str) -> dict[str, Any]:
+    """Read a JSON object in which no key stands twice.
+
+    Args:
+        source_text: JSON.
+        source_name: What it describes, for messages.
+
+    Returns:
+        The object.
+
+    Raises:
+        ConfigError: It is no JSON object, or a key stands twice in it.
+    """
+    try:
+        _check_length(source_text)
+        read_values = json.loads(
+            source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
+        )
+    except json.JSONDecodeError as error:
+        raise _unreadable_json(
+            source_name, str(error), _likely_reason(source_text, error.pos)
+        ) from error
+    except RecursionError as error:
+        raise _unreadable_json(source_name, "it is nested too deeply") from error
+    except ConfigError:
+        raise  # from `each_once`; it is a `ValueError`, too
+    except ValueError as error:  # too long, NaN, or a number of thousands of digits
+        raise _unreadable_json(source_name, f"{error}{_line_of('NaN', source_text)}") from error
+    if not isinstance(read_values, dict):
+        type_name = "null" if read_values is None else type(read_values).__name__
+        raise ConfigError(
+            f"{source_name} cannot be read from JSON of {type_name}: got {shown(source_text)}. "
+            "Settings need names. "
+            'Write names and values: {"train_batch_size": 8}, for example.'
+        )
+    return read_values
+
+
+def json_like(given_value: Any, value_path: str = "", nesting_depth: int = 0) -> Any:
+    """A value as JSON holds it: lists for tuples, plain numbers for NumPy's, text for paths.
+
+    Args:
+        given_value: A value of a configuration.
+        value_path: Where it stands, for messages.
+        nesting_depth: How deep it is nested.
+
+    Returns:
+        A copy of plain values.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    given_value = plain_value(given_value)
+    place_text = f" at {value_path}" if value_path else ""
+    # A dictionary that contains itself ends here, too.
+    if nesting_depth > _MAX_JSON_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep{place_text[:60]}")
+    if isinstance(given_value, Mapping):
+        # `json.dumps` would silently make text of numbers and truth values.
+        wrong_keys = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
+        if wrong_keys:
+            raise ValueError(
+                f"JSON names settings by text, and {shown(wrong_keys[0])}{place_text} is none"
+            )
+        path_prefix = f"{value_path}." if value_path else ""
+        return {
+            entry_key: json_like(inner_value, f"{path_prefix}{entry_key}", nesting_depth + 1)
+            for entry_key, inner_value in given_value.items()
+        }
+    if isinstance(given_value, (list, tuple)):
+        return [json_like(list_entry, value_path, nesting_depth + 1) for list_entry in given_value]
+    if isinstance(given_value, os.PathLike):
+        return os.fspath(given_value)
+    if isinstance(given_value, int) and given_value.bit_length() > _MAX_BITS:
+        raise ValueError(
+            f"a whole number of {given_value.bit_length()} bits{place_text} is too large"
+        )
+    if given_value is None or isinstance(given_value, (str, bool, int)):
+        return given_value
+    if isinstance(given_value, float) and not math.isnan(given_value):  # "never print" is Infinity
+        return given_value
+    raise ValueError(f"JSON cannot hold {shown(given_value)}{place_text}")
+
+
+def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str, Any]:
+    """A mapping as JSON holds it.
+
+    Args:
+        read_settings: A mapping that was built in Python.
+        source_name: What it describes, for messages.
+
+    Returns:
+        A copy of plain values.
+
+    Raises:
+        ConfigError: JSON cannot hold it.
+    """
+    try:
+        read_values: dict[str, Any] = json_like(read_settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"{source_name} cannot be read from {shown(read_settings)}: {error}. "
+            "DeepSpeed reads JSON. Give names as text, and plain values."
+        ) from error
+    return read_values
+
+
+def read_source(given_value: Any, source_name: str) -> Any:
+    """Settings out of whatever holds them, as plain JSON values.
+
+    Args:
+        given_value: A mapping, an object with ``to_dict``, JSON text, or the path of a JSON file.
+        source_name: What it holds, for messages.
+
+    Returns:
+        A new dictionary; a value that is none of these is returned unchanged, to be refused.
+
+    Raises:
+        ConfigError: The file cannot be read, or JSON cannot hold what was given.
+    """
+    # `ZeroConfig`, for example, which this package must not import.
+    if callable(getattr(given_value, "to_dict", None)):
+        given_value = given_value.to_dict()
+    # No path begins so in practice; a list is read, too, for the better message.
+    if isinstance(given_value, str) and given_value.lstrip()[:1] in ("{", "["):
+        return read_object(given_value, source_name)
+    if isinstance(given_value, (str, Path)):
+        return read_file(given_value)
+    return (
+        plain_object(given_value, source_name) if isinstance(given_value, Mapping) else given_value
+    )
+
+
+def _read_constant(constant_name: str) -> float:
+    # Python's reader takes NaN and Infinity, which JSON does not have. DeepSpeed's users write
+    # Infinity, for "never".
+    if constant_name == "NaN":
+        raise ValueError(f"{constant_name} is no number, and JSON has no word for it")
+    return float(constant_name)
+
+
+def _line_of(searched_word: str, source_text: str) -> str:
+    text_before, matched_word, _ = source_text.partition(searched_word)
+    line_number = text_before.count("\n") + 1
+    return f": line {line_number}" if matched_word else ""
+
+
+def _unreadable_json(source_name: str, reader_message: str, likely_cause: str = "") -> ConfigError:
+    return ConfigError(
+        f"{source_name} cannot be read from JSON: {reader_message.rstrip('.')}. {likely_cause}"
+        "A setting half read would train something else. Correct the text there."
+    )
+
+
+def _likely_reason(source_text: str, error_position: int) -> str:
+    """The probable cause at the place where the reader stopped."""
+    if source_text.startswith("\ufeff"):
+        return "It begins with a byte order mark: save it as UTF-8 without one. "
+    text_after, text_before = (
+        source_text[error_position:].lstrip(),
+        source_text[:error_position].rstrip(),
+    )
+    if text_after.startswith(("//", "/*", "#")) and text_before:
+        return "JSON has no comments: remove them. "
+    if text_before.endswith(",") and text_after[:1] in ("}", "]"):
+        return "A comma before a closing bracket is one too many: remove it. "
+    # Newer versions of Python give the position of the comma itself.
+    if text_after.startswith(",") and text_after[1:].lstrip()[:1] in ("}", "]"):
+        return "A comma before a closing bracket is one too many: remove it. "
+    if not text_after:
+        return "The text ends there: it is empty, or was cut off. "
+    if not source_text.lstrip().startswith(("{", "[")):
+        return "It may be YAML, which DeepSpeed does not read: write it as JSON. "
+    return ""
+
+
+_YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
+"""Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
+
+
+def unreadable(source_name: str, text_language: str, error: Exception) -> ConfigError:
+    """The error about a text that is no JSON, or no YAML.
+
+    Args:
+        source_name: What the text describes.
+        text_language: ``JSON`` or ``YAML``.
+        error: The error of its reader.
+    """
+    return ConfigError(
+        f"{source_name} cannot be read from {text_language}: {error}. "
+        "A setting half read would train something else. Correct the text there."
+    )
+
+
+def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """An ``object_pairs_hook`` for JSON in which a key that stands twice is a mistake.
+
+    Args:
+        source_name: What the text describes, for the message.
+
+    Returns:
+        The hook; it raises :class:`ConfigError`.
+    """
+
+    def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # Python's reader keeps the last value and drops the others silently.
+        key_names = [setting_name for setting_name, _ in key_pairs]
+        repeated_names = sorted(
+            {setting_name for setting_name in key_names if key_names.count(setting_name) > 1}
+        )
+        if repeated_names:
+            raise ConfigError(
+                f"{source_name} names {', '.join(repeated_names)} more than once. "
+                "One of the values would be lost. Remove one of them."
+            )
+        return dict(key_pairs)
+
+    return once
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML in which ``3e-5`` is a number, as in JSON and in YAML 1.2.
+
+    Args:
+        text: YAML.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        ValueError: It is no YAML; the message has the line.
+    """
+    yaml = require("yaml", extra="", why="Reading a configuration file")
+    _check_length(text)
+
+    class Loader(_BoundedNodes, yaml.SafeLoader):  # type: ignore[name-defined,misc]  # imported when needed
+        """With the numbers of YAML 1.2; a separate class, because resolvers change their class."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_length(text: str) -> None:
+    if len(text) > _MAX_CHARS:
+        raise ValueError(f"it has {len(text):,} characters, and no configuration has so many")
+
+
+class _BoundedNodes:
+    """Refuses YAML that would be huge once its aliases stand for what they name.
+
+    A few lines can stand for billions of values, over which everything that walks or shows them
+    would take hours.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)  # type: ignore[call-arg]  # the loader's
+        self._nesting_depth = 0
+        self._num_nodes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A value, and all that is in it.
+
+        Raises:
+            ValueError: It is too large, nested too deeply, or contains itself.
+        """
+        self._nesting_depth += 1
+        if self._nesting_depth > _MAX_JSON_DEPTH:
+            raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep")
+        is_alias = type(self.peek_event()).__name__ == "AliasEvent"  # type: ignore[attr-defined]
+        node = super().compose_node(parent, index)  # type: ignore[misc]  # the loader's
+        self._nesting_depth -= 1
+        if id(node) not in self._num_nodes:
+            # What it names is not at its end yet.
+            if is_alias:
+                line_number = node.start_mark.line + 1
+                raise ValueError(f"the value of line {line_number} contains itself")
+            self._num_nodes[id(node)] = self._count(node)
+            self._check(len(self._num_nodes))
+        return node
+
+    def _check(self, num_nodes: int) -> None:
+        if num_nodes > _MAX_YAML_NODES:
+            raise ValueError(
+                f"it holds more than {_MAX_YAML_NODES:,} values where each alias counts as all "
+                "that it stands for"
+            )
+
+    def _count(self, node: Any) -> int:
+        inner_values = node.value if isinstance(node.value, list) else []
+        inner_nodes = [
+            inner_node
+            for inner_value in inner_values
+            for inner_node in (inner_value if isinstance(inner_value, tuple) else (inner_value,))
+        ]
+        num_nodes = 1 + sum(self._num_nodes[id(inner_node)] for inner_node in inner_nodes)
+        self._check(num_nodes)
+        return num_nodes
+
+
+class Plain(BaseModel):
+    """A model whose `repr` is code with the settings that differ from the defaults."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for setting_name, model_field in type(self).model_fields.items():
+            given_value = getattr(self, setting_name)
+            if given_value != model_field.default:
+                yield setting_name, given_value
+
+    def __str__(self) -> str:
+        return repr(self)
+
+
+class Exchangeable(Plain):
+    """A model that is written as text and read back."""
+
+    def to_json(self) -> str:
+        """All settings as one JSON object, defaults included: a worker needs no other source.
+
+        Returns:
+            Text that :meth:`from_json` reads.
+        """
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote, or any JSON object of settings.
+
+        Args:
+            text: A JSON object.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: The text is no JSON object, or its settings are wrong.
+        """
+        try:
+            read_settings = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise unreadable(f"A {cls.__name__}", "JSON", error) from error
+        return cls._from_mapping(read_settings, "JSON")
+
+    def to_yaml(self) -> str:
+        """The settings that differ from the defaults as YAML, for a file that people read.
+
+        Returns:
+            Text that :meth:`from_yaml` reads.
+        """
+        yaml = require("yaml", extra="", why="Writing a configuration file")
+        # By way of JSON, so that YAML gets plain values: no tuples, enums or paths.
+        read_settings = json.loads(self.model_dump_json(exclude_defaults=True))
+        return str(yaml.safe_dump(read_settings, sort_keys=False, allow_unicode=True))
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """Read what :meth:`to_yaml` wrote, or any YAML mapping of settings.
+
+        Args:
+            text: A YAML mapping; an empty text gives the defaults.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: The text is no YAML mapping, or its settings are wrong.
+        """
+        try:
+            read_settings = read_yaml(text)
+        except ValueError as error:
+            raise unreadable(f"A {cls.__name__}", "YAML", error) from error
+        return cls._from_mapping({} if read_settings is None else read_settings, "YAML")
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting.
+
+        Returns:
+            A JSON schema as a dictionary.
+        """
+        return cls.model_json_schema()
+
+    @classmethod
+    def _from_mapping(cls, read_settings: object, text_language: str) -> Self:
+        if not isinstance(read_settings, dict):
+            raise ConfigError(
+                f"A {cls.__name__} cannot be read from {text_language} of "
+                f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
+                "names. Write names and values: num_processes and 2, for example."
+            )
+        return cls(
+            **{
+                str(setting_name): given_value
+                for setting_name, given_value in read_settings.items()
+            }
+        )

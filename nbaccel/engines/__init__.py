@@ -1,1 +1,0 @@
-"""Engines that start this notebook's workers on other machines: one module each."""

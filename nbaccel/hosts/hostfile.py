@@ -1,0 +1,182 @@
+"""The hosts of a DeepSpeed hostfile, with an agent on each by ssh.
+
+    worker-1 slots=4        # a comment
+    worker-2 slots=4
+
+`NBACCEL_SSH` has another command than ``ssh``; the host and the agent's command line are its last
+arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.config import RunConfig
+from nbaccel.config.host_filter import kept_slots
+from nbaccel.hosts.agent_command import ProcessCrew, agent_command
+from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
+
+__all__ = ["HostfileEngine"]
+
+_SSH_VARIABLE = "NBACCEL_SSH"
+# No password can be typed, and a host that does not answer must not keep the notebook waiting.
+_SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)$")
+_PYTHON_VARIABLE = "NBACCEL_REMOTE_PYTHON"
+
+
+class HostfileEngine(Engine):
+    """Starts agents on the hosts of a hostfile."""
+
+    name = "deepspeed"
+
+    def unavailable_reason(self, config: RunConfig) -> str:
+        """See :meth:`Engine.unavailable_reason`."""
+        if config.hostfile is None:
+            return (
+                'engine="deepspeed" needs hostfile=...: a file with a line such as `worker-1 '
+                "slots=4` for each machine. Workers would have nowhere to run. Write one."
+            )
+        command = _ssh_command()
+        if command and shutil.which(command[0]) is None:
+            return (
+                f'engine="deepspeed" starts workers by {command[0]!r}, which is not on the PATH. '
+                "Install openssh-client, or name another command in NBACCEL_SSH."
+            )
+        try:
+            self.hosts(config)
+        except ConfigError as error:
+            return " ".join(error.mistakes)
+        return ""
+
+    def hosts(self, config: RunConfig) -> Sequence[Host]:
+        """See :meth:`Engine.hosts`."""
+        read_hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
+        num_places = sum(host.slots or 0 for host in read_hosts)
+        if config.num_processes is not None and config.num_processes > num_places:
+            raise ConfigError(
+                f"num_processes={config.num_processes} with the {num_places} slots of "
+                f"{config.hostfile}{_filter_note(config)}: some workers would have nowhere to run. "
+                "Ask for fewer, or write more slots."
+            )
+        return list(_hosts_needed(read_hosts, config.num_processes or num_places))
+
+    def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
+        """See :meth:`Engine.start_agents`."""
+        command = agent_command(env.read(_PYTHON_VARIABLE, "") or "")
+        return ProcessCrew(
+            {
+                (host.name,): (
+                    command
+                    if host.is_here
+                    else [*_ssh_command(), host.address, shlex.join(command)],
+                    replace(hello, host=host.name),
+                )
+                for host in hosts
+            },
+            env.snapshot(),
+        )
+
+
+def _ssh_command() -> list[str]:
+    return shlex.split(env.read(_SSH_VARIABLE, "") or _SSH_COMMAND)
+
+
+def _filtered_hosts(read_hosts: Sequence[Host], config: RunConfig) -> list[Host]:
+    """The hosts that the settings leave, with as many slots as they leave of each."""
+    left_slots = kept_slots(
+        {host.name: host.slots or 0 for host in read_hosts},
+        include=config.include,
+        exclude=config.exclude,
+    )
+    return [
+        # Of a whole host nothing is said to its workers, as without a filter.
+        host
+        if len(left_slots[host.name]) == host.slots
+        else replace(host, slots=len(left_slots[host.name]), devices=left_slots[host.name])
+        for host in read_hosts
+        if host.name in left_slots
+    ]
+
+
+def _filter_note(config: RunConfig) -> str:
+    given_filters = {"include": config.include, "exclude": config.exclude}
+    return "".join(f" with {name}={text!r}" for name, text in given_filters.items() if text)
+
+
+def _hosts_needed(read_hosts: Sequence[Host], num_workers: int) -> Iterator[Host]:
+    """The first hosts, as many as so many workers take."""
+    for host in read_hosts:
+        if num_workers <= 0:
+            return
+        yield host
+        num_workers -= host.slots or 0
+
+
+def _read_hostfile(file_path: Path) -> list[Host]:
+    """The hosts of a file.
+
+    Raises:
+        ConfigError: It cannot be read, or lines in it are wrong; every mistake.
+    """
+    try:
+        lines = file_path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"hostfile={str(file_path)!r} cannot be read ({error.strerror or error}), so there "
+            "are no hosts to run on. Give the path of a file with lines such as `worker-1 "
+            "slots=4`."
+        ) from error
+    read_hosts: dict[str, Host] = {}
+    mistakes = []
+    own_names = _own_names()
+    for line_number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = _LINE.match(text)
+        if found is None or found[2] == "0":
+            mistakes.append(
+                f"{file_path}, line {line_number}: {text!r} is not `name slots=N` with N of 1 or "
+                "more. It would be unclear how many workers run there. Correct the line."
+            )
+        elif found[1] in read_hosts:
+            mistakes.append(
+                f"{file_path}, line {line_number}: {found[1]} is there twice. Its slots would be "
+                "counted twice. Remove one of the lines."
+            )
+        else:
+            read_hosts[found[1]] = Host(
+                name=found[1],
+                address=found[1].rpartition("@")[2],
+                slots=int(found[2]),
+                is_here=found[1] in own_names,
+            )
+    if not read_hosts and not mistakes:
+        mistakes.append(
+            f"{file_path} names no host, so there is nowhere to run. Write lines such as "
+            "`worker-1 slots=4`."
+        )
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return list(read_hosts.values())
+
+
+def _own_names() -> frozenset[str]:
+    """Names and addresses of this machine."""
+    addresses = {
+        entry.address.partition("%")[0]
+        for interface_addresses in psutil.net_if_addrs().values()
+        for entry in interface_addresses
+    }
+    return frozenset({"localhost", socket.gethostname(), *addresses})

@@ -1,0 +1,386 @@
+"""Hosts of a Ray cluster that the notebook is connected to.
+
+    notebook process                          each node
+    ----------------                          ---------
+    a placement group: one bundle per node
+    HostActor per bundle          ── Ray ──►  starts `python -m nbaccel.hosts.agent`,
+                                              and holds the bundle's devices for it
+    a model's memory, put once    ── Ray ──►  written once into a memory file, which the agent gets
+                                              by a Unix socket and all its workers map
+
+Ray finds nodes, reserves their devices, starts and ends agents, and carries large memory files
+through its object store. Output, errors, Stop, results and weights go by the agents' own
+connections: Ray prints late, wraps exceptions, and cannot interrupt a method.
+
+Seen in Ray 2.60: two raylets of one machine have the same address, so that nodes are told apart by
+their ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, StartupFailed
+from nbaccel.base.log import write_notice
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.units import format_bytes, format_seconds
+from nbaccel.config import RunConfig
+from nbaccel.hosts.ray_node import HostActor
+from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
+
+__all__ = ["RayCrew", "RayEngine"]
+
+_RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
+"""Device → what Ray calls it."""
+_ANSWER_S = 10.0  # for the head of a cluster
+_RESERVE_S = 30.0  # for other work on the cluster to end
+_PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
+_CARRY_S = 600.0  # for all nodes to have a model
+
+
+class RayEngine(Engine):
+    """See :class:`~nbaccel.abc.Engine`. A notebook calls `ray.init` itself."""
+
+    name = "ray"
+
+    def __init__(self) -> None:
+        self._num_workers: dict[str, int] = {}
+        self._resource = "CPU"
+
+    def unavailable_reason(self, config: RunConfig) -> str:
+        """See :meth:`Engine.unavailable_reason`."""
+        if not is_installed("ray"):
+            return (
+                'engine="ray" needs Ray, which is not installed. Install it with pip install '
+                '"nbaccel[ray]", in the version that the cluster has.'
+            )
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return (
+                'engine="ray" was asked for, and this notebook is not connected to a Ray cluster: '
+                "nbaccel starts and joins none by itself. Connect first: import ray; "
+                'ray.init(address="auto").'
+            )
+        return ""
+
+    def connect(self) -> None:
+        """See :meth:`Engine.connect`."""
+        if not is_installed("ray"):  # `unavailable_reason` tells
+            return
+        _check_answers(env.read("RAY_ADDRESS", "") or "")
+        import ray
+
+        if ray.is_initialized():
+            return
+        try:
+            # Our agents bring home what workers print.
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"engine='ray' found no Ray cluster from here ({_error_line(error)}). Run the "
+                "command on one of its nodes, set RAY_ADDRESS to HOST:PORT of its head, or hand "
+                "it in by `ray job submit`."
+            ) from error
+
+    def hosts(self, config: RunConfig) -> Sequence[Host]:
+        """See :meth:`Engine.hosts`: where Ray would place so many workers now, densely packed."""
+        nodes = _living_nodes()
+        self._resource = _resource_of(config, nodes)
+        num_workers = config.num_processes or _default_count(nodes, self._resource)
+        placed = _try_placement(num_workers, self._resource, nodes)
+        own_node = _own_node()
+        # The notebook's own node first: its ranks reach the notebook without a network.
+        node_ids = sorted(placed, key=lambda node_id: (node_id != own_node, -placed[node_id]))
+        names = _node_names(nodes)
+        self._num_workers = {names[node_id]: placed[node_id] for node_id in node_ids}
+        return [
+            Host(
+                name=names[node_id],
+                address=str(nodes[node_id]["NodeManagerAddress"]),
+                slots=placed[node_id],
+            )
+            for node_id in node_ids
+        ]
+
+    def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
+        """See :meth:`Engine.start_agents`."""
+        node_ids = {name: node_id for node_id, name in _node_names(_living_nodes()).items()}
+        missing = [host.name for host in hosts if host.name not in node_ids]
+        if missing:
+            raise StartupFailed(
+                f"{', '.join(missing)} left the Ray cluster before the workers were started. Run "
+                "the cell again."
+            )
+        bundles = [
+            {self._resource: self._num_workers[host.name], "CPU": self._num_workers[host.name]}
+            for host in hosts
+        ]
+        group = _reserve(bundles, [node_ids[host.name] for host in hosts])
+        return RayCrew(group, hosts, bundles, hello)
+
+
+def _check_answers(cluster_address: str) -> None:
+    """Refuse an address at which nothing listens: Ray tries it for minutes."""
+    host_name, _, port_text = cluster_address.rpartition(":")
+    if not host_name or not port_text.isdecimal():  # none, or one of another form, which Ray reads
+        return
+    try:
+        socket.create_connection((host_name, int(port_text)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS="
+            f"{cluster_address!r} ({error}). Nothing was started. Correct the address, or start "
+            "the cluster."
+        ) from error
+
+
+# ------------------------------------------------------------------------- where workers fit
+
+
+def _living_nodes() -> dict[str, dict[str, Any]]:
+    import ray
+
+    all_nodes: Any = ray.nodes  # it has no annotations
+    return {node["NodeID"]: node for node in all_nodes() if node["Alive"]}
+
+
+def _own_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _node_names(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Node's id → a name: its address, with a part of the id where two have the same."""
+    addresses = [node["NodeManagerAddress"] for node in nodes.values()]
+    return {
+        node_id: node["NodeManagerAddress"]
+        if addresses.count(node["NodeManagerAddress"]) == 1
+        else f"{node['NodeManagerAddress']}-{node_id[:6]}"
+        for node_id, node in nodes.items()
+    }
+
+
+def _resource_of(config: RunConfig, nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    if config.device == "auto":
+        return next(
+            (name for name in ("GPU", "TPU") if any(_has(node, name) for node in nodes.values())),
+            "CPU",
+        )
+    if config.device not in _RESOURCES:
+        raise ConfigError(
+            f'device={config.device!r} cannot go with engine="ray", which counts '
+            f"{', '.join(sorted(set(_RESOURCES.values())))} alone. Give one of "
+            f"{', '.join(_RESOURCES)}, or another engine."
+        )
+    return _RESOURCES[config.device]
+
+
+def _has(node: Mapping[str, Any], resource: str) -> int:
+    return int(node["Resources"].get(resource, 0))
+
+
+def _default_count(nodes: Mapping[str, Mapping[str, Any]], resource: str) -> int:
+    if resource == "CPU":
+        return len(nodes)
+    return sum(_has(node, resource) for node in nodes.values())
+
+
+def _try_placement(
+    num_workers: int, resource: str, nodes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, int]:
+    """Node → workers, as Ray's scheduler places them now. Nothing stays reserved."""
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+
+    bundle = {"CPU": 1} if resource == "CPU" else {resource: 1, "CPU": 1}
+    num_places = sum(
+        min(_has(node, name) // amount for name, amount in bundle.items())
+        for node in nodes.values()
+    )
+    wanted = f"{num_workers} x {bundle}"
+    if num_workers > num_places:
+        # Ray calls it infeasible only if a single bundle fits no node.
+        raise ConfigError(_unplaced(wanted, "is more than the cluster has", nodes))
+    group = placement_group([bundle] * num_workers, strategy="PACK")
+    try:
+        _await_placement(group, wanted, nodes)
+        places = placement_group_table(group)["bundles_to_node_id"].values()
+        return {node_id: list(places).count(node_id) for node_id in dict.fromkeys(places)}
+    finally:
+        remove_placement_group(group)
+
+
+def _reserve(bundles: Sequence[Mapping[str, int]], node_ids: Sequence[str]) -> Any:
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    selectors = [{"ray.io/node-id": node_id} for node_id in node_ids]
+    group = placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
+    try:
+        _await_placement(group, str(list(bundles)), _living_nodes())
+    except BaseException:  # an interrupt, too, must not leave it waiting
+        remove_placement_group(group)
+        raise
+    return group
+
+
+def _await_placement(group: Any, wanted: str, nodes: Mapping[str, Mapping[str, Any]]) -> None:
+    from ray.util.placement_group import placement_group_table
+
+    deadline = time.monotonic() + _RESERVE_S
+    was_told = False
+    while not group.wait(1):
+        state = placement_group_table(group)["stats"]["scheduling_state"]
+        is_late = time.monotonic() > deadline
+        # Ray itself would wait in silence for a node that never comes.
+        if state == "INFEASIBLE" or is_late:
+            problem = (
+                f"was not free within {format_seconds(_RESERVE_S)}"
+                if is_late
+                else "is more than the cluster has"
+            )
+            raise ConfigError(_unplaced(wanted, problem, nodes))
+        if not was_told and time.monotonic() > deadline - _RESERVE_S + _PLACEMENT_NOTICE_S:
+            write_notice(f"nbaccel: waiting for Ray to free {wanted}.\n")
+            was_told = True
+
+
+def _unplaced(wanted: str, problem: str, nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    return (
+        f"Ray cannot place the workers: {wanted} {problem}.\n{_table(nodes)}\nGive a smaller "
+        "num_processes, add nodes, or end what else runs there."
+    )
+
+
+def _table(nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    import ray
+
+    available: Any = ray.available_resources  # it has no annotations
+    free = available()
+    counted = sorted(set(_RESOURCES.values()))
+    lines = [
+        f"  {name}: " + ", ".join(f"{_has(nodes[node_id], kind)} {kind}" for kind in counted)
+        for node_id, name in _node_names(nodes).items()
+    ]
+    now = ", ".join(f"{int(free.get(kind, 0))} {kind}" for kind in counted)
+    return "\n".join([*lines, f"  free of all: {now}"])
+
+
+# ------------------------------------------------------------------------- agents
+
+
+class RayCrew(AgentCrew):
+    """Actors of one placement group, each with an agent; see :class:`AgentCrew`."""
+
+    def __init__(
+        self,
+        group: Any,
+        hosts: Sequence[Host],
+        bundles: Sequence[Mapping[str, int]],
+        hello: AgentHello,
+    ) -> None:
+        self._group = group
+        self._actors: dict[str, Any] = {}
+        self._ends: dict[str, Any] = {}
+        try:
+            for number, (host, bundle) in enumerate(zip(hosts, bundles, strict=True)):
+                actor = _make_actor(group, number, bundle)
+                self._actors[host.name] = actor
+                line = replace(hello, host=host.name).to_line()
+                # Answered when the agent ends, or with Ray's error when the node does.
+                self._ends[host.name] = actor.run_agent.remote(line)
+        except BaseException:  # an interrupt, too, must not leave actors
+            self.end(0.0)
+            raise
+
+    def problems(self) -> Mapping[str, str]:
+        """See :meth:`AgentCrew.problems`."""
+        import ray
+
+        answered, _ = ray.wait(
+            list(self._ends.values()), num_returns=len(self._ends), timeout=0, fetch_local=False
+        )
+        known = {}
+        for name, end in self._ends.items():
+            if end in answered:
+                try:
+                    known[name] = ray.get(end)
+                except ray.exceptions.RayError as error:
+                    known[name] = f"Ray says: {_error_line(error)}"
+        return known
+
+    def carry(self, file_descriptor: int) -> str:
+        """See :meth:`AgentCrew.carry`: through Ray's object store, which copies it once per node.
+
+        Raises:
+            StartupFailed: It did not reach all nodes.
+        """
+        import numpy as np
+        import ray
+
+        num_bytes = os.fstat(file_descriptor).st_size
+        with mmap.mmap(file_descriptor, num_bytes, access=mmap.ACCESS_READ) as content:
+            viewed = np.frombuffer(content, dtype=np.uint8)
+            reference = ray.put(viewed)
+            # Or the mapping could not be closed.
+            del viewed
+        ticket = str(reference.hex())
+        taken = [actor.take.remote(ticket, [reference]) for actor in self._actors.values()]
+        try:
+            ray.get(taken, timeout=_CARRY_S)
+        except ray.exceptions.RayError as error:
+            raise StartupFailed(
+                f"Ray did not bring {format_bytes(num_bytes)} of the model to all nodes: "
+                f"{_error_line(error)}. Its object store may be full: `ray memory` shows by what."
+            ) from error
+        # The reference ends here, and with it the copies in the object store.
+        return ticket
+
+    def end(self, grace_s: float) -> None:
+        """See :meth:`AgentCrew.end`."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if not ray.is_initialized():  # the user has left the cluster, which ended all
+            return
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait(list(self._ends.values()), num_returns=len(self._ends) or 1, timeout=grace_s)
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+        remove_placement_group(self._group)
+
+
+def _error_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _make_actor(group: Any, number: int, bundle: Mapping[str, int]) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    devices = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
+    options = {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": devices or None,
+        # One method runs as long as the agent does.
+        "max_concurrency": 8,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=number
+        ),
+    }
+    return ray.remote(HostActor).options(**options).remote()

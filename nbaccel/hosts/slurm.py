@@ -1,0 +1,135 @@
+"""The nodes of the SLURM allocation that the notebook runs in, with an agent on each by srun.
+
+`--overlap` is needed where the notebook is a step of the allocation itself: its own step holds the
+resources, and srun would wait for them for ever (SLURM 22.05).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.config import RunConfig
+from nbaccel.hosts.agent_command import ProcessCrew, agent_command
+from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
+
+__all__ = ["SlurmEngine"]
+
+_JOB_VARIABLE, _NODES_VARIABLE = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
+_TASKS_VARIABLE = "SLURM_TASKS_PER_NODE"
+# Set for a task by srun: the name that `scontrol show hostnames` gives its node.
+_OWN_NODE_VARIABLE = "SLURMD_NODENAME"
+_SCONTROL_S = 20.0
+_GROUP = re.compile(r"(\d+)(?:\(x(\d+)\))?$")
+# Of the notebook's own step: srun would take them for options of the new one.
+_STEP_VARIABLES = re.compile(
+    r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)"
+)
+
+
+class SlurmEngine(Engine):
+    """Starts agents on the nodes of an allocation."""
+
+    name = "slurm"
+
+    def unavailable_reason(self, config: RunConfig) -> str:
+        """See :meth:`Engine.unavailable_reason`."""
+        missing = [command for command in ("srun", "scontrol") if shutil.which(command) is None]
+        if missing:
+            return (
+                f'engine="slurm" needs {" and ".join(missing)}, which this machine does not have '
+                "on its PATH. Workers would have nowhere to run. Start the notebook on a node of "
+                "the cluster."
+            )
+        if not env.read(_JOB_VARIABLE):
+            return (
+                'engine="slurm" needs an allocation, and this notebook runs in none '
+                f"({_JOB_VARIABLE} is not set). Start it in one: `salloc --nodes=2 "
+                "--ntasks-per-node=4 jupyter lab`. Or `nbaccel export --to slurm` writes a file "
+                "for sbatch."
+            )
+        return ""
+
+    def hosts(self, config: RunConfig) -> Sequence[Host]:
+        """See :meth:`Engine.hosts`."""
+        names = _allocated_names(env.read(_NODES_VARIABLE, "") or "")
+        slots = _tasks_per_node(env.read(_TASKS_VARIABLE, "") or "")
+        # An allocation that does not say how many tasks takes one per device, or core.
+        slots_by_name = dict(zip(names, slots, strict=True)) if len(slots) == len(names) else {}
+        num_places = sum(slots_by_name.values())
+        if config.num_processes is None or config.num_processes > num_places:
+            # More workers than tasks were allocated: they are shared out evenly.
+            slots_by_name = {} if config.num_processes is not None else slots_by_name
+        found = [
+            Host(name=name, address=name, slots=slots_by_name.get(name), is_here=False)
+            for name in names
+        ]
+        return list(_first_nodes(found, config.num_processes))
+
+    def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
+        """See :meth:`Engine.start_agents`."""
+        names = tuple(host.name for host in hosts)
+        command = [
+            "srun",
+            "--overlap",
+            "--kill-on-bad-exit=1",
+            "--ntasks-per-node=1",
+            f"--nodes={len(names)}",
+            f"--ntasks={len(names)}",
+            f"--nodelist={','.join(names)}",
+            # All cores of the node: the workers are the agent's children.
+            "--cpu-bind=none",
+            *agent_command(),
+        ]
+        # One line of text goes to all tasks; each finds the name of its host.
+        told = replace(hello, host_variable=_OWN_NODE_VARIABLE)
+        return ProcessCrew({names: (command, told)}, _without_own_step(env.snapshot()))
+
+
+def _allocated_names(node_list: str) -> list[str]:
+    """The nodes of an allocation.
+
+    Raises:
+        ConfigError: scontrol does not know them.
+    """
+    command = ["scontrol", "show", "hostnames", node_list]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_SCONTROL_S
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"{_NODES_VARIABLE}={node_list!r} cannot be read by `{' '.join(command)}`: {error}. "
+            "The nodes of the allocation are not known. Look whether scontrol works in a terminal."
+        ) from error
+    return answer.stdout.split()
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """The numbers that `4(x2),2` stands for; none where it cannot be read."""
+    counts: list[int] = []
+    for group in filter(None, text.split(",")):
+        found = _GROUP.match(group)
+        if found is None:
+            return []
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _first_nodes(found: Sequence[Host], num_workers: int | None) -> Iterator[Host]:
+    """The first nodes, as many as so many workers take."""
+    for host in found:
+        if num_workers is not None and num_workers <= 0:
+            return
+        yield host
+        if num_workers is not None:
+            num_workers -= host.slots or 1
+
+
+def _without_own_step(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in variables.items() if not _STEP_VARIABLES.match(name)}

@@ -1,1 +1,0 @@
-"""One launch: `notebook_launcher`, from a plan to results."""

@@ -1,0 +1,95 @@
+"""``advise``: which configuration to train a model with, by estimate or by real steps.
+
+The search belongs to the strategy that has settings to find; here it is given the launcher, with
+which it proves its choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.launchers import notebook_launcher
+from nbaccel.plan import Inventory, registry
+
+if TYPE_CHECKING:
+    from nbaccel.deepspeed.advisor.advice import Advice
+
+__all__ = ["advise"]
+
+
+def advise(
+    model: Any,
+    sample_batch: Any = None,
+    *,
+    config: Mapping[str, Any] | str | Path | Any = None,
+    num_processes: int | None = None,
+    num_nodes: int = 1,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    nvme_memory: int | str | None = None,
+    nvme_path: str | Path | None = None,
+    optimizer: str = "AdamW",
+    precision: str = "auto",
+    try_it: bool = False,
+    max_trials: int = 12,
+    timeout: float = 600.0,
+    inventory: Inventory | None = None,
+) -> Advice:
+    """Find the fastest DeepSpeed configuration that fits.
+
+    The published ladder is walked, the fastest rung first: as it is, gradient checkpointing,
+    ZeRO-2, with the optimizer offloaded, ZeRO-3, with parameters offloaded, with both, NVMe; then
+    again with half the batch and twice the accumulation, so that an optimizer step sees the same
+    samples. (Source: the DeepSpeed guide of transformers, "Select a ZeRO stage".)
+
+    Args:
+        model: The model; without `try_it` it may be on ``meta``. It stays as it is.
+        sample_batch: What one process calls it with: a dict, a tuple or a tensor, whose first
+            dimension counts samples. Without it activations are left out.
+        config: A DeepSpeed configuration to begin with: what the ladder does not decide is kept.
+        num_processes: Processes on each machine. None: one per GPU or TPU chip, or one.
+        num_nodes: Machines.
+        device_memory: What may be used on each device: bytes, or ``"16 GiB"``. None: what is free.
+        host_memory: What may be used of each host.
+        nvme_memory: What may be used of the disk.
+        nvme_path: A folder on the fast disk; None leaves NVMe out, unless `config` names one.
+        optimizer: DeepSpeed's optimizer, where `config` has none.
+        precision: ``"auto"`` as the hardware allows, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        try_it: Whether to prove the choice: one real step in worker processes that end with it,
+            rung after rung until one works, and then the largest batch that does. On a CPU a
+            worker is held to its share of memory, so that nothing else is harmed.
+        max_trials: How many launches that may take.
+        timeout: Seconds that one launch may take.
+        inventory: What the machine has; None looks at this one.
+
+    Returns:
+        The advice: `config` to train with, and a table of all rungs with reasons. Where nothing
+        fits, `config` is None, and the table says what is missing.
+
+    Raises:
+        ConfigError: A setting is wrong, or activations cannot be measured.
+        MissingBackend: DeepSpeed, or nbaccel's backend for it, is not installed.
+        WorkerFailed: (With `try_it`) a step failed for another reason than memory.
+    """
+    __tracebackhide__ = True
+    advice: Advice = registry.load_advisor()(
+        model,
+        sample_batch,
+        config=config,
+        num_processes=num_processes,
+        num_nodes=num_nodes,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        nvme_memory=nvme_memory,
+        nvme_path=nvme_path,
+        optimizer=optimizer,
+        precision=precision,
+        try_it=try_it,
+        max_trials=max_trials,
+        timeout=timeout,
+        inventory=inventory,
+        launch=notebook_launcher,
+    )
+    return advice

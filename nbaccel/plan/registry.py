@@ -1,0 +1,458 @@
+"""Implementations by name, imported when first needed and not before.
+
+``capabilities`` says what exists and where; this file imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_args
+
+from nbaccel.base.errors import ConfigError, InternalError, MissingBackend, PlatformUnsupported
+from nbaccel.base.unsupported_names import NOT_INSTALLED, missing_name_of
+from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config.capabilities import (
+    DEVICES,
+    FP8_BACKENDS,
+    PRECISIONS,
+    STRATEGIES,
+    StrategyRow,
+    device_row,
+    driven_devices,
+    engine_row,
+    fp8_backend,
+    precision_row,
+    strategy_row,
+)
+from nbaccel.plan.contracts.asking import Said, Source, Wanted
+from nbaccel.plan.contracts.device import Device, DeviceRuntime, UnlistedDevice
+from nbaccel.plan.contracts.host_engine import Engine
+from nbaccel.plan.contracts.precision import Precision
+from nbaccel.plan.contracts.strategy import Strategy
+
+if TYPE_CHECKING:
+    from nbaccel.plan.inventory import Gpu, Inventory
+
+__all__ = [
+    "awake_accelerators",
+    "check_strategy",
+    "device",
+    "device_runtime",
+    "devices",
+    "engine",
+    "enter_worker",
+    "known_device",
+    "known_devices",
+    "layer_restorers",
+    "load_advisor",
+    "load_object",
+    "plugin_class",
+    "precision",
+    "prepare_notebook",
+    "settings_forms",
+    "shared_memory_modules",
+    "strategy",
+    "strategy_settings",
+    "usable_units",
+    "wanted_strategy",
+]
+
+
+# ------------------------------------------------------------------------------ devices
+def device(device_name: str) -> Device:
+    """The implementation of a device that workers can compute on.
+
+    Args:
+        device_name: As in its capability row.
+
+    Returns:
+        An object without state.
+
+    Raises:
+        PlatformUnsupported: This version only detects it.
+    """
+    capability_row = device_row(device_name)
+    # A row without precisions is only detected, so that the plan can name it.
+    if capability_row not in driven_devices():
+        driven_names = ", ".join(driven_row.name for driven_row in driven_devices())
+        raise PlatformUnsupported(
+            f"Device {device_name!r} cannot be used: {capability_row.meaning}. Workers would have "
+            f"nothing to compute on. Use one of {driven_names}."
+        )
+    return known_device(device_name)
+
+
+def known_device(device_name: str) -> Device:
+    """The implementation of a device, be it one that is only detected.
+
+    Args:
+        device_name: As in its capability row.
+
+    Returns:
+        An object without state.
+    """
+    device_class: type[Device] = _load_class(device_row(device_name).path, Device)
+    return device_class()
+
+
+def device_runtime(device_name: str) -> DeviceRuntime:
+    """What a process that computes on a device needs of it.
+
+    Args:
+        device_name: As in its capability row, or as torch calls one that no row names.
+    """
+    if any(capability_row.name == device_name for capability_row in DEVICES):
+        return known_device(device_name)
+    return UnlistedDevice(device_name)
+
+
+def known_devices() -> tuple[Device, ...]:
+    """All devices in the order of their rows, but those that cannot be loaded.
+
+    The plan reports the latter, which come from other packages; a request for one by its name
+    raises the error.
+    """
+    loaded_devices = []
+    for capability_row in DEVICES:
+        # Another package's module may raise anything, and must not disable the other devices.
+        with contextlib.suppress(Exception):
+            loaded_devices.append(known_device(capability_row.name))
+    return tuple(loaded_devices)
+
+
+def devices() -> tuple[Device, ...]:
+    """Of these the ones that workers can compute on."""
+    driven_names = {capability_row.name for capability_row in driven_devices()}
+    return tuple(device for device in known_devices() if device.name in driven_names)
+
+
+def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
+    """The accelerators of a machine that a launch takes by itself; none where it takes the CPU.
+
+    Args:
+        inventory: What the machine has.
+    """
+    for known in known_devices():
+        units = known.units(inventory)
+        if units and not known.idle_reason(inventory):
+            return units
+    return ()
+
+
+def prepare_notebook() -> str:
+    """Let all devices sleep in a notebook's process.
+
+    Returns:
+        The device whose template is to be started ahead; empty for the one of all others.
+    """
+    for known in known_devices():
+        known.keep_asleep()
+    expected = (known.name for known in known_devices() if known.expects_launches())
+    return next(expected, "")
+
+
+_UNLISTED_ACCELERATORS = ("npu", "mlu", "musa", "sdaa")
+"""Accelerators that Accelerate knows, of packages that extend torch: there are no rows for them."""
+
+
+def awake_accelerators() -> Iterator[DeviceRuntime]:
+    """The accelerators in use by this process, with or without a row; asking initialises none.
+
+    Torch must have been imported.
+    """
+    unlisted_devices = (
+        UnlistedDevice(accelerator_name)
+        for accelerator_name in _UNLISTED_ACCELERATORS
+        if hasattr(sys.modules["torch"], accelerator_name)
+    )
+    all_devices: tuple[DeviceRuntime, ...] = (*devices(), *unlisted_devices)
+    return (device for device in all_devices if device.is_awake())
+
+
+# ---------------------------------------------------------------------------- precisions
+def precision(
+    precision_name: str,
+    fp8: Fp8Config | None = None,
+    device_name: str = "",
+    compute_capability: tuple[int, int] | None = None,
+) -> type[Precision]:
+    """The implementation of a precision.
+
+    Args:
+        precision_name: As in its capability row.
+        fp8: Which library computes, where one does.
+        device_name: The row of the device; empty where it does not matter.
+        compute_capability: Of the GPU, if it is one and known.
+
+    Returns:
+        A class whose objects are made by :meth:`Precision.build`.
+
+    Raises:
+        PlatformUnsupported: This version has no implementation of it, or its library is missing.
+    """
+    capability_row = precision_row(precision_name)
+    class_path, problem = capability_row.path, ""
+    if capability_row.has_backends:
+        device_row_of = device_row(device_name) if device_name else None
+        backend = "" if fp8 is None else fp8.backend
+        choice = fp8_backend(backend, device_row_of, compute_capability)
+        class_path, problem = (choice.row.path if choice.row else ""), choice.problem
+    if not class_path or problem:
+        reason = problem or "this version has no implementation of it"
+        raise PlatformUnsupported(
+            f"mixed_precision={precision_name!r} ({capability_row.meaning}) cannot be trained in: "
+            f"{reason}. Every layer would compute in another format than was asked for. Use one of "
+            f"{', '.join(row.name for row in PRECISIONS if row.path)}; bf16 is the nearest."
+        )
+    precision_class: type[Precision] = _load_class(class_path, Precision)
+    return precision_class
+
+
+def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
+    """What gives a module its own layers back, of each FP8 library that this process has used."""
+    paths = {
+        backend_row.restore: None
+        for backend_row in FP8_BACKENDS
+        if backend_row.restore and backend_row.library in sys.modules
+    }
+    return (load_object(path) for path in paths)
+
+
+# ---------------------------------------------------------------------------- strategies
+def strategy(strategy_name: str) -> type[Strategy]:
+    """The implementation of a strategy.
+
+    Args:
+        strategy_name: As in its capability row.
+
+    Returns:
+        A class, whose objects are made by :meth:`Strategy.build`.
+    """
+    strategy_class: type[Strategy] = _load_class(strategy_row(strategy_name).path, Strategy)
+    return strategy_class
+
+
+def wanted_strategy(said: Said) -> Wanted | None:
+    """The strategy that was requested; each strategy decides whether it was.
+
+    Args:
+        said: What was said.
+
+    Returns:
+        What the strategy says of it; None where none was asked for.
+
+    Raises:
+        ConfigError: Two were requested by the same, strongest source.
+    """
+    requests = [
+        wanted
+        for capability_row in STRATEGIES
+        if (wanted := _request_of(capability_row, said)) is not None
+    ]
+    # In the order of `Source`, the strongest first.
+    for source in get_args(Source):
+        requests_of_source = [wanted for wanted in requests if wanted.source == source]
+        if len(requests_of_source) > 1:
+            first_request, second_request, *_ = requests_of_source
+            raise ConfigError(
+                f"{first_request.what} and {second_request.what} were both given: each shards "
+                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
+                "and only one can. Give one of them."
+            )
+        if requests_of_source:
+            return requests_of_source[0]
+    return None
+
+
+def _request_of(capability_row: StrategyRow, said: Said) -> Wanted | None:
+    """What a strategy says itself; any other is requested by its name or settings."""
+    if capability_row.wanted:
+        own_answer: Wanted | None = load_object(capability_row.wanted)(said)
+        return own_answer
+    given_settings = next(_settings_among(capability_row, said.handlers), None)
+    source: Source | None = said.source_of_name(capability_row.name)
+    request_text = f"strategy={capability_row.name!r}"
+    if given_settings is not None and not capability_row.is_default:
+        source, request_text = "argument", type(given_settings).__name__
+    if source is None:
+        return None
+    return Wanted(
+        strategy=capability_row.name,
+        source=source,
+        what=request_text,
+        reason=f"{request_text} was given: {capability_row.meaning}",
+        settings=lambda: strategy_settings(capability_row.name, said.handlers),
+    )
+
+
+def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
+    """The settings of a strategy: those given, or its defaults.
+
+    Args:
+        strategy_name: As in its capability row.
+        handlers: What was given as ``kwargs_handlers``.
+
+    Returns:
+        An object of the class that its row names; None where it has no settings.
+    """
+    capability_row = strategy_row(strategy_name)
+    given_settings = next(_settings_among(capability_row, handlers), None)
+    if given_settings is not None or not capability_row.settings:
+        return given_settings
+    return load_object(capability_row.settings)()
+
+
+def _settings_among(capability_row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
+    """Found by the names of classes, so that classes without an object here are not imported."""
+    for handler in handlers:
+        handler_class = type(handler)
+        if (
+            capability_row.settings
+            and capability_row.settings
+            == f"{handler_class.__module__}:{handler_class.__qualname__}"
+        ):
+            yield handler
+
+
+def check_strategy(
+    strategy_name: str, device_type: str, run_config: RunConfig | None = None
+) -> None:
+    """Refuse, before a process starts, what cannot train in it.
+
+    Args:
+        strategy_name: As in its capability row; nothing happens where it is empty.
+        device_type: Type of the device.
+        run_config: What was asked, for mistakes in what it says to the strategy's library.
+
+    Raises:
+        ConfigError: The run's configuration of the library holds mistakes.
+        MissingBackend: The library, or something that it needs, is not installed.
+        PlatformUnsupported: The machine lacks a tool.
+    """
+    if not strategy_name:
+        return
+    capability_row = strategy_row(strategy_name)
+    if capability_row.check:
+        load_object(capability_row.check)(device_type)
+    if capability_row.judge and run_config is not None:
+        load_object(capability_row.judge)(run_config, device_type)
+
+
+def enter_worker(device_type: str) -> None:
+    """Let the libraries of all strategies prepare this worker for their use.
+
+    Args:
+        device_type: Type of the device that it computes on.
+    """
+    for capability_row in STRATEGIES:
+        if capability_row.enter:
+            load_object(capability_row.enter)(device_type)
+
+
+def load_advisor() -> Any:
+    """What finds the fastest configuration of a strategy that has one to find.
+
+    Returns:
+        The function.
+
+    Raises:
+        MissingBackend: No strategy here has an advisor.
+    """
+    advisor_path = next(
+        (capability_row.advisor for capability_row in STRATEGIES if capability_row.advisor), ""
+    )
+    if not advisor_path:
+        raise MissingBackend(
+            "advise finds configurations of strategies that have an advisor, and of "
+            f"{', '.join(capability_row.name for capability_row in STRATEGIES)} none has one. "
+            "Nothing can be compared. Install nbaccel with its DeepSpeed backend."
+        )
+    return load_object(advisor_path)
+
+
+def plugin_class(class_name: str) -> Any:
+    """The class of a strategy's settings, by the name that users import.
+
+    Args:
+        class_name: ``DeepSpeedPlugin``.
+
+    Returns:
+        The class; one that says what is missing where no strategy here has it.
+    """
+    class_paths = (
+        capability_row.settings
+        for capability_row in STRATEGIES
+        if capability_row.settings.endswith(f":{class_name}")
+    )
+    class_path = next(class_paths, "")
+    return (
+        load_object(class_path)
+        if class_path
+        else missing_name_of(class_name, NOT_INSTALLED, "nbaccel.utils.dataclasses")
+    )
+
+
+def settings_forms() -> tuple[Any, ...]:
+    """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
+    return tuple(
+        load_object(capability_row.form)() for capability_row in STRATEGIES if capability_row.form
+    )
+
+
+def shared_memory_modules() -> list[Any]:
+    """The modules that know the shared memory which strategies' libraries make in workers."""
+    return [
+        load_object(capability_row.memory) for capability_row in STRATEGIES if capability_row.memory
+    ]
+
+
+# ------------------------------------------------------------------------------- engines
+def engine(engine_name: str) -> Engine:
+    """The implementation of an engine that starts agents on hosts.
+
+    Args:
+        engine_name: As in its capability row.
+
+    Returns:
+        An object without state.
+    """
+    engine_class: type[Engine] = _load_class(engine_row(engine_name).path, Engine)
+    return engine_class()
+
+
+# ------------------------------------------------------------------------------- loading
+def _load_class(class_path: str, contract: type[object]) -> Any:
+    loaded_class = load_object(class_path)
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, contract)):
+        raise InternalError(
+            f"{class_path} is no {contract.__name__}: got {loaded_class!r}. "
+            "The capability row names the wrong thing. Please report this as a bug."
+        )
+    return loaded_class
+
+
+def load_object(object_path: str) -> Any:
+    """The object that a capability row names.
+
+    Args:
+        object_path: ``module:name``, or ``module_name``.
+
+    Returns:
+        The object; its module is imported if it was not.
+
+    Raises:
+        InternalError: There is no such object.
+    """
+    module_name, _, object_name = object_path.partition(":")
+    try:
+        loaded_module = import_module(module_name)
+        return getattr(loaded_module, object_name) if object_name else loaded_module
+    # Other errors of an import are the module's own, and pass unchanged.
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise InternalError(
+            f"{object_path} cannot be loaded: {error}. "
+            "A capability row names what is not there. Please report this as a bug."
+        ) from error

@@ -1,0 +1,246 @@
+"""Who a worker is: its rank among all workers, its node, and where they meet."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import device_row
+
+__all__ = ["DEVICE_VARIABLE", "Topology"]
+
+DEVICE_VARIABLE = "NBACCEL_DEVICE"
+"""Environment variable with the row of a worker's device, which torch may call otherwise."""
+
+_LOOPBACK_INTERFACE = "lo"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """The place of one worker in a launch.
+
+    Attributes:
+        rank: Number of this worker among all workers, from 0.
+        local_rank: Number of this worker on its node, from 0.
+        world_size: Workers in total.
+        local_world_size: Workers on this node.
+        node_rank: Number of this node, from 0.
+        num_nodes: Nodes in total.
+        master_addr: Host name or address of the rendezvous store.
+        master_port: TCP port of the rendezvous store.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int
+
+    def __post_init__(self) -> None:
+        mistakes = _mistakes(self)
+        if mistakes:
+            raise ConfigError(*mistakes)
+
+    @classmethod
+    def of_node(
+        cls,
+        *,
+        num_processes: int,
+        master_port: int,
+        master_addr: str = "127.0.0.1",
+        node_rank: int = 0,
+        num_nodes: int = 1,
+    ) -> tuple[Topology, ...]:
+        """The workers of one node, where every node has as many.
+
+        Args:
+            num_processes: Workers on each node.
+            master_port: TCP port of the rendezvous store.
+            master_addr: Host name or address of the rendezvous store.
+            node_rank: Number of the node whose workers are asked for.
+            num_nodes: Nodes in total.
+
+        Returns:
+            One topology per worker of the node, by local rank.
+
+        Raises:
+            ConfigError: The numbers do not fit together.
+        """
+        if num_processes < 1:
+            raise ConfigError(
+                f"num_processes must be at least 1: got {num_processes}. "
+                "A launch without workers runs nothing. Ask for one worker or more."
+            )
+        return tuple(
+            cls(
+                rank=node_rank * num_processes + local_rank,
+                local_rank=local_rank,
+                world_size=num_nodes * num_processes,
+                local_world_size=num_processes,
+                node_rank=node_rank,
+                num_nodes=num_nodes,
+                master_addr=master_addr,
+                master_port=master_port,
+            )
+            for local_rank in range(num_processes)
+        )
+
+    @classmethod
+    def of_hosts(
+        cls, workers_per_host: Sequence[int], *, master_addr: str, master_port: int
+    ) -> tuple[Topology, ...]:
+        """The workers of several hosts, which may have different numbers of them.
+
+        Args:
+            workers_per_host: The number of workers of each host.
+            master_addr: Host name or address of the rendezvous store.
+            master_port: TCP port of the rendezvous store.
+
+        Returns:
+            One topology per worker, by rank.
+        """
+        first_ranks = itertools.accumulate(workers_per_host, initial=0)
+        return tuple(
+            cls(
+                rank=first_rank + local_rank,
+                local_rank=local_rank,
+                world_size=sum(workers_per_host),
+                local_world_size=num_workers,
+                node_rank=node_rank,
+                num_nodes=len(workers_per_host),
+                master_addr=master_addr,
+                master_port=master_port,
+            )
+            # Not strict: the sum of all is no host's first rank.
+            for node_rank, (num_workers, first_rank) in enumerate(
+                zip(workers_per_host, first_ranks, strict=False)
+            )
+            for local_rank in range(num_workers)
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker of rank 0."""
+        return self.rank == 0
+
+    def variables(
+        self,
+        *,
+        mixed_precision: str = "no",
+        device: str = "cpu",
+        environ: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
+        """The environment variables by which training code finds its place.
+
+        They are those that ``torch.distributed``, Accelerate, Lightning and the Trainer of
+        transformers read, so that their code runs unchanged.
+
+        Args:
+            mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
+            device: The row of the device that the worker computes on.
+            environ: The user's environment, whose network interfaces are respected; this
+                process's own where not given.
+
+        Returns:
+            Names and values, to be added to the user's environment.
+        """
+        variables_by_name = {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            # The node's number has one name in torchrun and another one in Lightning.
+            "GROUP_RANK": str(self.node_rank),
+            "NODE_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            # The name that Accelerate reads; its own launcher exports MIXED_PRECISION.
+            "ACCELERATE_MIXED_PRECISION": mixed_precision,
+            "FORK_LAUNCHED": "1",
+            # The launcher serves the store itself, so rank 0 must not try to bind the port.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
+        return variables_by_name | self._interfaces(env.snapshot() if environ is None else environ)
+
+    def to_json(self) -> str:
+        """This topology as a JSON object.
+
+        Returns:
+            Text that :meth:`from_json` reads.
+        """
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: A JSON object.
+
+        Returns:
+            The topology.
+
+        Raises:
+            ConfigError: The text is not a topology.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ConfigError(
+                f"A topology cannot be read from {text!r}: {error}. "
+                "A worker would not know its rank. Use the text that Topology.to_json() gives."
+            ) from error
+
+    def _interfaces(self, environ: Mapping[str, str]) -> dict[str, str]:
+        # On one machine the host name may resolve to an address that no worker can reach
+        # (containers, VPNs): gloo would then hang in its first connection.
+        if self.num_nodes > 1:
+            return {}
+        return {
+            variable_name: _LOOPBACK_INTERFACE
+            for variable_name in _INTERFACE_VARIABLES
+            if not environ.get(variable_name)
+        }
+
+
+def _mistakes(topology: Topology) -> tuple[str, ...]:
+    wrong_types = [
+        f"{topology_field.name} must be {topology_field.type}: got {field_value!r}. "
+        "It goes into an environment variable that others read. Give a value of that type."
+        for topology_field in fields(topology)
+        # By name: with postponed annotations a field's type is a string.
+        if type(field_value := getattr(topology, topology_field.name)).__name__
+        != topology_field.type
+    ]
+    # Before the ranges, which cannot be compared with values of other types.
+    if wrong_types:
+        return tuple(wrong_types)
+    allowed_ranges = (
+        ("local_world_size", topology.local_world_size, 1, topology.world_size),
+        ("local_rank", topology.local_rank, 0, topology.local_world_size - 1),
+        ("rank", topology.rank, 0, topology.world_size - 1),
+        ("node_rank", topology.node_rank, 0, topology.num_nodes - 1),
+        ("num_nodes", topology.num_nodes, 1, topology.world_size),
+        ("master_port", topology.master_port, 1, 65535),
+    )
+    mistakes = [
+        f"{field_name} must be from {lowest} to {highest}: got {field_value}. "
+        "Workers that disagree on their places wait for each other for ever. Correct it."
+        for field_name, field_value, lowest, highest in allowed_ranges
+        if not lowest <= field_value <= highest
+    ]
+    if not topology.master_addr.strip():
+        mistakes.append(
+            "master_addr must name a host: got ''. Workers meet there. "
+            'Give an address, "127.0.0.1" on one machine.'
+        )
+    return tuple(mistakes)

@@ -1,0 +1,178 @@
+"""Which layers of a model compute in 8 bits, and how they become what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import count_noun, first_few
+from nbaccel.precision.fp8.linear import Fp8Linear
+from nbaccel.precision.fp8.products import MULTIPLE
+from nbaccel.precision.fp8.scaled_adam import master_values
+from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+
+__all__ = [
+    "LayerSelection",
+    "follow_parameters",
+    "require_layers",
+    "restore_layers",
+    "select_layers",
+    "unshared_weights",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSelection:
+    """The linear layers of a model.
+
+    Attributes:
+        chosen: Those that compute in 8 bits, by name.
+        left: Why the others do not, by name.
+    """
+
+    chosen: Mapping[str, nn.Linear] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """How many there are, and which stay as they are, in one clause."""
+        total = len(self.chosen) + len(self.left)
+        counts = f"{len(self.chosen)} of {count_noun(total, 'linear layer')}"
+        if not self.left:
+            return counts
+        names = [f"{name} ({reason})" for name, reason in self.left.items()]
+        return f"{counts}; in bfloat16 stay {first_few(names, 6, separator='; ')}"
+
+
+def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelection:
+    """Choose the linear layers that can compute in 8 bits.
+
+    Args:
+        model: The model.
+        skip_first_and_last: Whether the first and the last one are left as they are: these lose
+            most.
+
+    Returns:
+        The layers. Those of classes of their own (of attention, of adapters) are none of both:
+        what they compute is not known.
+    """
+    layers = {
+        name or type(model).__name__: layer
+        for name, layer in model.named_modules()
+        if type(layer) in (nn.Linear, Fp8Linear)
+    }
+    ends = (*layers,)[:1] + (*layers,)[-1:] if skip_first_and_last else ()
+    left: dict[str, str] = {}
+    for name, layer in layers.items():
+        odd_size = _odd_size(layer)
+        if odd_size:
+            left[name] = odd_size
+        elif name in ends:
+            left[name] = "the first layer" if name == ends[0] else "the last layer"
+    chosen = {name: layer for name, layer in layers.items() if name not in left}
+    return LayerSelection(chosen=chosen, left=left)
+
+
+def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[torch.Tensor]:
+    """The weights that MS-AMP's levels keep in short formats, each once for each of its layers.
+
+    Args:
+        model: The model.
+        selection: Its layers.
+
+    Yields:
+        Weights that are trained and that no other module holds, such as an embedding tied to a
+        head.
+    """
+    chosen_layers = {id(layer) for layer in selection.chosen.values()}
+    shared = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in chosen_layers
+        for parameter in module.parameters(recurse=False)
+    }
+    for layer in selection.chosen.values():
+        if layer.weight.requires_grad and id(layer.weight) not in shared:
+            yield layer.weight
+
+
+def _odd_size(layer: nn.Linear) -> str:
+    """What of its shape a GPU cannot multiply in 8 bits; empty where it can."""
+    for size, what in ((layer.in_features, "inputs"), (layer.out_features, "outputs")):
+        if size % MULTIPLE:
+            return f"{size} {what} are not divisible by {MULTIPLE}"
+    return ""
+
+
+def follow_parameters(
+    optimizer: Any, replacement_of: Callable[[Any], Any]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Let an optimizer hold the parameters that took the place of its own, with their state.
+
+    Args:
+        optimizer: The optimizer; stand-ins without groups hold none.
+        replacement_of: Given a parameter, the one in its place, or None.
+
+    Yields:
+        Each parameter that was replaced, and its replacement.
+    """
+    for group in getattr(optimizer, "param_groups", ()):
+        for index, parameter in enumerate(group["params"]):
+            replacement = replacement_of(parameter)
+            if replacement is None:
+                continue
+            group["params"][index] = replacement
+            if parameter in optimizer.state:
+                optimizer.state[replacement] = optimizer.state.pop(parameter)
+            yield parameter, replacement
+
+
+def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> None:
+    """Refuse models of which no layer would compute in 8 bits.
+
+    Args:
+        selections: Models that are prepared together, with their layers.
+
+    Raises:
+        ConfigError: None of all has one.
+    """
+    all_selections = list(selections)
+    if not all_selections or any(selection.chosen for _, selection in all_selections):
+        return
+    model, selection = all_selections[0]
+    names = [f"{name} ({reason})" for name, reason in selection.left.items()]
+    told = first_few(names, 6, separator="; ") if names else "it has no torch.nn.Linear"
+    raise ConfigError(
+        f'mixed_precision="fp8": no layer of {type(model).__name__} would compute in 8 bits: '
+        f"{told}. It would train in bfloat16. Use sizes that 16 divides, give "
+        'fp8={"skip_first_and_last": False}, or mixed_precision="bf16".'
+    )
+
+
+def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Make all converted layers `nn.Linear` again, with float32 weights; tied ones stay tied.
+
+    Args:
+        model: Any model. At MS-AMP's level O3 a collective.
+
+    Returns:
+        Parameters that were replaced, each with the one in its place: optimizers have to follow.
+    """
+    plain_weights: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for layer in model.modules():
+        if not isinstance(layer, Fp8Linear):
+            continue
+        weight = layer.weight
+        if isinstance(weight, ScaledTensor):
+            if id(weight) not in plain_weights:
+                values = master_values(weight)
+                plain = nn.Parameter(values, requires_grad=weight.requires_grad)
+                plain_weights[id(weight)] = (cast("nn.Parameter", weight), plain)
+            layer.weight = plain_weights[id(weight)][1]
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        del layer.__dict__["fp8_recipe"]
+    return list(plain_weights.values())

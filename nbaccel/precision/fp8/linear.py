@@ -1,0 +1,209 @@
+"""``Fp8Linear``: a linear layer whose three matrix products are computed in 8 bits.
+
+    forward           output          = input · weightᵀ       E4M3 · E4M3
+    backward          input gradient  = gradient · weight     E5M2 · E4M3
+                      weight gradient = gradientᵀ · input     E5M2 · E4M3
+
+A layer is converted by changing the class of the user's own `nn.Linear`, so module, parameters and
+hooks stay the same objects: optimizers, tied weights, shared memory and what wraps the model later
+need not know. What is kept for the backward pass is the payloads of input and weight, of one byte
+each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbaccel.precision.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, AmaxHistory
+from nbaccel.precision.fp8.formats import (
+    E4M3,
+    E5M2,
+    NumberFormat,
+    largest_magnitude,
+    power_of_two_scale,
+    quantize,
+)
+from nbaccel.precision.fp8.products import scaled_product
+from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+
+__all__ = ["Fp8Linear", "LayerRecipe", "convert_layer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerRecipe:
+    """How a layer computes.
+
+    Attributes:
+        emulate: Whether there is no kernel for 8 bits.
+        forward_format: Of inputs and weights.
+        gradient_format: Of output gradients.
+        margin: Headroom of scales, in powers of two.
+        exact_passes: Whether forward, input gradient and weight gradient are computed in higher
+            precision.
+        in_evaluation: Whether 8 bits are used in evaluation, too.
+        weight_gradients: The format that weight gradients are kept in, where the weight is a
+            `ScaledTensor`.
+        history: Where delayed scales come from; None: each tensor's own magnitude decides.
+        layer_index: The layer's column in it.
+    """
+
+    emulate: bool
+    forward_format: NumberFormat = E4M3
+    gradient_format: NumberFormat = E5M2
+    margin: int = 0
+    exact_passes: tuple[bool, bool, bool] = (False, False, False)
+    in_evaluation: bool = False
+    weight_gradients: NumberFormat = E4M3
+    history: AmaxHistory | None = None
+    layer_index: int = 0
+
+    def stored(self, values: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Payload and inverse scale of a tensor.
+
+        Args:
+            values: Of any shape.
+            kind: ``INPUT``, ``WEIGHT`` or ``GRADIENT``.
+        """
+        number_format = self.gradient_format if kind == GRADIENT else self.forward_format
+        amax = largest_magnitude(values)
+        scale = power_of_two_scale(amax, number_format, self.margin)
+        if self.history is not None:
+            seen = self.history.amaxes[kind, self.layer_index]
+            # A layer may be called several times in a step.
+            seen.copy_(torch.maximum(seen, amax))
+            known_scale = self.history.scales[kind, self.layer_index]
+            # An infinite value must not be cut to the range: see formats, [Note: infinite values].
+            usable = (known_scale > 0) & torch.isfinite(amax)
+            scale = torch.where(usable, known_scale, scale)
+        return quantize(values, scale, number_format), scale.reciprocal()
+
+
+class _Product(torch.autograd.Function):
+    """``values @ weight.T`` in 8 bits, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor,
+        recipe: LayerRecipe,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        exact_output, exact_input_gradient, exact_weight_gradient = recipe.exact_passes
+        plain_weight = weight.dequantize() if isinstance(weight, ScaledTensor) else weight
+        input_payload, input_inverse = recipe.stored(values, INPUT)
+        weight_payload, weight_inverse = recipe.stored(plain_weight, WEIGHT)
+        if exact_output:
+            output = values.to(dtype) @ plain_weight.to(dtype).t()
+        else:
+            output = scaled_product(
+                input_payload,
+                weight_payload,
+                (input_inverse, weight_inverse),
+                dtype,
+                emulate=recipe.emulate,
+                fast_accumulation=True,
+            )
+        ctx.save_for_backward(
+            values if exact_weight_gradient else input_payload,
+            weight if exact_input_gradient else weight_payload,
+            input_inverse,
+            weight_inverse,
+        )
+        ctx.recipe, ctx.dtype, ctx.input_dtype = recipe, dtype, values.dtype
+        ctx.weight_dtype, ctx.is_scaled = weight.dtype, isinstance(weight, ScaledTensor)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        values, weight, input_inverse, weight_inverse = ctx.saved_tensors
+        recipe: LayerRecipe = ctx.recipe
+        _, exact_input_gradient, exact_weight_gradient = recipe.exact_passes
+        payload, inverse = recipe.stored(gradient, GRADIENT)
+        input_gradient = weight_gradient = None
+        if ctx.needs_input_grad[0]:
+            if exact_input_gradient:
+                plain_weight = weight.dequantize() if ctx.is_scaled else weight
+                input_gradient = gradient.to(ctx.dtype) @ plain_weight.to(ctx.dtype)
+            else:
+                input_gradient = scaled_product(
+                    payload,
+                    weight.t(),
+                    (inverse, weight_inverse),
+                    ctx.dtype,
+                    emulate=recipe.emulate,
+                )
+            input_gradient = input_gradient.to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            if exact_weight_gradient:
+                weight_gradient = gradient.to(ctx.dtype).t() @ values.to(ctx.dtype)
+            else:
+                weight_gradient = scaled_product(
+                    payload.t(),
+                    values.t(),
+                    (inverse, input_inverse),
+                    ctx.dtype,
+                    emulate=recipe.emulate,
+                )
+            weight_gradient = (
+                ScaledTensor.of(weight_gradient, recipe.weight_gradients)
+                if ctx.is_scaled
+                else weight_gradient.to(ctx.weight_dtype)
+            )
+        return input_gradient, weight_gradient, None, None
+
+
+class Fp8Linear(nn.Linear):
+    """`nn.Linear` that computes in 8 bits; made by :func:`convert_layer` alone."""
+
+    fp8_recipe: LayerRecipe
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in autocast's dtype if it is on."""
+        if not (self.training or self.fp8_recipe.in_evaluation):
+            return self._in_higher_precision(values)
+        device_type = values.device.type
+        dtype = (
+            torch.get_autocast_dtype(device_type)
+            if torch.is_autocast_enabled(device_type)
+            else values.dtype
+        )
+        rows = values.reshape(-1, values.shape[-1])
+        # Autocast would cast the products' arguments once more.
+        with torch.autocast(device_type, enabled=False):
+            output: torch.Tensor = _Product.apply(rows, self.weight, self.fp8_recipe, dtype)  # type: ignore[no-untyped-call]
+            if self.bias is not None:
+                output = output + self.bias.to(dtype)
+        return output.view(*values.shape[:-1], output.shape[-1])
+
+    def _in_higher_precision(self, values: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        if isinstance(weight, ScaledTensor):
+            weight = weight.dequantize()
+        return nn.functional.linear(values, weight, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination[f"{prefix}weight"]
+        # Files and other models want plain numbers.
+        if isinstance(weight, ScaledTensor) and not keep_vars:
+            destination[f"{prefix}weight"] = weight.dequantize()
+
+    def extra_repr(self) -> str:
+        """What `repr` shows of the layer."""
+        return f"{super().extra_repr()}, fp8"
+
+
+def convert_layer(layer: nn.Linear, recipe: LayerRecipe) -> None:
+    """Let a linear layer compute in 8 bits; in place.
+
+    Args:
+        layer: Of exactly the class `nn.Linear`, or converted before.
+        recipe: How it is to compute.
+    """
+    layer.__class__ = Fp8Linear
+    layer.__dict__["fp8_recipe"] = recipe

@@ -1,0 +1,241 @@
+"""``ScaledTensor``: a tensor that looks like float32 and is stored in 8 or 16 bits.
+
+Weights, gradients and moments of MS-AMP's levels are such tensors (FP8-LM, arXiv 2310.18313,
+section 2). To torch each is a float32 tensor of its shape, so parameters, optimizers, clipping and
+state dicts work with it. What is stored is a payload in a short format and one scale for the whole
+tensor.
+
+    read       any operation gets the values as float32
+    write      an operation that writes is done in float32; the result is stored under a new scale
+    multiply   by one number changes the scale alone: exact, whatever the format
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbaccel.base import torch_private
+from nbaccel.precision.fp8.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    NumberFormat,
+    dequantize,
+    scale_and_quantize,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ScaledTensor"]
+
+_aten = torch.ops.aten
+_MULTIPLICATIONS = (_aten.mul_.Tensor, _aten.mul_.Scalar)
+_DIVISIONS = (_aten.div_.Tensor, _aten.div_.Scalar)
+_FORMATS = {number_format.dtype: number_format for number_format in (E4M3, E5M2, FP16, BF16)}
+
+
+class ScaledTensor(torch.Tensor):
+    """A float32 tensor that is stored in a short format under one scale.
+
+    Args:
+        payload: The stored values, of any shape; contiguous.
+        inverse_scale: 0-d, float32: what the payload is multiplied with to get the values.
+        requires_grad: As torch has it.
+
+    Attributes:
+        payload: As given.
+        inverse_scale: As given.
+        owner: The process that has the master of a weight; None where there is none.
+        master: That master, if it is here: the same values with more digits.
+    """
+
+    payload: torch.Tensor
+    inverse_scale: torch.Tensor
+    owner: int | None = None
+    master: ScaledTensor | None = None
+
+    @staticmethod
+    def __new__(
+        cls, payload: torch.Tensor, inverse_scale: torch.Tensor, requires_grad: bool = False
+    ) -> Self:
+        """A tensor of the payload's shape without a storage of its own."""
+        wrapper: Self = torch_private.make_wrapper_tensor(
+            cls, payload, torch.float32, requires_grad=requires_grad
+        )
+        return wrapper
+
+    def __init__(
+        self, payload: torch.Tensor, inverse_scale: torch.Tensor, requires_grad: bool = False
+    ) -> None:
+        self.payload = payload
+        self.inverse_scale = inverse_scale
+
+    @classmethod
+    def of(cls, values: torch.Tensor, number_format: NumberFormat) -> Self:
+        """Store values in a format, under the scale that fits them.
+
+        Args:
+            values: Of any shape.
+            number_format: The format.
+        """
+        payload, inverse_scale = scale_and_quantize(values.detach().contiguous(), number_format)
+        return cls(payload, inverse_scale)
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """The format of the payload."""
+        return _FORMATS[self.payload.dtype]
+
+    @property
+    def stored_bytes(self) -> int:
+        """What payload and scale take."""
+        return self.payload.nbytes + self.inverse_scale.nbytes
+
+    def dequantize(self) -> torch.Tensor:
+        """The values: float32, of this shape; a plain tensor of its own."""
+        return dequantize(self.payload, self.inverse_scale)
+
+    def store(self, values: torch.Tensor) -> None:
+        """Take other values, in the same format, under the scale that fits them.
+
+        Args:
+            values: Of this shape, in any dtype and on any device.
+        """
+        payload, inverse_scale = scale_and_quantize(
+            values.to(self.payload.device), self.number_format
+        )
+        self.payload.copy_(payload)
+        self.inverse_scale.copy_(inverse_scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["payload", "inverse_scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, torch.Tensor], meta: Any, size: Any, stride: Any
+    ) -> Self:
+        return cls(inner["payload"], inner["inverse_scale"])
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return (
+            f"ScaledTensor({self.number_format.name}, shape={tuple(self.shape)}, "
+            f"inverse_scale={self.inverse_scale.item():g})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch's own way looks for a storage, which a wrapper does not have.
+        return type(self), (self.payload, self.inverse_scale, self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation of torch; see the module."""
+        own_way = _OWN_WAYS.get(func)
+        if own_way is not None:
+            own_result = own_way(func, *args, **(kwargs or {}))
+            if own_result is not NotImplemented:
+                return own_result
+        return _compute_in_float32(func, args, kwargs or {})
+
+
+# ---------------------------------------------------------------- operations
+
+
+def _compute_in_float32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on the values, and store what it has written."""
+    plain_args = torch_private.replace_tensors(tuple(args), _values_of)
+    plain_kwargs = torch_private.replace_tensors(dict(kwargs), _values_of)
+    result = func(*plain_args, **plain_kwargs)
+    for position, name in torch_private.written_arguments(func):
+        if position < len(args):
+            written = _scaled_pairs(args[position], plain_args[position])
+        else:
+            written = _scaled_pairs(kwargs.get(name), plain_kwargs.get(name))
+        for stored_tensor, plain_tensor in written:
+            stored_tensor.store(plain_tensor)
+            # An operation in place returns its argument.
+            result = stored_tensor if result is plain_tensor else result
+    return result
+
+
+def _values_of(leaf: Any) -> Any:
+    return leaf.dequantize() if isinstance(leaf, ScaledTensor) else leaf
+
+
+def _scaled_pairs(stored: Any, plain: Any) -> Iterator[tuple[ScaledTensor, torch.Tensor]]:
+    # Operations on many tensors (`_foreach_mul_`) write lists.
+    stored_items, plain_items = (
+        (stored, plain) if isinstance(stored, (list, tuple)) else ([stored], [plain])
+    )
+    for stored_item, plain_item in zip(stored_items, plain_items, strict=True):
+        if isinstance(stored_item, ScaledTensor):
+            yield stored_item, plain_item
+
+
+def _detach(func: Any, tensor: ScaledTensor) -> ScaledTensor:
+    # The same payload: what is written through a detached tensor is written to this one.
+    return ScaledTensor(tensor.payload, tensor.inverse_scale)
+
+
+def _clone(func: Any, tensor: ScaledTensor, **options: Any) -> ScaledTensor:
+    return ScaledTensor(tensor.payload.clone(), tensor.inverse_scale.clone())
+
+
+def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, ScaledTensor):
+        return NotImplemented
+    if isinstance(source, ScaledTensor) and source.payload.dtype == target.payload.dtype:
+        target.payload.copy_(source.payload, non_blocking)
+        target.inverse_scale.copy_(source.inverse_scale, non_blocking)
+    else:
+        target.store(_values_of(source))
+    return target
+
+
+def _zero(func: Any, tensor: ScaledTensor) -> ScaledTensor:
+    tensor.payload.zero_()
+    tensor.inverse_scale.fill_(1.0)
+    return tensor
+
+
+def _multiply(func: Any, tensor: Any, factor: Any) -> Any:
+    """Multiply or divide in place by one number: the payload stays."""
+    is_one_number = not isinstance(factor, torch.Tensor) or (
+        factor.dim() == 0 and not isinstance(factor, ScaledTensor)
+    )
+    if not isinstance(tensor, ScaledTensor) or not is_one_number:
+        return NotImplemented
+    if func in _DIVISIONS:
+        tensor.inverse_scale.div_(factor)
+    else:
+        tensor.inverse_scale.mul_(factor)
+    return tensor
+
+
+def _to(func: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+    """Move to another device in the short format; to another dtype as plain values."""
+    dtype, device = options.get("dtype"), options.get("device")
+    if not isinstance(tensor, ScaledTensor) or dtype not in (None, torch.float32) or not device:
+        return NotImplemented
+    return ScaledTensor(tensor.payload.to(device), tensor.inverse_scale.to(device))
+
+
+_OWN_WAYS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _detach,
+    _aten.alias.default: _detach,
+    _aten.clone.default: _clone,
+    _aten.copy_.default: _copy,
+    _aten.zero_.default: _zero,
+    torch_private.COPIES_TO_DEVICE: _to,
+    **dict.fromkeys((*_MULTIPLICATIONS, *_DIVISIONS), _multiply),
+}

@@ -1,1 +1,0 @@
-"""Listening to workers, and what a launch ends with."""

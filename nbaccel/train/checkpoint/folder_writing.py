@@ -1,0 +1,512 @@
+"""A checkpoint appears whole or not at all, whenever the processes die and whichever fails.
+
+`nbaccel_manifest.json` has sizes and checksums of its files. A checkpoint without it (Accelerate's,
+an older one) can be read, too: only the checksums of the files' own formats are checked then.
+
+    process 0                       the others
+    ---------                       ----------
+    clears leftovers away
+    makes .ckpt.partial-3f9a   ──►  learn the name
+    writes its files                write their files
+    waits for the disk              wait for the disk
+        ◄── all processes say: written, or what went wrong ──►
+    notes sizes and checksums
+    ckpt → .ckpt.old  (if there)
+    .ckpt.partial-3f9a → ckpt
+    .ckpt.old → gone                continue when process 0 is done
+
+Between the two renames there is no ``ckpt``, but ``.ckpt.old`` is whole: :func:`find_checkpoint`
+finds it, and the next save puts it back. A user's own files in ``ckpt`` move over into the new one.
+
+Where nodes do not share a file system, process 0 of each node does on its disk what process 0
+does, and writes there all that its node needs; whether they share one is seen by looking for the
+partial folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbaccel.base.atomic import clear_leftovers, hold_claim, keep_access, sync_path, sync_tree
+from nbaccel.base.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ConfigError,
+    UserMistake,
+)
+from nbaccel.base.intact import Recorded, digest, is_archive
+from nbaccel.base.units import format_bytes
+from nbaccel.config.handlers import ProjectConfiguration
+from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.strategy import ShardedCheckpoints
+from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint.own_disks import FolderDisks
+from nbaccel.train.collectives import Collectives
+
+__all__ = [
+    "all_succeed",
+    "delete_oldest",
+    "discard_checkpoint",
+    "find_checkpoint",
+    "folder_of",
+    "latest_checkpoint",
+    "new_checkpoint",
+    "next_number",
+    "number_of",
+    "read_manifest",
+    "write_manifest",
+]
+
+
+def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:
+    """Note every file of a checkpoint; all processes have written theirs.
+
+    Args:
+        folder: The checkpoint.
+        part_entry: Which part it is, where hosts keep shards on disks of their own.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    file_entries = {
+        manifest_path.relative_to(folder).as_posix(): _manifest_entry(manifest_path)
+        for manifest_path in sorted(_checkpoint_files(folder))
+    }
+    manifest_path = folder / layout.MANIFEST_FILE
+    manifest: dict[str, Any] = {"version": 1, "files": file_entries}
+    if part_entry is not None:
+        manifest["part"] = dict(part_entry)
+    manifest_path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    sync_path(manifest_path)
+    # The names of files are in the folder's own record, which syncing a file does not write.
+    sync_path(folder)
+
+
+def read_manifest(folder: Path) -> Mapping[str, Recorded]:
+    """Read what :func:`write_manifest` wrote.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        By path below the folder; empty where nothing was noted.
+
+    Raises:
+        CheckpointDamaged: It is no such file.
+    """
+    manifest_path = folder / layout.MANIFEST_FILE
+    if not manifest_path.exists():
+        return {}
+    try:
+        file_entries = json.loads(manifest_path.read_text(encoding="utf-8"))["files"]
+        return {
+            str(file_name): Recorded(
+                num_bytes=int(file_entry["bytes"]), xxh3=str(file_entry.get("xxh3", ""))
+            )
+            for file_name, file_entry in file_entries.items()
+        }
+    # JSON of any other shape raises one of these.
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(
+            f"{manifest_path} is truncated or damaged ({type(error).__name__}: {error}): it has "
+            "the sizes and checksums of the checkpoint's other files. Load another checkpoint, or "
+            "delete this file to load without them."
+        ) from error
+
+
+def _checkpoint_files(folder: Path) -> Iterator[Path]:
+    for top_path in folder.iterdir():
+        if layout.is_checkpoint_part(top_path.name):
+            yield from (
+                file_path for file_path in (top_path, *top_path.rglob("*")) if file_path.is_file()
+            )
+
+
+def _manifest_entry(file_path: Path) -> dict[str, int | str]:
+    size_entry: dict[str, int | str] = {"bytes": file_path.stat().st_size}
+    # Archives have a CRC per record, so a hash would read all weights once more for nothing.
+    has_own_checksum = is_archive(file_path) or file_path.suffix == ".distcp"
+    return size_entry if has_own_checksum else {**size_entry, "xxh3": digest(file_path)}
+
+
+def folder_of(configuration: ProjectConfiguration) -> Path:
+    """The folder of all numbered checkpoints.
+
+    Raises:
+        ConfigError: The project has no folder.
+    """
+    if configuration.project_dir is None:
+        raise ConfigError(
+            "ProjectConfiguration(automatic_checkpoint_naming=True) has "
+            f"project_dir={configuration.project_dir!r}: checkpoints are numbered in a project's "
+            "folder. Give Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)."
+        )
+    return Path(configuration.project_dir).expanduser() / "checkpoints"
+
+
+def number_of(folder: Path) -> int | None:
+    """The number in a checkpoint's name; None for any other name."""
+    name_match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
+    return int(name_match[1]) if name_match else None
+
+
+def _numbered_checkpoints(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    numbered_paths = (
+        (number_of(checkpoint_path), checkpoint_path)
+        for checkpoint_path in folder.iterdir()
+        if checkpoint_path.is_dir()
+    )
+    # By number: by name, checkpoint_10 would come before checkpoint_9.
+    return dict(
+        sorted(
+            (number, checkpoint_path)
+            for number, checkpoint_path in numbered_paths
+            if number is not None
+        )
+    )
+
+
+def next_number(configuration: ProjectConfiguration) -> int:
+    """The number of the next checkpoint: after all existing ones, also of an earlier run."""
+    existing = _numbered_checkpoints(folder_of(configuration))
+    return max(configuration.iteration, max(existing, default=-1) + 1)
+
+
+def latest_checkpoint(configuration: ProjectConfiguration) -> Path:
+    """The checkpoint of the highest number.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    folder = folder_of(configuration)
+    existing = _numbered_checkpoints(folder)
+    if not existing:
+        raise ConfigError(
+            f"load_state() found no checkpoint_<number> in {str(folder)!r}: there is nothing to "
+            "continue from. Save one first, or give load_state the folder of a checkpoint."
+        )
+    return existing[max(existing)]
+
+
+def delete_oldest(folder: Path, total_limit: int | None) -> None:
+    """Delete the checkpoints of the lowest numbers beyond a limit.
+
+    Args:
+        folder: The folder of all numbered checkpoints.
+        total_limit: How many stay; None keeps all.
+    """
+    existing = list(_numbered_checkpoints(folder).values())
+    for checkpoint_path in existing[: -total_limit if total_limit else 0]:
+        discard_checkpoint(checkpoint_path)
+
+
+_PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SaveSite:
+    """The names that one save works with.
+
+    Attributes:
+        target: The folder to be.
+        partial_folder: Where it is built.
+        waiting_folder: Where a folder of that name waits until the new one is in place.
+    """
+
+    target: Path
+    partial_folder: Path
+    waiting_folder: Path
+
+
+@contextlib.contextmanager
+def new_checkpoint(
+    target: Path,
+    place: Place,
+    collectives: Collectives,
+    *,
+    series: bool = False,
+    sharder: ShardedCheckpoints | None = None,
+) -> Iterator[tuple[Path, Path, FolderDisks]]:
+    """Build a folder together; it gets its name only if every process has succeeded.
+
+    Args:
+        target: The folder to be; that of process 0 counts.
+        place: This process.
+        collectives: All processes; entering and leaving are collectives.
+        series: Whether `target` is one of ``checkpoint_0``, ``checkpoint_1``, …: leftovers of all
+            of them are cleared away.
+        sharder: The strategy, if it is to write shards.
+
+    Yields:
+        The folder to write into, the one it will become, and which processes see the same one. One
+        per file system makes it, and writes there what is the same for all.
+
+    Raises:
+        ConfigError: There can be no folder of that name, or replacing it would do harm.
+        CheckpointFailed: On every process, if any failed; what was there before is as it was.
+    """
+    save_site = _agree_on_names(target, collectives)
+    with contextlib.ExitStack() as held_claims:
+        made_folder = _make_partial_folder(save_site, place, collectives, series, held_claims)
+        try:
+            folder_disks = FolderDisks.find(place, collectives, made_folder=made_folder)
+            folder_disks.tell(save_site.target, sharder)
+            write_error = None
+            try:
+                yield save_site.partial_folder, save_site.target, folder_disks
+                # Before the exchange, in which each process says that its files are on the disk.
+                sync_tree(save_site.partial_folder)
+            except _PEER_FAILURES:
+                raise  # the others cannot be reached any more
+            except Exception as caught:  # of any kind: the others must be told before it is raised
+                write_error = caught
+            _check_all_written(save_site, collectives, write_error)
+            is_part = sharder is not None and not folder_disks.is_shared
+            part_entry = folder_disks.part_entry if is_part else None
+            _write_manifest_together(save_site, made_folder, part_entry, collectives)
+        except BaseException:  # an interrupt must leave nothing behind either
+            if made_folder:
+                shutil.rmtree(save_site.partial_folder, ignore_errors=True)
+            raise
+        _publish_together(save_site, made_folder, collectives)
+
+
+def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
+    # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
+    own_proposal = (str(target.expanduser()), secrets.token_hex(4))
+    agreed_name, token = collectives.broadcast_object(own_proposal)
+    target = Path(agreed_name)
+    if target.is_symlink() or target.name in {"", ".."}:
+        target = target.resolve()  # what the link leads to is replaced, not the link
+    return _SaveSite(
+        target=target,
+        partial_folder=target.with_name(f".{target.name}.partial-{token}"),
+        waiting_folder=_waiting_name(target),
+    )
+
+
+def _waiting_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def _make_partial_folder(
+    save_site: _SaveSite,
+    place: Place,
+    collectives: Collectives,
+    series: bool,
+    held_claims: contextlib.ExitStack,
+) -> bool:
+    """Make the partial folder, once per file system; returns whether this process did.
+
+    Its claim on the folder is given to `held_claims`.
+    """
+    call_text = f"save_state({str(save_site.target)!r})"
+    makes_folder = place.is_main
+    with all_succeed(collectives, call_text):
+        if makes_folder:
+            _prepare_target(save_site, series, held_claims)
+    if place.world_size == place.local_world_size:
+        return makes_folder
+    with all_succeed(collectives, call_text):
+        # A node that does not see process 0's folder has a file system of its own to write to.
+        if place.is_local_main and not save_site.partial_folder.exists():
+            makes_folder = True
+            _prepare_target(save_site, series, held_claims)
+    return makes_folder
+
+
+def _prepare_target(save_site: _SaveSite, series: bool, held_claims: contextlib.ExitStack) -> None:
+    _check_target(save_site.target)
+    save_site.target.parent.mkdir(parents=True, exist_ok=True)
+    _clear_killed_save(save_site, series)
+    # Claimed before it exists: a save of another process would take it for a leftover.
+    held_claims.enter_context(hold_claim(save_site.partial_folder))
+    save_site.partial_folder.mkdir()
+
+
+def _check_target(target: Path) -> None:
+    target_text = str(target)
+    if target.exists() and not target.is_dir():
+        raise ConfigError(
+            f"save_state({target_text!r}) is a file: a checkpoint is a folder. Give another name."
+        )
+    if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
+        refused_kind = "a mount point" if target.is_mount() else "the working folder"
+        raise ConfigError(
+            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
+            f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
+        )
+
+
+def _clear_killed_save(save_site: _SaveSite, series: bool) -> None:
+    """Finish or undo a save that was killed."""
+    # It waits only between the two renames, so `target` tells whether the second one happened.
+    if save_site.waiting_folder.exists():
+        if save_site.target.exists():
+            _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
+        else:
+            save_site.waiting_folder.rename(save_site.target)
+    name_pattern = r"checkpoint_\d+" if series else re.escape(save_site.target.name)
+    clear_leftovers(save_site.target.parent, name_pattern)
+
+
+# ------------------------------------------------------------------------- the step
+
+
+def _write_manifest_together(
+    save_site: _SaveSite,
+    made_folder: bool,
+    part_entry: Mapping[str, Any] | None,
+    collectives: Collectives,
+) -> None:
+    write_error = None
+    try:
+        if made_folder:
+            write_manifest(save_site.partial_folder, part_entry)
+    except Exception as caught:  # of any kind: the others must be told before it is raised
+        write_error = caught
+    _check_all_written(save_site, collectives, write_error)
+
+
+def _publish_together(save_site: _SaveSite, made_folder: bool, collectives: Collectives) -> None:
+    with all_succeed(collectives, f"save_state({str(save_site.target)!r})"):
+        if made_folder:
+            _rename_into_place(save_site)
+
+
+def _rename_into_place(save_site: _SaveSite) -> None:
+    replaces = save_site.target.exists()
+    keep_access(save_site.partial_folder, save_site.target)
+    if replaces:
+        save_site.target.rename(save_site.waiting_folder)
+    try:
+        save_site.partial_folder.rename(save_site.target)
+    except OSError:
+        if replaces:
+            save_site.waiting_folder.rename(save_site.target)
+        shutil.rmtree(save_site.partial_folder, ignore_errors=True)
+        raise
+    # Before the old checkpoint is deleted: after a power failure one of the two must be there.
+    sync_path(save_site.target.parent)
+    if replaces:
+        _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
+
+
+def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
+    """Let the user's own files move over, then delete the old checkpoint."""
+    for old_path in old_folder.iterdir():
+        if not layout.is_checkpoint_part(old_path.name) and not os.path.lexists(
+            new_folder / old_path.name
+        ):
+            old_path.rename(new_folder / old_path.name)
+    discard_checkpoint(old_folder, new_folder.name)
+
+
+def discard_checkpoint(folder: Path, leftover_name: str = "") -> None:
+    """Delete a checkpoint, whose name is gone before its first file is.
+
+    Args:
+        folder: The checkpoint; fine if another process is quicker.
+        leftover_name: Whose leftover it is if this process dies now; by default the folder's own.
+    """
+    leftover = folder.with_name(f".{leftover_name or folder.name}.partial-{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(leftover)
+        # What cannot be deleted has the name of a leftover, which a later save clears away.
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Where the checkpoint of a name is: under it, or beside it if a save was killed in its step.
+
+    Args:
+        folder: The checkpoint's name.
+
+    Returns:
+        The folder to read.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    folder = folder.expanduser()
+    if folder.is_dir():
+        return folder
+    # A save through a link replaces what the link leads to, so the old folder waits there.
+    resolved_folder = folder.resolve() if folder.is_symlink() else folder
+    if not folder.exists() and _waiting_name(resolved_folder).is_dir():
+        return _waiting_name(resolved_folder)
+    folder_problem = "is a file" if folder.exists() else "does not exist"
+    neighbours = sorted(
+        neighbour.name for neighbour in folder.parent.glob("[!.]*") if neighbour.is_dir()
+    )
+    neighbours_text = f" There are: {', '.join(neighbours[:8])}." if neighbours else ""
+    raise ConfigError(
+        f"load_state({str(folder)!r}): that folder {folder_problem}, so there is nothing to "
+        f"continue from.{neighbours_text} Give the folder that save_state returned."
+    )
+
+
+# ------------------------------------------------------------------------- all or none
+
+
+@contextlib.contextmanager
+def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
+    """A block that every process runs; if it fails on one process, it raises on all.
+
+    Args:
+        collectives: All processes.
+        call_text: The call, with which a message begins.
+
+    Raises:
+        CheckpointFailed: It succeeded here and failed on another process.
+    """
+    own_error = None
+    try:
+        yield
+    except _PEER_FAILURES:
+        raise  # a further exchange would only fail or wait in the same way
+    except Exception as caught:  # raised again once the others know
+        own_error = caught
+    failures = _failures_of_all(collectives, call_text, own_error)
+    if own_error is not None:
+        raise own_error
+    if failures:
+        raise CheckpointFailed(f"{call_text} failed. {failures} All processes have stopped it.")
+
+
+def _check_all_written(
+    save_site: _SaveSite, collectives: Collectives, own_error: Exception | None
+) -> None:
+    failures = _failures_of_all(collectives, "save_state", own_error)
+    # What to correct is said best by the mistake itself; the others get the summary.
+    if isinstance(own_error, UserMistake):
+        raise own_error
+    if failures:
+        free_space = format_bytes(shutil.disk_usage(save_site.target.parent).free)
+        raise CheckpointFailed(
+            f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint has been "
+            f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
+            "Remove the cause, or give a folder on another disk, and save again."
+        ) from own_error
+
+
+def _failures_of_all(collectives: Collectives, call_text: str, own_error: Exception | None) -> str:
+    """The failures of all processes in one text, the same on all; empty without any."""
+    own_failure = None if own_error is None else f"{type(own_error).__name__}: {own_error}"
+    failures_by_rank = collectives.answers(call_text, own_failure)
+    return " ".join(
+        f"Process {rank}: {failure}." for rank, failure in enumerate(failures_by_rank) if failure
+    )

@@ -1,0 +1,392 @@
+"""Anonymous memory files (memfd), the mappings of them, and which pages of a mapping were written.
+
+This file knows bytes and addresses only. What lies in them is `arena.py`'s business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from nbaccel.base import mapped_files
+
+PAGE_BYTES = mmap.PAGESIZE
+_READ_WRITE = 0x1 | 0x2  # read, write; the mmap module has no such names on Windows
+_MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not export it
+_MAP_NORESERVE = 0x4000
+_COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
+
+CALL_RANGES = 1024  # IOV_MAX of Linux
+"""Ranges that one call of `read_process` takes."""
+CALL_BYTES = ((1 << 31) - 1) // PAGE_BYTES * PAGE_BYTES
+"""Bytes that one call moves at most: MAX_RW_COUNT of Linux."""
+
+_PAGE_ENTRIES_READ = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    """The C library, with the arguments' types; loaded at first use, as Windows cannot load it."""
+    # ctypes keeps errno for this thread; Python may make other calls before it is read.
+    c_library = ctypes.CDLL(None, use_errno=True)
+    c_library.mmap.restype = ctypes.c_void_p
+    c_library.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    c_library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    c_library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return c_library
+
+
+class _MemoryRange(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+ByteRange = tuple[int, int]
+"""Bytes `[start, stop)` of a file or mapping."""
+
+
+def create_file(file_name: str, num_bytes: int) -> int:
+    """Create an anonymous memory file of `num_bytes` bytes and return its descriptor.
+
+    The file has no name in any directory, is not bounded by the size of /dev/shm, and is gone with
+    the last process that holds it. Pages cost memory only once they are written.
+    """
+    file_descriptor = os.memfd_create(f"nbaccel-{file_name}", os.MFD_CLOEXEC)
+    try:
+        # An empty file cannot be mapped.
+        os.ftruncate(file_descriptor, max(num_bytes, 1))
+    except BaseException:  # an interrupt must not leak the descriptor either
+        os.close(file_descriptor)
+        raise
+    return file_descriptor
+
+
+def write_at(file_descriptor: int, source_bytes: memoryview, file_offset: int) -> None:
+    """Write all of `source_bytes` to the file at `file_offset` (bytes)."""
+    bytes_done = 0
+    while bytes_done < source_bytes.nbytes:
+        bytes_done += os.pwrite(
+            file_descriptor,
+            source_bytes[bytes_done : bytes_done + _COPY_BYTES],
+            file_offset + bytes_done,
+        )
+
+
+def read_at(file_descriptor: int, target_bytes: memoryview, file_offset: int) -> None:
+    """Fill all of `target_bytes` from the file at `file_offset` (bytes).
+
+    Raises:
+        EOFError: If the file ends before `target_bytes` is full.
+    """
+    bytes_done = 0
+    while bytes_done < target_bytes.nbytes:
+        bytes_read = os.preadv(
+            file_descriptor,
+            [target_bytes[bytes_done : bytes_done + _COPY_BYTES]],
+            file_offset + bytes_done,
+        )
+        if bytes_read == 0:
+            raise EOFError(f"the memory file ended at byte {file_offset + bytes_done}")
+        bytes_done += bytes_read
+
+
+def bytes_at(address: int, num_bytes: int) -> memoryview:
+    """This process's memory at an address; whoever owns it must outlive the view."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+def read_process(process_id: int, byte_moves: Sequence[tuple[int, int, int]]) -> int:
+    """Copy memory of another process into this one's, in one call (``process_vm_readv(2)``).
+
+    Args:
+        process_id: Whose memory it is.
+        byte_moves: Address here, address there, and bytes; at most `CALL_RANGES`, and `CALL_BYTES`
+            in all.
+
+    Returns:
+        Bytes that were copied, in this order.
+
+    Raises:
+        OSError: Nothing was copied: the process is gone, or this one may not read its memory
+            (``EPERM``; ``ENOSYS``: the system does not have the call).
+    """
+    read_function = getattr(_c_library(), "process_vm_readv", None)
+    if read_function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    read_function.restype = ctypes.c_ssize_t
+    read_function.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(_MemoryRange),
+        ctypes.c_ulong,
+        ctypes.POINTER(_MemoryRange),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
+    own_ranges = (_MemoryRange * len(byte_moves))(
+        *(_MemoryRange(here, size) for here, _, size in byte_moves)
+    )
+    other_ranges = (_MemoryRange * len(byte_moves))(
+        *(_MemoryRange(there, size) for _, there, size in byte_moves)
+    )
+    copied_bytes = read_function(
+        process_id, own_ranges, len(byte_moves), other_ranges, len(byte_moves), 0
+    )
+    if copied_bytes < 0:
+        error_code = ctypes.get_errno()
+        raise OSError(
+            error_code, f"reading memory of process {process_id}: {os.strerror(error_code)}"
+        )
+    return int(copied_bytes)
+
+
+def can_read_process(process_id: int) -> bool:
+    """Whether this process may read another one's memory. Some containers forbid it."""
+    own_byte = ctypes.c_char()
+    try:
+        # Nothing is ever mapped at address 0, and whether one may read is found out before.
+        read_process(process_id, [(ctypes.addressof(own_byte), 0, 1)])
+    except OSError as error:
+        return error.errno == errno.EFAULT
+    return True
+
+
+class Mapping:
+    """A memory file mapped into this process.
+
+    A *shared* mapping writes to the file. A *private* one reads the file's pages and keeps what it
+    writes to itself (copy on write), so many readers cost one copy and no writer disturbs another.
+
+    Whoever views the bytes (through `view` or `bytes`) keeps the mapping alive: it is unmapped when
+    the last view is gone. That is why there is no `close`.
+    """
+
+    def __init__(self, file_descriptor: int, num_bytes: int, *, is_private: bool) -> None:
+        self.nbytes = num_bytes
+        self.address = 0  # so that __del__ has it to look at when the next line raises
+        self.address = _map_file(file_descriptor, num_bytes, _mapping_flags(is_private))
+        self.identity = file_identity(file_descriptor)
+        if is_private:
+            mapped_files.register(self)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, False),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All bytes as a writable uint8 array of shape `[nbytes]` that keeps the mapping alive."""
+        # NumPy's array refers to this object, so it keeps the mapping alive.
+        return np.asarray(self)
+
+    def view(self, first_byte: int, end_byte: int) -> memoryview:
+        """Bytes `[start, stop)` as a writable memoryview that keeps the mapping alive."""
+        return memoryview(self.bytes().data)[first_byte:end_byte]
+
+    def replace(self, file_descriptor: int, *, is_private: bool) -> None:
+        """Put another file of the same size under the same addresses, in one step.
+
+        Every tensor that lives here keeps its address and sees the other file's bytes from now on.
+        """
+        _map_file(
+            file_descriptor, self.nbytes, _mapping_flags(is_private) | _MAP_FIXED, self.address
+        )
+        self.identity = file_identity(file_descriptor)
+        (mapped_files.register if is_private else mapped_files.forget_mapping)(self)
+
+    def advise(self, first_byte: int, end_byte: int, advice: int) -> None:
+        """Tell the system what is about to happen to these bytes (``madvise(2)``).
+
+        Args:
+            first_byte: First byte; the page that it is in counts as a whole.
+            end_byte: One past the last byte.
+            advice: Such as ``mmap.MADV_WILLNEED``.
+
+        Raises:
+            OSError: The system does not know the advice, or could not read the file.
+        """
+        first_byte -= first_byte % PAGE_BYTES
+        if _c_library().madvise(self.address + first_byte, end_byte - first_byte, advice):
+            error_code = ctypes.get_errno()
+            raise OSError(
+                error_code, f"bytes {first_byte} to {end_byte}: {os.strerror(error_code)}"
+            )
+
+    def contains(self, start_address: int, num_bytes: int) -> bool:
+        """Whether `num_bytes` bytes at `start_address` lie inside this mapping."""
+        return (
+            self.address <= start_address
+            and start_address + num_bytes <= self.address + self.nbytes
+        )
+
+    def written(self, first_byte: int = 0, end_byte: int | None = None) -> list[ByteRange]:
+        """Which bytes of a private mapping were written since it was made, in whole pages.
+
+        Args:
+            first_byte: Where to begin; the start of a page.
+            end_byte: Where to end; None: the end of the mapping.
+        """
+        end_byte = self.nbytes if end_byte is None else end_byte
+        return [
+            (first_byte + own_start, min(first_byte + own_end, end_byte))
+            for own_start, own_end in _own_pages(self.address + first_byte, end_byte - first_byte)
+        ]
+
+    def give_back(self, first_byte: int, end_byte: int) -> None:
+        """Drop what a private mapping has written to these whole pages: it sees the file's again.
+
+        Args:
+            first_byte: First byte, at the start of a page.
+            end_byte: One past the last byte: the end of a page, or of the mapping.
+        """
+        if _c_library().madvise(
+            self.address + first_byte, end_byte - first_byte, mmap.MADV_DONTNEED
+        ):
+            error_code = ctypes.get_errno()
+            raise OSError(
+                error_code,
+                f"giving back bytes {first_byte} to {end_byte}: {os.strerror(error_code)}",
+            )
+
+    def __del__(self) -> None:
+        # Not there where a subclass failed before it got this far, or while Python shuts down.
+        if getattr(self, "address", 0) and _c_library is not None:
+            _c_library().munmap(self.address, self.nbytes)
+
+
+def file_identity(file_descriptor: int) -> tuple[int, int]:
+    """Device and inode: equal for descriptors of one file, as long as it is open."""
+    file_status = os.fstat(file_descriptor)
+    return file_status.st_dev, file_status.st_ino
+
+
+def _mapping_flags(is_private: bool) -> int:
+    # A private mapping reserves no swap, because most of its pages are never written.
+    return (mmap.MAP_PRIVATE | _MAP_NORESERVE) if is_private else mmap.MAP_SHARED
+
+
+def _map_file(
+    file_descriptor: int, num_bytes: int, page_flags: int, start_address: int | None = None
+) -> int:
+    mapped_address = _c_library().mmap(
+        start_address, num_bytes, _READ_WRITE, page_flags, file_descriptor, 0
+    )
+    if mapped_address is None or mapped_address == ctypes.c_void_p(-1).value:
+        error_code = ctypes.get_errno()
+        raise OSError(
+            error_code, f"mapping {num_bytes} bytes of shared memory: {os.strerror(error_code)}"
+        )
+    return int(mapped_address)
+
+
+def _own_pages(start_address: int, num_bytes: int) -> list[ByteRange]:
+    """Ranges of pages that a private file mapping no longer shares with its file.
+
+    Linux, Documentation/admin-guide/mm/pagemap: bit 63 means present, bit 62 swapped, bit 61 "page
+    of a file or shared". A page copied on write is present (or swapped) without bit 61. Where the
+    table cannot be read (some sandboxes have none), everything counts as written.
+    """
+    num_pages = -(-num_bytes // PAGE_BYTES)
+    own_ranges: list[ByteRange] = []
+    try:
+        pagemap_fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return [(0, num_pages * PAGE_BYTES)]
+    with closing_files(pagemap_fd):
+        page_entries = np.empty(min(num_pages, _PAGE_ENTRIES_READ), dtype=np.uint64)
+        for first_page in range(0, num_pages, _PAGE_ENTRIES_READ):
+            entry_chunk = page_entries[: min(_PAGE_ENTRIES_READ, num_pages - first_page)]
+            file_offset = (start_address // PAGE_BYTES + first_page) * 8
+            if os.preadv(pagemap_fd, [entry_chunk.data], file_offset) != entry_chunk.nbytes:
+                return [(0, num_pages * PAGE_BYTES)]
+            if entry_chunk.any():  # nothing mapped yet: the common case of an untouched model
+                own_ranges += _own_page_runs(entry_chunk, first_page)
+    return merge_ranges(own_ranges)
+
+
+def _own_page_runs(
+    page_entries: np.ndarray[Any, np.dtype[np.uint64]], first_page: int
+) -> list[ByteRange]:
+    """Ranges of pages that are present or swapped, and no file's."""
+    page_flags = (page_entries >> np.uint64(61)).astype(np.uint8)
+    own_pages = ((page_flags & 0b110) != 0) & ((page_flags & 0b001) == 0)
+    run_edges = np.flatnonzero(
+        np.diff(np.concatenate(([False], own_pages, [False])).astype(np.int8))
+    )
+    return [
+        ((first_page + int(first_byte)) * PAGE_BYTES, (first_page + int(end_byte)) * PAGE_BYTES)
+        for first_byte, end_byte in zip(run_edges[::2], run_edges[1::2], strict=True)
+    ]
+
+
+def merge_ranges(byte_ranges: Iterable[ByteRange]) -> list[ByteRange]:
+    """Sort the ranges and join those that touch or overlap."""
+    joined_ranges: list[ByteRange] = []
+    for first_byte, end_byte in sorted(byte_ranges):
+        if joined_ranges and first_byte <= joined_ranges[-1][1]:
+            joined_ranges[-1] = (joined_ranges[-1][0], max(end_byte, joined_ranges[-1][1]))
+        else:
+            joined_ranges.append((first_byte, end_byte))
+    return joined_ranges
+
+
+def gaps_between(byte_ranges: Iterable[ByteRange], num_bytes: int) -> Iterator[ByteRange]:
+    """What of `[0, nbytes)` no range covers. The ranges must be merged."""
+    next_byte = 0
+    for first_byte, end_byte in byte_ranges:
+        if next_byte < first_byte:
+            yield (next_byte, first_byte)
+        next_byte = end_byte
+    if next_byte < num_bytes:
+        yield (next_byte, num_bytes)
+
+
+def ranges_without(byte_ranges: list[ByteRange], left_out: list[ByteRange]) -> Iterator[ByteRange]:
+    """What of the ranges is in none of those left out."""
+    for first_byte, end_byte in byte_ranges:
+        inner_ranges = [
+            (max(range_start, first_byte) - first_byte, min(range_end, end_byte) - first_byte)
+            for range_start, range_end in left_out
+            if range_start < end_byte and first_byte < range_end
+        ]
+        for range_start, range_end in gaps_between(inner_ranges, end_byte - first_byte):
+            yield (first_byte + range_start, first_byte + range_end)
+
+
+def total_bytes(byte_ranges: Iterable[ByteRange]) -> int:
+    """Bytes in all ranges together."""
+    return sum(end_byte - first_byte for first_byte, end_byte in byte_ranges)
+
+
+def close_all(file_descriptors: Iterable[int]) -> None:
+    """Close the descriptors."""
+    for file_descriptor in file_descriptors:
+        os.close(file_descriptor)
+
+
+@contextlib.contextmanager
+def closing_files(*file_descriptors: int) -> Iterator[None]:
+    """Close the descriptors on the way out, whatever happens."""
+    try:
+        yield
+    finally:
+        close_all(file_descriptors)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from nbaccel.base import env
+from nbaccel.errors import ConfigError
+
+
+def test_applied_sets_and_restores_exactly_its_variables(monkeypatch):
+    monkeypatch.setenv("NB_KEPT", "old")
+    monkeypatch.setenv("NB_GONE", "there")
+    monkeypatch.delenv("NB_NEW", raising=False)
+
+    with env.applied({"NB_KEPT": "new", "NB_GONE": None, "NB_NEW": "1"}):
+        assert [env.read(name) for name in ("NB_KEPT", "NB_GONE", "NB_NEW")] == ["new", None, "1"]
+        monkeypatch.setenv("NB_OTHER", "set inside")
+
+    assert [env.read(name) for name in ("NB_KEPT", "NB_GONE", "NB_NEW")] == ["old", "there", None]
+    assert env.read("NB_OTHER") == "set inside"
+
+
+def test_applied_restores_after_an_exception(monkeypatch):
+    monkeypatch.setenv("NB_KEPT", "old")
+
+    with pytest.raises(KeyboardInterrupt), env.applied({"NB_KEPT": "new"}):
+        raise KeyboardInterrupt
+
+    assert env.read("NB_KEPT") == "old"
+
+
+def test_replace_all_makes_it_exactly_that(monkeypatch):
+    monkeypatch.setenv("NB_GONE", "there")
+    before = env.snapshot()
+    try:
+        env.replace_all({"NB_ONLY": "1", "PATH": "/bin"})
+        assert env.snapshot() == {"NB_ONLY": "1", "PATH": "/bin"}
+    finally:
+        env.replace_all(before)
+    assert env.snapshot() == before
+
+
+def test_read_has_a_default():
+    assert env.read("NB_NOT_SET_ANYWHERE") is None
+    assert env.read("NB_NOT_SET_ANYWHERE", "x") == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", True),
+        ("true", True),
+        ("YES", True),
+        (" on ", True),
+        ("0", False),
+        ("False", False),
+        ("no", False),
+        ("off", False),
+        ("", None),
+    ],
+)
+def test_flag(monkeypatch, text, expected):
+    monkeypatch.setenv("NB_FLAG", text)
+    assert env.flag("NB_FLAG") is expected
+
+
+def test_an_unset_flag_is_neither(monkeypatch):
+    monkeypatch.delenv("NB_FLAG", raising=False)
+    assert env.flag("NB_FLAG") is None
+
+
+def test_a_flag_that_is_neither_is_named(monkeypatch):
+    monkeypatch.setenv("NB_FLAG", "perhaps")
+    with pytest.raises(ConfigError, match=r"NB_FLAG.*'perhaps'.*Set it to 1 or 0"):
+        env.flag("NB_FLAG")
+
+
+@pytest.mark.parametrize(
+    ("ask", "names"),
+    [
+        (lambda: os.environ.get("NB_ASKED"), {"NB_ASKED"}),
+        (lambda: os.getenv("NB_ASKED", "default"), {"NB_ASKED"}),
+        (lambda: "NB_ASKED" in os.environ, {"NB_ASKED"}),
+        (lambda: os.environ["NB_OTHER"], {"NB_OTHER"}),
+        (lambda: os.environ.get("NB_OF_NO_INTEREST"), set()),
+        (lambda: dict(os.environ), {"NB_ASKED", "NB_OTHER"}),
+        (os.environ.copy, {"NB_ASKED", "NB_OTHER"}),
+        (lambda: None, set()),
+    ],
+)
+def test_what_asks_for_a_variable_is_noted(monkeypatch, ask, names):
+    monkeypatch.delenv("NB_ASKED", raising=False)
+    monkeypatch.setenv("NB_OTHER", "value")
+    plain_class = type(os.environ)
+    with env.noted_reads({"NB_ASKED", "NB_OTHER"}) as read_names:
+        ask()
+    assert read_names == names
+    assert type(os.environ) is plain_class

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from nbaccel.base.log import get_logger
+
+
+def test_a_message_carries_the_rank_where_there_is_one(caplog, monkeypatch):
+    logger = get_logger("nbaccel.workers.worker")
+    with caplog.at_level(logging.INFO, logger="nbaccel"):
+        monkeypatch.delenv("RANK", raising=False)
+        logger.info("ready after %d ms", 5)
+        monkeypatch.setenv("RANK", "3")
+        logger.info("ready after %d ms", 6)
+    assert caplog.messages == ["ready after 5 ms", "[rank 3] ready after 6 ms"]
+
+
+def test_names_stay_under_the_package():
+    assert get_logger("nbaccel.plan").logger.name == "nbaccel.plan"
+    assert get_logger("mine").logger.name == "nbaccel.mine"
+    assert get_logger().logger.name == "nbaccel"
+
+
+WARN = (
+    "import logging\n"
+    "{set_up}\n"
+    "from nbaccel.base.log import get_logger\n"
+    "for number in (1, 1, 2):\n"
+    "    get_logger('nbaccel.x').warning('seen %d', number)\n"
+    "get_logger('nbaccel.x').info('not asked for')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("set_up", "written"),
+    [
+        ("", ["nbaccel: seen 1", "nbaccel: seen 2"]),
+        ("logging.basicConfig(format='%(message)s')", ["seen 1", "seen 1", "seen 2"]),
+        ("logging.getLogger('nbaccel').addHandler(logging.NullHandler())", []),
+        ("logging.getLogger('nbaccel').setLevel('ERROR')", []),
+    ],
+    ids=["nothing set up", "a handler for all", "a handler for nbaccel", "a level"],
+)
+def test_a_warning_is_seen_once_or_by_who_has_set_up_logging(set_up, written):
+    done = subprocess.run(
+        [sys.executable, "-c", WARN.format(set_up=set_up)],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=True,
+    )
+    assert (done.stdout, done.stderr.splitlines()) == ("", written)

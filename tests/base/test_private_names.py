@@ -1,0 +1,240 @@
+"""A torch, IPython or other package that has dropped a private name: what the user then reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from nbaccel.base import accelerate_library, ipython_private, torch_private
+from nbaccel.errors import PlatformUnsupported
+
+
+class _Without:
+    """An object that lacks one name, however deep below it."""
+
+    def __init__(self, whole: Any, dotted_name: str) -> None:
+        self._whole, self._name = whole, dotted_name
+
+    def __getattr__(self, name: str) -> Any:
+        first, _, rest = self._name.partition(".")
+        if name != first:
+            return getattr(self._whole, name)
+        if not rest:
+            raise AttributeError(name)
+        return _Without(getattr(self._whole, name), rest)
+
+
+@pytest.mark.parametrize(("name", "loss"), torch_private.PRIVATE_NAMES)
+def test_a_torch_without_the_name_is_refused(name, loss, monkeypatch):
+    module = max((m for m in sys.modules if name.startswith(f"{m}.")), key=len)
+    without = _Without(sys.modules[module], name.removeprefix(f"{module}."))
+    monkeypatch.setitem(sys.modules, module, without)  # type: ignore[arg-type]
+    with pytest.raises(PlatformUnsupported) as told:
+        torch_private._check_names()
+    message = str(told.value)
+    assert f"torch {torch.__version__} lacks" in message
+    assert f"{name} ({loss})" in message
+    assert "install one of these" in message
+
+
+def test_a_module_without_its_tables_is_refused(monkeypatch):
+    names = torch_private.MODULE_ATTRIBUTES - {"_buffers"}
+    monkeypatch.setattr(torch_private, "MODULE_ATTRIBUTES", names)
+    with pytest.raises(PlatformUnsupported, match=r"torch\.nn\.Module\(\)\._buffers"):
+        torch_private._check_names()
+
+
+def test_the_refusal_comes_before_any_worker_is_started():
+    """In the notebook's process, when the machinery of launches is imported."""
+    code = (
+        "import torch.distributed.distributed_c10d as c10d\n"
+        "del c10d._pg_map\n"
+        "import nbaccel\n"
+        "nbaccel.notebook_launcher(print, num_processes=2)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("nbaccel.errors.PlatformUnsupported: torch ")
+    assert "_pg_map (process groups cannot be kept or cut)" in last
+
+
+def _scaler() -> Any:
+    scaler = torch.amp.GradScaler("cpu")
+    del scaler._per_optimizer_states, scaler._scale
+    return scaler
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: torch_private.gradients_are_unscaled(_scaler(), None), "_per_optimizer_states"),
+        (lambda: torch_private.has_stepped(_scaler(), None), "_per_optimizer_states"),
+        (lambda: torch_private.infinity_flags(_scaler()), "_per_optimizer_states"),
+        (lambda: torch_private.scale_tensor(_scaler()), "GradScaler._scale"),
+        (lambda: torch_private.draw_order_now(iter(())), "_sampler_iter"),
+        (lambda: torch_private.has_loader_iterator(object()), "_iterator"),
+        (lambda: torch_private.requested_samples(object()), "_num_samples"),
+        (lambda: torch_private.untyped_storage(object()), "_untyped_storage"),
+        (lambda: torch_private.communication_hooks(object()), "_comm_hooks"),
+        (lambda: torch_private.non_persistent_buffers(object()), "_non_persistent_buffers_set"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_instances_lack_is_named(call, name):
+    with pytest.raises(PlatformUnsupported, match=rf"lacks .*{name} \(.*cannot be|{name} \("):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        (
+            "torch.distributed.tensor._utils",
+            "compute_local_shape_and_global_offset",
+            lambda: torch_private.local_shape_and_offset(None),
+        ),
+        ("torch._subclasses.fake_tensor", "FakeTensorMode", torch_private.fake_tensor_mode),
+        (
+            "torch.distributed._composable.checkpoint_activation",
+            "checkpoint",
+            lambda: torch_private.recompute_activations(torch.nn.Linear(1, 1)),
+        ),
+    ],
+)
+def test_what_modules_lack_is_named(module, name, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    with pytest.raises(PlatformUnsupported) as told:
+        call()
+    assert f"{module}.{name} (" in str(told.value)
+
+
+def test_power_sgd_in_batches_stays_refused(monkeypatch):
+    module = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    assert torch_private.orthogonalizes_matrices() is False
+
+
+def test_users_of_a_storage_are_unknown(monkeypatch):
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    with pytest.warns(RuntimeWarning, match="_storage_Use_Count: arrays and tensors that share"):
+        assert torch_private.storage_use_count(torch.zeros(1).untyped_storage()) is None
+
+
+def test_the_order_is_drawn_at_once():
+    batches = iter(DataLoader(list(range(4)), shuffle=True))
+    state = torch.get_rng_state()
+    torch_private.draw_order_now(batches)
+    assert not torch.equal(torch.get_rng_state(), state)
+    assert sorted(int(batch) for batch in batches) == [0, 1, 2, 3]
+
+
+def test_an_ipython_without_its_names_goes_without(capsys):
+    shell = types.SimpleNamespace()
+    assert ipython_private.cell_numbers(shell) is None
+    ipython_private.number_cell(shell, "a cell", 3)
+    ipython_private.reply_where_sent(shell)
+    ipython_private.keep_cell_lines("a cell", None)
+    with pytest.warns(RuntimeWarning, match=r"lacks InteractiveShell\._inspect: `name\?` does not"):
+        undo = ipython_private.inspect_also(shell, lambda earlier: earlier)
+    undo()
+    with pytest.warns(RuntimeWarning, match=r"lacks IPCompleter\._complete: names that only"):
+        undo = ipython_private.wrap_completions(shell, lambda earlier: earlier)
+    undo()
+    assert vars(shell) == {}
+    ipython_private.show_traceback_lines(shell, ValueError, ValueError(), ["one", "two"])
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+
+def _named(name: ipython_private.PrivateName) -> str:
+    return name.name
+
+
+def test_the_ipython_here_has_its_names():
+    import ipykernel.comm.comm
+    import IPython.core.completer
+
+    assert IPython.version_info >= (7, 34)
+    assert ipykernel.version_info >= (6, 17)
+    assert [name for name in ipython_private.PRIVATE_NAMES if name.is_missing()] == []
+
+
+@pytest.mark.parametrize("name", ipython_private.PRIVATE_NAMES, ids=_named)
+def test_an_ipython_that_has_dropped_a_name_is_told_of_when_it_is_looked_for(name, monkeypatch):
+    package_name = name.module.partition(".")[0]
+    package = types.ModuleType(package_name)
+    package.version_info, package.__version__ = (*name.first, 0), "made up"
+    module = types.ModuleType(name.module)
+    setattr(module, name.holder, type(name.holder, (), {}))
+    monkeypatch.setitem(sys.modules, package_name, package)
+    monkeypatch.setitem(sys.modules, name.module, module)
+    with pytest.warns(RuntimeWarning) as told:
+        ipython_private._check_names()
+    messages = [str(warning.message) for warning in told if name.name in str(warning.message)]
+    assert len(messages) == 1
+    assert f"lacks {name.holder}.{name.name}: {name.loss}" in messages[0]
+    assert "made up" in messages[0]
+    assert "install a version that has it" in messages[0]
+    # One that never had it does without it in silence.
+    package.version_info = (0, 0, 0)
+    assert not name.is_missing()
+
+
+def test_an_accelerate_without_its_names(monkeypatch):
+    state = types.ModuleType("accelerate.state")
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    assert not accelerate_library.is_set_up()
+    assert accelerate_library.mixed_precision() is None
+    accelerate_library.forget()
+    state.PartialState = types.SimpleNamespace(_shared_state={"a": 1})
+    with pytest.raises(
+        PlatformUnsupported, match=r"has no AcceleratorState\._reset_state: workers"
+    ):
+        accelerate_library.forget()
+
+
+def test_an_xla_without_its_name_counts_as_initialised(monkeypatch):
+    from nbaccel.devices.tpu import TpuDevice
+
+    monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
+    (hazard,) = TpuDevice().hazards()
+    assert "cannot tell whether its runtime runs" in hazard
+
+
+def test_an_xla_that_may_not_be_imported_is_no_hazard(monkeypatch):
+    from nbaccel.devices.tpu import TpuDevice
+
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    assert TpuDevice().hazards() == ()
+
+
+def test_a_torch_tpu_without_its_names_is_told_of(monkeypatch):
+    from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
+
+    monkeypatch.setitem(sys.modules, "torch_tpu", types.ModuleType("torch_tpu"))
+    monkeypatch.setattr(torch, "tpu", types.SimpleNamespace(), raising=False)
+    with pytest.warns(RuntimeWarning, match=r"no torch\.tpu\._get_cache_stats, .* not reported"):
+        assert TorchTpuDriver().compile_counts().programs == 0
+    monkeypatch.delattr(torch._C, "_get_privateuse1_backend_name")
+    with pytest.raises(PlatformUnsupported, match=r"_get_privateuse1_backend_name, which was seen"):
+        TorchTpuDriver().is_loaded()
+
+
+def test_a_tensorboard_writer_without_its_name(monkeypatch, tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    from nbaccel.train.trackers import TensorBoardTracker
+
+    tracker = TensorBoardTracker("run", tmp_path)
+    assert isinstance(tracker.tracker, SummaryWriter)  # which calls it, too
+    monkeypatch.delattr(SummaryWriter, "_get_file_writer")
+    with pytest.raises(PlatformUnsupported, match=r"has no SummaryWriter\._get_file_writer"):
+        tracker.store_init_configuration({"lr": 0.1})
+    monkeypatch.undo()
+    tracker.finish()

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nbaccel.base import spent_time
+from nbaccel.base.spent_time import SpentTime, TimeAccount
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def account(clock: Clock) -> TimeAccount:
+    return TimeAccount(clock)
+
+
+@pytest.fixture
+def process_account() -> Iterator[TimeAccount]:
+    before = spent_time.present_account()
+    yield spent_time.open_account()
+    spent_time.use_account(before)
+
+
+def test_before_the_first_loop_nothing_is_known(account: TimeAccount, clock: Clock) -> None:
+    account.enter("communication")
+    clock.now += 5
+    account.leave()
+    assert account.spent() is None
+    account.begin()
+    clock.now += 2
+    assert account.spent() == SpentTime(2.0, 0.0, 0.0)
+
+
+def test_time_is_counted_once(account: TimeAccount, clock: Clock) -> None:
+    account.begin()
+    clock.now += 1  # computing
+    account.enter("data")
+    clock.now += 2
+    account.enter("communication")  # the loader waits for another rank
+    clock.now += 4
+    account.leave()
+    clock.now += 8
+    account.leave()
+    clock.now += 16
+    spent = account.spent()
+    assert spent == SpentTime(31.0, 10.0, 4.0)
+    assert spent.computing_s == 17.0
+
+
+def test_a_second_loop_does_not_begin_anew(account: TimeAccount, clock: Clock) -> None:
+    account.begin()
+    clock.now += 3
+    account.begin()
+    spent = account.spent()
+    assert spent is not None
+    assert spent.total_s == 3.0
+
+
+def test_what_the_first_step_takes_more_than_the_second_is_a_start(
+    account: TimeAccount, clock: Clock
+) -> None:
+    account.begin()
+    for computing_s in (7.0, 2.0, 30.0):
+        account.enter("data")
+        clock.now += 1
+        account.leave()
+        clock.now += computing_s
+        account.end_step()
+    spent = account.spent()
+    assert spent == SpentTime(42.0, 3.0, 0.0, starting_s=5.0)
+    assert spent.computing_s == 34.0
+
+
+@pytest.mark.parametrize("steps", [[7.0], [2.0, 7.0]])
+def test_one_step_and_one_that_is_quicker_than_the_second_tell_of_no_start(
+    account: TimeAccount, clock: Clock, steps: list[float]
+) -> None:
+    account.begin()
+    for computing_s in steps:
+        clock.now += computing_s
+        account.end_step()
+    assert account.spent() == SpentTime(sum(steps), 0.0, 0.0)
+
+
+def test_what_a_library_measures_is_counted_from_the_account_on(
+    account: TimeAccount, clock: Clock
+) -> None:
+    seconds: list[float | None] = [7.0]
+    account.add_exchange(lambda: seconds[-1])
+    account.begin()
+    clock.now += 10
+    seconds.append(9.5)
+    assert account.spent() == SpentTime(10.0, 0.0, 2.5)
+    seconds.append(9.0)  # a mean of samples may fall
+    assert account.spent() == SpentTime(10.0, 0.0, 2.5)
+    seconds.append(None)
+    assert account.spent() == SpentTime(10.0, 0.0, 2.5, is_partial=True)
+
+
+def test_blocks_count_for_the_thread_that_opened_the_account(process_account: TimeAccount) -> None:
+    process_account.begin()
+
+    def wait() -> None:
+        with spent_time.communicating:
+            time.sleep(0.05)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join()
+    spent = process_account.spent()
+    assert spent is not None
+    assert spent.communication_s == 0.0
+    wait()
+    spent = process_account.spent()
+    assert spent is not None
+    assert 0.05 <= spent.communication_s < spent.total_s
+
+
+def test_a_block_that_raises_is_left(process_account: TimeAccount) -> None:
+    process_account.begin()
+    with pytest.raises(ZeroDivisionError), spent_time.reading_data:
+        _ = 1 / 0
+    time.sleep(0.02)
+    spent = process_account.spent()
+    assert spent is not None
+    assert spent.data_s < 0.02
+
+
+def test_an_account_opened_within_a_block_does_not_end_it_wrongly() -> None:
+    before = spent_time.present_account()
+    spent_time.use_account(None)
+    try:
+        with spent_time.reading_data:
+            account = spent_time.open_account()
+            account.begin()
+        assert account.spent() is not None
+    finally:
+        spent_time.use_account(before)
+
+
+def test_it_travels() -> None:
+    spent = SpentTime(3.0, 1.0, 0.5, is_partial=True)
+    assert pickle.loads(pickle.dumps(spent)) == spent
+
+
+def test_without_an_account_a_block_costs_next_to_nothing() -> None:
+    before = spent_time.present_account()
+    spent_time.use_account(None)
+    try:
+        began = time.perf_counter()
+        for _ in range(10_000):
+            with spent_time.communicating:
+                pass
+        # Microseconds each, also on a machine that does something else beside.
+        assert time.perf_counter() - began < 0.5
+    finally:
+        spent_time.use_account(before)

@@ -1,0 +1,592 @@
+"""The pool through its own door, with real workers: cells, names, calls, failures, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import nbaccel
+from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
+from nbaccel.calls import PoolState
+from nbaccel.errors import NotSendable, UnsafeMoment
+from nbaccel.workers import template_prestart
+from tests import worker_functions as workers
+from tests.process import descriptors, lives
+
+Names = dict[str, Any]
+
+
+def pids(pool: Pool) -> list[int]:
+    return pool.call(os.getpid)
+
+
+# ------------------------------------------------------------------------- cells
+
+
+def test_names_live_on_from_cell_to_cell(pool: Pool) -> None:
+    pool.run("import os; rank = int(os.environ['RANK']); kept = [rank]")
+    pool.run("kept.append(10 * rank + 5)")
+    assert pool.pull("kept") == {"kept": [[0, 5], [1, 15]]}
+
+
+def test_a_function_in_place_of_code_is_refused_with_what_takes_one(pool: Pool) -> None:
+    with pytest.raises(TypeError, match=r"code as text.*pool\.call"):
+        pool.run(len)  # type: ignore[arg-type]
+
+
+def test_what_ranks_give_is_shown_once_where_equal(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.run("40 + 2")
+    assert capsys.readouterr().out.split() == ["42"]
+    pool.run("import os; int(os.environ['RANK']) * 7")
+    assert capsys.readouterr().out.splitlines() == ["[0] 0", "[1] 7"]
+
+
+def test_what_ranks_print_is_folded(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run("import os; print('same'); print('rank', os.environ['RANK'])")
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "[0-1] same",
+        "[0] rank 0",
+        "[1] rank 1",
+    ]
+
+
+def test_one_rank_can_run_a_cell_alone(pool: Pool) -> None:
+    pool.run("mark = 0")
+    pool.run("mark = 1", ranks=[1])
+    assert pool.pull("mark") == {"mark": [0, 1]}
+    assert pool.pull("mark", ranks=[1]) == {"mark": 1}
+
+
+def test_out_brings_values_back(pool: Pool) -> None:
+    found = pool.run("import torch; total = torch.arange(3) * 2.0", out=["total"])
+    assert [t.tolist() for t in found.out["total"]] == [[0.0, 2.0, 4.0]] * 2
+
+
+def test_status_counts_from_the_last_cell(pool: Pool) -> None:
+    began = time.monotonic()
+    pool.run("1")
+    rows = pool.status().rows
+    assert [row.state for row in rows] == ["idle", "idle"]
+    assert all(row.seconds <= time.monotonic() - began for row in rows)
+
+
+def test_top_level_await_and_magics_work(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run("import asyncio\nawait asyncio.sleep(0)\n%env NBACCEL_PROBE=7\nwaited = True")
+    assert pool.pull("waited") == {"waited": [True, True]}
+
+
+def test_a_cell_follows_the_notebook_into_another_folder(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBACCEL_PROBE", "changed")
+    pool.run("import os; here, probe = os.getcwd(), os.environ['NBACCEL_PROBE']")
+    assert pool.pull("here", "probe") == {"here": [str(tmp_path)] * 2, "probe": ["changed"] * 2}
+
+
+# ------------------------------------------------------------------------- names
+
+
+def test_names_come_when_needed_and_when_changed(pool: Pool, names: Names) -> None:
+    names["lr"] = 0.5
+    pool.run("seen = lr")
+    pool.run("lr = lr * 2")  # the workers' own from here on
+    pool.run("seen = (seen, lr)")
+    assert pool.pull("seen") == {"seen": [(0.5, 1.0)] * 2}
+    names["lr"] = 0.125
+    pool.run("seen = lr")
+    assert pool.pull("seen") == {"seen": [0.125] * 2}
+
+
+def test_what_cannot_be_sent_is_named_before_anything_runs(pool: Pool, names: Names) -> None:
+    names["lock"] = threading.Lock()
+    pool.run("ran = False")
+    with pytest.raises(NotSendable, match="lock"):
+        pool.run("ran = True\nlock.acquire()")
+    assert pool.pull("ran") == {"ran": [False, False]}
+
+
+def test_an_unknown_name_says_what_was_meant(pool: Pool) -> None:
+    pool.run("losses = [1]")
+    with pytest.raises(NameError, match="losses"):
+        pool.pull("loses")
+
+
+# ------------------------------------------------------------------------- models
+
+
+def test_weights_come_home_after_each_cell(pool: Pool, names: Names) -> None:
+    names["model"] = model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    pool.run(
+        "import torch\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(1, 4)).sum().backward()\n"
+        "optimizer.step()"
+    )
+    once = model.weight.detach().clone()
+    assert torch.allclose(once, before - 0.1)
+    pool.run("optimizer.step()")
+    assert torch.allclose(model.weight, before - 0.2)
+
+
+def test_weights_changed_in_the_notebook_reach_every_rank(pool: Pool, names: Names) -> None:
+    names["model"] = model = nn.Linear(4, 2)
+    pool.run("import torch\nwith torch.no_grad(): model.weight.mul_(2.0)")
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    pool.run("mean = model.weight.mean().item()")
+    assert pool.pull("mean") == {"mean": [3.0, 3.0]}
+
+
+def test_ranks_may_train_different_weights(pool: Pool, names: Names) -> None:
+    names["model"] = model = nn.Linear(4, 2)
+    pool.run(
+        "import os, torch\nwith torch.no_grad(): model.weight.fill_(1.0 + int(os.environ['RANK']))"
+    )
+    pool.run("mean = model.weight.mean().item()")
+    assert pool.pull("mean") == {"mean": [1.0, 2.0]}
+    assert model.weight.mean().item() == 1.0  # rank 0's
+
+
+def test_weights_come_home_from_a_cell_that_fails(pool: Pool, names: Names) -> None:
+    names["model"] = model = nn.Linear(4, 2)
+    with pytest.raises(ZeroDivisionError):
+        pool.run("import torch\nwith torch.no_grad(): model.weight.fill_(5.0)\n1 / 0")
+    assert model.weight.mean().item() == 5.0
+
+
+# ------------------------------------------------------------------------- process groups
+
+
+def test_the_first_collective_joins_the_group(fresh: Pool) -> None:
+    fresh.run("import torch, torch.distributed as dist\nbefore = dist.is_initialized()")
+    fresh.run("x = torch.ones(1)\ndist.all_reduce(x)")
+    assert fresh.pull("before", "x") == {"before": [False] * 2, "x": [torch.tensor([2.0])] * 2}
+    fresh.run("dist.init_process_group('gloo'); dist.all_reduce(x)")  # a second time does no harm
+    fresh.run("dist.init_process_group(backend='gloo')")  # by the name that torch gives it
+    assert fresh.pull("x") == {"x": [torch.tensor([4.0])] * 2}
+
+
+def test_ranks_without_the_cell_join_too(fresh: Pool) -> None:
+    fresh.run("import torch.distributed as dist\nwho = dist.get_rank()", ranks=[1])
+    assert fresh.pull("who", ranks=[1]) == {"who": 1}
+    fresh.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
+    assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
+
+
+def test_a_group_can_be_joined_and_left_in_one_cell_again_and_again(fresh: Pool) -> None:
+    fresh.run("import torch, torch.distributed as dist\nx = torch.ones(1)")
+    for _ in range(8):  # one rank is through while the other is still leaving
+        fresh.run("dist.all_reduce(x); dist.destroy_process_group()")
+    assert fresh.pull("x") == {"x": [torch.tensor([256.0])] * 2}
+    fresh.run("joined = dist.is_initialized()")
+    assert fresh.pull("joined") == {"joined": [False, False]}
+
+
+def test_connections_of_a_destroyed_group_are_closed_by_gloo_itself(fresh: Pool) -> None:
+    """A thread of gloo's that meets another file in their place takes the worker with it."""
+    fresh.run(
+        "import torch, torch.distributed as dist\n"
+        "from tests.process import descriptors\n"
+        "def replaced(): return list(descriptors().values()).count('/dev/null')\n"
+        "before = replaced()\n"
+        "for _ in range(5):\n"
+        "    dist.all_reduce(torch.ones(1)); dist.destroy_process_group()\n"
+        "more = replaced() - before"
+    )
+    # What listened, once for each group. (Rank 0 serves the store over connections, besides.)
+    assert fresh.pull("more", ranks=[1]) == {"more": 5}
+
+
+def test_an_accelerator_finds_the_group(pool: Pool) -> None:
+    pool.run(
+        "from nbaccel import Accelerator\na = Accelerator()\nn = a.num_processes, a.process_index"
+    )
+    assert pool.pull("n") == {"n": [(2, 0), (2, 1)]}
+
+
+def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh: Pool) -> None:
+    fresh.run(
+        "import os, torch, torch.distributed as dist\nx, rank = torch.ones(1), dist.get_rank()"
+    )
+    before = pids(fresh)
+    with pytest.raises(ValueError, match="no data") as caught:
+        fresh.run("if rank == 1:\n    raise ValueError('no data')\ndist.all_reduce(x)")
+    text = str(caught.value)
+    assert isinstance(caught.value, WorkerFailed)
+    assert "rank 1 of 2 raised ValueError: no data" in text
+    assert "rank 0: was waiting in all_reduce" in text
+    assert "live on" in text
+    assert "process groups were ended" in text
+    assert pids(fresh) == before
+    fresh.run("dist.all_reduce(x)")  # in a new group
+    assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
+
+
+def test_ranks_that_fail_together_keep_their_group(pool: Pool) -> None:
+    pool.run("import torch.distributed as dist\ngroup = (dist.get_rank(), dist.group.WORLD)[1]")
+    with pytest.raises(ZeroDivisionError):
+        pool.run("1 / 0")
+    pool.run("same = dist.group.WORLD is group")
+    assert pool.pull("same") == {"same": [True, True]}
+
+
+def test_groups_of_some_ranks_and_messages_between_two_keep_the_group(fresh: Pool) -> None:
+    fresh.run(
+        "import torch, torch.distributed as dist\n"
+        "rank, x = dist.get_rank(), torch.ones(1)\n"
+        "alone = dist.new_group([0]); kept = dist.group.WORLD\n"
+        "if rank == 0: dist.all_reduce(x, group=alone)\n"
+        "dist.send(x, 1) if rank == 0 else dist.recv(x, 0)"
+    )
+    fresh.run("same = dist.group.WORLD is kept; dist.all_reduce(x)")
+    assert fresh.pull("same", "x") == {"same": [True, True], "x": [torch.tensor([2.0])] * 2}
+
+
+def test_uneven_collectives_are_told_and_do_no_harm(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run("import torch, torch.distributed as dist\nrank, x = dist.get_rank(), torch.ones(1)")
+    fresh.run("work = dist.all_reduce(x.clone(), async_op=True) if rank == 0 else None")
+    assert "different numbers of collectives" in capsys.readouterr().err
+    fresh.run("dist.all_reduce(x)")
+    assert fresh.pull("x") == {"x": [torch.tensor([2.0])] * 2}
+
+
+def test_what_held_a_group_that_was_left_says_so(fresh: Pool) -> None:
+    fresh.run(
+        "import torch, torch.distributed as dist\n"
+        "rank = dist.get_rank(); x = torch.ones(1); old = dist.new_group()"
+    )
+    with pytest.raises(ValueError, match="odd"):
+        fresh.run("if rank: raise ValueError('odd')\ndist.all_reduce(x)")
+    with pytest.raises(Exception, match="run the cells again that make them"):
+        fresh.run("dist.all_reduce(x, group=old)")
+
+
+# ------------------------------------------------------------------------- failures
+
+
+def test_a_failure_names_the_line_of_the_cell(pool: Pool) -> None:
+    with pytest.raises(KeyError) as caught:
+        pool.run("def look(d):\n    return d['missing']\nlook({})")
+    assert "return d['missing']" in str(caught.value)
+
+
+def test_a_mistyped_cell_is_a_syntax_error(pool: Pool) -> None:
+    with pytest.raises(SyntaxError):
+        pool.run("this is no python")
+
+
+def test_leaving_does_not_end_a_worker(pool: Pool) -> None:
+    before = pids(pool)
+    pool.run("import sys; sys.exit()")
+    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
+        pool.run("sys.exit(3)")
+    assert pids(pool) == before
+
+
+def test_a_killed_worker_breaks_the_pool_and_the_next_cell_starts_anew(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run("import os, signal, time, torch.distributed as dist\nrank = dist.get_rank()")
+    before = pids(fresh)
+    with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+        fresh.run("if rank: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert "rank 0: " in str(caught.value)
+    assert fresh.state is PoolState.BROKEN
+    assert str(fresh.status()).endswith("The next cell starts " + fresh.plan.headline())
+    assert not any(map(lives, before))
+    fresh.run("new = 1")
+    assert "because rank 1 was killed by SIGKILL" in capsys.readouterr().err
+    assert fresh.state is PoolState.IDLE
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSEGV"])  # the latter leaves its stack unread
+def test_a_worker_that_dies_between_cells_is_noticed_by_the_next(fresh: Pool, end: str) -> None:
+    victim = pids(fresh)[1]
+    os.kill(victim, signal.Signals[end])
+    psutil.wait_procs([psutil.Process(victim)] if lives(victim) else [], timeout=100)
+    with pytest.raises(WorkerDied, match=end):
+        fresh.run("1 + 1")
+    fresh.run("1 + 1")
+
+
+def interrupt_when(path: Path) -> threading.Thread:
+    """Press Stop once the file is there."""
+
+    def press() -> None:
+        while not path.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    "stuck",
+    ["while True: time.sleep(0.01)", "dist.barrier() if rank else time.sleep(600)"],
+    ids=["python", "collective"],
+)
+def test_stop_keeps_the_workers(fresh: Pool, tmp_path: Path, stuck: str) -> None:
+    fresh.run(
+        "import time, pathlib, torch, torch.distributed as dist\nrank = dist.get_rank(); kept = 7"
+    )
+    before = pids(fresh)
+    mark = tmp_path / "running"
+    thread = interrupt_when(mark)
+    with pytest.raises(KeyboardInterrupt, match="live on"):
+        fresh.run(f"pathlib.Path({str(mark)!r}).touch()\n{stuck}")
+    thread.join()
+    assert pids(fresh) == before
+    fresh.run("x = torch.ones(1); dist.all_reduce(x)")
+    assert fresh.pull("kept", "x") == {"kept": [7, 7], "x": [torch.tensor([2.0])] * 2}
+
+
+def test_a_rank_that_dies_after_a_stopped_cell_is_not_taken_for_stopped(
+    fresh: Pool, tmp_path: Path
+) -> None:
+    victim = pids(fresh)[1]
+    mark = tmp_path / "running"
+    thread = interrupt_when(mark)
+    with pytest.raises(KeyboardInterrupt, match="live on"):
+        fresh.run(f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(600)")
+    thread.join()
+    kill_1 = f"import os, signal, time; os.kill({victim}, signal.SIGKILL); time.sleep(600)"
+    with pytest.raises(WorkerDied, match="rank 1 of 2 was killed by SIGKILL"):
+        fresh.run(kill_1, ranks=[0])
+
+
+def test_a_worker_deaf_to_stop_is_ended_and_that_is_said(fresh: Pool, tmp_path: Path) -> None:
+    mark = tmp_path / "running"
+    thread = interrupt_when(mark)
+    deaf = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])"
+    with pytest.raises(KeyboardInterrupt, match="variables are lost"):
+        fresh.run(
+            f"import pathlib, signal, time\n{deaf}\n"
+            f"pathlib.Path({str(mark)!r}).touch()\ntime.sleep(600)"
+        )
+    thread.join()
+    assert fresh.state is PoolState.BROKEN
+    assert "did not answer" in fresh.reason
+
+
+def test_a_timeout_ends_a_cell_and_keeps_the_workers() -> None:
+    with Pool(2, namespace={}, timeout=3) as pool:
+        before = pids(pool)
+        with pytest.raises(TimeoutError, match="rank 0"):
+            pool.run("import time; time.sleep(600)")
+        assert pids(pool) == before
+
+
+# ------------------------------------------------------------------------- calls
+
+
+def test_a_launch_can_use_live_workers(pool: Pool) -> None:
+    before = pids(pool)
+    model = workers.Net()
+    first = model.head.weight.detach().clone()
+    for _ in range(2):
+        found = notebook_launcher(workers.train, (model,), pool=pool)
+    assert [f["head.weight"].equal(model.head.weight) for f in found] == [True, True]
+    assert not torch.equal(first, model.head.weight)
+    assert pids(pool) == before
+
+
+def test_a_launch_that_fails_in_live_workers_leaves_the_model_alone(pool: Pool) -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+
+    def spoil(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.weight.zero_()
+        raise workers.CallersError(5, "spoilt")
+
+    with pytest.raises(workers.CallersError, match="spoilt"):
+        notebook_launcher(spoil, (model,), pool=pool)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_launch_cannot_ask_for_other_settings_than_the_pool_has(pool: Pool) -> None:
+    with pytest.raises(ConfigError, match="num_processes=3"):
+        notebook_launcher(workers.whoami, (), 3, pool=pool)
+    assert len(notebook_launcher(workers.whoami, (), 2, pool=pool)) == 2
+
+
+# ------------------------------------------------------------------------- life
+
+
+def test_settings_that_no_pool_can_serve_are_all_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Pool(config=RunConfig(num_nodes=2, max_restarts=1))
+    assert len(caught.value.mistakes) == 2
+
+
+def test_a_busy_pool_says_so(pool: Pool, tmp_path: Path) -> None:
+    mark, go = tmp_path / "running", tmp_path / "go"
+    code = (
+        f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\n"
+        f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)"
+    )
+    thread = threading.Thread(target=pool.run, args=(code,))
+    thread.start()
+    while not mark.exists():
+        time.sleep(0.01)
+    try:
+        with pytest.raises(UnsafeMoment, match="another thread"):
+            pool.run("1")
+        assert pool.complete("os.", 3) is None
+    finally:
+        go.touch()
+        thread.join()
+
+
+def test_a_pool_of_one_has_a_worker_of_its_own() -> None:
+    with Pool(1, namespace={}) as pool:
+        assert pids(pool) != [os.getpid()]
+        pool.run("import torch, torch.distributed as dist\nx = torch.ones(1)\ndist.all_reduce(x)")
+
+
+@pytest.mark.forks
+def test_a_pool_can_be_forked_from_the_notebook() -> None:
+    with Pool(2, namespace={"word": "here"}, start_method="fork") as pool:
+        pool.run("said = word")
+        assert pool.pull("said") == {"said": ["here", "here"]}
+        assert psutil.Process(pids(pool)[0]).ppid() == os.getpid()
+
+
+@pytest.mark.forks
+def test_a_forked_pool_writes_to_no_model_of_the_notebook(monkeypatch) -> None:
+    """Nor to one that it reaches through a module which was imported before the fork."""
+    holder = types.ModuleType("nbaccel_test_holder")
+    holder.model = torch.nn.Linear(2, 2)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nbaccel_test_holder", holder)
+    notebook_launcher(str, (holder.model,), num_processes=2)  # it lies in shared memory now
+    before = holder.model.weight.detach().clone()
+    with Pool(2, namespace={}, start_method="fork") as pool:
+        pool.run("import nbaccel_test_holder\nweight = nbaccel_test_holder.model.weight.data")
+        pool.run("weight.fill_(7)")
+        assert pool.pull("weight")["weight"][1].tolist() == [[7, 7], [7, 7]]
+    assert torch.equal(holder.model.weight, before)
+
+
+def test_ending_leaves_nothing() -> None:
+    before = len(descriptors())
+    pool = Pool(2, namespace={})
+    pool.start()
+    found = pids(pool)
+    pool.stop()
+    assert not any(map(lives, found))
+    assert len(descriptors()) <= before + 3  # the template's, if it was not there before
+    assert pool.state is PoolState.STOPPED
+
+
+def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
+    pool = Pool(2, namespace={})
+    pool.start()
+    found = pids(pool)
+    del pool
+    assert not any(map(lives, found))
+
+
+def processor_time(pid: int) -> dict[str, str]:
+    """Nanoseconds on a processor and number of times there, of every thread."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {task.name: (task / "schedstat").read_text() for task in tasks}
+
+
+def test_idle_workers_use_no_processor_time(fresh: Pool) -> None:
+    """In a process group it is more: gloo's own thread wakes up all the time."""
+    fresh.run("1 + 1")
+    found = pids(fresh)
+    time.sleep(0.3)  # they tidy up after the last task
+    before = [processor_time(pid) for pid in found]
+    time.sleep(1.0)
+    assert [processor_time(pid) for pid in found] == before
+
+
+def test_two_hundred_cells_leave_no_more_open_than_two(pool: Pool, names: Names) -> None:
+    names["model"] = nn.Linear(8, 8)
+    found = [psutil.Process(pid) for pid in pids(pool)]
+    for step in range(200):
+        names["step"] = step
+        pool.run("import torch\ny = model(torch.ones(1, 8)).sum() * step")
+        if step == 20:
+            fds = [p.num_fds() for p in [psutil.Process(), *found]]
+            rss = [p.memory_info().rss for p in found]
+            maps = [len(p.memory_maps(grouped=False)) for p in found]
+    assert [p.num_fds() for p in [psutil.Process(), *found]] == fds
+    assert all(p.memory_info().rss < r + 8 * 2**20 for p, r in zip(found, rss, strict=True))
+    assert all(len(p.memory_maps(grouped=False)) < m + 20 for p, m in zip(found, maps, strict=True))
+
+
+def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:
+    pool.run("mine = 'first'")
+    with Pool(2, namespace={}) as other:
+        other.run("mine = 'second'")
+        with pytest.raises(WorkerDied):
+            other.run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        assert pool.pull("mine") == {"mine": ["first", "first"]}
+    assert notebook_launcher(workers.whoami, (), 2)[1][0] == 1
+    assert pool.pull("mine") == {"mine": ["first", "first"]}
+
+
+# ------------------------------------------------------------------------- last: it ends all pools
+
+
+def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
+    fresh: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [psutil.Process(pid) for pid in pids(fresh)]
+    nbaccel.shutdown()
+    with pytest.raises(WorkerDied, match="are forked from was ended on request"):
+        fresh.run("1 + 1")
+    assert not psutil.wait_procs(before, timeout=100)[1]
+    fresh.run("1 + 1")
+    assert "new workers started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_template_that_is_killed_is_told_as_what_it_was(
+    fresh: Pool, signum: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [psutil.Process(pid) for pid in pids(fresh)]
+    template = template_prestart.current_pid()
+    assert template is not None
+    os.kill(template, signum)
+    assert not psutil.wait_procs(before, timeout=10)[1]
+    with pytest.raises(WorkerDied) as caught:
+        fresh.run("1 + 1")
+    told = f"process that workers are forked from was killed by {signum.name}"
+    assert told in str(caught.value)
+    assert "SIGTERM" not in str(caught.value)
+    assert "on request" not in str(caught.value)
+    fresh.run("1 + 1")
+    assert f"new workers started, because the {told}" in capsys.readouterr().err
+
+
+def test_a_launch_whose_template_is_killed_says_so() -> None:
+    def kill() -> None:
+        if workers.rank() == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(workers.FOREVER_S)
+
+    with pytest.raises(WorkerFailed, match="are forked from was killed by SIGKILL"):
+        notebook_launcher(kill, (), 2, start_method="template")
+    assert notebook_launcher(workers.rank, (), 2) == [0, 1]

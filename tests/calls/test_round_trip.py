@@ -1,0 +1,168 @@
+"""What a cell's way to the workers and back consists of: counted, as its time is a benchmark's."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nbaccel import Pool
+from nbaccel.calls import listening
+from nbaccel.output.dashboard import following
+from nbaccel.workers import messaging, start_method, worker_output
+
+
+class Counts(dict[str, int]):
+    def of(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        called = getattr(owner, name)
+
+        def counted(*args: Any, **settings: Any) -> Any:
+            self[name] = self.get(name, 0) + 1
+            return called(*args, **settings)
+
+        monkeypatch.setattr(owner, name, counted)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    found = Counts()
+    for owner, name in (
+        (messaging, "pack_message"),
+        (messaging.Channel, "send_packed"),
+        (messaging.Channel, "receive"),
+        (start_method, "process_use"),
+        (following.MemoryMeter, "__init__"),
+        (threading.Thread, "start"),
+    ):
+        found.of(owner, name, monkeypatch)
+    return found
+
+
+@pytest.mark.parametrize("code", ["_ = 1 + 1", "1 + 1"], ids=["nothing to show", "results"])
+def test_a_cell_is_one_message_there_and_one_back_per_rank(
+    pool: Pool, counts: Counts, code: str
+) -> None:
+    pool.run(code)
+    counts.clear()
+    pool.run(code)
+    assert counts == {"pack_message": 1, "send_packed": 2, "receive": 2}, (
+        "pickled once for both; no thread, and no look at the workers' memory"
+    )
+
+
+def test_a_long_cell_is_kept_in_one_file_for_all_ranks(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[bytes, list[int]]] = []
+    send = messaging.Channel.send_packed
+
+    def noted(self: messaging.Channel, packet: bytes, fds: list[int]) -> None:
+        sent.append((packet, list(fds)))
+        send(self, packet, fds)
+
+    monkeypatch.setattr(messaging.Channel, "send_packed", noted)
+    text = "x" * 100_000
+    assert pool.run(f"len({text!r})").shown[1] == pool.run("100_000").shown[0]
+    assert [packet == messaging.IN_FILE for packet, _ in sent] == [True, True, False, False]
+    assert sent[0][1] == sent[1][1]
+
+
+def test_the_workers_have_their_task_before_the_notebook_gets_ready_to_hear_them(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    send, select = messaging.Channel.send_packed, listening.selectors.DefaultSelector
+
+    class Noted(select):  # type: ignore[misc, valid-type]
+        def register(self, *args: Any) -> Any:
+            events.append("register")
+            return super().register(*args)
+
+    def noted(*args: Any) -> None:
+        events.append("send")
+        send(*args)
+
+    monkeypatch.setattr(listening.selectors, "DefaultSelector", Noted)
+    monkeypatch.setattr(messaging.Channel, "send_packed", noted)
+    pool.run("1")
+    assert events[:2] == ["send", "send"]
+    assert events.count("register") == 2 * 4 + 2 + 1, "channels and pipes, sentinels, interrupts"
+
+
+def test_what_a_rank_prints_after_it_has_finished_is_still_shown(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = (
+        "import os, threading, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    threading.Timer(0.2, print, ['from a thread']).start()\n"
+        "else:\n"
+        "    time.sleep(0.6)"
+    )
+    pool.run(late)
+    assert "from a thread" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_looks_at_the_workers_for_its_summary(pool: Pool, counts: Counts) -> None:
+    with pytest.raises(ZeroDivisionError):
+        pool.run("1 / 0")
+    assert counts["process_use"] == 2
+
+
+# ------------------------------------------------------------------------- logging
+
+
+@pytest.fixture
+def loggers() -> Iterator[list[str]]:
+    """Names of loggers that are forgotten afterwards."""
+    made: list[str] = []
+    yield made
+    for name in made:
+        logging.root.manager.loggerDict.pop(name, None)
+
+
+def test_loggers_that_nobody_has_configured_are_not_described(
+    loggers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker_output.as_configured()
+    counts = Counts()
+    counts.of(worker_output, "_describe", monkeypatch)
+    counts.of(worker_output, "_is_librarys", monkeypatch)
+    before = worker_output.as_configured()
+    described = dict(counts)
+    loggers += [f"some_library.part{number}" for number in range(300)]
+    for name in loggers:
+        logging.getLogger(name)
+    counts.clear()
+    assert worker_output.as_configured() == before
+    assert counts == described
+
+
+def test_a_change_of_any_kind_is_seen_at_the_next_cell(loggers: list[str]) -> None:
+    loggers.append("users_own")
+    logger = logging.getLogger("users_own")
+    handler = logging.StreamHandler()
+    seen = [worker_output.as_configured()]
+    changes = [
+        lambda: logger.setLevel(logging.INFO),
+        lambda: setattr(logger, "propagate", False),
+        lambda: logger.addHandler(handler),
+        lambda: handler.setLevel(logging.ERROR),
+        lambda: handler.setFormatter(logging.Formatter("%(message)s")),
+        lambda: setattr(handler.formatter._style, "_fmt", "%(name)s"),
+        lambda: setattr(logger, "disabled", True),
+        lambda: logging.getLogger("torch.distributed").setLevel(logging.CRITICAL),
+    ]
+    level = logging.getLogger("torch.distributed").level
+    try:
+        for change in changes:
+            change()
+            seen.append(worker_output.as_configured())
+    finally:
+        logging.getLogger("torch.distributed").setLevel(level)
+    assert len(set(seen)) == len(changes) + 1
+    assert isinstance(pickle.loads(seen[-1])[1]["torch.distributed"], int)

@@ -1,0 +1,160 @@
+"""What is done to workers that are to give up a call, in which order, and after how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbaccel.calls import shutdown
+from nbaccel.calls.shutdown import AFTER_LOSS, END_WORKERS, KEEP_WORKERS, ShutdownLadder
+from nbaccel.workers.worker_handle import HandleState
+
+
+class Clock:
+    """Time that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Worker:
+    """Notes what is done to it."""
+
+    def __init__(self, rank: int = 0, *, answers: bool = True, born: bool = True) -> None:
+        self.rank = rank
+        self.state = HandleState.RUNNING if born else HandleState.FORKED
+        self.answers = answers
+        self.done: list[str] = []
+
+    def ask_where(self) -> bool:
+        self.done.append("ask")
+        return self.answers
+
+    def __getattr__(self, name: str):
+        return lambda: self.done.append(name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(shutdown, "time", clock)
+    return clock
+
+
+def go_on(ladder: ShutdownLadder, clock: Clock, *, steps: int = 20) -> list[float]:
+    """Advance whenever it is due; returns the seconds between."""
+    waits = []
+    for _ in range(steps):
+        ladder.advance()
+        due = ladder.due()
+        if due is None:
+            break
+        waits.append(round(due - clock.now, 3))
+        clock.now = due
+    return waits
+
+
+def test_a_launchs_worker_that_does_nothing_is_ended_within_bounds(clock: Clock) -> None:
+    worker = Worker()
+    ladder = ShutdownLadder([worker], END_WORKERS.on_failure)
+    assert go_on(ladder, clock) == [0.25, 0.05, 0.2, 0.1, 5.0]
+    assert worker.done == ["ask", "interrupt", "terminate", "kill"]
+    assert ladder.due() is None
+    assert not ladder.has_cut
+
+
+def test_a_pools_worker_is_cut_off_before_it_is_killed(clock: Clock) -> None:
+    worker = Worker()
+    ladder = ShutdownLadder([worker], KEEP_WORKERS.on_stop)
+    assert go_on(ladder, clock) == [0.05, 0.2, 1.0, 5.0]
+    assert worker.done == ["ask", "interrupt", "cut_connections", "interrupt", "kill"]
+    assert ladder.has_cut
+
+
+def test_after_a_failure_elsewhere_nobody_will_complete_the_collective(clock: Clock) -> None:
+    worker = Worker()
+    go_on(ShutdownLadder([worker], KEEP_WORKERS.on_failure), clock, steps=3)
+    assert worker.done == ["ask", "cut_connections", "interrupt"]
+
+
+def test_all_are_interrupted_at_once_when_all_have_said_where_they_are(clock: Clock) -> None:
+    workers = [Worker(rank) for rank in range(3)]
+    ladder = ShutdownLadder(workers, KEEP_WORKERS.on_stop)
+    ladder.advance()
+    for worker in workers:
+        assert [w.done for w in workers] == [["ask"]] * 3
+        ladder.answered(worker)
+        ladder.advance()
+    assert [w.done for w in workers] == [["ask", "interrupt"]] * 3
+
+
+def test_who_cannot_say_where_it_is_is_not_waited_for(clock: Clock) -> None:
+    worker = Worker(answers=False)
+    ShutdownLadder([worker], END_WORKERS.on_stop).advance()
+    assert worker.done == ["ask", "interrupt"]
+
+
+@pytest.mark.parametrize("policy", [END_WORKERS, KEEP_WORKERS])
+def test_who_has_not_come_to_life_is_killed_and_never_interrupted(policy, clock: Clock) -> None:
+    worker = Worker(answers=False, born=False)
+    ShutdownLadder([worker], policy.on_stop).advance()
+    assert worker.done == ["ask", "kill"]
+
+
+def test_who_unwinds_gets_time_for_it_once(clock: Clock) -> None:
+    worker = Worker()
+    ladder = ShutdownLadder([worker], END_WORKERS.on_stop)
+    ladder.unwinds(worker)  # nobody has interrupted it yet
+    go_on(ladder, clock, steps=2)
+    assert worker.done[-1] == "interrupt"
+    clock.now -= 0.1
+    ladder.unwinds(worker)
+    assert ladder.due() == clock.now + 3.0
+    clock.now += 1.0
+    ladder.unwinds(worker)
+    assert ladder.due() == clock.now + 2.0
+
+
+def test_a_second_stop_kills(clock: Clock) -> None:
+    worker = Worker()
+    ladder = ShutdownLadder([worker], END_WORKERS.on_failure)
+    ladder.advance()
+    ladder.hurry()
+    ladder.advance()
+    assert worker.done == ["kill"]
+    ladder.hurry()
+    assert go_on(ladder, clock) == [5.0]
+    assert worker.done == ["kill"]
+
+
+def test_those_that_are_through_leave_when_nobody_is_at_work(clock: Clock) -> None:
+    busy, early, late = Worker(0), Worker(1), Worker(2)
+    ladder = ShutdownLadder(
+        [busy, late], END_WORKERS.on_stop, finished=[early], leaving=END_WORKERS.leaving
+    )
+    ladder.advance()
+    ladder.finished(late)
+    ladder.advance()
+    assert (early.done, late.done) == ([], ["ask"])
+    ladder.ended(busy)
+    ladder.advance()
+    assert (early.done, late.done) == (["let_leave", "wake"], ["ask", "let_leave", "wake"])
+    ladder.ended(late)
+    assert go_on(ladder, clock) == [13.0, 0.1, 5.0]
+    assert early.done == ["let_leave", "wake", "terminate", "kill"]
+
+
+def test_live_workers_that_are_through_stay(clock: Clock) -> None:
+    worker = Worker()
+    ladder = ShutdownLadder([worker], KEEP_WORKERS.on_stop, leaving=KEEP_WORKERS.leaving)
+    ladder.finished(worker)
+    assert go_on(ladder, clock) == []
+    assert worker.done == []
+
+
+def test_after_a_loss_the_others_are_asked_and_killed(clock: Clock) -> None:
+    worker = Worker()
+    assert go_on(ShutdownLadder([worker], AFTER_LOSS), clock) == [0.1, 5.0]
+    assert worker.done == ["ask", "kill"]

@@ -1,0 +1,433 @@
+"""Weights that a cell trained come to the notebook all or nothing, whatever happens on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from nbaccel import Pool, WorkerDied, WorkerFailed
+from nbaccel.calls import PoolState
+from nbaccel.transfer import memfd
+from nbaccel.transfer.memfd import PAGE_BYTES
+from tests.process import descriptors
+
+TRAIN = """
+import torch
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for p in model.parameters(): p.grad = torch.ones_like(p)
+optimizer.step()
+"""
+
+FILL = """
+import torch
+with torch.no_grad():
+    for p in model.parameters(): p.add_(-0.5)
+"""
+
+DIE_HALF_WAY = """
+import os, signal
+from nbaccel.transfer import shared_memory as memory
+from nbaccel.transfer import weight_sync as home
+whole = memory.write_at
+def half(fd, data, offset):
+    whole(fd, data[: data.nbytes // 2], offset)
+    os.kill(os.getpid(), signal.{signal})
+memory.write_at = half
+"""
+
+DIE_AT_THE_END = """
+import os, signal
+from nbaccel.transfer import weight_sync as home
+write = home.WeightWriter.write
+def last(self):
+    home.WeightWriter.write = write
+    write(self)
+    os.kill(os.getpid(), signal.{signal})
+home.WeightWriter.write = last
+"""
+
+NUM_BYTES = 2 * (256 * 256 + 256) * 4
+"""Of the model."""
+
+NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, -1))\n"
+ROOM = "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook may not read a worker's memory, as in some containers."""
+    monkeypatch.setattr(memfd, "can_read_process", lambda process_id: False)
+
+
+@pytest.fixture
+def model(fresh: Pool) -> Iterator[nn.Module]:
+    """A model of many pages that the pool's notebook calls `model`."""
+    found = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    fresh._namespace["model"] = found
+    yield found
+    assert not [target for target in descriptors().values() if "nbaccel-staging" in target]
+    fresh._namespace.clear()
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def equal(module: nn.Module, expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(p, v) for p, v in zip(module.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "end", "is_read"),
+    [
+        (TRAIN, DIE_AT_THE_END, True),
+        (FILL, DIE_AT_THE_END, True),
+        (FILL, DIE_AT_THE_END, False),
+        (FILL, DIE_HALF_WAY, False),
+    ],
+    ids=["optimizer", "by hand", "by hand, staged", "half way"],
+)
+def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
+    fresh: Pool,
+    model: nn.Module,
+    train: str,
+    end: str,
+    is_read: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    if not is_read:
+        request.getfixturevalue("unread")
+    old = values(model)
+    with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+        fresh.run(train + end.format(signal="SIGKILL"), ranks=[0])
+    assert equal(model, old)
+    text = str(caught.value)
+    assert "the weights that it trained in model" in text
+    assert "model is as before the cell" in text
+    assert fresh.state is PoolState.BROKEN
+    fresh.run(TRAIN)
+    assert equal(model, [v - 0.5 for v in old]), "new workers train as if nothing had been"
+
+
+def test_what_out_asks_for_does_not_hide_it(fresh: Pool, model: nn.Module) -> None:
+    old = values(model)
+    with pytest.raises(WorkerDied, match="the weights that it trained in model"):
+        fresh.run(TRAIN + "v = 1\n" + DIE_AT_THE_END.format(signal="SIGKILL"), out=["v"])
+    assert equal(model, old)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
+def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
+    fresh: Pool, model: nn.Module, train: str
+) -> None:
+    old = values(model)
+    with pytest.raises(OSError, match="File too large") as caught:
+        fresh.run(NO_ROOM + train)
+    assert isinstance(caught.value, WorkerFailed)
+    assert "model is as before the cell" in str(caught.value)
+    assert "the next cell writes them back" in str(caught.value)
+    assert equal(model, old)
+    fresh.run(ROOM)
+    assert equal(model, [v - 0.5 for v in old])
+
+
+@pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
+def test_weights_that_are_read_where_they_lie_need_no_room(
+    fresh: Pool, model: nn.Module, train: str
+) -> None:
+    old = values(model)
+    fresh.run(NO_ROOM + train)
+    fresh.run(ROOM)
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_what_a_cell_changes_by_hand_is_read_once_and_equal_pages_not(
+    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, moves, read = values(model), [], memfd.read_process
+
+    def noted(process_id: int, byte_moves: Any) -> int:
+        moves.append([size for _, _, size in byte_moves])
+        return read(process_id, byte_moves)
+
+    fresh.run("model")
+    monkeypatch.setattr(memfd, "read_process", noted)
+    fresh.run(FILL)
+    assert [sum(sizes) for sizes in moves] == [1, NUM_BYTES], "may it be read; and all of it, once"
+    moves.clear()
+    fresh.run("with torch.no_grad():\n    for p in model.parameters(): p.mul_(1)")
+    assert [sum(sizes) for sizes in moves] == [1], "all pages were written, and none has changed"
+    moves.clear()
+    fresh.run("with torch.no_grad(): model[1].weight[0, 0] = 7.0")
+    assert [sum(sizes) for sizes in moves] == [1, PAGE_BYTES]
+    old[2][0, 0] = 7.5
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_a_rank_0_that_ends_before_its_weights_are_read_leaves_the_model_old(
+    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, read = values(model), memfd.read_process
+
+    def too_late(process_id: int, byte_moves: Any) -> int:
+        if len(byte_moves) > 1 or byte_moves[0][2] > 1:
+            os.kill(process_id, signal.SIGKILL)
+            while psutil.pid_exists(process_id) and (
+                psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+            ):
+                time.sleep(0.01)
+        return read(process_id, byte_moves)
+
+    monkeypatch.setattr(memfd, "read_process", too_late)
+    with pytest.raises(WorkerFailed, match="could not be read in the memory of rank 0") as caught:
+        fresh.run(FILL)
+    assert "model is as before the cell, all of the weights old and none new" in str(caught.value)
+    assert equal(model, old)
+
+
+def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(
+    fresh: Pool, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = values(model)
+    with pytest.raises(ZeroDivisionError):
+        fresh.run(TRAIN + DIE_AT_THE_END.format(signal="SIGKILL") + "1 / 0")
+    assert equal(model, old)
+    assert "model is as before the cell" in capsys.readouterr().err
+
+
+def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn.Module) -> None:
+    old = values(model)
+    rank_0 = fresh.call(os.getpid)[0]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="the weights that it trained in model"):
+        with StopWhen(lambda: psutil.Process(rank_0).status() == psutil.STATUS_STOPPED):
+            fresh.run(TRAIN + DIE_AT_THE_END.format(signal="SIGSTOP"), ranks=[0])
+    assert time.monotonic() - began < 30
+    assert equal(model, old)
+    assert fresh.state is PoolState.IDLE, "Stop lets a stopped process go on, to hear it"
+    fresh.run("1")
+    assert equal(model, [v - 0.5 for v in old]), "the weights come home with the next cell"
+
+
+def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
+    fresh: Pool, model: nn.Module, tmp_path: Path
+) -> None:
+    old = values(model)
+    sign = tmp_path / "writes"
+    slow = (
+        "import time\nfrom pathlib import Path\n"
+        "from nbaccel.transfer import weight_sync as home\n"
+        "write = home.WeightWriter.write\n"
+        "def late(self):\n    home.WeightWriter.write = write\n"
+        f"    Path({str(sign)!r}).touch()\n    time.sleep(60)\n"
+        "home.WeightWriter.write = late\n"
+    )
+    with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"):
+        with StopWhen(sign.exists):
+            fresh.run(TRAIN + slow, ranks=[0])
+    assert equal(model, old)
+    fresh.run("1 + 1")
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_a_death_after_the_weights_have_come_takes_nothing_away(
+    fresh: Pool, model: nn.Module
+) -> None:
+    old = values(model)
+    end = (
+        "import os\nfrom nbaccel.transfer.received_modules import ReceivedModules\n"
+        "ReceivedModules.settle = lambda self: os.kill(os.getpid(), 9)\n"
+    )
+    fresh.run(TRAIN + end, ranks=[0])
+    assert equal(model, [v - 0.5 for v in old])
+    with pytest.raises(WorkerDied, match="rank 0 of 2 was killed by SIGKILL"):
+        fresh.run("1")
+    assert equal(model, [v - 0.5 for v in old])
+
+
+def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
+    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = values(model)
+    fresh.run("model")
+    took = fresh._post_task._namespace_sync.records  # type: ignore[union-attr]
+
+    def none_left(keys: Any) -> Any:
+        limit.__enter__()
+        return took(keys)
+
+    limit = NoDescriptors()
+    monkeypatch.setattr(fresh._post_task._namespace_sync, "records", none_left)  # type: ignore[union-attr]
+    try:
+        with pytest.raises(WorkerFailed, match="no room for the trained weights"):
+            fresh.run(TRAIN)
+    finally:
+        limit.__exit__()
+        monkeypatch.undo()
+    assert equal(model, old)
+    fresh.run("1")
+    assert equal(model, [v - 0.5 for v in old])
+
+
+@pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
+def test_random_kills_tear_nothing(fresh: Pool, model: nn.Module, train: str) -> None:
+    """At moments that nobody has chosen: all old or all new, and never silent."""
+    old = values(model)
+    for i in range(12):
+        victim, now = _pids(fresh)[i % 2], values(model)
+        killer = threading.Timer(0.004 * i, os.kill, [victim, signal.SIGKILL])
+        killer.start()
+        told = False
+        try:
+            fresh.run(train)
+        except WorkerFailed:
+            told = True
+        killer.join()
+        new = [v - 0.5 for v in now]
+        assert equal(model, now) or equal(model, new)
+        assert told or equal(model, new), "weights were lost and nothing was said"
+        with torch.no_grad():
+            for p, v in zip(model.parameters(), old, strict=True):
+                p.copy_(v)
+
+
+# ------------------------------------------------------------------------- training in a file
+
+
+def test_rank_0_trains_in_a_file_and_shares_the_arena_again_afterwards(
+    fresh: Pool, model: nn.Module
+) -> None:
+    look = (
+        "from pathlib import Path\n"
+        "def maps(): return Path('/proc/self/maps').read_text().count('nbaccel-staging')\n"
+    )
+    fresh.run(look + TRAIN + "during = maps()")
+    fresh.run("after = maps()")
+    assert fresh.pull("during", ranks=[0])["during"] > 0
+    assert fresh.pull("during", ranks=[1])["during"] == 0
+    assert fresh.pull("after") == {"after": [0, 0]}
+
+
+def test_many_cells_of_training_keep_workers_and_notebook_equal(
+    fresh: Pool, model: nn.Module
+) -> None:
+    old = values(model)
+    fresh.run(TRAIN)
+    for _ in range(4):
+        fresh.run("for p in model.parameters(): p.grad = torch.ones_like(p)\noptimizer.step()")
+    there = fresh.pull("model")["model"]
+    expected = [v - 2.5 for v in old]
+    assert equal(model, [p.detach() for p in there[0].parameters()])
+    assert equal(there[1], [p.detach() for p in model.parameters()])
+    assert all(torch.allclose(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_graph_of_the_notebook_that_needs_the_old_weights_says_so(
+    fresh: Pool, model: nn.Module
+) -> None:
+    x = torch.ones(1, 256, requires_grad=True)
+    loss = model(x).sum()
+    fresh.run(TRAIN)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    fresh.run("there = [p.detach() for p in model.parameters()]")
+    assert all(equal(model, there) for there in fresh.pull("there")["there"])
+
+
+# ------------------------------------------------------------------------- helpers
+
+
+def _pids(pool: Pool) -> list[int]:
+    """The workers', who may have to be started anew."""
+    with contextlib.suppress(WorkerDied):  # the last kill may have come too late for its cell
+        pool.run("1")
+    return pool.call(os.getpid)
+
+
+class StopWhen:
+    """Presses Stop as soon as something is so, while the block runs."""
+
+    def __init__(self, is_so: Callable[[], bool]) -> None:
+        self._is_so = is_so
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._press)
+
+    def _press(self) -> None:
+        while not self._ended.wait(0.02):
+            if self._is_so():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+class NoDescriptors:
+    """This process can open nothing more: its limit is what it has open."""
+
+    def __enter__(self) -> None:
+        import resource
+
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+        highest = max(numbers)
+        self._taken = [os.dup(0) for _ in range(highest - len(numbers) + 2)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, self._limits[1]))
+
+    def __exit__(self, *exc: object) -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
+        for fd in self._taken:
+            os.close(fd)
+
+
+CHANGES = {
+    "del model[1]": "stay in the workers, because they no longer fit .*1.weight is gone",
+    "model.append(torch.nn.Linear(2, 2))": "no longer fit .*2.weight is new",
+    "model[1].weight = model[0].weight": "1.weight was replaced; .*share memory",
+    "flat = torch.randn(256 * 256)\n"
+    "for layer in model: layer.weight = torch.nn.Parameter(flat.view(256, 256))": (
+        "0.weight, 1.weight were replaced; .*weight share memory there"
+    ),
+    "flat = torch.randn(256 * 256)\n"
+    "for layer in model: layer.weight.data = flat.view(256, 256)": "weight share memory there",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_cell_changes_besides_values_is_told_of_each_model(
+    fresh: Pool, model: nn.Module, change: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run(f"import torch\n{change}\nNone")
+    assert re.search(CHANGES[change], " ".join(capfd.readouterr().err.split()))
+    fresh.run("None")
+    assert "the weights of model" not in capfd.readouterr().err, "told once"
+    # The cell that makes the model is run again, and then the one that changes it.
+    fresh._namespace["model"] = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    fresh.run(f"import torch\n{change}\nNone")
+    assert re.search(CHANGES[change], " ".join(capfd.readouterr().err.split()))
+
+
+def test_what_a_cell_only_trains_is_not_told(
+    fresh: Pool, model: nn.Module, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fresh.run(TRAIN)
+    assert "the weights of model" not in capfd.readouterr().err

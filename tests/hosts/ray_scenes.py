@@ -1,0 +1,294 @@
+"""What is done with a Ray cluster of three nodes on this machine: real raylets, one notebook.
+
+A process of its own, because Ray leaves threads, variables and signal handlers in a notebook.
+Prints one line of JSON per scene, after `SCENE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from tests.hosts.ray_variables import RAY_VARIABLES
+
+os.environ.update(RAY_VARIABLES)
+
+import ray
+from ray.cluster_utils import Cluster
+
+from nbaccel import Pool, notebook_launcher
+from nbaccel.hosts.ray_engine import RayCrew
+
+STEPS = 4
+
+
+def model_of(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def train(model: nn.Module) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    print(f"rank {dist.get_rank()} has trained")
+    return {"rank": dist.get_rank(), "world": dist.get_world_size(), "parent": os.getppid()}
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    return [value for p in model.parameters() for value in p.detach().flatten().tolist()]
+
+
+def trained_on_ray() -> dict[str, Any]:
+    model, local = model_of(), model_of()
+    before = weights_of(model)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        results = notebook_launcher(train, (model,), engine="ray", num_processes=4)
+    notebook_launcher(train, (local,), 4)
+    return {
+        "ranks": [result["rank"] for result in results],
+        "agents": len({result["parent"] for result in results}),
+        "plan": results.plan.explain(),
+        "output": output.getvalue(),
+        "is trained": weights_of(model) != before,
+        "equals one host": weights_of(model) == weights_of(local),
+    }
+
+
+def sums(model: nn.Module) -> float:
+    with torch.no_grad():
+        total = float(model[0].weight.double().sum())
+        model[0].weight.add_(1.0)
+    return total
+
+
+def carried_model() -> dict[str, Any]:
+    """32 MiB, which Ray's object store carries once per node and launch."""
+    model = nn.Sequential(nn.Linear(2048, 4096, bias=False))
+    with torch.no_grad():
+        # Whole numbers: the sum is exact in whatever order.
+        model[0].weight.mul_(1000).round_()
+    expected = float(model[0].weight.detach().double().sum())
+    sent: list[str] = []
+    carry = RayCrew.carry
+
+    def noted(crew: RayCrew, file_descriptor: int) -> str:
+        sent.append(carry(crew, file_descriptor))
+        return sent[-1]
+
+    RayCrew.carry = noted  # type: ignore[method-assign]
+    try:
+        first = notebook_launcher(sums, (model,), engine="ray", num_processes=4)
+        after = float(model[0].weight.detach().double().sum())
+        second = notebook_launcher(sums, (model,), engine="ray", num_processes=4)
+    finally:
+        RayCrew.carry = carry  # type: ignore[method-assign]
+    return {
+        "first": list(first),
+        "expected": expected,
+        "after": after,
+        "second": list(second),
+        "tickets": len([ticket for ticket in sent if ticket]),
+    }
+
+
+def fails(rank: int) -> None:
+    if int(os.environ["RANK"]) == rank:
+        raise ValueError("rank three does not like this")
+    time.sleep(30)
+
+
+def error_of_a_rank() -> dict[str, Any]:
+    try:
+        notebook_launcher(fails, (3,), engine="ray", num_processes=4)
+    except ValueError as error:
+        return {"text": str(error), "is ValueError": True}
+    return {"is ValueError": False}
+
+
+def too_many_workers() -> dict[str, Any]:
+    try:
+        notebook_launcher(train, (model_of(),), engine="ray", num_processes=40)
+    except Exception as error:
+        return {"type": type(error).__name__, "text": str(error)}
+    return {}
+
+
+def writes_for_ever(model: nn.Module, folder: str) -> None:
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    Path(folder, os.environ["RANK"]).write_text("here")
+    time.sleep(600)
+
+
+def stopped(folder: Path) -> dict[str, Any]:
+    model = model_of()
+    before = weights_of(model)
+    pressed_at = []
+
+    def press_stop() -> None:
+        try:
+            wait_until(lambda: len(list(folder.iterdir())) == 4)
+        finally:  # or the scene would never end
+            pressed_at.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_stop).start()
+    try:
+        notebook_launcher(writes_for_ever, (model, str(folder)), engine="ray", num_processes=4)
+    except KeyboardInterrupt as stop:
+        seconds = time.monotonic() - pressed_at[0]
+        return {
+            "text": str(stop),
+            "seconds": seconds,
+            "is as before": weights_of(model) == before,
+        }
+    return {}
+
+
+def live_workers() -> dict[str, Any]:
+    model = model_of()
+    before = weights_of(model)
+    namespace = {"model": model, "torch": torch}
+    with Pool(4, engine="ray", namespace=namespace) as pool:
+        pool.run("import os\nrank = int(os.environ['RANK'])")
+        pool.run("with torch.no_grad():\n    model[0].weight.add_(1.0)")
+        after_cell = weights_of(model)
+        # The notebook changes it between cells, which the nodes have to see.
+        with torch.no_grad():
+            model[0].weight.mul_(2.0)
+        pool.run("seen = float(model[0].weight.detach().sum())")
+        pulled = pool.pull("rank", "seen")
+    return {
+        "ranks": pulled["rank"],
+        "changed": after_cell != before,
+        "seen": pulled["seen"],
+        "has": float(model[0].weight.detach().sum()),
+    }
+
+
+def resumes(model: nn.Module, folder: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    checkpoint = Path(folder) / "steps"
+    step = int(checkpoint.read_text()) if restarts else 0
+    first_step = step
+    while step < 40:
+        dist.all_reduce(torch.ones(2))
+        step += 1
+        if dist.get_rank() == 0:
+            checkpoint.with_suffix(".new").write_text(str(step))
+            checkpoint.with_suffix(".new").rename(checkpoint)
+        dist.barrier()
+        time.sleep(0.1)
+    return {"restarts": restarts, "first step": first_step, "world": dist.get_world_size()}
+
+
+def node_lost(cluster: Cluster, folder: Path) -> dict[str, Any]:
+    victims = []
+
+    def remove() -> None:
+        wait_until((folder / "steps").exists)
+        groups = ray.util.placement_group_table().values()
+        used_nodes = {
+            node_id
+            for group in groups
+            if group["state"] == "CREATED"
+            for node_id in group["bundles_to_node_id"].values()
+        }
+        # Not the head: the cluster ends with it.
+        victims.append(next(n for n in cluster.worker_nodes if n.node_id in used_nodes))
+        cluster.remove_node(victims[0], allow_graceful=False)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            results = notebook_launcher(
+                resumes,
+                (model_of(), str(folder)),
+                engine="ray",
+                num_processes=4,
+                max_restarts=2,
+            )
+    finally:
+        thread.join()
+    return {"results": list(results), "errors": errors.getvalue(), "victim": victims[0].node_id}
+
+
+def wait_until(is_so: Callable[[], object], timeout_s: float = 150) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.02)
+
+
+def agents_left() -> list[int]:
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if "nbaccel.hosts.agent" in (process.info["cmdline"] or [])
+    ]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name in ("stopped", "lost"):
+        (folder / name).mkdir()
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    for _ in range(3):
+        cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    scenes: dict[str, Callable[[], dict[str, Any]]] = {
+        "trained": trained_on_ray,
+        "carried": carried_model,
+        "error": error_of_a_rank,
+        "too many": too_many_workers,
+        "stopped": lambda: stopped(folder / "stopped"),
+        "live": live_workers,
+        "lost": lambda: node_lost(cluster, folder / "lost"),
+    }
+    try:
+        for name in sys.argv[2:] or scenes:
+            try:
+                outcome = scenes[name]()
+            except BaseException as error:
+                outcome = {"scene failed": f"{type(error).__name__}: {error}"}
+            outcome["agents left"] = agents_left()
+            groups = ray.util.placement_group_table().values()
+            outcome["groups left"] = [g for g in groups if g["state"] != "REMOVED"]
+            print("SCENE", json.dumps([name, outcome]), flush=True)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

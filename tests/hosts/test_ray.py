@@ -1,0 +1,124 @@
+"""The Ray engine on a cluster of real raylets: workers on several nodes, as on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from nbaccel import ConfigError, notebook_launcher
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.hosts.ray_engine import RayEngine
+from tests.isolation import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_installed("ray"), reason="ray is not installed: pip install ray"),
+]
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ray")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.hosts.ray_scenes", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": "/tmp"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=440)
+    except subprocess.TimeoutExpired:
+        # With its raylets, which would stay for the tests that come next.
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+    lines = [line for line in stdout.splitlines() if line.startswith("SCENE")]
+    outcomes = dict(json.loads(line.removeprefix("SCENE ")) for line in lines)
+    assert len(outcomes) == 7, (stdout[-3000:], stderr[-5000:])
+    return outcomes
+
+
+def test_workers_on_several_nodes_train_as_those_of_one_machine(scenes):
+    outcome = scenes["trained"]
+    assert outcome["ranks"] == [0, 1, 2, 3], outcome
+    assert outcome["agents"] >= 2
+    assert outcome["is trained"]
+    assert outcome["equals one host"]
+    for rank in range(4):
+        assert f"rank {rank} has trained" in outcome["output"]
+    assert "ray" in outcome["plan"]
+
+
+def test_a_large_model_goes_through_the_object_store_once_per_launch(scenes):
+    outcome = scenes["carried"]
+    assert outcome["tickets"] == 2, outcome
+    assert outcome["first"] == [outcome["expected"]] * 4
+    assert outcome["after"] != outcome["expected"]
+    assert outcome["second"] == [outcome["after"]] * 4
+
+
+def test_an_error_on_another_node_has_its_type_and_its_lines(scenes):
+    outcome = scenes["error"]
+    assert outcome["is ValueError"], outcome
+    assert "rank 3 of 4 raised ValueError: rank three does not like this" in outcome["text"]
+    assert "raise ValueError(" in outcome["text"]
+
+
+def test_more_workers_than_the_cluster_has_are_refused_at_once(scenes):
+    outcome = scenes["too many"]
+    assert outcome["type"] == "ConfigError", outcome
+    assert "is more than the cluster has" in outcome["text"]
+    assert "2 CPU" in outcome["text"]
+
+
+def test_stop_ends_all_workers_and_leaves_the_model(scenes):
+    outcome = scenes["stopped"]
+    assert outcome["is as before"], outcome
+    assert "all 4 workers have been stopped" in outcome["text"]
+
+
+def test_live_workers_follow_the_notebook_on_all_nodes(scenes):
+    outcome = scenes["live"]
+    assert outcome["ranks"] == [0, 1, 2, 3], outcome
+    assert outcome["changed"]
+    assert outcome["seen"] == pytest.approx([outcome["has"]] * 4)
+
+
+def test_a_node_that_is_lost_is_named_and_replaced(scenes):
+    outcome = scenes["lost"]
+    for result in outcome["results"]:
+        assert result["world"] == 4
+        assert result["restarts"] >= 1
+        assert result["first step"] > 0
+    assert "was lost" in outcome["errors"]
+    assert outcome["victim"][:6] in outcome["errors"]
+    assert "Restart 1 of 2" in outcome["errors"]
+
+
+def test_nothing_is_left_on_the_cluster(scenes):
+    for name, outcome in scenes.items():
+        assert outcome["agents left"] == [], name
+        assert outcome["groups left"] == [], name
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once(monkeypatch):
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=f"nothing answers at RAY_ADDRESS='{address}'"):
+            RayEngine().connect()
+
+
+def test_a_notebook_without_a_cluster_is_told_how_to_connect():
+    with pytest.raises(ConfigError, match=r'ray.init\(address="auto"\)'):
+        notebook_launcher(print, (), 2, engine="ray")

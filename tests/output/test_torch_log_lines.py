@@ -1,0 +1,76 @@
+"""Lines of libraries that mean no harm: counted, folded, and never mistaken for others."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbaccel import WorkerFailed, notebook_launcher
+from nbaccel.output.torch_log_lines import LibraryMessages
+
+HARMLESS = [
+    "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",
+    "[W1125 10:15:30.123456789 socket.cpp:767] [c10d] The hostname of the client socket cannot be "
+    "retrieved. err=-3",
+    "[W socket.cpp:663] [c10d] The remote address of the client socket cannot be retrieved. err=1",
+    "[rank1]:[W1125 10:15:30.1 ProcessGroupNCCL.cpp:1250] Warning: WARNING: destroy_process_group()"
+    " was not called before program exit, which can leak resources.",
+    "[rank0]:[W1125 10:15:30.1 ProcessGroupNCCL.cpp:4718] [PG ID 0 PG GUID 0 Rank 0]  using GPU 0 "
+    "as device used by this process is currently unknown. This can potentially cause a hang",
+]
+OTHERS = [
+    "[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : 1",
+    "[W1125 10:15:30.1 socket.cpp:767] [c10d] The client socket has failed to connect",
+    "The hostname of the client socket cannot be retrieved. err=-3",
+    "[1, 2, 3]",
+    "",
+    "loss 0.3",
+]
+
+
+@pytest.mark.parametrize("line", HARMLESS)
+def test_a_harmless_line_is_taken(line: str) -> None:
+    messages = LibraryMessages()
+    assert list(messages.take_from(0, ["before", line, "after"])) == ["before", "after"]
+    assert (messages.count, messages.lines()) == (1, [f"[0] {line}"])
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_any_other_line_stays(line: str) -> None:
+    messages = LibraryMessages()
+    assert list(messages.take_from(0, [line])) == [line]
+    assert (messages.count, messages.lines()) == (0, [])
+
+
+def test_equal_messages_of_ranks_are_one_line_and_counted_each() -> None:
+    messages = LibraryMessages()
+    for rank in (2, 0, 1, 0):
+        messages.take_from(rank, [HARMLESS[1]])
+    assert messages.count == 4
+    assert messages.lines() == [f"[0-2] {HARMLESS[1]}"]
+
+
+def test_what_is_kept_is_bounded() -> None:
+    messages = LibraryMessages()
+    for number in range(10_000):
+        messages.take_from(0, [f"{HARMLESS[1]}{number}{'x' * 100_000 if number < 3 else ''}"])
+    assert messages.count == 10_000
+    assert sum(map(len, messages.lines())) < 200_000
+
+
+def print_and_fail() -> None:
+    print(HARMLESS[1], flush=True)
+    raise ValueError("diverged")
+
+
+def test_what_fails_tells_them_in_full(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerFailed, match="diverged") as caught:
+        notebook_launcher(print_and_fail, (), 2)
+    lines = str(caught.value).splitlines()
+    place = lines.index("Messages of libraries:")
+    assert lines[place + 1].endswith(f"] {HARMLESS[1]}")
+    assert "c10d" not in capfd.readouterr().out
+
+
+def test_what_does_well_does_not_show_them(capfd: pytest.CaptureFixture[str]) -> None:
+    notebook_launcher(print, (f"{HARMLESS[1]}\nmine",), 2)
+    assert capfd.readouterr().out == "[0-1] mine\n"

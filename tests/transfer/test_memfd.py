@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nbaccel.transfer import memfd
+from nbaccel.transfer.memfd import PAGE_BYTES, Mapping
+from tests.process import descriptors
+
+PAGES = 8
+NBYTES = (PAGES - 1) * PAGE_BYTES + 100  # the last page is not a whole one
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    fd = memfd.create_file("test", NBYTES)
+    yield fd
+    os.close(fd)
+
+
+def read(fd: int, nbytes: int, offset: int = 0) -> bytes:
+    into = bytearray(nbytes)
+    memfd.read_at(fd, memoryview(into), offset)
+    return bytes(into)
+
+
+def mapped_at(address: int) -> bool:
+    maps = Path("/proc/self/maps").read_text()
+    return any(line.startswith(f"{address:x}-") for line in maps.splitlines())
+
+
+def test_a_file_has_no_name_and_is_not_inherited_by_programs(file: int) -> None:
+    assert descriptors()[file] == "/memfd:nbaccel-test (deleted)"
+    assert os.fstat(file).st_size == NBYTES
+    assert os.fstat(file).st_blocks == 0, "a page costs nothing before it is written"
+    assert not os.get_inheritable(file)
+
+
+def test_an_empty_file_can_be_mapped() -> None:
+    fd = memfd.create_file("test", 0)
+    with memfd.closing_files(fd):
+        assert os.fstat(fd).st_size == 1
+
+
+def test_what_is_written_in_small_steps_is_read_in_small_steps(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memfd, "_COPY_BYTES", 7)
+    data = bytes(range(256))
+    memfd.write_at(file, memoryview(data), 3)
+    assert read(file, 256, 3) == data
+    assert read(file, 3) == bytes(3)
+
+
+def test_reading_beyond_the_end_says_where_it_ended(file: int) -> None:
+    with pytest.raises(EOFError, match=f"ended at byte {NBYTES}"):
+        read(file, 10, NBYTES - 5)
+
+
+def test_a_shared_mapping_writes_to_the_file(file: int) -> None:
+    one, other = Mapping(file, NBYTES, is_private=False), Mapping(file, NBYTES, is_private=False)
+    one.bytes()[NBYTES - 1] = 7
+    assert other.bytes()[NBYTES - 1] == 7
+    assert read(file, 1, NBYTES - 1) == b"\x07"
+    assert one.written() == [] or one.written() == [(0, NBYTES)]
+
+
+def test_a_private_mapping_keeps_its_writes_to_itself(file: int) -> None:
+    one, other = Mapping(file, NBYTES, is_private=True), Mapping(file, NBYTES, is_private=True)
+    one.bytes()[:] = 1
+    assert other.bytes().max() == 0
+    assert read(file, NBYTES) == bytes(NBYTES)
+
+
+def test_a_private_mapping_knows_which_pages_it_wrote(file: int) -> None:
+    memfd.write_at(file, memoryview(bytes([5]) * NBYTES), 0)
+    mapping = Mapping(file, NBYTES, is_private=True)
+    view = mapping.bytes()
+    assert int(view.sum()) == 5 * NBYTES
+    assert mapping.written() == [], "reading is not writing"
+    view[2 * PAGE_BYTES + 17] = 1
+    view[3 * PAGE_BYTES] = 1
+    view[NBYTES - 1] = 1
+    assert mapping.written() == [
+        (2 * PAGE_BYTES, 4 * PAGE_BYTES),
+        ((PAGES - 1) * PAGE_BYTES, NBYTES),
+    ]
+
+
+def test_a_page_written_with_what_it_held_already_counts_as_written(file: int) -> None:
+    mapping = Mapping(file, NBYTES, is_private=True)
+    mapping.bytes()[0] = 0
+    assert mapping.written() == [(0, PAGE_BYTES)]
+
+
+def test_another_file_takes_the_place_under_the_same_addresses(file: int) -> None:
+    mapping = Mapping(file, NBYTES, is_private=False)
+    tensor = torch.from_numpy(mapping.bytes())
+    address = tensor.data_ptr()
+    other = memfd.create_file("test", NBYTES)
+    with memfd.closing_files(other):
+        memfd.write_at(other, memoryview(b"\x09" * NBYTES), 0)
+        mapping.replace(other, is_private=False)
+    assert tensor.data_ptr() == address
+    assert bool((tensor == 9).all())
+    assert read(file, NBYTES) == bytes(NBYTES), "the old file is as it was"
+
+
+def test_a_private_replacement_forgets_what_was_written(file: int) -> None:
+    mapping = Mapping(file, NBYTES, is_private=True)
+    mapping.bytes()[:] = 3
+    mapping.replace(file, is_private=True)
+    assert mapping.bytes().max() == 0
+    assert mapping.written() == []
+
+
+def test_a_mapping_lives_as_long_as_its_last_view(file: int) -> None:
+    mapping = Mapping(file, NBYTES, is_private=False)
+    address = mapping.address
+    array, view = mapping.bytes(), mapping.view(10, 20)
+    del mapping
+    assert mapped_at(address)
+    array[10] = 4
+    del array
+    assert view[0] == 4
+    del view
+    assert not mapped_at(address)
+
+
+def test_contains_is_exact_at_both_ends(file: int) -> None:
+    mapping = Mapping(file, NBYTES, is_private=True)
+    assert mapping.contains(mapping.address, NBYTES)
+    assert not mapping.contains(mapping.address, NBYTES + 1)
+    assert not mapping.contains(mapping.address - 1, 1)
+    assert mapping.contains(mapping.address + NBYTES, 0)
+
+
+def test_mapping_a_closed_descriptor_is_an_error_that_leaks_nothing() -> None:
+    with pytest.raises(OSError, match="mapping 4096 bytes"):
+        Mapping(10_000, 4096, is_private=True)
+
+
+def test_merge_and_gaps_part_the_whole() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        raw = [tuple(sorted(random.integers(0, 60, 2).tolist())) for _ in range(random.integers(6))]
+        covered = {i for start, stop in raw for i in range(start, stop)}
+        merged = [span for span in memfd.merge_ranges(raw) if span[0] < span[1]]
+        left = list(memfd.gaps_between(merged, 60))
+        assert {i for a, b in merged for i in range(a, b)} == covered
+        assert {i for a, b in left for i in range(a, b)} == set(range(60)) - covered
+        assert memfd.total_bytes(merged) == len(covered)
+        assert memfd.total_bytes(left) == 60 - len(covered)
+
+
+def test_closing_closes_on_an_error_too() -> None:
+    fd = memfd.create_file("test", 1)
+    with pytest.raises(ZeroDivisionError), memfd.closing_files(fd):
+        _ = 1 / 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_pages_that_are_given_back_show_the_file_again() -> None:
+    fd = memfd.create_file("test", 3 * PAGE_BYTES + 10)
+    with memfd.closing_files(fd):
+        memfd.write_at(fd, memoryview(b"file" * PAGE_BYTES)[: 3 * PAGE_BYTES + 10], 0)
+        private = memfd.Mapping(fd, 3 * PAGE_BYTES + 10, is_private=True)
+        private.view(0, private.nbytes)[:] = b"x" * private.nbytes
+        private.give_back(PAGE_BYTES, 2 * PAGE_BYTES)
+        private.give_back(3 * PAGE_BYTES, private.nbytes)
+        assert bytes(private.view(PAGE_BYTES, PAGE_BYTES + 4)) == b"file"
+        assert bytes(private.view(3 * PAGE_BYTES, private.nbytes)) == b"filefilefi"
+        assert bytes(private.view(PAGE_BYTES - 1, PAGE_BYTES)) == b"x"
+        with pytest.raises(OSError, match="giving back bytes 1 to"):
+            private.give_back(1, PAGE_BYTES)

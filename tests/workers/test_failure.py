@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from nbaccel.base.frames import Frame
+from nbaccel.workers import failure
+from nbaccel.workers.failure import (
+    FailureRecord,
+    FailureReport,
+    RaisedError,
+    RankActivity,
+    describe_error,
+    first_cause,
+    parse_stack,
+)
+
+LOST = [
+    ("RuntimeError", "[../gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:3127"),
+    ("RuntimeError", "Connection reset by peer"),
+    ("torch.distributed.DistNetworkError", "failed to recv, got 0 bytes"),
+    ("torch.distributed.DistBackendError", "NCCL error: remote process exited or network error"),
+    ("torch.distributed.DistStoreError", "Socket closed"),
+    ("BrokenPipeError", "[Errno 32] Broken pipe"),
+    ("ConnectionRefusedError", "[Errno 111] Connection refused"),
+]
+
+
+def raised(rank: int, time: float, kind: str = "ValueError", text: str = "bad") -> FailureRecord:
+    return FailureRecord(
+        rank=rank, time=time, raised=RaisedError(type_name=kind, message=text, frames=())
+    )
+
+
+@pytest.mark.parametrize(("kind", "text"), LOST)
+def test_a_lost_connection_is_a_consequence_however_early(kind: str, text: str) -> None:
+    early, late = raised(0, 1.0, kind, text), raised(1, 2.0)
+    assert early.is_consequence
+    assert first_cause([early, late]) is late
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("ValueError", "Connection closed by peer"),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"),
+        ("torch.OutOfMemoryError", "CUDA out of memory"),
+        ("mine.ConnectionTrouble", "connection reset"),
+    ],
+)
+def test_other_errors_are_causes(kind: str, text: str) -> None:
+    assert not raised(0, 1.0, kind, text).is_consequence
+
+
+def test_the_first_by_time_is_the_cause_whatever_its_rank() -> None:
+    records = [raised(0, 3.0), raised(1, 2.0), raised(2, 2.5)]
+    assert first_cause(records).rank == 1
+
+
+def test_a_death_counts_like_an_exception() -> None:
+    dead = FailureRecord(rank=1, time=5.0, exit_status=-signal.SIGKILL)
+    assert first_cause([raised(0, 1.0, *LOST[0]), dead]) is dead
+
+
+def test_a_missing_process_is_a_consequence_only_where_the_connection_broke() -> None:
+    lost = RaisedError(
+        type_name="torch.distributed.DistNetworkError",
+        message="Connection reset by peer",
+        frames=(),
+    )
+    left = RaisedError(
+        type_name="CollectiveTimeout", message="process 0 has left", frames=(), cause=lost
+    )
+    never = RaisedError(type_name="CollectiveTimeout", message="did not come", frames=())
+    dead = FailureRecord(rank=0, time=5.0, exit_status=-signal.SIGKILL)
+    assert first_cause([FailureRecord(rank=1, time=1.0, raised=left), dead]) is dead
+    assert not FailureRecord(rank=1, time=1.0, raised=never).is_consequence
+
+
+def test_if_all_lost_their_connections_the_first_is_told() -> None:
+    records = [raised(0, 2.0, *LOST[0]), raised(1, 1.0, *LOST[1])]
+    assert first_cause(records).rank == 1
+
+
+def caught_from(function: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  (whatever it is)
+        function()
+    return caught.value
+
+
+def test_an_exception_is_taken_down_with_causes_notes_and_frames() -> None:
+    def inner() -> None:
+        raise KeyError("x")
+
+    def outer() -> None:
+        try:
+            inner()
+        except KeyError as error:
+            trouble = ValueError("outer")
+            trouble.__notes__ = ["a note"]
+            raise trouble from error
+
+    found = describe_error(caught_from(outer))
+    assert (found.type_name, found.message, found.notes) == ("ValueError", "outer", ("a note",))
+    assert found.cause is not None
+    assert found.cause.type_name == "KeyError"
+    assert [f.function for f in found.cause.frames][-1] == "inner"
+
+
+def test_a_context_that_was_suppressed_is_not_told() -> None:
+    def work() -> None:
+        try:
+            _ = 1 / 0
+        except ZeroDivisionError:
+            raise ValueError("clean") from None
+
+    assert describe_error(caught_from(work)).cause is None
+
+
+def test_a_circle_of_causes_ends() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    found = describe_error(one)
+    assert found.cause is not None
+    assert found.cause.cause is None
+
+
+def test_names_are_as_short_as_a_reader_needs() -> None:
+    class Local(Exception):
+        pass
+
+    assert describe_error(KeyError()).type_name == "KeyError"
+    assert describe_error(Local()).type_name.endswith("Local")
+    assert describe_error(Local()).type_name.startswith(__name__)
+
+
+DUMP = """\
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f0a1affd6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f0a9c0d2740 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/tmp/ipykernel_1/22.py", line 7 in crash
+  File "/home/me/train (old), v2.py", line ??? in <module>
+  File "{house}/workers/worker.py", line 300 in _call
+  File "{house}/workers/worker.py", line 90 in main
+
+Extension modules: numpy.core (total: 1)
+""".replace("{house}", failure.__file__.rpartition("/failures/")[0])
+
+
+def test_the_main_threads_stack_is_read_from_a_dump() -> None:
+    found = parse_stack(DUMP)
+    assert [(f.file.rpartition("/")[2], f.line, f.function) for f in found] == [
+        ("__init__.py", 519, "string_at"),
+        ("22.py", 7, "crash"),
+        ("train (old), v2.py", 0, "<module>"),
+    ]
+
+
+def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack() -> None:
+    of_notebook = (
+        '  File "{house}/workers/worker.py", line 80 in run_worker\n'
+        '  File "{house}/workers/template_from_kernel.py", line 200 in fork_notebook\n'
+        '  File "/tmp/ipykernel_9/33.py", line 1 in <module>\n'
+        '  File "/site-packages/ipykernel/kernelapp.py", line 7 in start\n'
+    ).replace("{house}", failure.__file__.rpartition("/failures/")[0])
+    forked_in_cell = DUMP.replace("\nExtension modules", of_notebook + "\nExtension modules")
+    assert parse_stack(forked_in_cell) == parse_stack(DUMP)
+    head, _, _ = DUMP.rpartition('  File "/usr/lib/python3.11/ctypes')
+    assert parse_stack(head + of_notebook) == ()
+
+
+TORCH = "/site-packages/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("stack", "text", "waits"),
+    [
+        ([(TORCH, "wrapper"), (TORCH, "barrier"), ("me.py", "f")], "waiting in barrier", True),
+        ([("me.py", "f")], "running", False),
+        ([("/lib/python3.11/time.py", "nap"), ("me.py", "waiting in")], "in nap", False),
+        ([], "running", False),
+    ],
+)
+def test_what_a_rank_does_is_known_without_reading_its_text(
+    stack: list[tuple[str, str]], text: str, waits: bool
+) -> None:
+    frames = [Frame(file=file, line=3, function=function) for file, function in stack]
+    found = RankActivity.of_stack(frames)
+    assert str(found) == text + (" (me.py:3)" if stack else "")
+    assert bool(found.collective) == waits
+
+
+def test_the_name_that_a_name_error_misses_is_kept() -> None:
+    def use() -> None:
+        unknown_name  # noqa: B018, F821
+
+    assert describe_error(caught_from(use)).missing_name == "unknown_name"
+    assert describe_error(NameError("name 'x' is not defined")).missing_name == ""
+    assert describe_error(KeyError("x")).missing_name == ""
+
+
+def test_of_several_dumps_the_latest_counts() -> None:
+    assert parse_stack(DUMP + DUMP.replace("line 7", "line 8"))[1].line == 8
+
+
+def test_no_dump_is_no_stack() -> None:
+    assert parse_stack("") == ()
+    assert parse_stack("Segmentation fault\n") == ()
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (0, "left with exit code 0 before the function returned"),
+        (-9, "was killed by SIGKILL (signal 9)"),
+        (-signal.SIGRTMIN, "was killed by SIGRTMIN"),
+        (-45, "was killed by signal 45"),
+    ],
+)
+def test_exits_are_named(status: int, text: str) -> None:
+    assert failure.name_exit(status).startswith(text)
+
+
+@pytest.mark.parametrize("status", [0, 1, -45, *(-s for s in (4, 6, 7, 8, 9, 11, 15))])
+def test_every_exit_is_explained_in_a_few_lines(status: int) -> None:
+    record = FailureRecord(rank=0, time=0.0, exit_status=status, max_rss_bytes=3 * 2**30)
+    assert len(failure.explain_exit(record)) <= 3
+
+
+def test_the_report_on_many_ranks_stays_short() -> None:
+    records = tuple(raised(rank, float(rank), text="x\n" * 50) for rank in range(64))
+    text = FailureReport(
+        records=records, world_size=64, last_output={0: ["line"] * 20, 1: ["other"]}
+    ).lines()
+    assert len(text) <= 40
+    assert text[0].startswith("rank 0 of 64 raised ValueError: x")
+    assert any("56 more" in line or "55 more" in line for line in text)
