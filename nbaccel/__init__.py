@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Where its classes say that they are: what pickles them by that name has to find it.
+from nbaccel import errors as errors
 from nbaccel.notebook import unloaded_magic
 
 if TYPE_CHECKING:

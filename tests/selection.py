@@ -30,12 +30,9 @@ SLOW_NOTEBOOKS = {
 """Those that compile operations or load transformers, with the tests of what they show."""
 _ALSO = {
     "accelerator": ("peers",),
-    "hosts": ("engines",),
-    "launch": ("kernel", "stress"),
+    "calls": ("kernel", "stress"),
     "notebook": ("browser", "kernel"),
     "output": ("browser", "kernel"),
-    "pool": ("kernel", "stress"),
-    "supervision": ("kernel", "stress"),
     "train": ("peers",),
     "transfer": ("kernel",),
     "workers": ("kernel", "stress"),

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MODULE_LEVEL = "<module>"
-_PACKAGE_FOLDER = Path(__file__).resolve().parent
+_PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 _WORKER_FILE, _WORKER_FUNCTION = str(_PACKAGE_FOLDER / "workers" / "worker.py"), "run_worker"
 # The names in angle brackets are those of code that libraries compile while they run.
 _LIBRARY_PATH = re.compile(

@@ -13,7 +13,7 @@ from urllib.request import url2pathname
 
 __all__ = ["install_line"]
 
-_PROJECT_FOLDER = Path(__file__).resolve().parent.parent
+_PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 
 
 @lru_cache

@@ -34,7 +34,14 @@ _OF_THE_KERNEL = frozenset(
 # What of nbaccel works in the notebook's process only.
 _OF_LAUNCHES = tuple(
     f"nbaccel.{name}"
-    for name in ("launch", "output", "supervision", "hosts", "engines", "notebook", "cli", "plan")
+    for name in (
+        *("launchers", "output", "hosts", "notebook", "cli"),
+        *("plan.inspecting", "plan.inventory", "plan.launch_plan", "plan.resolve", "plan.matrix"),
+        *("plan.training_plan", "plan.fp8_choice", "plan.named_gpus"),
+        *("calls.launch", "calls.inline", "calls.packing", "calls.script", "calls.supervisor"),
+        *("calls.listening", "calls.shutdown", "calls.outcome", "calls.built_trainers"),
+        *("calls.changed_packages", "calls.edited_sources"),
+    )
 )
 _OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"
 """It puts its own folder on the path, so that its modules have names of their own."""

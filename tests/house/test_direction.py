@@ -92,7 +92,7 @@ def test_what_asks_for_no_backend_is_not_seen(code):
 
 # Whom `from accelerate.utils import ...` served must only change the import.
 PEERS_NAMES = "nbaccel/utils/"
-NOWHERE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
+NOWHERE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 
 
 def test_every_file_has_a_name_that_says_what_is_in_it():

@@ -12,12 +12,14 @@ from tests import selection
 
 FILES = [
     *("nbaccel/base/units.py", "nbaccel/calls/launch.py", "nbaccel/deepspeed/advisor/advise.py"),
+    *("nbaccel/state.py", "tests/test_state.py"),
     *("tests/base/test_units.py", "tests/calls/test_run.py", "tests/calls/sources.py"),
     *("tests/deepspeed/advisor/test_advise.py", "tests/conftest.py", "notebooks/01.ipynb"),
     "README.md",
 ]
 MIRRORED = {
-    "nbaccel/base/units.py": "tests/base/test_units.py",
+    "nbaccel/base/units.py": "tests/base",
+    "nbaccel/state.py": "tests/test_state.py",
     "nbaccel/calls/launch.py": "tests/calls",
     "nbaccel/deepspeed/advisor/advise.py": "tests/deepspeed",
     "tests/calls/test_run.py": "tests/calls/test_run.py",
