@@ -163,8 +163,10 @@ class Accelerator(RunDescription):
         self._trigger = False
         prepared = PreparedObjects()
         # Libraries for Accelerate read these lists under these names.
-        self._models, self._optimizers = prepared.models, prepared.optimizers
-        self._schedulers, self._dataloaders = prepared.schedulers, prepared.loaders
+        self._models = prepared.models
+        self._optimizers = prepared.optimizers
+        self._schedulers = prepared.schedulers
+        self._dataloaders = prepared.loaders
         self._preparer = Preparer(run, self.gradient_state, prepared)
         self._gradient_steps = steps = GradientSteps(run, self.gradient_state, prepared)
         self._checkpoints = TrainingCheckpoints(run, prepared, steps, self.gradient_state)
@@ -471,7 +473,8 @@ class Accelerator(RunDescription):
 
     def check_trigger(self) -> bool:
         """Whether any process has set the flag since the last call, which resets it."""
-        set_here, self._trigger = self._trigger, False
+        set_here = self._trigger
+        self._trigger = False
         return any(self._collectives.answers("check_trigger", set_here))
 
     @property
@@ -668,7 +671,8 @@ class Accelerator(RunDescription):
             description: Text before the bar.
             epochs: How often this loop is run in all; so the panel tells what is left of all.
         """
-        before, self._progress = self._progress, Progress(loader, self._place, description, epochs)
+        before = self._progress
+        self._progress = Progress(loader, self._place, description, epochs)
         try:
             yield from self._progress
         finally:  # loops with bars may be nested

@@ -222,7 +222,8 @@ class Request:
             settings_request, *_requested_precision(mixed_precision, run_config)
         )
         if steps_source == "default" and settings_request.accumulation_steps is not None:
-            accumulation_steps, steps_source = settings_request.accumulation_steps, "config"
+            accumulation_steps = settings_request.accumulation_steps
+            steps_source = "config"
             accumulation_plugin = replace(accumulation_plugin, num_steps=accumulation_steps)
         project_settings = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project_settings.project_dir is None:

@@ -57,7 +57,8 @@ class TrainingRun:
         Raises:
             ConfigError: The arguments do not fit this process; it has not joined the others then.
         """
-        asked, handlers = request.asked, request.handlers
+        asked = request.asked
+        handlers = request.handlers
         device_backend = registry.device(asked.device or distributed.name_device())
         expected_place = Place(
             device=device_backend.torch_device(distributed.local_rank()),
@@ -139,7 +140,8 @@ def _observed_facts(place: Place) -> ProcessFacts:
 def _build_precision(
     request: Request, place: Place, precision_name: str, plan: TrainingPlan
 ) -> Precision:
-    facts, fp8 = _observed_facts(place), request.asked.fp8
+    facts = _observed_facts(place)
+    fp8 = request.asked.fp8
     choice = choose_fp8(fp8, device_row(facts.device), facts.compute_capability)
     has_backends = precision_row(precision_name).has_backends
     if has_backends and choice.row is not None and choice.row.recipes:

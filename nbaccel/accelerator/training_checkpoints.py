@@ -52,7 +52,8 @@ class TrainingCheckpoints:
     ) -> Path:
         """Save everything that training needs to continue; see `Accelerator.save_state`."""
         checkpoint_parts = self._checkpoint_parts(leaves_out_frozen=exclude_frozen)
-        step, num_steps = self._gradient_steps.step, self._gradient_state.num_steps
+        step = self._gradient_steps.step
+        num_steps = self._gradient_state.num_steps
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if checkpoint_parts.amid_group and checkpoint_parts.sharder is not None:
             warnings.warn(

@@ -142,7 +142,8 @@ def keep_access(new_path: Path, old_path: Path) -> None:
 def _take_access(new_path: Path, old_path: Path) -> bool:
     """Take over permissions and group; False where there is nothing to take them from."""
     try:
-        old, new = old_path.stat(), new_path.stat()
+        old = old_path.stat()
+        new = new_path.stat()
     except FileNotFoundError:
         return False
     if old.st_gid != new.st_gid:

@@ -118,7 +118,8 @@ class ConfigError(UserMistake, ValueError):
 
 
 _MOST_LISTED = 20
-_MOST_CHARS, _LAST_CHARS = 4000, 1000
+_MOST_CHARS = 4000
+_LAST_CHARS = 1000
 
 
 def _shortened(mistake: str) -> str:

@@ -38,7 +38,8 @@ __all__ = [
 
 MODULE_LEVEL = "<module>"
 _PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
-_WORKER_FILE, _WORKER_FUNCTION = str(_PACKAGE_FOLDER / "workers" / "worker.py"), "run_worker"
+_WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")
+_WORKER_FUNCTION = "run_worker"
 # The names in angle brackets are those of code that libraries compile while they run.
 _LIBRARY_PATH = re.compile(
     r"/(site|dist)-packages/|/lib/python3[^/]*/|<frozen |<string>|<__array_function__"
@@ -125,11 +126,13 @@ def caller_level() -> int:
 
     To be called by the function that warns.
     """
-    stack_level, python_frame = 0, inspect.currentframe()
+    stack_level = 0
+    python_frame = inspect.currentframe()
     while python_frame is not None and python_frame.f_code.co_filename.startswith(
         f"{_PACKAGE_FOLDER}/"
     ):
-        stack_level, python_frame = stack_level + 1, python_frame.f_back
+        stack_level = stack_level + 1
+        python_frame = python_frame.f_back
     return stack_level
 
 

@@ -55,7 +55,8 @@ def is_archive(path: Path) -> bool:
 
 def digest(path: Path) -> str:
     """Checksum of a file's content, read in pieces."""
-    content_hash, chunk_buffer = xxhash.xxh3_128(), bytearray(_CHUNK_BYTES)
+    content_hash = xxhash.xxh3_128()
+    chunk_buffer = bytearray(_CHUNK_BYTES)
     # Unbuffered: the chunks are larger than Python's buffer.
     with path.open("rb", buffering=0) as file:
         while num_read := file.readinto(chunk_buffer):
@@ -170,7 +171,10 @@ class Window(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes], begin: int, num_bytes: int) -> None:
-        self._file, self._begin, self._size, self._at = file, begin, num_bytes, 0
+        self._file = file
+        self._begin = begin
+        self._size = num_bytes
+        self._at = 0
 
     def readable(self) -> bool:
         """It is."""

@@ -265,7 +265,8 @@ def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) 
         display_publisher: A shell's `display_pub`.
         display_content: Keyword arguments of its `publish`.
     """
-    streams, own_thread = (sys.stdout, sys.stderr), threading.get_ident()
+    streams = (sys.stdout, sys.stderr)
+    own_thread = threading.get_ident()
     flush = getattr(display_publisher, "_flush_streams", None)
     if flush is None or any(map(_has_text, streams)) or not _is_thread_through(streams[0]):
         display_publisher.publish(**display_content)

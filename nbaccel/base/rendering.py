@@ -13,7 +13,10 @@ from nbaccel.base import frames
 
 __all__ = ["coloured", "render_failure", "render_mistake"]
 
-_ANSI_RED, _ANSI_BOLD, _ANSI_GREEN, _ANSI_OFF = "\x1b[31m", "\x1b[1m", "\x1b[32m", "\x1b[39;49;00m"
+_ANSI_RED = "\x1b[31m"
+_ANSI_BOLD = "\x1b[1m"
+_ANSI_GREEN = "\x1b[32m"
+_ANSI_OFF = "\x1b[39;49;00m"
 _MESSAGE_LINE_CHARS = 100
 _SOURCE_LINE = re.compile(r"^  (---->|     ) ")
 _ARROW_LINE = re.compile(r"^  ---->")
@@ -122,7 +125,8 @@ def coloured(line_text: str, *, stands_out: bool = False) -> str:
     if stands_out:
         return f"{_ANSI_BOLD}{_ANSI_RED}{line_text}{_ANSI_OFF}"
     if _ARROW_LINE.match(line_text):
-        arrow, code = line_text[:7], line_text[7:]
+        arrow = line_text[:7]
+        code = line_text[7:]
         return f"{_ANSI_BOLD}{_ANSI_RED}{arrow}{_ANSI_OFF}{_ANSI_BOLD}{code}{_ANSI_OFF}"
     place_match = _PLACE_LINE.match(line_text)
     if place_match:

@@ -405,7 +405,8 @@ def untyped_storage(storage: Any) -> torch.UntypedStorage:
 
 def fake_tensor_mode() -> type[Any]:
     """The mode under which tensors have shapes and no memory."""
-    name, loss = "FakeTensorMode", "activations cannot be measured"
+    name = "FakeTensorMode"
+    loss = "activations cannot be measured"
     mode: type[Any] = _imported("torch._subclasses.fake_tensor", name, loss)
     return mode
 

@@ -338,7 +338,8 @@ class AlignDevicesHook(ModelHook):
         self._copies = None
 
     def _take_copies(self) -> Mapping[str, torch.Tensor]:
-        copies, self._copies = self._copies, None
+        copies = self._copies
+        self._copies = None
         return {} if copies is None else copies.finish()
 
 

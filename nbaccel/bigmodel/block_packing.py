@@ -325,7 +325,9 @@ class _BlockPacker:
     """
 
     def __init__(self, forest: BlockForest, tiers: Sequence[Tier], rules: _Rules) -> None:
-        self._forest, self._tiers, self._rules = forest, tuple(tiers), rules
+        self._forest = forest
+        self._tiers = tuple(tiers)
+        self._rules = rules
         self._waiting = set(forest.roots)
         # In ascending order, it is a heap.
         self._queue = list(forest.roots)
@@ -444,7 +446,8 @@ class _BlockPacker:
         )
 
     def _leave_tier(self, number: int, members: Sequence[int], size: float) -> None:
-        tier, name = self._tiers[self._current], self._forest.blocks[number].name
+        tier = self._tiers[self._current]
+        name = self._forest.blocks[number].name
         room_kept = self._room_beside(members)
         self._refusals[tier.device] = Refusal(name, size, room_kept)
         self._decide(

@@ -25,10 +25,13 @@ from nbaccel.base.units import first_few
 
 __all__ = ["CheckpointContent", "CheckpointTensor", "read_checkpoint"]
 
-SAFE_FILE, TORCH_FILE, INDEX_SUFFIX = "model.safetensors", "pytorch_model.bin", ".index.json"
+SAFE_FILE = "model.safetensors"
+TORCH_FILE = "pytorch_model.bin"
+INDEX_SUFFIX = ".index.json"
 _SAFE_SUFFIX = ".safetensors"
 _HEADER_LENGTH_BYTES = 8
-_POINTER_START, _ARCHIVE_START = b"version https://git-lfs", b"PK\x03\x04"
+_POINTER_START = b"version https://git-lfs"
+_ARCHIVE_START = b"PK\x03\x04"
 _REMEDY = "Nothing has been changed. Copy or save the checkpoint again."
 
 # By the names of https://github.com/huggingface/safetensors#format; not every torch has them all.

@@ -412,7 +412,8 @@ def _copy_in_portions(target: torch.Tensor, values: torch.Tensor) -> None:
     if not (target.is_contiguous() and values.is_contiguous()):
         target.copy_(values)
         return
-    flat_target, flat_values = target.view(-1), values.view(-1)
+    flat_target = target.view(-1)
+    flat_values = values.view(-1)
     num_elements = max(1, _PORTION_BYTES // values.element_size())
     for first_element in range(0, values.numel(), num_elements):
         portion = flat_values[first_element : first_element + num_elements]
@@ -446,7 +447,8 @@ def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) ->
             if old_parameter.grad is not None and old_parameter.grad.dtype != old_parameter.dtype:
                 old_parameter.grad = None
             return True
-    own_class, own_attributes = type(old_parameter), dict(vars(old_parameter))
+    own_class = type(old_parameter)
+    own_attributes = dict(vars(old_parameter))
     with contextlib.suppress(RuntimeError):  # something else refers to its values
         torch.utils.swap_tensors(old_parameter, new_parameter)  # type: ignore[no-untyped-call]
         # Marks that libraries put on parameters, and their own classes of them.
@@ -463,7 +465,8 @@ def _is_one_of_several() -> bool:
 
 def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> None:
     """Process 0 reads, the others get their part of each tensor from it; a collective."""
-    files, plan = WeightFiles(), None
+    files = WeightFiles()
+    plan = None
     outcome: list[Any] = [None, ()]
     if dist.get_rank() == 0:
         # An error of process 0 is raised on all, so that none waits for it.

@@ -368,7 +368,8 @@ def fallback_allocate(
     if not members:
         return None, None, list(modules)
     found_name = forest.blocks[members[0]].name
-    remaining, found_part = list(modules), None
+    remaining = list(modules)
+    found_part = None
     for block_name in reversed([forest.blocks[n].name for n in forest.around(members[0])]):
         place = next(i for i, (name, _) in enumerate(remaining) if name == block_name)
         _, found_part = remaining[place]

@@ -34,7 +34,8 @@ from nbaccel.plan.inventory import Inventory
 __all__ = ["BlockRun", "DeviceMapView", "TierBar", "show_device_map"]
 
 _BAR_CHARS = 40
-_FREE_CHAR, _RUN_CHARS = "·", "█▓"
+_FREE_CHAR = "·"
+_RUN_CHARS = "█▓"
 _NUMBER_AT_END = re.compile(r"(.*?)(\d+)")
 
 # Colours that the colour-blind can tell apart (Okabe and Ito), with patterns for print.
@@ -231,7 +232,8 @@ class DeviceMapView:
 def _bar_text(bar: TierBar, runs: Sequence[BlockRun]) -> str:
     # Without a capacity, and beyond it, the bar is scaled to what lies there.
     bar_size = max(bar.capacity or 0, bar.used, 1)
-    text, size_before = "", 0
+    text = ""
+    size_before = 0
     for block_run in bar.runs:
         size_before += block_run.size
         # Ends are rounded, not lengths: the sum of many short runs is as long as it should be.

@@ -134,7 +134,8 @@ class ExecutionOrder:
         current = self._this_pass
         is_back = bool(current) and current[0] is block and current[-1] is not block
         if is_back or len(current) > _LONGEST_PASS * len(self._registered):
-            self._last_pass, self._this_pass = current, []
+            self._last_pass = current
+            self._this_pass = []
             self._position = 0
             self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // _FREE_PARTS)
         # One that runs several times in a row, as shared layers do, is one step.

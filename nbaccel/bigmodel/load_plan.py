@@ -139,7 +139,8 @@ def plan_loading(
 def inner_model(model: nn.Module) -> nn.Module:
     """The user's own module inside wrappers of DDP, of a compiler or of an engine."""
     while True:
-        outer_model, model = model, torch_private.uncompiled(model)
+        outer_model = model
+        model = torch_private.uncompiled(model)
         model = module_inside(model) or model
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module

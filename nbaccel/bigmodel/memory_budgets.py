@@ -38,7 +38,8 @@ __all__ = [
 DeviceKey = int | str
 """A tier of a device map: an accelerator's number, ``mps``, ``cpu`` or ``disk``."""
 
-HOST, DISK = "cpu", "disk"
+HOST = "cpu"
+DISK = "disk"
 NAMED_TIERS = ("mps", HOST, DISK)
 """Tiers with a name, the fastest first; ``mps`` is an accelerator that has no number."""
 

@@ -169,7 +169,8 @@ def get_max_layer_size(
         Its bytes, and the names of all layers of this size.
     """
     whole_classes = class_names(no_split_module_classes)
-    largest_bytes, largest_names = 0, list[str]()
+    largest_bytes = 0
+    largest_names = list[str]()
     waiting_parts = list(reversed(modules))
     while waiting_parts:
         part_name, part = waiting_parts.pop()
@@ -182,7 +183,8 @@ def get_max_layer_size(
             continue
         layer_bytes = module_sizes.get(part_name, 0)
         if layer_bytes > largest_bytes:
-            largest_bytes, largest_names = layer_bytes, []
+            largest_bytes = layer_bytes
+            largest_names = []
         if layer_bytes == largest_bytes:
             largest_names.append(part_name)
     return largest_bytes, largest_names

@@ -215,7 +215,8 @@ def load_offloaded_weight(
         CheckpointDamaged: The entry makes no sense, or the file has not the size that it tells.
     """
     path = Path(weight_file)
-    dtype, shape = _stored_dtype(path, weight_info), _stored_shape(path, weight_info)
+    dtype = _stored_dtype(path, weight_info)
+    shape = _stored_shape(path, weight_info)
     expected_bytes = math.prod(shape) * dtype.itemsize
     _check_size(path, expected_bytes, dtype, shape)
     if expected_bytes == 0:

@@ -49,12 +49,14 @@ def _called_trainers(
     """Trainers whose methods are called: each with its path, and the method's name."""
     called: Any = function
     while isinstance(called, functools.partial):
-        called, args = called.func, (*called.args, *args)
+        args = (*called.args, *args)
+        called = called.func
     if isinstance(called, types.MethodType):
         if is_trainer(called.__self__) and called.__name__ in TRAINER_ENTRIES:
             yield called.__self__, "trainer", called.__name__
             return
-        called, args = called.__func__, (called.__self__, *args)
+        args = (called.__self__, *args)
+        called = called.__func__
     if not isinstance(called, types.FunctionType):
         return
     outer_values = _outer_values(called, args)

@@ -99,7 +99,10 @@ class _PackageScan:
         users = installed_modules.local_modules() | {"__main__"}
         if users != self._users:
             # A module of the user's that was not imported yet may have been what was found.
-            self._users, self._packages, self._modules, self._owned = users, {}, {}, {}
+            self._users = users
+            self._packages = {}
+            self._modules = {}
+            self._owned = {}
         packages = installed_modules.installed_modules()
         if packages is not self._packages:
             self._packages = packages
@@ -113,7 +116,8 @@ class _PackageScan:
         return installed_modules.installed_modules() is not self._packages
 
     def _new_modules(self) -> list[_PackagePlace]:
-        new_places, known_places = [], self._modules
+        new_places = []
+        known_places = self._modules
         self._modules = {}
         for name in self._packages:
             module = sys.modules.get(name)

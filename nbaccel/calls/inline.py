@@ -141,7 +141,8 @@ def _remember_state(strategy_row: StrategyRow, held_module: nn.Module) -> Rememb
 @contextlib.contextmanager
 def _tidy_process() -> Iterator[None]:
     """Remove what the function set up and left: a process group, Accelerate's shared state."""
-    group_before, state_before = _has_group(), accelerate_library.is_set_up()
+    group_before = _has_group()
+    state_before = accelerate_library.is_set_up()
     try:
         yield
     finally:

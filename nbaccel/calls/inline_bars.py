@@ -108,7 +108,9 @@ def taking_bar_text(stream: Any, note_text: Callable[[str], None]) -> Iterator[N
         yield
         return
     had_own_write = "write" in own_attributes
-    plain_write, launching_pid, takes_bars = stream.write, os.getpid(), True
+    plain_write = stream.write
+    launching_pid = os.getpid()
+    takes_bars = True
 
     def write_no_bars(text: str) -> Any:
         # A forked DataLoader worker inherits the stream, and not the panel.

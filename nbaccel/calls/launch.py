@@ -95,7 +95,8 @@ def _tell_host_memory(plan: Plan, packed_call: PackedCall) -> Plan:
     model_bytes = sum(call_arena.nbytes for call_arena in packed_call.arenas.values())
     if not model_bytes or not device_row(plan.device).stages_copies:
         return plan
-    num_workers, free_bytes = plan.num_processes, plan.inventory.host_available_bytes
+    num_workers = plan.num_processes
+    free_bytes = plan.inventory.host_available_bytes
     in_turn = copies_in_turn(num_workers, model_bytes, free_bytes)
     peak_bytes = model_bytes * (2 if in_turn else 1 + num_workers)
     each_text = (
@@ -139,7 +140,8 @@ def _run_attempts(
     launch_hosts: LaunchHosts, packed_call: PackedCall, waiting_line: WaitingLine
 ) -> CallOutcome:
     """Launch, and launch anew after a failure as often as allowed."""
-    allowed_restarts, attempt_number = launch_hosts.config.max_restarts, 0
+    allowed_restarts = launch_hosts.config.max_restarts
+    attempt_number = 0
     while True:
         try:
             call_outcome = _run_attempt(launch_hosts, packed_call, attempt_number, waiting_line)
@@ -252,10 +254,8 @@ def _make_supervisor(
     rank_logs: RankLogs | None,
     waiting_line: WaitingLine,
 ) -> LaunchSupervisor:
-    run_config, worker_ranks = (
-        worker_group.plan.config,
-        [member.rank for member in worker_group.members],
-    )
+    run_config = worker_group.plan.config
+    worker_ranks = [member.rank for member in worker_group.members]
     return LaunchSupervisor(
         worker_group,
         console=Console(

@@ -79,7 +79,8 @@ class LaunchHosts:
             PortTaken: The port asked for is in use.
             StartupFailed: The other nodes did not come.
         """
-        plan, config = self._plan, self._plan.config
+        plan = self._plan
+        config = self._plan.config
         if self._session is not None:
             return self._session.bind_store(plan.port)
         if self._row.meets and config.num_nodes > 1:

@@ -230,9 +230,11 @@ class ExitBarrier:
                 # Or the old dump would be taken for the answer.
                 member.forget_stack()
                 member.ask_stack()
-            self._are_asked, self._next_look = True, current_time + time_limits.ANSWER_S
+            self._are_asked = True
+            self._next_look = current_time + time_limits.ANSWER_S
         else:
-            self._are_asked, self._next_look = False, current_time + time_limits.EXIT_RECHECK_S
+            self._are_asked = False
+            self._next_look = current_time + time_limits.EXIT_RECHECK_S
             return self._judge(busy_members, current_time)
         return None
 

@@ -190,7 +190,8 @@ def raise_first(failed_error: BaseException | None, task_trouble: BaseException 
     """Raise the error of a cell; if there is one of what followed as well, print that."""
     __tracebackhide__ = True
     if failed_error is None:
-        failed_error, task_trouble = task_trouble, None
+        failed_error = task_trouble
+        task_trouble = None
     if task_trouble is not None:
         sys.stderr.write(f"nbaccel: {task_trouble}\n")
     if failed_error is not None:

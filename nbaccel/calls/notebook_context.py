@@ -51,16 +51,19 @@ class CwdEnvTracker:
 
     def directory(self) -> str | None:
         """The notebook's folder, if it has changed since the last call."""
-        current_directory, known_directory = working_folder.current_folder(), self._directory
+        current_directory = working_folder.current_folder()
+        known_directory = self._directory
         self._directory = current_directory
         return current_directory if current_directory != known_directory else None
 
     def environment(self) -> dict[str, str | None]:
         """Variables that have changed since the last call; None for one that is gone."""
-        environment_state, known_variables = env.state(), self._environment
+        environment_state = env.state()
+        known_variables = self._environment
         if environment_state == self._state:
             return {}
-        self._state, self._environment = environment_state, env.snapshot()
+        self._state = environment_state
+        self._environment = env.snapshot()
         current_variables = self._environment
         removed_names: dict[str, str | None] = {
             variable_name: None

@@ -125,7 +125,8 @@ class Pool:
         self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
         self._post_task: PostTask | None = None
         self._lock = threading.Lock()
-        self._cwd_env_tracker, self._live_changes = CwdEnvTracker(), LiveChanges()
+        self._cwd_env_tracker = CwdEnvTracker()
+        self._live_changes = LiveChanges()
         self._observed: ObservedRun | None = None
         self._activity = ""
         self.on_look: Callable[[], None] | None = None
@@ -168,7 +169,8 @@ class Pool:
         plan = self.plan if config is None else plan_pool(run_config_of(config))
         self.stop()
         with self._undisturbed():
-            self.config, self.plan = plan.config, plan
+            self.config = plan.config
+            self.plan = plan
             self._ready()
 
     def stop(self) -> None:
@@ -263,7 +265,8 @@ class Pool:
     ) -> CallOutcome:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
         with self._undisturbed():
-            asked_ranks, live_group = ranks_of(ranks, self.num_processes), self._ready()
+            asked_ranks = ranks_of(ranks, self.num_processes)
+            live_group = self._ready()
             self._live_changes.call_made()
             with pool_calls.prepare_call(self.plan, function, args) as call, uninterrupted():
                 call_result = live_group.run_tasks(
@@ -525,7 +528,8 @@ class Pool:
                 live_group, self._namespace_sync, share_back=self.config.share_back
             )
             self.reason = ""
-            self._cwd_env_tracker, self._live_changes = CwdEnvTracker(), LiveChanges()
+            self._cwd_env_tracker = CwdEnvTracker()
+            self._live_changes = LiveChanges()
             if self._dist:
                 live_group.everyone(pool_messages.JoinAll())
         self._state = PoolState.RUNNING
@@ -534,5 +538,6 @@ class Pool:
     def _dissolve(self, state: PoolState, reason: str) -> None:
         # First, so that an interrupt while workers end leaves no pool that seems alive.
         self._workers = self._post_task = None
-        self._state, self.reason = state, reason
+        self._state = state
+        self.reason = reason
         self._end()

@@ -89,10 +89,8 @@ class ProcessGroups:
         torch_private.create_in_default_group(self.join)
         torch_private.watch_new_groups(self._noting_sockets)
         c10d = dist.distributed_c10d
-        torch_init_process_group, torch_destroy_process_group = (
-            c10d.init_process_group,
-            c10d.destroy_process_group,
-        )
+        torch_init_process_group = c10d.init_process_group
+        torch_destroy_process_group = c10d.destroy_process_group
 
         # Parameters have torch's names: user code passes them by keyword.
         def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -243,10 +241,8 @@ class ProcessGroups:
     def _noting_sockets(self) -> Iterator[None]:
         """What is connected while a group is made belongs to it."""
         inodes_before = set(_own_sockets())
-        outer_inodes, self._before = (
-            self._before,
-            inodes_before if self._before is None else self._before,
-        )
+        outer_inodes = self._before
+        self._before = inodes_before if self._before is None else self._before
         try:
             yield
         finally:

@@ -118,7 +118,8 @@ def exit_status_of(exit_code: object) -> int:
 @contextlib.contextmanager
 def _names_of_script(script: Script) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as the script expects them, within the block."""
-    argv_before, path_before = sys.argv[:], sys.path[:]
+    argv_before = sys.argv[:]
+    path_before = sys.path[:]
     sys.argv[:] = [script.target, *script.arguments]
     # `python -P` and PYTHONSAFEPATH put no folder in front.
     if not getattr(sys.flags, "safe_path", False):
@@ -128,4 +129,5 @@ def _names_of_script(script: Script) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.argv[:], sys.path[:] = argv_before, path_before
+        sys.argv[:] = argv_before
+        sys.path[:] = path_before

@@ -131,7 +131,8 @@ class Supervisor(WorkerListener):
         try:
             self.listen()
         finally:
-            call_display, self._show = self._show, None
+            call_display = self._show
+            self._show = None
             if call_display is not None:
                 # The front end must not be left with an unfinished display.
                 with process_death.uninterrupted():

@@ -93,14 +93,17 @@ class _CellCompiler(CachingCompiler):
 
     def begin(self, source: CellSource) -> None:
         """From now on, this cell is compiled."""
-        self._source, self._lines_above, self._is_timed = source, {}, False
+        self._source = source
+        self._lines_above = {}
+        self._is_timed = False
         source.publish()
         if source.count is not None:
             ipython_private.number_cell(self, source.filename, source.count)
 
     def learn(self, raw: str, transformed: str) -> None:
         """Remember where in the cell a piece stands: all of it, or what is below a `%%` line."""
-        source, code_piece = self._source, raw.rstrip()
+        source = self._source
+        code_piece = raw.rstrip()
         whole_text = source.text.rstrip() if source is not None else ""
         if source is None or not code_piece or not whole_text.endswith(code_piece):
             return
@@ -165,7 +168,8 @@ class _BundleHook(DisplayHook):
 
     def take(self) -> dict[str, Any] | None:
         """The value, once."""
-        mime_bundle, self.bundle = self.bundle, None
+        mime_bundle = self.bundle
+        self.bundle = None
         return mime_bundle
 
     def compute_format_data(self, result: Any) -> Any:
@@ -186,10 +190,13 @@ class _BundleHook(DisplayHook):
 
     def update_user_ns(self, result: Any) -> None:
         """The last three values are kept, and no older ones: they would hold on to memory."""
-        names, own_names = self.shell.user_ns, {"_": self._, "__": self.__, "___": self.___}
+        names = self.shell.user_ns
+        own_names = {"_": self._, "__": self.__, "___": self.___}
         # IPython's way to see whether the user has given these names another meaning.
         if all(names.get(name, value) is value for name, value in own_names.items()):
-            self.___, self.__, self._ = self.__, self._, result
+            self.___ = self.__
+            self.__ = self._
+            self._ = result
             own_names = {"_": self._, "__": self.__, "___": self.___}
             self.shell.push(own_names, interactive=False)
 
@@ -298,9 +305,12 @@ class WorkerShell(InteractiveShell):
         display_hook.text = source.text
         if source.count is not None:
             self.execution_count = source.count
-        self._errors, self._raised = [], None
+        self._errors = []
+        self._raised = None
         result = self.run_cell(source.text, store_history=False)
-        raised_errors, self._errors, self._raised = self._errors, [], None
+        raised_errors = self._errors
+        self._errors = []
+        self._raised = None
         if not raised_errors:
             return display_hook.take()
         # An error in a cycle keeps its frames, and all tensors in them, until some collection.

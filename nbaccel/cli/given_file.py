@@ -39,9 +39,11 @@ def read_settings_file(file_path: str | None) -> SettingsFile:
         ConfigError: It cannot be read.
     """
     try:
-        loaded_file, is_judged = load_config_file(file_path), True
+        loaded_file = load_config_file(file_path)
+        is_judged = True
     except ConfigError:
-        loaded_file, is_judged = peek_config_file(file_path), False
+        loaded_file = peek_config_file(file_path)
+        is_judged = False
 
     def merge(changes: Mapping[str, Any]) -> RunConfig:
         # Accelerate's files count the processes of all machines, whatever is said of these.

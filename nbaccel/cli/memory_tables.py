@@ -274,7 +274,8 @@ class _Ways:
         for precision in self._zero_precisions:
             for stage in (0, 1, 2, 3):
                 run = RunConfig(zero_stage=stage, deepspeed={}, mixed_precision=precision)
-                way, strategy = f"ZeRO-{stage}", f"ZeRO-{stage}, {precision}"
+                way = f"ZeRO-{stage}"
+                strategy = f"ZeRO-{stage}, {precision}"
                 yield _NamedWay(strategy, way, (precision,)), run
                 if stage >= 1:
                     yield (

@@ -20,7 +20,8 @@ from nbaccel.transfer.free_names import names_of
 
 __all__ = ["NotebookCell", "Statement", "read_notebook", "statements_of"]
 
-EXPORT_TAG, SKIP_TAG = "export", "nbaccel-skip"
+EXPORT_TAG = "export"
+SKIP_TAG = "nbaccel-skip"
 _PYTHON_CELL_MAGICS = ("accelerate", "time", "timeit", "capture", "prun")
 _MAGIC_LINE = re.compile(r"^(?P<indent>\s*)(?P<magic>[%!?].*|[\w.]+\?{1,2}\s*|\w+\s*=\s*[%!].*)$")
 

@@ -39,7 +39,8 @@ def shown_output_of(given: Mapping[str, Any], *, has_log_dir: bool) -> WantedOut
         given: Options by name; others are left alone.
         has_log_dir: Whether there are files.
     """
-    streams, mistakes = {}, []
+    streams = {}
+    mistakes = []
     for option_name in ("redirects", "tee"):
         text = str(given.get(option_name) or "0").replace(" ", "")
         if not _STREAMS_TEXT.fullmatch(text):

@@ -66,7 +66,9 @@ class PeerOption:
         return f"refused: {self.reason}" if self.effect == "refused" else self.reason
 
 
-_ACCELERATE, _TORCHRUN, _DEEPSPEED = "accelerate launch", "torchrun", "deepspeed"
+_ACCELERATE = "accelerate launch"
+_TORCHRUN = "torchrun"
+_DEEPSPEED = "deepspeed"
 
 
 def _row(

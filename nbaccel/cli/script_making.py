@@ -129,7 +129,8 @@ def _read_launch(
 ) -> LaunchCall:
     given = dict(zip(_PARAMETERS, call.args, strict=False))
     given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    function_node, args_node = given.pop("function", None), given.pop("args", None)
+    function_node = given.pop("function", None)
+    args_node = given.pop("args", None)
     settings: dict[str, Any] = {}
     unread_names = []
     for name, node in given.items():

@@ -124,7 +124,8 @@ def _check_processes(training: _CheckedTraining) -> str:
 
 
 def _check_collectives(training: _CheckedTraining) -> str:
-    accelerator, world_size = training.accelerator, training.world_size
+    accelerator = training.accelerator
+    world_size = training.world_size
     rank = accelerator.process_index
     own_number = torch.tensor([float(rank)], device=accelerator.device)
     ranks = [float(number) for number in range(world_size)]
@@ -167,7 +168,8 @@ def _check_loader(training: _CheckedTraining) -> str:
 
 
 def _check_precision(training: _CheckedTraining) -> str:
-    wanted, found = training.config.mixed_precision, training.accelerator.mixed_precision
+    wanted = training.config.mixed_precision
+    found = training.accelerator.mixed_precision
     _require(wanted == found, f"{wanted} was asked for, and the Accelerator computes in {found}")
     with torch.no_grad(), training.accelerator.autocast():
         outputs = training.model(training.examples)

@@ -55,9 +55,11 @@ def _nodes_need_a_count(run_config: _Settings) -> str:
 
 
 def _nodes_need_a_real_address(run_config: _Settings) -> str:
-    setting_name, host_name = "master_addr", run_config.master_addr
+    setting_name = "master_addr"
+    host_name = run_config.master_addr
     if run_config.rdzv_endpoint:
-        setting_name, host_name = "rdzv_endpoint", _host_of(run_config.rdzv_endpoint)
+        setting_name = "rdzv_endpoint"
+        host_name = _host_of(run_config.rdzv_endpoint)
     if run_config.num_nodes == 1 or not _is_loopback(host_name):
         return ""
     return (

@@ -208,7 +208,8 @@ class FullyShardedDataParallelPlugin(Settings):
 
     def __post_init__(self) -> None:
         self._take_variables()
-        found_mistakes, contradiction_texts = field_mistakes(self), list[str]()
+        found_mistakes = field_mistakes(self)
+        contradiction_texts = list[str]()
         # A wrong type would be reported a second time, as a contradiction.
         if not any(field_mistake.path == "state_dict_type" for field_mistake in found_mistakes):
             contradiction_texts = self._contradictions()

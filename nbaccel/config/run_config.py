@@ -461,10 +461,8 @@ class RunConfig(Exchangeable):
                 super().__init__(**settings)
             except ValidationError as error:
                 said_by = dict.fromkeys(file_settings, "DeepSpeed configuration")
-                validation_error, all_mistakes = (
-                    error,
-                    [*explain_mistakes(type(self), error, settings, said_by=said_by)],
-                )
+                validation_error = error
+                all_mistakes = [*explain_mistakes(type(self), error, settings, said_by=said_by)]
                 wrong_names = {str(error_detail["loc"][0]) for error_detail in error.errors()}
                 # Built again from the valid settings, so that contradictions among them are
                 # reported at once, too. The object is never returned: an error follows.

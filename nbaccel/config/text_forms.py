@@ -232,10 +232,8 @@ def _likely_reason(source_text: str, error_position: int) -> str:
     """The probable cause at the place where the reader stopped."""
     if source_text.startswith("\ufeff"):
         return "It begins with a byte order mark: save it as UTF-8 without one. "
-    text_after, text_before = (
-        source_text[error_position:].lstrip(),
-        source_text[:error_position].rstrip(),
-    )
+    text_after = source_text[error_position:].lstrip()
+    text_before = source_text[:error_position].rstrip()
     if text_after.startswith(("//", "/*", "#")) and text_before:
         return "JSON has no comments: remove them. "
     if text_before.endswith(",") and text_after[:1] in ("}", "]"):

@@ -150,10 +150,8 @@ def _accumulation_steps(known_values: _KnownValues) -> _AutoAnswer:
 def _total_batch_size(known_values: _KnownValues) -> _AutoAnswer:
     file_value = value_at(known_values.settings, "train_micro_batch_size_per_gpu")
     micro_batch = file_value if isinstance(file_value, int) else _micro_batch_size(known_values)[0]
-    accumulation_steps, world_size = (
-        _accumulation_steps(known_values)[0],
-        known_values.facts.world_size,
-    )
+    accumulation_steps = _accumulation_steps(known_values)[0]
+    world_size = known_values.facts.world_size
     return (
         micro_batch * accumulation_steps * world_size,
         f"{micro_batch} per process * {accumulation_steps} accumulated * {world_size} processes",
@@ -202,7 +200,8 @@ def _warmup_peak_rate(known_values: _KnownValues) -> _AutoAnswer:
 
 
 def _warmup_steps(known_values: _KnownValues) -> _AutoAnswer:
-    asked_steps, total_steps = known_values.facts.warmup_steps, known_values.facts.total_steps
+    asked_steps = known_values.facts.warmup_steps
+    total_steps = known_values.facts.total_steps
     if asked_steps is None:
         return 1, "no warm-up; DeepSpeed takes no 0"
     if asked_steps < 1 and asked_steps > 0:

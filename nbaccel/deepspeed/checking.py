@@ -95,7 +95,8 @@ def check_config(
     warning_notes += tuple(key_note.text for key_note in key_notes if not key_note.is_mistake)
     if isinstance(config, ZeroConfig) and config.to_dict() == config_settings:
         # Its values were checked when it was made.
-        checked_config, wrong_values = config, list[FieldMistake]()
+        checked_config = config
+        wrong_values = list[FieldMistake]()
     else:
         checked_config, wrong_values = _typed_config(config_settings)
     about_keys += wrong_values

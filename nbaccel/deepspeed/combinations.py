@@ -314,7 +314,8 @@ def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str
     config_section = zero_config.optimizer
     if config_section is None:
         return
-    type_name, given_params = config_section.type, config_section.params or {}
+    type_name = config_section.type
+    given_params = config_section.params or {}
     if type_name is None:
         if not config_section.extra:  # otherwise the key that was meant has been named already
             yield _missing_type("optimizer", config_section.to_dict(), "AdamW")
@@ -376,7 +377,8 @@ def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator
     config_section = zero_config.scheduler
     if config_section is None:
         return
-    type_name, given_params = config_section.type, config_section.params or {}
+    type_name = config_section.type
+    given_params = config_section.params or {}
     if type_name is None:
         if not config_section.extra:
             yield _missing_type("scheduler", config_section.to_dict(), "WarmupLR")

@@ -90,7 +90,8 @@ def path_with_ninja() -> str | None:
         MissingBackend: There is no ninja.
     """
     search_path = env.read("PATH")
-    found_ninja, first_path = ninja_beside_python(), shutil.which("ninja", path=search_path)
+    found_ninja = ninja_beside_python()
+    first_path = shutil.which("ninja", path=search_path)
     if first_path is not None and (found_ninja is None or Path(first_path) == found_ninja):
         return search_path
     if found_ninja is None:

@@ -462,7 +462,8 @@ def _check_group() -> None:
         or not distributed_module.is_initialized()
     ):
         return
-    world_size, backend_name = distributed_module.get_world_size(), distributed_module.get_backend()
+    world_size = distributed_module.get_world_size()
+    backend_name = distributed_module.get_backend()
     raise UnsafeMoment(
         f"This process has a process group already: {backend_name}, rank "
         f"{distributed_module.get_rank()} of {world_size}. DeepSpeed would train in it, and "

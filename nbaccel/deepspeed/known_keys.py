@@ -40,7 +40,8 @@ def misspelt_keys(
         return  # its keys are DeepSpeed's, or the user's own
     path_prefix = f"{section_path}." if section_path else ""
     for config_key, key_value in config_settings.items():
-        meant_key, advice = config_key, ""
+        meant_key = config_key
+        advice = ""
         if config_key not in known_keys:
             meant_key, advice = _meant_key(str(config_key), section_path, known_keys)
         if advice:

@@ -84,7 +84,8 @@ def shortage(num_workers: int) -> str:
     """
     if num_workers == 1 or has_room(num_workers):
         return ""
-    needed_text, free_text = format_bytes(num_workers * FILE_BYTES), format_bytes(_free_bytes())
+    needed_text = format_bytes(num_workers * FILE_BYTES)
+    free_text = format_bytes(_free_bytes())
     return (
         f"{FOLDER} is too small for DeepSpeed's shared memory: {num_workers} workers need "
         f"{needed_text} and {free_text} are free. Training works without it; "

@@ -40,7 +40,8 @@ class Row:
         row_options = ", ".join(
             f"{option_name}={option_value:<4}" for option_name, option_value in self.options
         )
-        host_gib, device_gib = self.host_bytes / _BYTES_PER_GIB, self.device_bytes / _BYTES_PER_GIB
+        host_gib = self.host_bytes / _BYTES_PER_GIB
+        device_gib = self.device_bytes / _BYTES_PER_GIB
         return f"{host_gib:8.2f} | {device_gib:8.2f} | {row_options}".rstrip()
 
 

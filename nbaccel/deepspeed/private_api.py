@@ -35,7 +35,8 @@ __all__ = [
     "zero3_optimizer",
 ]
 
-_FIRST_SEEN, _LAST_SEEN = "0.18.5", "0.19.8"
+_FIRST_SEEN = "0.18.5"
+_LAST_SEEN = "0.19.8"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +272,8 @@ def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
     """
     optimizer = zero3_optimizer(tensor)
     # Both are looked up before the first is called: a group that is read must be written back.
-    read_partition, swap_out = _FP32_PARTITION.read(optimizer), _SWAP_OUT.read(optimizer)
+    read_partition = _FP32_PARTITION.read(optimizer)
+    swap_out = _SWAP_OUT.read(optimizer)
     partition_values, subgroup_index = read_partition(tensor, release_swap_buffers=False)
     # The buffers are kept from reading to writing; `swap_out` releases them.
     write(partition_values.detach().view(-1))

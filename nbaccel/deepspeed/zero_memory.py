@@ -306,7 +306,8 @@ def _bytes_of_stage_3(
     temporary_bytes = _temporary_bytes(
         memory_inputs, subgroup_size, on_cpu=on_cpu or memory_inputs.optimizer_place != "none"
     )
-    host_bytes, nvme_bytes = Bytes(), Bytes()
+    host_bytes = Bytes()
+    nvme_bytes = Bytes()
     if memory_inputs.parameter_place == "none":
         device += parameter_content
     elif memory_inputs.parameter_place == "cpu":

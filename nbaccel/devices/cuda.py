@@ -59,7 +59,8 @@ class CudaDevice(Device):
                 f"({inventory.gpu_note or 'none found'}). Workers would fail in their first CUDA "
                 'call. Give device="cpu", or "auto" to take what there is.'
             )
-        remedy, built = self.idle_reason(inventory), inventory.torch_version
+        remedy = self.idle_reason(inventory)
+        built = inventory.torch_version
         if not remedy:
             return ""
         return (

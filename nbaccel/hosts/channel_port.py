@@ -45,7 +45,9 @@ class ChannelPort:
     ) -> None:
         self._loop = loop
         self._channel = messaging.Channel.unwaiting(socket_fd)
-        self._on_packet, self._on_closed, self._on_taken = on_packet, on_closed, on_taken
+        self._on_packet = on_packet
+        self._on_closed = on_closed
+        self._on_taken = on_taken
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self._num_underway = 0
         self._is_open = True

@@ -92,7 +92,8 @@ def addresses_towards(hosts: Sequence[Host]) -> tuple[str, ...]:
     Raises:
         ConfigError: The name of a host cannot be resolved, or no network leads there.
     """
-    problems, addresses = [], []
+    problems = []
+    addresses = []
     for host in hosts:
         try:
             if not host.is_here:

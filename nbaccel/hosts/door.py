@@ -36,7 +36,9 @@ class Door:
         token: str,
         on_admitted: Callable[[SecureLink], None],
     ) -> None:
-        self._events, self._listener, self._token = events, listener, token
+        self._events = events
+        self._listener = listener
+        self._token = token
         self._on_admitted = on_admitted
         self._callers: list[_Caller] = []
         self._is_open = True

@@ -29,7 +29,8 @@ from nbaccel.transfer import memfd
 
 __all__ = ["ARENA", "ReceivedFiles", "SentFiles", "file_kind", "passing_frames", "range_frames"]
 
-ARENA, STAGING = "arena", "staging"
+ARENA = "arena"
+STAGING = "staging"
 _KEPT_PAYLOADS = 8
 """A payload is sent to one rank after the other; further ones are not needed again."""
 _MEMORY_FILE = re.compile(r"/memfd:nbaccel-(\S+) \(deleted\)$")

@@ -210,7 +210,8 @@ def _named_devices(
     Raises:
         ConfigError: Some that were named are not there.
     """
-    seen_inventories, mistakes = {}, []
+    seen_inventories = {}
+    mistakes = []
     for host in hosts:
         setting = named_setting(config, host.devices)
         seen_inventories[host.name], mistake = with_named_gpus(inventories[host.name], setting)

@@ -388,7 +388,8 @@ class _Meeting:
     def _finish(self, message: messages.FinishRun) -> None:
         """Wait for the other nodes: one of them may need what this node serves."""
         self._is_in_round = False
-        store, deadline = self._round.store, time.monotonic() + _FINISH_S
+        store = self._round.store
+        deadline = time.monotonic() + _FINISH_S
         # The node that served it has finished, and waited for all others.
         with contextlib.suppress(RuntimeError):
             num_finished = store.add("nbaccel/finished", 1)

@@ -195,7 +195,9 @@ class _RemoteWorker:
     def __init__(
         self, number: int, ticket: int, pipes: list[int], port: ChannelPort, host: _RemoteHost
     ) -> None:
-        self.number, self.ticket, self.port = number, ticket, port
+        self.number = number
+        self.ticket = ticket
+        self.port = port
         self._pipes: list[int | None] = list(pipes)
         self._host = host
         self._queue: deque[Callable[[], int | None]] = deque()
@@ -289,8 +291,11 @@ class _RemoteHost:
         numbers: Iterator[int],
         settings: relay_messages.ServeHosts,
     ) -> None:
-        self.events, self.link = events, link
-        self._relay, self._numbers, self._settings = relay, numbers, settings
+        self.events = events
+        self.link = link
+        self._relay = relay
+        self._numbers = numbers
+        self._settings = settings
         self.name = ""
         self._facts: dict[str, Any] = {}
         self.lost_because = self._lost_remedy = ""
@@ -332,7 +337,8 @@ class _RemoteHost:
         """The connection is lost, and all workers with it."""
         if self.lost_because:
             return
-        self.lost_because, self._lost_remedy = reason, remedy
+        self.lost_because = reason
+        self._lost_remedy = remedy
         self.events.forget(self.link.fileno())
         self.link.close()
         if self.name:
@@ -376,7 +382,8 @@ class _RemoteHost:
         if not self._relay.join(self, facts["host"], mismatch):
             self._lose("refused")
             return
-        self.name, self._facts = facts["host"], facts
+        self.name = facts["host"]
+        self._facts = facts
         self.link.send(
             wire_frames.Welcome(
                 device=self._settings.device, in_notebook=self._settings.in_notebook

@@ -42,12 +42,16 @@ ANSWER_BYTES = NONCE_BYTES + 32
 """What an agent answers to a nonce: a nonce of its own, and its proof."""
 _HEADER = struct.Struct(">BIQQ")
 _NUMBER = struct.Struct(">Q")
-_RECORD, _PLAIN_BYTES, _WEIGHT_BYTES = 1, 2, 3
+_RECORD = 1
+_PLAIN_BYTES = 2
+_WEIGHT_BYTES = 3
 _MAX_BODY_BYTES = CHUNK_BYTES + (1 << 16)
 _READ_ROUNDS = 8  # frames that are taken in before other descriptors get their turn
 # A silent peer is given up after that time; a machine that swaps may be silent for a while.
 SILENCE_S = 10
-_PROBE_IDLE_S, _PROBE_EVERY_S, _PROBES = 3, 2, 3
+_PROBE_IDLE_S = 3
+_PROBE_EVERY_S = 2
+_PROBES = 3
 
 
 class HandshakeFailed(Exception):
@@ -92,7 +96,8 @@ class Side:
         Raises:
             HandshakeFailed: The agent does not know the token.
         """
-        agent_nonce, agent_proof = agent_answer[:NONCE_BYTES], agent_answer[NONCE_BYTES:]
+        agent_nonce = agent_answer[:NONCE_BYTES]
+        agent_proof = agent_answer[NONCE_BYTES:]
         if not hmac.compare_digest(agent_proof, self._proof(b"agent", self.nonce, agent_nonce)):
             raise HandshakeFailed
         return (
@@ -247,7 +252,8 @@ class SecureLink:
             return None
         self._num_read = 0
         body = memoryview(self._body)[:num_bytes]
-        header, code = bytes(self._header[: _HEADER.size]), bytes(self._header[_HEADER.size :])
+        header = bytes(self._header[: _HEADER.size])
+        code = bytes(self._header[_HEADER.size :])
         if not hmac.compare_digest(code, _code(self._other_key, self._num_received, header, body)):
             raise ConnectionError("a frame was changed on its way, or is not the other side's")
         self._num_received += 1

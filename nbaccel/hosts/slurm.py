@@ -20,7 +20,8 @@ from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Ho
 
 __all__ = ["SlurmEngine"]
 
-_JOB_VARIABLE, _NODES_VARIABLE = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
+_JOB_VARIABLE = "SLURM_JOB_ID"
+_NODES_VARIABLE = "SLURM_JOB_NODELIST"
 _TASKS_VARIABLE = "SLURM_TASKS_PER_NODE"
 # Set for a task by srun: the name that `scontrol show hostnames` gives its node.
 _OWN_NODE_VARIABLE = "SLURMD_NODENAME"

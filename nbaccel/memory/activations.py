@@ -120,7 +120,8 @@ class LiveBytes(_Mode):  # type: ignore[misc]
         self.peak = max(self.peak, self.now)
 
     def _count(self, tensor: torch.Tensor) -> None:
-        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
         if key in self._known or self._device not in (None, tensor.device.type):
             return
         num_bytes = storage.nbytes()

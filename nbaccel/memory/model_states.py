@@ -106,9 +106,13 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
     moment_bytes = E4M3.dtype.itemsize + FP16.dtype.itemsize
     parameters = list(model.parameters())
     owners = owners_of(parameters, world_size) if is_divided else {}
-    kept, gradients, buckets, optimizer = 0, 0, 0, [0] * world_size
+    kept = 0
+    gradients = 0
+    buckets = 0
+    optimizer = [0] * world_size
     for parameter in parameters:
-        count, is_short = parameter.numel(), id(parameter) in short_weights
+        count = parameter.numel()
+        is_short = id(parameter) in short_weights
         own_bytes = count * parameter.element_size()
         kept += weight_bytes * count if is_short else own_bytes
         if not parameter.requires_grad:

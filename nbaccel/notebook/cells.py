@@ -77,14 +77,16 @@ class Cells:
         """The number that the running cell is shown with."""
         # IPython 9 increments its counter before it runs a cell, earlier ones do so afterwards. The
         # name that the running cell was compiled under has the right number in both.
-        user_lines, self._stack = self._stack or _user_lines(), None
+        user_lines = self._stack or _user_lines()
+        self._stack = None
         cell_numbers = (cell_number(file_name) for file_name, _ in user_lines)
         known_numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
         return next(known_numbers, int(self._shell.execution_count))
 
     def _lines(self, magic_arguments: str, code_text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""
-        raw_lines, code_lines = self._raw.splitlines(), code_text.splitlines()
+        raw_lines = self._raw.splitlines()
+        code_lines = code_text.splitlines()
         while code_lines and not code_lines[-1].strip():
             code_lines.pop()
         while raw_lines and not raw_lines[-1].strip():
@@ -106,7 +108,8 @@ class Cells:
             # An entry that linecache fills in later has one item and no lines yet.
             if cache_entry is None or len(cache_entry) != 4 or line_number > len(cache_entry[2]):
                 continue
-            shown_lines, raw_lines = list(cache_entry[2]), self._raw.strip("\n").splitlines()
+            shown_lines = list(cache_entry[2])
+            raw_lines = self._raw.strip("\n").splitlines()
             shown_call = shown_lines[line_number - 1]
             if "run_cell_magic(" in shown_call and any(map(is_for_us, raw_lines)):
                 shown_lines = [f"{raw_line}\n" for raw_line in raw_lines]

@@ -189,7 +189,9 @@ class _LineReader:
         flag_name, equals_sign, flag_value = flag_word.partition("=")
         magic_option = find_option(self.options, flag_name)
         if magic_option is None and not flag_word.startswith("--"):  # -n4
-            flag_name, equals_sign, flag_value = flag_word[:2], "=", flag_word[2:].removeprefix("=")
+            flag_name = flag_word[:2]
+            equals_sign = "="
+            flag_value = flag_word[2:].removeprefix("=")
             magic_option = find_option(self.options, flag_name)
         if magic_option is None:
             self._unknown(flag_word.partition("=")[0], line_words)
@@ -374,10 +376,8 @@ class _LineReader:
         self, named_config: RunConfig, wanted_config: RunConfig, given_settings: dict[str, Any]
     ) -> None:
         for setting_name in given_settings:
-            line_value, config_value = (
-                getattr(wanted_config, setting_name),
-                getattr(named_config, setting_name),
-            )
+            line_value = getattr(wanted_config, setting_name)
+            config_value = getattr(named_config, setting_name)
             # Either of the two could be meant.
             if line_value != config_value:
                 config_variable = self.found["config"]

@@ -121,7 +121,8 @@ class Session:
 
     def restart(self, magic_line: MagicLine) -> None:
         """Start new workers in the place of the old ones."""
-        old_pool, joins_group = self.pool, self.dist or magic_line.dist
+        old_pool = self.pool
+        joins_group = self.dist or magic_line.dist
         plan_pool(magic_line.wanted)  # a refusal must leave the old ones running
         self._reloading = None
         # `Pool.restart` takes new settings, but whether workers join a group is fixed per pool.
@@ -179,7 +180,8 @@ class Session:
     def configure(self, magic_line: MagicLine) -> None:
         """Set what the next start uses."""
         plan_pool(magic_line.wanted)
-        self.config, self.dist = magic_line.wanted, self.dist or magic_line.dist
+        self.config = magic_line.wanted
+        self.dist = self.dist or magic_line.dist
 
     def open_picker(self, variable_names: Sequence[str]) -> Picker:
         """A form for the settings of the next start.
@@ -273,7 +275,9 @@ class Session:
         new_pool.on_look = self._looked
         new_pool.start()
         # Kept only after the start, so that settings that cannot start are not used again.
-        self.pool, self.config, self.dist = new_pool, config, joins_group
+        self.pool = new_pool
+        self.config = config
+        self.dist = joins_group
         return new_pool
 
     def _looked(self) -> None:

@@ -65,7 +65,9 @@ class WorkerBoard:
             return
         status = pool.status()
         self._handle = display(status, display_id=True)  # type: ignore[no-untyped-call]
-        self._pool, self._is_new, self._shown = pool, True, status
+        self._pool = pool
+        self._is_new = True
+        self._shown = status
         self._events.register("post_run_cell", self._after_cell)
         self._session.on_look = self._renew
         self._look_later()
@@ -91,7 +93,8 @@ class WorkerBoard:
 
     def _after_cell(self, _cell_result: object = None) -> None:
         # The cell that shows it has just done so.
-        is_new, self._is_new = self._is_new, False
+        is_new = self._is_new
+        self._is_new = False
         if not is_new:
             self._renew(asks_workers=True)
 

@@ -66,7 +66,8 @@ class CellPlace:
             mime_data: By media type; empty for nothing.
         """
         new_content = mime_data or _EMPTY_CONTENT
-        is_other, self._content = new_content != self._content, new_content
+        is_other = new_content != self._content
+        self._content = new_content
         # A place that is not there yet holds nothing, and need not be made for that.
         if is_other if self._stands else mime_data:
             self._publish_content()

@@ -77,7 +77,8 @@ def smoothed(values: Sequence[float], decay: float | None = None) -> list[float]
     if decay is None:
         # Of few values, a long average would still show the first ones at the end.
         decay = 1 - 1 / min(10.0, max(1.0, len(values) / 12))
-    average, left_weight = 0.0, 1.0
+    average = 0.0
+    left_weight = 1.0
     for value in values:
         if not math.isfinite(value):
             smooth_values.append(value)
@@ -135,7 +136,8 @@ def line_chart(
         empty_text = _text(width / 2, height / 2, empty_words, anchor="middle")
         return svg.of([empty_text])
     legend_lines = _legend_lines(thinned_lines)
-    top, bottom = (18 if legend_lines else 6) + (12 if marks else 0), height - 20
+    top = (18 if legend_lines else 6) + (12 if marks else 0)
+    bottom = height - 20
     y_scale = _Scale.of(shown_values, is_log=is_log, most_ticks=(bottom - top) // _TICK_GAP_Y)
     y_labels = y_scale.labels()
     x_scale = _Scale.of(
@@ -191,7 +193,8 @@ def _is_shown(value: float) -> bool:
 def _is_logarithmic(shown_values: Sequence[float], log_y: bool | None) -> bool:
     if log_y is not None:
         return log_y and any(value >= _SMALLEST_POSITIVE for value in shown_values)
-    low, high = min(shown_values, default=0.0), max(shown_values, default=0.0)
+    low = min(shown_values, default=0.0)
+    high = max(shown_values, default=0.0)
     if low < _SMALLEST_POSITIVE or high / LOGARITHMIC_RATIO < low:
         return False
     # Not for a learning rate that falls evenly to nearly nothing: whichever scale has as many
@@ -229,7 +232,8 @@ def _spoken_summary(lines: Sequence[ChartLine], title: str, x_label: str) -> str
     points = by_weight[0].points if by_weight else ()
     if not points:
         return f"{title}: no values yet"
-    (first_x, first_y), (last_x, last_y) = points[0], points[-1]
+    (first_x, first_y) = points[0]
+    (last_x, last_y) = points[-1]
     return (
         f"{title}: from {short_number(first_y)} at {x_label} {short_number(first_x)} "
         f"to {short_number(last_y)} at {x_label} {short_number(last_x)}"
@@ -269,21 +273,25 @@ class _Scale:
             margin: Part of the length that stays free at both ends.
             least_step: The smallest distance of two ticks.
         """
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
         if high - low <= max(_SAME_VALUE * max(abs(low), abs(high)), _SMALLEST_POSITIVE):
             # Something around a constant, so that it lies in the middle.
             middle = low
             around = abs(middle) / 10 or 1.0
-            low, high = middle - around, middle + around
+            low = middle - around
+            high = middle + around
         if is_log:
-            low_power, high_power = math.log10(low), math.log10(high)
+            low_power = math.log10(low)
+            high_power = math.log10(high)
             free_powers = (high_power - low_power) * margin
             low = max(10.0 ** (low_power - free_powers), sys.float_info.min)
             high = 10.0 ** min(high_power + free_powers, sys.float_info.max_10_exp - 1)
             ticks = _log_ticks(low, high, most_ticks)
             return cls(low=low, high=high, ticks=ticks, tick_step=0, is_log=True)
         free_length = (high - low) * margin
-        low, high = low - free_length, high + free_length
+        low = low - free_length
+        high = high + free_length
         tick_step = max(_round_step((high - low) / max(most_ticks, 2)), least_step)
         first_tick = math.ceil(low / tick_step)
         # Multiples of the step, not sums: 0.1 added up would be labelled 0.30000000000000004.
@@ -318,7 +326,8 @@ def _round_step(least_step: float) -> float:
 
 def _log_ticks(low: float, high: float, most_ticks: int) -> tuple[float, ...]:
     """Powers of ten, with 2 and 5 between them where there is room, fewer where there is little."""
-    first_decade, last_decade = math.floor(math.log10(low)), math.floor(math.log10(high))
+    first_decade = math.floor(math.log10(low))
+    last_decade = math.floor(math.log10(high))
     finest = _ticks_between(low, high, range(first_decade, last_decade + 1), (1.0, 2.0, 5.0))
     if len(finest) <= max(most_ticks, 3):
         return finest
@@ -519,7 +528,9 @@ def _stretches(
 
 def _missing_marker(area: _PlotArea, x: float, y: float) -> str:
     """A cross above the axis, where there is no number."""
-    middle_x, middle_y, reach = area.x_of(x), area.bottom - 6, 3
+    middle_x = area.x_of(x)
+    middle_y = area.bottom - 6
+    reach = 3
     return (
         f'<path d="M{middle_x - reach:.1f} {middle_y - reach}l6 6m0 -6l-6 6" stroke="currentColor" '
         f'stroke-width="1.5"><title>{html.escape(short_number(y))}</title></path>'

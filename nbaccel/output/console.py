@@ -256,7 +256,8 @@ class Console:
             problem := self._rank_logs.write(worker_rank, stream, output_bytes)
         ):
             self.notice(problem)
-        rank_source, output_pace = self._sources[worker_rank, stream], self._pace
+        rank_source = self._sources[worker_rank, stream]
+        output_pace = self._pace
         at_most = None if output_pace is None or output_pace.waits else output_pace.backlog.lines
         output_lines, dropped_lines = rank_source.feed(output_bytes, at_most=at_most)
         self._queue(worker_rank, stream, output_lines)
@@ -515,7 +516,8 @@ class Console:
         if progress_bar and progress_bar != self._drawn:
             # Padded, because a shorter bar would leave the end of the old one.
             self._write(stream, "\r" + progress_bar.ljust(len(self._drawn)))
-            self._drawn, self._drawn_on = progress_bar, stream
+            self._drawn = progress_bar
+            self._drawn_on = stream
 
     def _show(self, due_entries: list[_ShownEntry]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""

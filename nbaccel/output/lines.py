@@ -26,7 +26,8 @@ _BAR_CHARS = 1_000
 _MOST_BARS = 2  # as many as of tqdm
 _LINE_UP = "\x1b[A"  # ECMA-48: cursor up
 _ERASE_LINE = "\x1b[2K"  # ECMA-48: erase in line, all of it; rich draws its bars anew with it
-_CURSOR_HIDDEN, _CURSOR_SHOWN = "\x1b[?25l", "\x1b[?25h"  # DEC private modes
+_CURSOR_HIDDEN = "\x1b[?25l"
+_CURSOR_SHOWN = "\x1b[?25h"  # DEC private modes
 _ONE_LINE_UP = "\x1b[1A"
 _FRAME_MARK = re.compile(r"(\n|\x1b\[1A|\x1b\[\?25[hl])")
 _FRAME_BEGIN = re.compile(r"\x1b\[(?:1A|\?25[hl])")
@@ -129,10 +130,12 @@ class LineAssembler:
         line_text = self._decoder.decode(output_bytes)
         if not self._parts_bars:
             return line_text
-        line_text, self._held_back = self._held_back + line_text, ""
+        line_text = self._held_back + line_text
+        self._held_back = ""
         if "\x1b" in line_text:
             if unfinished := _UNFINISHED_SEQUENCE.search(line_text):
-                line_text, self._held_back = line_text[: unfinished.start()], unfinished[0]
+                line_text = line_text[: unfinished.start()]
+                self._held_back = unfinished[0]
             # tqdm goes down a line, draws an inner bar there, and comes up again: the inner bar is
             # a line, and where it comes up to a bar stands already.
             line_text = line_text.replace(_LINE_UP, "\n\r")
@@ -150,7 +153,8 @@ class LineAssembler:
         above = "\n" if is_line_start else ""
         line_text = _WAY_DOWN.sub("", above + line_text)
         if line_text.endswith("\n\n"):
-            line_text, self._held_back = line_text[:-1], "\n" + self._held_back
+            line_text = line_text[:-1]
+            self._held_back = "\n" + self._held_back
         return line_text.removeprefix(above)
 
     def held_lines(self) -> list[str]:
@@ -167,7 +171,8 @@ class LineAssembler:
         self._add(rest_text)
         is_empty = not self._last and not self._under
         drops_blank = self._parts_bars and self._is_rewritten
-        output_line, self.bar = self._take(), ""
+        output_line = self._take()
+        self.bar = ""
         return None if is_empty or (drops_blank and not output_line) else output_line
 
     def _add(self, line_text: str) -> None:
@@ -175,7 +180,8 @@ class LineAssembler:
             first_text, *more_texts, line_text = line_text.split("\r")
             self._last.add(first_text)
             self._under = _overlay_parts([self._under, self._last.text(), *more_texts])
-            self._last, self._is_rewritten = _PendingText(self._max_chars), True
+            self._last = _PendingText(self._max_chars)
+            self._is_rewritten = True
         self._last.add(line_text)
 
     def _take(self) -> str:
@@ -224,7 +230,8 @@ class _LiveFrames:
         """Take in a text that is written; returns the lines that it no longer can erase."""
         _, erasure, new_text = text.rpartition(_ERASE_LINE)
         if self._num_taken_back and new_text.strip("\r"):
-            self._num_upper, self._num_taken_back = self._num_taken_back, 0
+            self._num_upper = self._num_taken_back
+            self._num_taken_back = 0
         self._was_erased = self._was_erased or bool(erasure)
         if not (self._was_erased and new_text.strip("\r")):
             return []
@@ -242,7 +249,8 @@ class _LiveFrames:
         return self._release()
 
     def _release(self) -> list[str]:
-        released, self.held = self.held, []
+        released = self.held
+        self.held = []
         return released
 
 
@@ -271,10 +279,12 @@ class _PendingText:
         """Half of the limit is cut away each time, so that the copies stay linear."""
         rest_text = "".join(self._pieces)
         if not self._head:
-            self._head, rest_text = rest_text[:half_chars], rest_text[half_chars:]
+            self._head = rest_text[:half_chars]
+            rest_text = rest_text[half_chars:]
         tail_text = rest_text[-half_chars:]
         self._num_dropped += len(rest_text) - len(tail_text)
-        self._pieces, self._num_chars = deque([tail_text]), len(tail_text)
+        self._pieces = deque([tail_text])
+        self._num_chars = len(tail_text)
 
     def text(self) -> str:
         tail_text = "".join(self._pieces)
@@ -410,11 +420,9 @@ class LineMerger:
     ) -> None:
         """Lines that a rank has written to a stream."""
         # Local names, because the loop below runs for each of many thousands of lines.
-        rank_queue, known_keys, twin_holders = (
-            self._queues[worker_rank],
-            self._known[worker_rank],
-            self._holders,
-        )
+        rank_queue = self._queues[worker_rank]
+        known_keys = self._known[worker_rank]
+        twin_holders = self._holders
         num_chars = line_number = 0
         for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
             rank_queue.append(PrintedLine(arrival_time, stream_name, line_text))
@@ -469,7 +477,8 @@ class LineMerger:
             first_rank = queue_heads[0][1]
             # Lines older than the next rank's first may be shown one after the other.
             wait_until = queue_heads[1][0] if len(queue_heads) > 1 else current_time
-            rank_queue, has_moved = self._queues[first_rank], False
+            rank_queue = self._queues[first_rank]
+            has_moved = False
             while (
                 rank_queue
                 and rank_queue[0].time <= wait_until

@@ -77,7 +77,8 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     groups_by_controller = dict(_process_groups_of_host(root))
     for mount_line in _read_lines(root / "proc/self/mountinfo"):
         mount_fields_text, _, filesystem_text = mount_line.partition(" - ")
-        mount_fields, filesystem_fields = mount_fields_text.split(), filesystem_text.split()
+        mount_fields = mount_fields_text.split()
+        filesystem_fields = filesystem_text.split()
         if len(mount_fields) < 5 or len(filesystem_fields) < 3:
             continue
         # Version 2 has one tree for all controllers; hosts may mount both versions.

@@ -194,12 +194,14 @@ def precision(
         PlatformUnsupported: This version has no implementation of it, or its library is missing.
     """
     capability_row = precision_row(precision_name)
-    class_path, problem = capability_row.path, ""
+    class_path = capability_row.path
+    problem = ""
     if capability_row.has_backends:
         device_row_of = device_row(device_name) if device_name else None
         backend = "" if fp8 is None else fp8.backend
         choice = fp8_backend(backend, device_row_of, compute_capability)
-        class_path, problem = (choice.row.path if choice.row else ""), choice.problem
+        class_path = choice.row.path if choice.row else ""
+        problem = choice.problem
     if not class_path or problem:
         reason = problem or "this version has no implementation of it"
         raise PlatformUnsupported(
@@ -276,7 +278,8 @@ def _request_of(capability_row: StrategyRow, said: Said) -> Wanted | None:
     source: Source | None = said.source_of_name(capability_row.name)
     request_text = f"strategy={capability_row.name!r}"
     if given_settings is not None and not capability_row.is_default:
-        source, request_text = "argument", type(given_settings).__name__
+        source = "argument"
+        request_text = type(given_settings).__name__
     if source is None:
         return None
     return Wanted(

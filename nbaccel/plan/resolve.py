@@ -157,7 +157,8 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
         )
     unused_devices = []
     for device in registry.known_devices():
-        device_row_of, device_units = device.row, device.units(found)
+        device_row_of = device.row
+        device_units = device.units(found)
         if device_units and (idle_reason := device.idle_reason(found)):
             unused_devices.append(_describe_units(device_row_of, device_units))
             findings.warnings.append(f"{unused_devices[-1]} found and not used: {idle_reason}.")
@@ -192,7 +193,8 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
 def _choose_num_processes(
     config: RunConfig, found: Inventory, device: Choice, engine: Choice, findings: _Findings
 ) -> Choice:
-    setting_name, chosen_row = "num_processes", device_row(str(device.value))
+    setting_name = "num_processes"
+    chosen_row = device_row(str(device.value))
     if config.num_processes is not None:
         return Choice(setting_name, config.num_processes, _AS_REQUESTED)
     if engine_row(str(engine.value)).starts_agents:
@@ -318,7 +320,9 @@ def _needs_pipes(config: RunConfig) -> str:
 def _choose_threads(
     config: RunConfig, found: Inventory, count: Choice, findings: _Findings
 ) -> Choice:
-    setting_name, num_workers, num_cores = "threads_per_process", int(count.value), found.cpu_cores
+    setting_name = "threads_per_process"
+    num_workers = int(count.value)
+    num_cores = found.cpu_cores
     given_threads = config.threads_per_process
     num_threads = max(1, num_cores // num_workers) if given_threads is None else given_threads
     if num_workers > 1 and num_workers * num_threads > num_cores:
@@ -338,20 +342,16 @@ def _choose_threads(
 def _choose_backend(
     config: RunConfig, found: Inventory, device: Choice, count: Choice, findings: _Findings
 ) -> Choice:
-    setting_name, num_workers, chosen_row = (
-        "process_group_backend",
-        int(count.value),
-        device_row(str(device.value)),
-    )
+    setting_name = "process_group_backend"
+    num_workers = int(count.value)
+    chosen_row = device_row(str(device.value))
     device_units = registry.known_device(chosen_row.name).units(found)
     backend_name = group_backend(chosen_row, num_local=num_workers, num_devices=len(device_units))
     # Such a backend takes any number of ranks on one device, so there is nothing to decide.
     if chosen_row.group_backend == chosen_row.shared_group_backend:
         return Choice(setting_name, backend_name, f"for {chosen_row.name}")
-    devices_text, backend_text = (
-        count_noun(len(device_units), chosen_row.noun),
-        chosen_row.group_backend.upper(),
-    )
+    devices_text = count_noun(len(device_units), chosen_row.noun)
+    backend_text = chosen_row.group_backend.upper()
     if num_workers > len(device_units) > 0:
         findings.warnings.append(
             f"{num_workers} workers share {devices_text}, over {chosen_row.shared_group_backend}: "
@@ -430,8 +430,10 @@ def _choose_precision(
     fp8_choice: Fp8Choice,
     findings: _Findings,
 ) -> Choice:
-    setting_name, precision_name = "mixed_precision", config.mixed_precision
-    chosen_row, precision_choice = device_row(str(device.value)), precision_row(precision_name)
+    setting_name = "mixed_precision"
+    precision_name = config.mixed_precision
+    chosen_row = device_row(str(device.value))
+    precision_choice = precision_row(precision_name)
     problem_text = _precision_problem(chosen_row, precision_choice, fp8_choice)
     if problem_text:
         findings.mistakes.append(problem_text)
@@ -453,7 +455,8 @@ def _choose_precision(
 
 
 def _precision_problem(device: DeviceRow, precision: PrecisionRow, fp8_choice: Fp8Choice) -> str:
-    precision_name, computing_row = precision.name, fp8_choice.row or precision
+    precision_name = precision.name
+    computing_row = fp8_choice.row or precision
     if fp8_choice.problem:
         return (
             f'mixed_precision="{precision_name}" is not available here: {fp8_choice.problem}. '
@@ -524,10 +527,8 @@ def _choose_strategy(
         return None, ()
     if requested_strategy is None:
         return None, ()
-    chosen_row, precision = (
-        strategy_row(requested_strategy.strategy),
-        precision_row(config.mixed_precision),
-    )
+    chosen_row = strategy_row(requested_strategy.strategy)
+    precision = precision_row(config.mixed_precision)
     chosen_precision = fp8_choice.row or precision
     if chosen_precision.path and not strategy_fits(chosen_row, chosen_precision):
         own_reason = fp8_choice.row and refused_strategy(config.fp8, fp8_choice.row, chosen_row)

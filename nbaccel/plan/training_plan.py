@@ -288,7 +288,8 @@ def _judge_precision(
             f"mixed_precision={precision_name!r} is unknown: nothing says in which format to "
             f"compute. Give one of {', '.join(rows_by_name)}."
         )
-    device, precision_choice = device_row(found.device), rows_by_name[precision_name]
+    device = device_row(found.device)
+    precision_choice = rows_by_name[precision_name]
     if fp8.problem:
         raise ConfigError(
             f'mixed_precision="{precision_name}" is not available: {fp8.problem}. Training would '

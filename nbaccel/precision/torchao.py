@@ -212,5 +212,6 @@ def _layer_class() -> type[nn.Module] | None:
 def _plain_layer(layer: Any) -> nn.Linear:
     with torch.device("meta"):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    plain.weight, plain.bias = layer.weight, layer.bias
+    plain.weight = layer.weight
+    plain.bias = layer.bias
     return plain.train(layer.training)

@@ -189,7 +189,8 @@ class DdpStrategy(Strategy):
         return optimizer.state_dict()
 
     def _compress(self, model: DistributedDataParallel) -> None:
-        kind, wrapper = _Kind(self._settings.comm_hook), _Kind(self._settings.comm_wrapper)
+        kind = _Kind(self._settings.comm_hook)
+        wrapper = _Kind(self._settings.comm_wrapper)
         if kind is _Kind.NO and wrapper is _Kind.NO:
             return
         hook = _HOOKS[kind]
@@ -226,7 +227,8 @@ class _ExchangeDelay:
         if model.device_type == "cpu":
             self._each = 1
             torch_private.measure_each_exchange(model)
-        self._passes, self._measured_s = 0, 0.0
+        self._passes = 0
+        self._measured_s = 0.0
         self._delay_s = 0.0
 
     def read(self) -> float | None:
@@ -243,7 +245,8 @@ class _ExchangeDelay:
         if added_passes > 0:
             mean_added_s = max(0.0, measured_s - self._measured_s) / added_passes
             self._delay_s += mean_added_s * (passes - self._passes)
-            self._passes, self._measured_s = passes, measured_s
+            self._passes = passes
+            self._measured_s = measured_s
         return self._delay_s
 
     def _measured_of(self, passes: int) -> int:
@@ -253,7 +256,8 @@ class _ExchangeDelay:
 
 
 def _check(settings: DistributedDataParallelKwargs) -> None:
-    kind, wrapper = _Kind(settings.comm_hook), _Kind(settings.comm_wrapper)
+    kind = _Kind(settings.comm_hook)
+    wrapper = _Kind(settings.comm_wrapper)
     mistakes = []
     if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
         mistakes.append(

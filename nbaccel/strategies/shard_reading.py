@@ -154,7 +154,8 @@ class _NoteUnpickler(pickle.Unpickler):
 
     def _index(self, note: Any) -> MetadataIndex:
         fields = self._fields(note, "MetadataIndex")
-        offset, number = fields.get("offset"), fields.get("index")
+        offset = fields.get("offset")
+        number = fields.get("index")
         return MetadataIndex(
             fqn=_exact(fields["fqn"], str),
             offset=None if offset is None else _size(offset),

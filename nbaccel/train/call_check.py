@@ -57,7 +57,8 @@ _CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] 
 
 def default_group_check() -> CollectiveCheck:
     """The check of the default process group; the first use is itself a collective."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # a live worker joins the group here
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()  # a live worker joins the group here
     process_group: Any = dist.group.WORLD
     check = _CHECKS_BY_GROUP.get(process_group)
     if check is None:

@@ -92,7 +92,8 @@ def _join_process_group(
     environment: Mapping[str, int], backend: str, settings: InitProcessGroupKwargs
 ) -> None:
     timeout = timedelta(seconds=timeout_s(settings))
-    rank, world_size = environment["rank"], environment["world_size"]
+    rank = environment["rank"]
+    world_size = environment["world_size"]
     if settings.init_method:
         dist.init_process_group(
             backend,

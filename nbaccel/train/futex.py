@@ -41,7 +41,8 @@ _ARGUMENT_TYPES = (
 @functools.cache
 def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
     """``syscall(2)`` twice: once with Python's lock given up meanwhile, once with it held."""
-    releasing, holding = ctypes.CDLL(None).syscall, ctypes.PyDLL(None).syscall
+    releasing = ctypes.CDLL(None).syscall
+    holding = ctypes.PyDLL(None).syscall
     for function in (releasing, holding):
         function.argtypes = _ARGUMENT_TYPES
         function.restype = ctypes.c_long

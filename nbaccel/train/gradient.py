@@ -140,7 +140,8 @@ class GradientState:
 
     def must_tell_adjusted(self) -> bool:
         """Whether it is still to be said that schedules advance by batches: once, on process 0."""
-        already_told, self._has_told = self._has_told, True
+        already_told = self._has_told
+        self._has_told = True
         return not already_told and distributed.rank() == 0
 
     def enter_loader(self, loader: IteratedLoader) -> None:

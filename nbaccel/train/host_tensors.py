@@ -167,7 +167,8 @@ class HostTensors:
         combined_bytes = _new_tensor((num_bytes,), torch.uint8)
         for segment in part:
             dtype = self._tensors[segment.tensor].dtype
-            count, place = segment.size // dtype.itemsize, segment.place
+            count = segment.size // dtype.itemsize
+            place = segment.place
             values = [
                 torch.frombuffer(sent, dtype=dtype, count=count, offset=place) for sent in data
             ]
@@ -204,7 +205,8 @@ class HostTensors:
     def _segments(self, round_number: int) -> list[_Segment]:
         round_first = round_number * self._round_bytes
         round_end = round_first + self._round_bytes
-        segments, tensor_first = [], 0
+        segments = []
+        tensor_first = 0
         for number, tensor in enumerate(self._tensors):
             first = max(tensor_first, round_first)
             end = min(tensor_first + tensor.nbytes, round_end)

@@ -104,7 +104,8 @@ class LoaderPosition:
         Returns:
             What was restored; None where nothing was.
         """
-        restored_state, self.restored_state = self.restored_state, None
+        restored_state = self.restored_state
+        self.restored_state = None
         if restored_state is not None:
             rng.restore_rng_states(_HOST_PLACE, restored_state["start"]["process"])
             self._set_draw_states(restored_state["start"]["generators"])
@@ -431,7 +432,8 @@ class PreparedLoader(DataLoader[Any]):
             self.end_of_dataloader = was_at_end
 
     def _iterate_epoch(self) -> Iterator[Any]:
-        position, settings = self.position, self.settings
+        position = self.position
+        settings = self.settings
         with spent_time.reading_data:
             batch_source, current_batch = self._begin_epoch()
         batches_seen = position.batches_seen
@@ -480,7 +482,8 @@ class PreparedLoader(DataLoader[Any]):
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""
         self.end_of_dataloader = False
         self.remainder = self._expected_remainder()
-        position, settings = self.position, self.settings
+        position = self.position
+        settings = self.settings
         is_resumed = position.restored_state is not None
         with rng.preserve_rng_states() if is_resumed else contextlib.nullcontext():
             self._match_workers()

@@ -156,7 +156,8 @@ class _LoaderPreparation:
         return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
 
     def _check_loader(self) -> None:
-        loader_name, batch_size = type(self.loader).__name__, _loader_batch_size(self.loader)
+        loader_name = type(self.loader).__name__
+        batch_size = _loader_batch_size(self.loader)
         if self.settings.split_batches:
             check_divisible(batch_size, self.place.world_size, loader_name)
         if self._must_rebuild() and _overrides_iteration(self.loader):
@@ -179,7 +180,8 @@ class _LoaderPreparation:
         return self.settings.use_seedable_sampler and isinstance(sampler, RandomSampler)
 
     def _loader_settings(self, *, rng_types: tuple[str, ...]) -> LoaderSettings:
-        batch_size, split_batches = _loader_batch_size(self.loader), self.settings.split_batches
+        batch_size = _loader_batch_size(self.loader)
+        split_batches = self.settings.split_batches
         world_size = self.place.world_size
         return LoaderSettings(
             place=self.place,
@@ -240,11 +242,9 @@ class _LoaderPreparation:
 
     def _iterable_share(self) -> DataLoader[Any]:
         dataset: Any = self.loader.dataset
-        world_size, rank, split_batches = (
-            self.place.world_size,
-            self.place.rank,
-            self.settings.split_batches,
-        )
+        world_size = self.place.world_size
+        rank = self.place.rank
+        split_batches = self.settings.split_batches
         num_shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
         if (
             hasattr(dataset, "shard")
@@ -257,7 +257,8 @@ class _LoaderPreparation:
             dataset = dataset.shard(num_shards=world_size, index=rank)
         else:
             self.synchronized = getattr(dataset, "generator", None)
-            batch_size, drop_last = self.loader.batch_size, self.loader.drop_last
+            batch_size = self.loader.batch_size
+            drop_last = self.loader.drop_last
             dataset = IterableDatasetShard(
                 dataset, batch_size, drop_last, world_size, rank, split_batches
             )
@@ -289,7 +290,8 @@ class _LoaderPreparation:
                 "batch_sampler" if hasattr(outer_sampler, "batch_sampler") else "sampler"
             )
             # Copies, because the user's loader keeps its samplers.
-            inner_sampler, new_sampler = new_sampler, copy.copy(outer_sampler)
+            inner_sampler = new_sampler
+            new_sampler = copy.copy(outer_sampler)
             setattr(new_sampler, attribute_name, inner_sampler)
         self.loader = _rebuild_loader(
             self.loader, stateful=hasattr(self.loader, "state_dict"), index_batches=new_sampler
@@ -338,7 +340,8 @@ def skip_first_batches(
 
 def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
     loader_settings = loader.settings.skipping(num_batches)
-    base_loader, num_dropped = loader.base, loader.batches_to_drop
+    base_loader = loader.base
+    num_dropped = loader.batches_to_drop
     if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
         num_dropped += num_batches
     else:

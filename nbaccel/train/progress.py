@@ -155,7 +155,8 @@ class Progress(Generic[_LoaderBatch]):
         if known_losses:
             bar_postfix = {"loss": f"{sum(known_losses) / len(known_losses):.4g}", **bar_postfix}
         if not self._place.is_alone:
-            num_heard, num_all = len(all_numbers), self._place.world_size
+            num_heard = len(all_numbers)
+            num_all = self._place.world_size
             # Of those that have said nothing yet no samples are counted.
             bar_postfix["processes"] = (
                 str(num_all) if num_heard == num_all else f"{num_heard} of {num_all}"

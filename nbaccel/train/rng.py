@@ -34,7 +34,9 @@ __all__ = [
 _NUM_SEEDS = 2**32  # numpy takes no larger ones
 
 # The names under which Accelerate keeps them, too.
-_PYTHON_KEY, _NUMPY_KEY, _TORCH_KEY = "random_state", "numpy_random_seed", "torch_manual_seed"
+_PYTHON_KEY = "random_state"
+_NUMPY_KEY = "numpy_random_seed"
+_TORCH_KEY = "torch_manual_seed"
 
 
 def _device_state_key(device_runtime: DeviceRuntime) -> str:

@@ -361,10 +361,8 @@ class MLflowTracker(ServiceTracker):
                 f"{', '.join(left_out)} are left out of the configuration. Shorten them.",
                 stacklevel=4,
             )
-        fitting_items, batch_limit = (
-            list(fitting_values.items()),
-            mlflow_limits.MAX_PARAMS_TAGS_PER_BATCH,
-        )
+        fitting_items = list(fitting_values.items())
+        batch_limit = mlflow_limits.MAX_PARAMS_TAGS_PER_BATCH
         # MLflow refuses a request with more parameters than this.
         for first_item in range(0, len(fitting_items), batch_limit):
             mlflow.log_params(dict(fitting_items[first_item : first_item + batch_limit]))

@@ -485,14 +485,13 @@ def _storage_spans(module_tensors: Iterable[torch.Tensor]) -> list[_Span]:
         low_byte, high_byte = _byte_extent(tensor)
         if tensor_storage.device.type != "cpu":
             # Its host copy is found by the address of the whole storage.
-            low_byte, high_byte = 0, tensor_storage.nbytes()
+            low_byte = 0
+            high_byte = tensor_storage.nbytes()
         storage_span = storage_spans.setdefault(
             tensor_storage.data_ptr(), _Span(tensor_storage, low_byte, high_byte)
         )
-        storage_span.low, storage_span.high = (
-            min(storage_span.low, low_byte),
-            max(storage_span.high, high_byte),
-        )
+        storage_span.low = min(storage_span.low, low_byte)
+        storage_span.high = max(storage_span.high, high_byte)
         storage_span.tensors.append(tensor)
     return list(storage_spans.values())
 
@@ -533,7 +532,8 @@ def _record_module(
         if tensor.numel() == 0:
             continue
         tensor_storage = tensor.untyped_storage()
-        address, num_bytes = tensor_storage.data_ptr(), tensor_storage.nbytes()
+        address = tensor_storage.data_ptr()
+        num_bytes = tensor_storage.nbytes()
         # A module of an earlier launch lies in an arena already: its slots point there.
         arena = arena_finder.arena_of(tensor_storage)
         if arena is not None:

@@ -54,7 +54,9 @@ class FileArena(Arena):
             raise
         with uninterrupted():
             self.replace(memory_file, is_private=False)
-            checkpoint_file, self.fd, self._is_file = self.fd, memory_file, False
+            checkpoint_file = self.fd
+            self.fd = memory_file
+            self._is_file = False
             os.close(checkpoint_file)
 
     def make_private(self) -> None:

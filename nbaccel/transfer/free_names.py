@@ -129,9 +129,11 @@ class _NameWalk:
 
     def _branch(self, statement_body: Iterable[ast.stmt], bound_at_start: set[str]) -> set[str]:
         """What is bound at the end of a body that begins with `bound_at_start`."""
-        bound_before, self.bound = self.bound, set(bound_at_start)
+        bound_before = self.bound
+        self.bound = set(bound_at_start)
         self.statements(statement_body)
-        bound_after, self.bound = self.bound, bound_before
+        bound_after = self.bound
+        self.bound = bound_before
         return bound_after
 
     # ------------------------------------------------------------------- expressions
@@ -151,7 +153,8 @@ class _NameWalk:
 
     def either(self, node: ast.IfExp) -> None:
         self.visit(node.test)
-        bound_at_start, bound_at_ends = set(self.bound), []
+        bound_at_start = set(self.bound)
+        bound_at_ends = []
         for child_part in (node.body, node.orelse):
             self.bound = set(bound_at_start)
             self.visit(child_part)
@@ -199,9 +202,11 @@ class _NameWalk:
             for comprehension_part in node.generators
             for name_node in stored_names(comprehension_part.target)
         }
-        bound_before, outside_before = self.bound, self._outside
+        bound_before = self.bound
+        outside_before = self._outside
         # In the body of a class it is like a function: it does not see the names of the class.
-        self.bound, self._outside = self._seen_by_functions | own_names, None
+        self.bound = self._seen_by_functions | own_names
+        self._outside = None
         self.visit(first_generator.target)
         for condition_node in first_generator.ifs:
             self.visit(condition_node)
@@ -209,7 +214,8 @@ class _NameWalk:
             self.visit(other_generator)
         for child_part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self.visit(child_part)
-        self.bound, self._outside = bound_before, outside_before
+        self.bound = bound_before
+        self._outside = outside_before
 
     def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         # Defaults and decorators run at once; the body runs when the function is called.
@@ -259,7 +265,8 @@ class _NameWalk:
     def class_(self, node: ast.ClassDef) -> None:
         for decorator_node in node.decorator_list:
             self.visit(decorator_node)
-        bound_before, outside_before = self.bound, self._outside
+        bound_before = self.bound
+        outside_before = self._outside
         self.bound = bound_before | type_parameters(node)
         for base_node in [*node.bases, *node.keywords]:
             self.visit(base_node)
@@ -268,7 +275,8 @@ class _NameWalk:
         # Python binds these two names at the start of the body of a class.
         self.bound = self._outside | {"__module__", "__qualname__"}
         self.statements(node.body)
-        self.bound, self._outside = bound_before, outside_before
+        self.bound = bound_before
+        self._outside = outside_before
         self.bound.add(node.name)
 
     def import_(self, node: ast.Import | ast.ImportFrom) -> None:
@@ -325,7 +333,8 @@ class _NameWalk:
 
     def match(self, node: ast.Match) -> None:
         self.visit(node.subject)
-        bound_at_start, bound_at_ends = set(self.bound), []
+        bound_at_start = set(self.bound)
+        bound_at_ends = []
         for match_case in node.cases:
             self.bound = set(bound_at_start)
             self.visit(match_case.pattern)

@@ -270,7 +270,8 @@ class LibrarySettings:
         given = pickle.loads(given_settings) if given_settings else self._given
         if given == self._given:
             return
-        known, self._given = self._given, given
+        known = self._given
+        self._given = given
         here = _read_all()
         for setting in _SETTINGS:
             name = setting.name

@@ -178,7 +178,8 @@ def difference(
     changed_attributes: dict[str, dict[str, Any]] = {}
     removed_attributes: dict[str, tuple[str, ...]] = {}
     for module_path, module in module_survey.modules:
-        old_value, new_value = old_state.attributes[module_path], new_state.attributes[module_path]
+        old_value = old_state.attributes[module_path]
+        new_value = new_state.attributes[module_path]
         if old_value == new_value:
             continue
         changed_names = {

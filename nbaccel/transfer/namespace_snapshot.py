@@ -254,10 +254,8 @@ def plain_token(named_value: Any) -> Hashable | None:
 
 
 def _token_of_import(named_value: Any) -> Hashable | None:
-    module, value_name = (
-        getattr(named_value, "__module__", None),
-        getattr(named_value, "__qualname__", None),
-    )
+    module = getattr(named_value, "__module__", None)
+    value_name = getattr(named_value, "__qualname__", None)
     if module is None or value_name is None or module == "__main__":
         return None
     is_importable = getattr(sys.modules.get(module), value_name, None) is named_value

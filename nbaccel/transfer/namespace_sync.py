@@ -83,7 +83,8 @@ class PreparedUpdate:
 
     def close(self) -> None:
         """Give up the descriptors."""
-        file_descriptors, self.fds = self.fds, []
+        file_descriptors = self.fds
+        self.fds = []
         memfd.close_all(file_descriptors)
 
 
@@ -159,10 +160,8 @@ class NamespaceSync:
 
         What the notebook has under such a name is sent only when it changes after this.
         """
-        seen_tokens, current_snapshot = (
-            self._ranks[rank].seen,
-            NamespaceSnapshot(self._namespace, self._modules),
-        )
+        seen_tokens = self._ranks[rank].seen
+        current_snapshot = NamespaceSnapshot(self._namespace, self._modules)
         for variable_name in cell_names:
             seen_tokens.pop(variable_name, None)
             if variable_name in self._namespace:

@@ -77,18 +77,21 @@ def _apply(change: PackageChange) -> Callable[[], object]:
     """Make a change; returns what takes it back."""
     path = change.holder.split(".") if change.holder else ()
     holder: Any = functools.reduce(getattr, path, importlib.import_module(change.module))
-    key, value = change.key, change.value
+    key = change.key
+    value = change.value
     if change.kind == "element":
         _drop_former(holder, value, holder.remove)
         holder.append(value)
         return lambda: holder.remove(value)
     if change.kind == "entry":
         _drop_former(holder, key, holder.pop)
-        had, before = key in holder, holder.get(key)
+        had = key in holder
+        before = holder.get(key)
         holder[key] = value
         return (lambda: holder.__setitem__(key, before)) if had else lambda: holder.pop(key, None)
     # Not by getattr, which would bind a method, or find that of a base class.
-    had, before = key in vars(holder), vars(holder).get(key)
+    had = key in vars(holder)
+    before = vars(holder).get(key)
     setattr(holder, key, value)
     return (lambda: setattr(holder, key, before)) if had else lambda: delattr(holder, key)
 

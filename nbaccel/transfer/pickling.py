@@ -228,7 +228,8 @@ class _StorageReducer:
     def _tensor(self, bare_tensor: torch.Tensor, object_type: type) -> Any:
         """In one step what torch takes four for: a model has hundreds of them."""
         tensor_storage = bare_tensor.untyped_storage()
-        num_bytes, first_address = tensor_storage.nbytes(), tensor_storage.data_ptr()
+        num_bytes = tensor_storage.nbytes()
+        first_address = tensor_storage.data_ptr()
         tensor_arena = self._find(first_address, num_bytes) if num_bytes else None
         # Left to torch's own pickling, which calls back for the storage.
         if tensor_arena is None:
@@ -252,7 +253,8 @@ class _StorageReducer:
         )
 
     def _untyped(self, tensor_storage: torch.UntypedStorage) -> Any:
-        num_bytes, first_address = tensor_storage.nbytes(), tensor_storage.data_ptr()
+        num_bytes = tensor_storage.nbytes()
+        first_address = tensor_storage.data_ptr()
         on_host = tensor_storage.device.type == "cpu"
         tensor_arena = self._find(first_address, num_bytes) if on_host and num_bytes else None
         if tensor_arena is not None:
@@ -448,7 +450,8 @@ def note_source(cell_function: types.FunctionType, cell_sources: dict[str, list[
 def _write_file(
     pickle_stream: memoryview, memory_blocks: list[memoryview]
 ) -> tuple[PackedObject, int]:
-    block_spans, next_byte = [], 0
+    block_spans = []
+    next_byte = 0
     for memory_block in memory_blocks:
         block_spans.append((next_byte, next_byte + memory_block.nbytes))
         next_byte += -(-memory_block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT

@@ -215,7 +215,8 @@ class ReceivedModules:
         self, module_key: str, written_ranges: Mapping[str, list[memfd.ByteRange]]
     ) -> str:
         """Digest of what this rank has written of a module; empty if nothing."""
-        (module_manifest, module), arena_mappings = self._modules[module_key], self.mappings
+        (module_manifest, module) = self._modules[module_key]
+        arena_mappings = self.mappings
         # An arena that the notebook has dropped cannot be compared.
         if not arena_mappings.keys() >= {arena_key for arena_key, _ in module_manifest.slots}:
             return ""
@@ -370,7 +371,8 @@ class ReceivedModules:
     def _move_back(self, arena_key: str, local_arena: _LocalArena) -> None:
         """Map the arena again, privately; what it does not say is kept as private pages."""
         # The mapping keeps its address when replaced, so `own_bytes` shows the arena afterwards.
-        own_bytes, kept_ranges = local_arena.mapping.bytes(), []
+        own_bytes = local_arena.mapping.bytes()
+        kept_ranges = []
         if arena_key not in self._handed_over:
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             kept_ranges = [

@@ -228,10 +228,8 @@ def copy_with_cast(whole_tensor: torch.Tensor, piece_values: torch.Tensor) -> No
     # torch refuses to copy into a tensor whose elements share memory.
     for dim_number, stride_step in enumerate(whole_tensor.stride()):
         if stride_step == 0 and whole_tensor.shape[dim_number] > 1:
-            whole_tensor, piece_values = (
-                whole_tensor.narrow(dim_number, 0, 1),
-                piece_values.narrow(dim_number, 0, 1),
-            )
+            whole_tensor = whole_tensor.narrow(dim_number, 0, 1)
+            piece_values = piece_values.narrow(dim_number, 0, 1)
     whole_tensor.copy_(piece_values)
 
 

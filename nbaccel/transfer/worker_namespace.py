@@ -105,7 +105,8 @@ class Namespace:
 
     def bound(self) -> tuple[str, ...]:
         """The user's names that were bound, rebound or deleted since `begin`."""
-        ids_before, ids_after = self._before, self._snapshot()
+        ids_before = self._before
+        ids_after = self._snapshot()
         return tuple(
             variable_name
             for variable_name in ids_before | ids_after

@@ -224,7 +224,8 @@ class CPUInformation:
 def get_cpu_distributed_information() -> CPUInformation:
     """This process among others, from the variables of torchrun, MPI or a launcher of nbaccel."""
     # Open MPI and MVAPICH2; the names without prefix below are torchrun's and Intel MPI's.
-    mpi, mva = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
+    mpi = "OMPI_COMM_WORLD_"
+    mva = "MV2_COMM_WORLD_"
     return CPUInformation(
         rank=get_int_from_env(["RANK", "PMI_RANK", f"{mpi}RANK", f"{mva}RANK"], 0),
         world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", f"{mpi}SIZE", f"{mva}SIZE"], 1),

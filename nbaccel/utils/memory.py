@@ -106,7 +106,8 @@ def find_executable_batch_size(
                 if not _is_out_of_memory(error):
                     raise
                 _log.warning("batch size %s does not fit into memory", size)
-                failed, size = size, smaller(size)
+                failed = size
+                size = smaller(size)
                 # A function that does not reduce the size would repeat this attempt for ever.
                 if size >= failed:
                     raise

@@ -48,7 +48,8 @@ def run(limit_s: float = 0) -> None:
     previous_handler = signal.signal(signal.SIGALRM, _give_up)
     # Again and again: atexit goes on with the next function when one is interrupted.
     signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
-    previous_hook, sys.unraisablehook = sys.unraisablehook, _report_all_but_ours
+    previous_hook = sys.unraisablehook
+    sys.unraisablehook = _report_all_but_ours
     try:
         for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
             # They report their own errors, which must not cost the result.

@@ -441,17 +441,19 @@ def explain_exit(failure_record: FailureRecord) -> list[str]:
         ]
     likely_cause, remedy_text = _SIGNAL_MEANINGS.get(_signal_name(-exit_status), ("", ""))
     if exit_status == -signal.SIGSEGV and count_chips(env.snapshot()):
-        likely_cause, remedy_text = (
-            "On a TPU host this usually means that host memory ran out.",
-            "Build the model in a cell and pass it in args, so that all workers share one copy.",
+        likely_cause = "On a TPU host this usually means that host memory ran out."
+        remedy_text = (
+            "Build the model in a cell and pass it in args, so that all workers share one copy."
         )
     if exit_status == -signal.SIGSEGV and any(
         stack_frame.function == _SHARED_MEMORY_FUNCTION for stack_frame in failure_record.stack
     ):
-        likely_cause, remedy_text = (
+        likely_cause = (
             "DeepSpeed adds up through shared memory, and this worker has none: /dev/shm lacks "
-            "66 MiB for each worker, or it was forked after DeepSpeed had run in the notebook.",
-            "Enlarge /dev/shm (docker run --shm-size=1g), and leave start_method at 'auto'.",
+            "66 MiB for each worker, or it was forked after DeepSpeed had run in the notebook."
+        )
+        remedy_text = (
+            "Enlarge /dev/shm (docker run --shm-size=1g), and leave start_method at 'auto'."
         )
     used_memory = (
         f"It had used up to {format_bytes(failure_record.max_rss_bytes)}."

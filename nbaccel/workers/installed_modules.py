@@ -45,7 +45,8 @@ _OF_LAUNCHES = tuple(
 )
 _OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"
 """It puts its own folder on the path, so that its modules have names of their own."""
-_PURE, _COMPILED = ".py", (".so", ".pyd")
+_PURE = ".py"
+_COMPILED = (".so", ".pyd")
 
 
 class FileStamp(NamedTuple):

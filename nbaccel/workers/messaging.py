@@ -28,7 +28,8 @@ from nbaccel.transfer.pickling import PackedObject
 
 _PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
 _MAX_FDS = 250  # the kernel's limit SCM_MAX_FD is 253; one is left for the memory file
-_IN_PACKET, IN_FILE = b"p", b"f"
+_IN_PACKET = b"p"
+IN_FILE = b"f"
 
 
 class Channel:
@@ -128,7 +129,8 @@ class Channel:
             )
         # How the kernel reports a peer that died with unread messages: an end like any other.
         except ConnectionResetError:
-            packet_bytes, file_descriptors = b"", []
+            packet_bytes = b""
+            file_descriptors = []
         if not packet_bytes:
             raise EOFError("the other process closed its end")
         return packet_bytes, file_descriptors

@@ -107,7 +107,8 @@ class Reporter:
                     continue
                 # Sent at once: it begins a curve, and is what "1 → 0.02" begins with.
                 self._next = 0.0
-            self._values[name], self._value_steps[name] = value, self._steps
+            self._values[name] = value
+            self._value_steps[name] = self._steps
             self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
         self._tell()
 
@@ -117,7 +118,8 @@ class Reporter:
         """A loop over batches begins: from now on a step is a batch."""
         spent_time.begin_account()
         if not self._counts_batches:
-            self._counts_batches, self._steps = True, 0
+            self._counts_batches = True
+            self._steps = 0
         new_loop = self._loops.begin(
             loop_name,
             total_batches,
@@ -150,7 +152,8 @@ class Reporter:
     def loss_is(self, value: float) -> None:
         """Take in the loss that the progress bar shows, unless the loop logs one by itself."""
         if not self._logs_a_loss:
-            self._values["loss"], self._value_steps["loss"] = value, self._steps
+            self._values["loss"] = value
+            self._value_steps["loss"] = self._steps
             self._tell()
 
     def note_phase(self, phase: str) -> None:
@@ -164,7 +167,8 @@ class Reporter:
 
     def note_compiled(self, programs: int, seconds: float) -> None:
         """What the device's compiler has done so far."""
-        self._programs, self._compile_s = programs, seconds
+        self._programs = programs
+        self._compile_s = seconds
 
     def _tell(self) -> None:
         self._is_news = True
@@ -247,7 +251,8 @@ def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iter
         device: Its own, as torch calls it.
     """
     global _process_reporter  # noqa: PLW0603 - see `begin`
-    reporter_before, account_before = _process_reporter, spent_time.present_account()
+    reporter_before = _process_reporter
+    account_before = spent_time.present_account()
     own_reporter = _process_reporter = Reporter(channel, hardware, device)
     try:
         yield

@@ -57,7 +57,8 @@ class _LaunchStore:
     def __call__(
         self, host_name: str, store_port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        own_place, store_prefix = self._place, self._name()
+        own_place = self._place
+        store_prefix = self._name()
         # A process that a worker has started, or code that unset the variable, serves its own.
         if os.getpid() == self._pid and env.snapshot().get("TORCHELASTIC_USE_AGENT_STORE"):
             _check_rank(own_place, rank, world_size)
@@ -66,7 +67,8 @@ class _LaunchStore:
                 # A group of some of the ranks: only its address tells it from others of that kind.
                 if world_size != own_place.world_size:
                     store_prefix = f"{store_prefix}/{host_name}:{store_port}"
-            host_name, store_port = own_place.master_addr, own_place.master_port
+            host_name = own_place.master_addr
+            store_port = own_place.master_port
         rendezvous_store = self._create(host_name, store_port, rank, world_size, *args, **kwargs)
         return dist.PrefixStore(store_prefix, rendezvous_store)  # type: ignore[attr-defined]
 

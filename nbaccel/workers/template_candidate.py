@@ -97,7 +97,8 @@ class _Candidate:
         used_s = _processor_time(self.process_id)
         last_package, last_used_s = self.looked_at
         if package != last_package or used_s > last_used_s + _PROGRESS_S:
-            self.looked_at, self.got_on_at = (package, used_s), time.monotonic()
+            self.looked_at = (package, used_s)
+            self.got_on_at = time.monotonic()
         return time.monotonic() - self.got_on_at > time_limits.IMPORT_S
 
     def was_paused(self) -> None:
@@ -210,7 +211,8 @@ class CandidateKeeper:
                 yield candidate
 
     def _fork(self, message: messaging.Learn, file_descriptors: tuple[int, ...]) -> None:
-        notes, template_id = _Notes(), os.getpid()
+        notes = _Notes()
+        template_id = os.getpid()
         process_id = os.fork()
         if process_id:
             self._candidates[process_id] = _Candidate(message, file_descriptors, notes, process_id)
@@ -282,7 +284,8 @@ def _import_all(
             if package in message.of_workers:
                 import_error, changes = of_workers.import_one(package, missing_names)
             else:
-                import_error, changes = _import_in_background(missing_names), []
+                import_error = _import_in_background(missing_names)
+                changes = []
             changes = [*ProcessState.now().changes_since(state_before), *changes]
             if changes:
                 left_out[package] = " and ".join(changes)

@@ -283,8 +283,11 @@ def _leave_streams() -> None:
     sys.stdin = open(0, closefd=False)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
-    sys.excepthook, sys.displayhook = sys.__excepthook__, sys.__displayhook__
+    sys.__stdin__ = sys.stdin
+    sys.__stdout__ = sys.stdout
+    sys.__stderr__ = sys.stderr  # type: ignore[misc]
+    sys.excepthook = sys.__excepthook__
+    sys.displayhook = sys.__displayhook__
     # Libraries' handlers hold the kernel's streams, which write to the browser.
     for log_handler in _log_handlers():
         if isinstance(log_handler, logging.StreamHandler) and log_handler.stream in old_streams:

@@ -230,7 +230,8 @@ class TemplateLearner:
         # What else is imported beside a device's driver may wake it.
         if self._device:
             return
-        own_variables, variables = env.snapshot(), dict(self._worker_modules.variables)
+        own_variables = env.snapshot()
+        variables = dict(self._worker_modules.variables)
         for name in own_variables.keys() | message.environment.keys():
             if own_variables.get(name) != message.environment.get(name):
                 variables[name] = message.environment.get(name)
@@ -442,7 +443,8 @@ class TemplateLearner:
                 return
         if isinstance(message, messaging.Importing):
             candidate.importing = message.package
-            base_boot, process_id = candidate.base, message.pid
+            base_boot = candidate.base
+            process_id = message.pid
             if candidate.boot.process.pid != process_id:
                 candidate.boot.process = DescendantProcess(
                     process_id, lambda: _reported_status(base_boot, process_id)
@@ -463,7 +465,8 @@ class TemplateLearner:
             template_prestart.adopt_learned(self._device, candidate.boot)
 
     def _drop_candidate(self) -> None:
-        candidate, self._candidate = self._candidate, None
+        candidate = self._candidate
+        self._candidate = None
         if candidate is not None and candidate.boot.owner == os.getpid():
             candidate.boot.end()
 

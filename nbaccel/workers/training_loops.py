@@ -39,7 +39,9 @@ class EpochCount:
 
     def note_done(self, current_time: float, steps: int) -> None:
         """One more is over."""
-        self.done, self._done_at, self._done_steps = self.done + 1, current_time, steps
+        self.done = self.done + 1
+        self._done_at = current_time
+        self._done_steps = steps
 
     def told(self, current_time: float, steps: int) -> OuterLoop:
         """How far it is."""
@@ -63,7 +65,9 @@ class EpochCount:
         total, done, done_at, done_steps = self.within.in_epochs()
         # That of a round which is over is counted with the round.
         if not done or self.within.began_at < self._done_at:
-            done, done_at, done_steps = 0, self._done_at, self._done_steps
+            done = 0
+            done_at = self._done_at
+            done_steps = self._done_steps
         return self.total * total, self.done * total + done, done_at, done_steps
 
 
@@ -129,7 +133,8 @@ class TrainingLoops:
         loop_key = (len(self._open), _DIGITS.sub("#", name), total_batches)
         self._begun[loop_key] = self._begun.get(loop_key, 0) + 1
         if outermost is not None:
-            self._around, self._given_key = outermost, None
+            self._around = outermost
+            self._given_key = None
         elif epochs:
             self._count_given(loop_key, epochs, current_time, steps)
         elif self._given_key is not None and loop_key[0] == self._given_key[0]:
@@ -172,7 +177,8 @@ class TrainingLoops:
         )
         if is_resumed and self._around is not None:
             # The first one was the rest of an epoch, and shorter.
-            self._given_key, self._around.done = loop_key, 1
+            self._given_key = loop_key
+            self._around.done = 1
         if loop_key == self._given_key and self._around is not None:
             self._since_given = 0
             self._around.note_done(current_time, steps)
@@ -187,7 +193,8 @@ class TrainingLoops:
             )
         if is_over:
             self._begun[loop_key] = 1
-            self._given_key, self._since_given = loop_key, 0
+            self._given_key = loop_key
+            self._since_given = 0
             self._around = EpochCount(epochs, current_time, steps)
 
     def round_done(self, loop: RunningLoop | None, current_time: float, steps: int) -> bool:
@@ -202,7 +209,8 @@ class TrainingLoops:
             Whether it was a batch.
         """
         done_loop = loop or self.latest
-        had_loops, done_loop.had_loops = done_loop.had_loops, False
+        had_loops = done_loop.had_loops
+        done_loop.had_loops = False
         if self._is_beside_another(done_loop):
             self._let_be_over_batches(done_loop)
             return False
@@ -235,7 +243,9 @@ class TrainingLoops:
             if open_loop.epochs is not None and open_loop.epochs.within is loop.epochs:
                 open_loop.epochs.within = None
         loop.batches += loop.uncounted
-        loop.holds_loops, loop.epochs, loop.uncounted = False, None, 0
+        loop.holds_loops = False
+        loop.epochs = None
+        loop.uncounted = 0
 
     def end(self, loop: RunningLoop) -> None:
         """A loop is over, or was left."""

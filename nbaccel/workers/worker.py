@@ -373,10 +373,8 @@ class Work:
         self._payload_fd = other_fds.pop() if job.payload is not None else None
         self._weight_writer: WeightWriter | None = None
         self._weight_report: Any = None
-        self._arena_fds, self._staging = (
-            other_fds[: len(arena_keys)],
-            dict(zip(arena_keys, other_fds[len(arena_keys) :], strict=False)),
-        )
+        self._arena_fds = other_fds[: len(arena_keys)]
+        self._staging = dict(zip(arena_keys, other_fds[len(arena_keys) :], strict=False))
         self._inheritance = inherited
 
     def run(self) -> None:

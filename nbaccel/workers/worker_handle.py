@@ -129,7 +129,8 @@ class WorkerHandle:
 
     def come_alive(self) -> None:
         """It runs Python, and answers signals."""
-        self.state, self.tells_its_stack = HandleState.ALIVE, True
+        self.state = HandleState.ALIVE
+        self.tells_its_stack = True
 
     def begin_work(self) -> None:
         """It is about to call the user's function."""
@@ -150,7 +151,8 @@ class WorkerHandle:
 
     def take_result(self, message: messaging.Returned, file_descriptors: list[int]) -> None:
         """It has handed over what its function returned."""
-        self.returned, self.result_fd = message, file_descriptors[0] if file_descriptors else None
+        self.returned = message
+        self.result_fd = file_descriptors[0] if file_descriptors else None
 
     def take_weights(self, message: messaging.WeightsStaged) -> None:
         """It has written its weights where they are safe without it."""
@@ -171,10 +173,8 @@ class WorkerHandle:
             file_descriptors: Its descriptors.
             record: How it is reported.
         """
-        self.error, self.record = (
-            (message, file_descriptors[0] if file_descriptors else None),
-            record,
-        )
+        self.error = (message, file_descriptors[0] if file_descriptors else None)
+        self.record = record
 
     def finish_call(self) -> None:
         """Its call has ended; one that has handed over nothing has no value."""

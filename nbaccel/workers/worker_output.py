@@ -191,7 +191,8 @@ class _TextBars(MetaPathFinder, Loader):
         )
 
 
-_STANDARD_ERROR, _STANDARD_OUTPUT = "stderr", "stdout"
+_STANDARD_ERROR = "stderr"
+_STANDARD_OUTPUT = "stdout"
 
 
 @quickly_pickled
@@ -390,10 +391,8 @@ def _configure(python_logger: logging.Logger, wanted_settings: _LoggerSettings) 
     python_logger.setLevel(wanted_settings.level)
     # A logger that a library has configured here keeps its own handlers and propagation.
     if wanted_settings.handlers or not python_logger.handlers:
-        python_logger.propagate, python_logger.disabled = (
-            wanted_settings.propagate,
-            wanted_settings.disabled,
-        )
+        python_logger.propagate = wanted_settings.propagate
+        python_logger.disabled = wanted_settings.disabled
     for handler_settings in wanted_settings.handlers:
         python_logger.addHandler(handler_settings.made())
 

@@ -69,7 +69,8 @@ class Rung:
 
     def cells(self, *, is_chosen: bool) -> tuple[str, ...]:
         """Its line of the table."""
-        memory_estimate, measured_step = self.estimate, self.measured
+        memory_estimate = self.estimate
+        measured_step = self.measured
         batch_text = str(self.batch_size)
         if self.accumulation_steps > 1:
             batch_text += f" x {self.accumulation_steps}"

@@ -107,7 +107,8 @@ def halvings(batch_size: int, accumulation_steps: int) -> Iterator[tuple[int, in
         yield batch_size, accumulation_steps
         if batch_size % 2:
             return
-        batch_size, accumulation_steps = batch_size // 2, accumulation_steps * 2
+        batch_size = batch_size // 2
+        accumulation_steps = accumulation_steps * 2
 
 
 def _step_name(stage: int, optimizer: str, parameter_place: str) -> str:

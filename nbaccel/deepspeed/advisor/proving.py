@@ -136,9 +136,11 @@ class Prover:
         return self._widened(ladder_rung, batch_search.works), batch_search
 
     def _widened(self, ladder_rung: Rung, largest_batch: int) -> Rung:
-        batch_size, accumulation_steps = ladder_rung.batch_size, ladder_rung.accumulation_steps
+        batch_size = ladder_rung.batch_size
+        accumulation_steps = ladder_rung.accumulation_steps
         while accumulation_steps % 2 == 0 and 2 * batch_size <= largest_batch:
-            batch_size, accumulation_steps = 2 * batch_size, accumulation_steps // 2
+            batch_size = 2 * batch_size
+            accumulation_steps = accumulation_steps // 2
         if batch_size == ladder_rung.batch_size or ladder_rung.config is None:
             return ladder_rung
         return replace(
@@ -184,7 +186,8 @@ class Prover:
         trial_folder: str,
         trial_config: dict[str, Any],
     ) -> StepTrial:
-        memory_budget, rung_estimate = self.walk.budget, ladder_rung.estimate
+        memory_budget = self.walk.budget
+        rung_estimate = ladder_rung.estimate
         on_cpu = device_row(self.plan.device).in_host_memory
         host_bytes = memory_budget.host
         if host_bytes is None and on_cpu and rung_estimate is not None:

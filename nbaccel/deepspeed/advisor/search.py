@@ -104,7 +104,8 @@ class Walk:
         self, batch_size: int, accumulation_steps: int, hopeless_steps: set[LadderStep]
     ) -> Iterator[Rung]:
         model = self.recipe.model
-        has_switch, is_on = can_checkpoint_gradients(model), checkpoints_gradients(model)
+        has_switch = can_checkpoint_gradients(model)
+        is_on = checkpoints_gradients(model)
         for ladder_step in ladder(has_switch=has_switch, is_on=is_on):
             if ladder_step in hopeless_steps:
                 continue

@@ -48,7 +48,8 @@ def filled_in(
         micro_batch_size=_samples_of_batch(config_settings, sample_batch),
         accumulation_steps=run_config.gradient_accumulation_steps,
     )
-    remaining_settings, later_reasons = copy.deepcopy(config_settings), dict[str, str]()
+    remaining_settings = copy.deepcopy(config_settings)
+    later_reasons = dict[str, str]()
     resolved_config = None
     # Each failed attempt names the keys that nothing decides; without them the others are decided.
     while resolved_config is None:

@@ -186,7 +186,8 @@ class DeepSpeedForm(SettingsForm):
             checked_config = check_config(
                 settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
             )
-            form_remarks, config_document = checked_config.warnings, checked_config.config.to_dict()
+            form_remarks = checked_config.warnings
+            config_document = checked_config.config.to_dict()
             _refuse_other_files(settings)
         return config.changed(deepspeed=config_document), form_remarks
 

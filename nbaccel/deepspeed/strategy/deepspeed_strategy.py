@@ -137,7 +137,8 @@ class DeepSpeedStrategy(Strategy):
         check_parts(given_settings, bundle.models, bundle.optimizers, bundle.schedulers)
         owned_optimizers = _optimizers_by_model(bundle)
         self._lease.take()
-        models, engine_drives = [], []
+        models = []
+        engine_drives = []
         try:
             for model_number, model in enumerate(bundle.models):
                 made_engine = self._engine_for(
@@ -209,7 +210,8 @@ class DeepSpeedStrategy(Strategy):
             take_back_together(model, self.place.device)
             shared_environment.end()
         # Before the engine is made, which casts the module in place.
-        states_before, made_as = remember(model), made_in(model)
+        states_before = remember(model)
+        made_as = made_in(model)
         own_config, claimed_folders = nvme_swapping.claim(resolved_config.config, self.place.rank)
         try:
             engine = make_engine(

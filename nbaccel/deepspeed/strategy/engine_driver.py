@@ -336,7 +336,8 @@ class Drive:
     def syncing(self, is_wanted: bool) -> Iterator[None]:
         """A block whose backward passes end a group, or do not, whatever the loop says."""
         # Such blocks may be nested: the outer one counts again when the inner one has ended.
-        forced_before, self._forced = self._forced, is_wanted
+        forced_before = self._forced
+        self._forced = is_wanted
         try:
             yield
         finally:
@@ -460,7 +461,8 @@ class Drive:
 
     def _warn_of_two_norms(self, max_norm: float) -> None:
         # The value is dropped, so that the warning comes once and not in every step.
-        configured_norm, self._clipping = self._clipping, None
+        configured_norm = self._clipping
+        self._clipping = None
         if configured_norm is not None and not math.isclose(configured_norm, max_norm):
             warnings.warn(
                 f"clip_grad_norm_(max_norm={max_norm}) overrides "

@@ -174,7 +174,8 @@ def _groups_by_size(cut_tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.
             is_alone or group_bytes + element_count * tensor.element_size() > _AT_A_TIME_BYTES
         ):
             yield tensor_group
-            tensor_group, group_bytes = [], 0
+            tensor_group = []
+            group_bytes = 0
         tensor_group.append(tensor)
         group_bytes += element_count * tensor.element_size()
     if tensor_group:

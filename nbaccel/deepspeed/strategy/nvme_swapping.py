@@ -98,7 +98,8 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
     for section_name in _SWAPPED_SECTIONS:
         offload_section = getattr(zero_config, section_name)
         if offload_section is not None and offload_section.device == "nvme":
-            base_folder, folder_number = Path(offload_section.nvme_path), 0
+            base_folder = Path(offload_section.nvme_path)
+            folder_number = 0
             swap_folder = base_folder
             # The user's folder is taken as given where it is free: only further engines get one
             # inside it.

@@ -382,7 +382,8 @@ class DeepSpeedPlugin(Filling, Settings):
         from nbaccel.deepspeed.strategy import zero_init
 
         # Below stage 3 there is nothing to build in shards, whatever is passed.
-        flag_before, self.zero3_init_flag = self.zero3_init_flag, enable and self.zero_stage == 3
+        flag_before = self.zero3_init_flag
+        self.zero3_init_flag = enable and self.zero_stage == 3
         with zero_init.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
             try:
                 yield
@@ -433,7 +434,8 @@ class DeepSpeedPlugin(Filling, Settings):
         self, config_settings: dict[str, Any], argument_name: str, *, was_given: bool
     ) -> str:
         """Put an argument where the file has ``"auto"`` or nothing; the mistake where it cannot."""
-        argument_value, config_key = getattr(self, argument_name), _KEY_OF_ARGUMENT[argument_name]
+        argument_value = getattr(self, argument_name)
+        config_key = _KEY_OF_ARGUMENT[argument_name]
         if argument_value is None or argument_value == "none":
             return ""
         *section_names, last_key = config_key.split(".")

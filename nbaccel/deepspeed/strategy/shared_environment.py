@@ -42,7 +42,8 @@ class _SharedEnvironment:
         # It may have been closed by others, such as `deepspeed_environment()`, while users were
         # left.
         if self.environment is None or self.environment.closed:
-            self.environment, self.users = deepspeed_environment(device=device), 0
+            self.environment = deepspeed_environment(device=device)
+            self.users = 0
         self.users += 1
         return self.environment
 
@@ -86,7 +87,8 @@ class Lease:
 
     def give_up(self) -> None:
         """End the claim; without one this does nothing."""
-        entered_environment, self._entered_environment = self._entered_environment, None
+        entered_environment = self._entered_environment
+        self._entered_environment = None
         if entered_environment is not None:
             _SHARED_ENVIRONMENT.leave(entered_environment)
 

@@ -138,7 +138,8 @@ def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint
         raise ConfigError(_no_folder(checkpoint_root))
     state_folder = _tagged_folder(checkpoint_root, tag)
     _check_kind(state_folder)
-    model, optimizer = _by_rank(state_folder, _MODEL_FILE), _by_rank(state_folder, _OPTIMIZER_FILE)
+    model = _by_rank(state_folder, _MODEL_FILE)
+    optimizer = _by_rank(state_folder, _OPTIMIZER_FILE)
     if not model:
         file_names = sorted(file_path.name for file_path in state_folder.iterdir())
         raise ConfigError(
@@ -608,7 +609,8 @@ def _weights_of_stage_3(
         )
         for rank, rank_state in enumerate(rank_states)
     ]
-    trained_weights, first_element = {}, 0
+    trained_weights = {}
+    first_element = 0
     for tensor_name, shape in tensor_shapes.items():
         rank_share = -(-num_elements(shape) // len(flat_strips))
         strip_pieces = [flat_strip.part(first_element, rank_share) for flat_strip in flat_strips]

@@ -83,11 +83,9 @@ def check_records(stored_weights: Iterable[Weight]) -> None:
 
 def _record_crc(archive_record: ArchiveRecord) -> int:
     # One buffer, reused: a record may be larger than the memory.
-    running_crc, bytes_left, read_buffer = (
-        0,
-        archive_record.num_bytes,
-        memoryview(bytearray(CHUNK_BYTES)),
-    )
+    running_crc = 0
+    bytes_left = archive_record.num_bytes
+    read_buffer = memoryview(bytearray(CHUNK_BYTES))
     with archive_record.path.open("rb", buffering=0) as open_file:
         open_file.seek(archive_record.start)
         while bytes_left and (read_bytes := open_file.readinto(read_buffer[:bytes_left])):

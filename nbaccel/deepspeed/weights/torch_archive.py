@@ -70,7 +70,8 @@ DTYPES = {
 SAFETENSORS_CODES = {code: name for name, (code, _) in DTYPES.items()}
 
 # A buffer may repeat its elements (`expand`); a file of a few bytes must not make gigabytes.
-_REPEATED, _REPEATED_BYTES = 16, 64 * 2**20
+_REPEATED = 16
+_REPEATED_BYTES = 64 * 2**20
 _FLOATING_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -235,7 +236,8 @@ class Strip:
             One tensor for each that they touch; fewer elements where it ends before.
         """
         # By bisection: a group of a large model may have thousands of tensors.
-        end_element, found_parts = first_element + element_count, []
+        end_element = first_element + element_count
+        found_parts = []
         tensor_number = bisect_right(self._bounds, first_element) - 1
         while first_element < min(end_element, self.numel):
             tensor, lower_bound, upper_bound = (
@@ -247,7 +249,8 @@ class Strip:
                 found_parts.append(
                     tensor.part(first_element - lower_bound, first_of_next - first_element)
                 )
-            first_element, tensor_number = first_of_next, tensor_number + 1
+            first_element = first_of_next
+            tensor_number = tensor_number + 1
         return tuple(found_parts)
 
 

@@ -149,7 +149,8 @@ def move_parameters(module: nn.Module, device: torch.device) -> None:
     for parameter in module.parameters():
         if parameter.device == device:
             continue
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         # A blocking copy: with a non-blocking one, a later write to the host tensor showed in the
         # copy (torch_tpu 0.2).
         on_device = torch.nn.Parameter(

@@ -22,7 +22,8 @@ from nbaccel.base.errors import ConfigError
 
 __all__ = ["refuse_collectives"]
 
-_REDUCED, _GATHERED = "accelerator.reduce(tensor)", "accelerator.gather(tensor)"
+_REDUCED = "accelerator.reduce(tensor)"
+_GATHERED = "accelerator.gather(tensor)"
 _BROADCAST = "nbaccel.utils.broadcast(tensor)"
 # torch's operation → the function that users call, and what does the same on any device.
 _COLLECTIVES: dict[str, tuple[str, str]] = {

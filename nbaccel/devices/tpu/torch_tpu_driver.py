@@ -33,7 +33,8 @@ COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
 
 # Of XLA's C++ log: 1 leaves out what is said when all is well, a dozen lines per worker (torch_xla
 # sets the same when it is imported). It is read when the library is loaded.
-_LOG_VARIABLE, _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL", "1"
+_LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+_LOG_LEVEL = "1"
 # Said of what torch_tpu itself does (0.2), once per line of the user's code.
 _HARMLESS_WARNINGS = (
     r"<TorchTpu/ApiStage/ExperimentalApi/>",

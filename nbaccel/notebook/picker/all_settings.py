@@ -42,7 +42,9 @@ class AllSettings:
         panel_names: Sequence[str],
         field_of: Callable[[Setting], SettingField],
     ) -> None:
-        self._model, self._shared, self._field_of = model, shared_fields, field_of
+        self._model = model
+        self._shared = shared_fields
+        self._field_of = field_of
         self._panels = panel_names
         self.sections: list[FoldedSection] = []
         title = f"All {len(by_name())} settings"

@@ -65,7 +65,8 @@ def edit_config(
     Raises:
         ConfigError: The value is wrong, or cannot go with the others.
     """
-    setting_name, new_value = setting.name, _as_typed(setting, new_value)
+    setting_name = setting.name
+    new_value = _as_typed(setting, new_value)
     if setting_name.startswith(_FP8):
         return Edit(_with_fp8(config, setting_name.removeprefix(_FP8), new_value))
     owning_form = form_of(setting_name)

@@ -70,7 +70,8 @@ class SharedFields:
         self.width = w.Layout(width="auto")
         self.text = _new_style(w.Text, description_width="190px")
         self.list = _new_style(w.Dropdown, description_width="190px")
-        self._html, self._button = _new_style(w.HTML), _new_style(w.Button)
+        self._html = _new_style(w.HTML)
+        self._button = _new_style(w.Button)
         self._toggle = _new_style(w.ToggleButton)
 
     def new_html(self, html_text: str = "", *css_classes: str) -> w.HTML:
@@ -141,7 +142,9 @@ class SettingField:
         self.messages: tuple[str, ...] = ()
         self.is_visible = True
         self._look = look
-        self._model, self._hand_on, self._shared = model, on_choose, shared_fields
+        self._model = model
+        self._hand_on = on_choose
+        self._shared = shared_fields
         self._is_syncing = False
         self._note = shared_fields.new_html("", "nbaccel-field-note")
         self._errors: w.HTML | None = None
@@ -193,7 +196,8 @@ class SettingField:
     @contextmanager
     def _syncing(self) -> Iterator[None]:
         # Widgets report values that code sets as well; those are no choices of the user.
-        was_syncing, self._is_syncing = self._is_syncing, True
+        was_syncing = self._is_syncing
+        self._is_syncing = True
         try:
             yield
         finally:
@@ -227,7 +231,8 @@ class SettingField:
         )
 
     def _label(self) -> str:
-        setting_label, setting_unit = self.setting.label, self.setting.unit
+        setting_label = self.setting.label
+        setting_unit = self.setting.unit
         return (
             setting_label
             if setting_unit in ("", setting_label.lower())

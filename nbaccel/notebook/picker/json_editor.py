@@ -47,7 +47,9 @@ class ConfigEditor:
         shared_fields: SharedFields,
         carry_out: CarryOut,
     ) -> None:
-        self._model, self._shared, self._carry_out = model, shared_fields, carry_out
+        self._model = model
+        self._shared = shared_fields
+        self._carry_out = carry_out
         self._text: w.Textarea | None = None
         # The text of the present configuration, which an edited one is compared with.
         self._present_text = ""
@@ -230,7 +232,8 @@ class ConfigEditor:
             self._take(text + "\n")
 
     def _on_save(self) -> None:
-        target_path, face_name = self._target.value.strip(), str(self._faces.value)
+        target_path = self._target.value.strip()
+        face_name = str(self._faces.value)
         save_mistakes = self._carry_out(
             lambda: self._model.save(target_path, face_name),
             done=f"Saved to {target_path} as {face_name}.",

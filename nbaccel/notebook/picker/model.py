@@ -107,7 +107,8 @@ class PickerModel:
         self.remarks: tuple[str, ...] = ()
         self._config = RunConfig() if config is None else run_config_of(config)
         self._module = model
-        self._memory_model, self._finder = None, None
+        self._memory_model = None
+        self._finder = None
         if model is not None:
             self._memory_model = MemoryModel(
                 model=model, sample_batch=sample_batch, inventory=self.inventory
@@ -562,7 +563,8 @@ class PickerModel:
         )
 
     def _suggester(self) -> Suggester:
-        memory_model, finder = self._memory_model, self._finder
+        memory_model = self._memory_model
+        finder = self._finder
         if memory_model is None or finder is None:
             raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
         return Suggester(memory_model, finder)
@@ -674,7 +676,8 @@ class PickerModel:
             A function for each measurement, a forward and backward pass without memory: a second
             for a large model, and nothing where it has been made. The last one compares them.
         """
-        memory_model, estimates = self._memory_model, []
+        memory_model = self._memory_model
+        estimates = []
         if memory_model is None:
             return ()
         if memory_model.sample_batch is not None:

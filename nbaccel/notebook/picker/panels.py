@@ -56,12 +56,10 @@ class FoldedSection:
         *,
         css_class: str = "",
     ) -> None:
-        self._title, self._settings, self._model, self._make = (
-            section_title,
-            settings,
-            model,
-            make_widgets,
-        )
+        self._title = section_title
+        self._settings = settings
+        self._model = model
+        self._make = make_widgets
         self._is_shown: bool | None = None
         self._shared = shared_fields
         self._inside: w.VBox | None = None
@@ -142,7 +140,8 @@ class FacesPanel:
     """
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
-        self._model, self._shared = model, shared_fields
+        self._model = model
+        self._shared = shared_fields
         self._not_chosen = {
             settings_form.file_name: settings_form.not_chosen for settings_form in settings_forms()
         }
@@ -183,7 +182,8 @@ class FacesPanel:
         self._is_syncing = True
         for face_name, face_button in self._buttons.items():
             is_missing = face_name not in faces_by_name and face_name != _RESOLVED_FACE
-            face_button.value, face_button.disabled = face_name == shown_name, is_missing
+            face_button.value = face_name == shown_name
+            face_button.disabled = is_missing
             face_button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
         self._is_syncing = False
         if shown_name == _RESOLVED_FACE:

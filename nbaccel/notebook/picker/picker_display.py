@@ -55,8 +55,10 @@ class PickerDisplay:
         lock: threading.RLock,
         class_name: str,
     ) -> None:
-        self._model, self._lock = model, lock
-        self._panels, self._is_whole = panel_names, is_whole
+        self._model = model
+        self._lock = lock
+        self._panels = panel_names
+        self._is_whole = is_whole
         self._css_class = f"nbaccel-static-{class_name}"
         self._view: PickerView | None = None
         self._shown_in: object = None

@@ -131,7 +131,8 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
     units = registry.usable_units(inventory)
     num_used = 0
     if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
-        units, num_used = units_of_plan, min(plan.num_processes, len(units_of_plan))
+        units = units_of_plan
+        num_used = min(plan.num_processes, len(units_of_plan))
     unit_texts = [_unit_size(unit.total_bytes, unit.free_bytes) for unit in units]
     described_units = [
         (unit.kind, unit.name, unit_text, unit_number < num_used)
@@ -179,14 +180,16 @@ def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str
 def _unit_size(total_bytes: int, free_bytes: int) -> str:
     if not total_bytes:
         return ""
-    total_text, free_text = format_bytes(total_bytes), format_bytes(free_bytes)
+    total_text = format_bytes(total_bytes)
+    free_text = format_bytes(free_bytes)
     # The same unit twice says nothing: "80.0 GiB, 78.0 free".
     return f" · {total_text}, {free_text.removesuffix(total_text[-4:])} free"
 
 
 def _repeated_layers(module: Any) -> str:
     """The kind of child that stands most often below one parent, if it has parameters."""
-    best_count, best_name = 1, ""
+    best_count = 1
+    best_name = ""
     for parent_module in module.modules():
         kinds = Counter(
             type(child_module).__name__
@@ -195,7 +198,8 @@ def _repeated_layers(module: Any) -> str:
         )
         for kind_name, kind_count in kinds.most_common(1):
             if kind_count > best_count:
-                best_count, best_name = kind_count, kind_name
+                best_count = kind_count
+                best_name = kind_name
     return f"{best_count} {best_name}" if best_name else ""
 
 

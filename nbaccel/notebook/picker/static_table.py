@@ -228,7 +228,8 @@ def text_bar(bar: MemoryBar, full_width: int) -> str:
     Returns:
         At most 41 characters.
     """
-    letters, end_bytes = "", 0
+    letters = ""
+    end_bytes = 0
     for segment in bar.segments:
         if segment.kind != "free":
             end_bytes += segment.bytes
@@ -299,7 +300,8 @@ def _setting_rows(
 
 
 def _shown_value(model: PickerModel, setting_name: str) -> str:
-    setting_value, setting = model.value(setting_name), model.setting(setting_name)
+    setting_value = model.value(setting_name)
+    setting = model.setting(setting_name)
     for choice_option in setting.options:
         if choice_option.value == setting_value:
             return choice_option.label
@@ -309,7 +311,8 @@ def _shown_value(model: PickerModel, setting_name: str) -> str:
 
 
 def _value_meaning(model: PickerModel, setting_name: str) -> str:
-    setting_value, setting = model.value(setting_name), model.setting(setting_name)
+    setting_value = model.value(setting_name)
+    setting = model.setting(setting_name)
     chosen_meaning = next(
         (
             choice_option.meaning

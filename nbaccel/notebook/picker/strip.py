@@ -61,7 +61,9 @@ class CandidateStrip:
     def __init__(
         self, model: PickerModel, shared_fields: SharedFields, take: TakeCandidate
     ) -> None:
-        self._model, self._shared, self._take = model, shared_fields, take
+        self._model = model
+        self._shared = shared_fields
+        self._take = take
         self._is_syncing = False
         # What the buttons stand for, in their order.
         self._shown: tuple[Candidate, ...] = ()
@@ -77,7 +79,8 @@ class CandidateStrip:
 
     def sync(self) -> None:
         """Show the present candidates; before they are estimated, the room that they will take."""
-        is_waiting, compares = self._model.is_memory_postponed, self._model.compares_precisions
+        is_waiting = self._model.is_memory_postponed
+        compares = self._model.compares_precisions
         self._shown = () if is_waiting else self._model.shown_candidates()
         toggle_class(self._strip, "nbaccel-awaited", is_waiting)
         toggle_class(self._strip, "nbaccel-comparing", compares)
@@ -194,7 +197,8 @@ class ProposalsPanel:
     """
 
     def __init__(self, shared_fields: SharedFields, take: Callable[[Proposal], Any]) -> None:
-        self._shared, self._take = shared_fields, take
+        self._shared = shared_fields
+        self._take = take
         self.box = shared_fields.new_box([], "nbaccel-proposals", "nbaccel-hidden")
 
     def show(self, proposals: Sequence[Proposal]) -> None:

@@ -304,7 +304,8 @@ def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: s
         bar_html = (
             f'<div class="nbaccel-taken-bar">{_track(bar, strip_scale([candidate]), name)}</div>'
         )
-    fits_class, sign = _FITS_CLASSES[verdict.fits], _FITS_SIGNS[verdict.fits]
+    fits_class = _FITS_CLASSES[verdict.fits]
+    sign = _FITS_SIGNS[verdict.fits]
     return (
         f'<div class="nbaccel-taken {fits_class}" role="status">'
         f'<b role="heading" aria-level="3">{escape(name)}</b> '

@@ -219,7 +219,8 @@ class Suggester:
         passes = config.gradient_accumulation_steps or 1
         yield batch_size, passes
         while batch_size is not None and batch_size > 1 and batch_size % 2 == 0:
-            batch_size, passes = batch_size // 2, passes * 2
+            batch_size = batch_size // 2
+            passes = passes * 2
             yield batch_size, passes
 
     # ------------------------------------------------------------------- the proposals

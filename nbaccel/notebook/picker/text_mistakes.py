@@ -95,7 +95,8 @@ def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
 
 def _json_words(error: json.JSONDecodeError) -> tuple[int, str]:
     """The line of a syntax error and what is wrong: the decoder names what it expected instead."""
-    rest, before = error.doc[error.pos :], error.doc[: error.pos].rstrip()
+    rest = error.doc[error.pos :]
+    before = error.doc[: error.pos].rstrip()
     if error.msg.startswith("Illegal trailing comma"):  # Python 3.13 knows it
         return error.lineno, _LAST_COMMA
     if rest[:1] in ("}", "]") and before.endswith(","):
@@ -109,7 +110,8 @@ def _json_words(error: json.JSONDecodeError) -> tuple[int, str]:
 
 def _json_keys(text: str) -> Iterator[tuple[KeyPath, int]]:
     open_sections: list[str] = []
-    last_string, last_string_line = "", 1
+    last_string = ""
+    last_string_line = 1
     section_name = ""
     for found_match in _JSON_MARK.finditer(text):
         mark = found_match[0]

@@ -61,7 +61,9 @@ class ActionsRow:
     def __init__(
         self, model: PickerModel, shared_fields: SharedFields, carry_out: CarryOut
     ) -> None:
-        self._model, self._carry_out, self._shared = model, carry_out, shared_fields
+        self._model = model
+        self._carry_out = carry_out
+        self._shared = shared_fields
         self._faces: FacesPanel | None = None
         self._proposals = ProposalsPanel(shared_fields, self._take)
         self._suggest = shared_fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
@@ -95,7 +97,8 @@ class ActionsRow:
         self._carry_out(self._model.undo)
 
     def _on_suggest(self) -> None:
-        self._suggest.disabled, self._suggest.description = True, "Looking …"
+        self._suggest.disabled = True
+        self._suggest.description = "Looking …"
         try:
             self._carry_out(self._propose)
         finally:
@@ -136,7 +139,9 @@ class PickerView:
         lock: threading.RLock,
         hidden_class: str,
     ) -> None:
-        self._model, self._lock, self._shared = model, lock, SharedFields(lock)
+        self._model = model
+        self._lock = lock
+        self._shared = SharedFields(lock)
         # Those of the list of all settings, each made when it is first shown.
         self._listed: dict[str, SettingField] = {}
         self._first: list[SettingField] = []
@@ -202,7 +207,9 @@ class PickerView:
         """Remove messages of earlier mistakes; a field whose text is still wrong keeps its own."""
         for told_field in self._told_elsewhere:
             told_field.tell(())
-        self._told_elsewhere, self._said, self._wrong = [], (), ()
+        self._told_elsewhere = []
+        self._said = ()
+        self._wrong = ()
         if field is not None:
             field.messages = ()  # the text stays visible until the next attempt is judged
 
@@ -351,7 +358,8 @@ class _FoldedMemory:
     """The memory of each device, the host and the disk, made when it is opened."""
 
     def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
-        self._model, self._shared = model, shared_fields
+        self._model = model
+        self._shared = shared_fields
         self._panel: MemoryPanel | None = None
         self.section = FoldedSection("Memory place by place", (), model, shared_fields, self._make)
 

@@ -341,7 +341,8 @@ def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
     rank_facts.batches = metrics_message.batches
     rank_facts.total_batches = metrics_message.total_batches
     rank_facts.bar_is_whole = metrics_message.bar_is_whole
-    rank_facts.outer, rank_facts.heard_at = metrics_message.outer, metrics_message.time
+    rank_facts.outer = metrics_message.outer
+    rank_facts.heard_at = metrics_message.time
     loop_now = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
     # One that holds a validation now and then goes on after it.
     goes_on = metrics_message.batches > 0 and loop_now in rank_facts.known_loops - {loop_before}

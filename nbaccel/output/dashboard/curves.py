@@ -80,7 +80,8 @@ def is_logarithmic(run_board: RunBoard, metric_name: str) -> bool:
         for value in rank_facts.histories[metric_name].values()
         if math.isfinite(value)
     ]
-    low_value, high_value = min(finite_values, default=0.0), max(finite_values, default=0.0)
+    low_value = min(finite_values, default=0.0)
+    high_value = max(finite_values, default=0.0)
     return low_value > 0 and high_value / LOGARITHMIC_RATIO >= low_value
 
 

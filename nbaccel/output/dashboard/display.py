@@ -233,7 +233,9 @@ class Dashboard:
             timed_out: It took longer than it may.
         """
         # First: a click from here on must not interrupt what follows the call.
-        stop_panel, self._panel, self._stop = self._panel, None, None
+        stop_panel = self._panel
+        self._panel = None
+        self._stop = None
         run_board = self.board
         run_board.now = self._clock()
         run_board.see(rank_rows)

@@ -360,7 +360,8 @@ def memory_range(memory_sizes: Sequence[int]) -> str:
     Args:
         memory_sizes: In bytes; one at least.
     """
-    least_bytes, most_bytes = format_bytes(min(memory_sizes)), format_bytes(max(memory_sizes))
+    least_bytes = format_bytes(min(memory_sizes))
+    most_bytes = format_bytes(max(memory_sizes))
     return most_bytes if least_bytes == most_bytes else f"{least_bytes} to {most_bytes}"
 
 
@@ -388,13 +389,15 @@ def sparkline(spark_values: Sequence[float], max_chars: int = CURVE_CHARS) -> st
             for first_point, last_point in itertools.pairwise(point_edges)
         ]
     finite_values = [shown_value for shown_value in spark_points if math.isfinite(shown_value)]
-    low_value, high_value = min(finite_values, default=0.0), max(finite_values, default=0.0)
+    low_value = min(finite_values, default=0.0)
+    high_value = max(finite_values, default=0.0)
     if low_value > 0 and high_value / low_value >= LOGARITHMIC_RATIO:
         spark_points = [
             math.log(metric_value) if math.isfinite(metric_value) else metric_value
             for metric_value in spark_points
         ]
-        low_value, high_value = math.log(low_value), math.log(high_value)
+        low_value = math.log(low_value)
+        high_value = math.log(high_value)
     return "".join(_spark_block(shown_value, low_value, high_value) for shown_value in spark_points)
 
 

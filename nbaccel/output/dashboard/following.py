@@ -143,7 +143,8 @@ class DashboardUpdater:
         run_board.recent_lines = output_console.recent_lines.by_rank()
         run_board.num_lines = output_console.recent_lines.num_shown
         run_board.warnings = output_console.warnings
-        tail_lines, shown_bars = output_console.last_lines(), output_console.bars()
+        tail_lines = output_console.last_lines()
+        shown_bars = output_console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.
             memory_device = registry.device(self._plan.device)
@@ -349,16 +350,19 @@ class WaitingRanks:
             member_sight.doing = _take_answer(member) or member_sight.doing
         used_s = use.cpu_s - member_sight.use.cpu_s
         is_working = used_s > _BUSY_SHARE * (current_time - member_sight.at)
-        member_sight.use, member_sight.at = use, current_time
+        member_sight.use = use
+        member_sight.at = current_time
         if is_working:
-            member_sight.idle_since, member_sight.doing = None, ""
+            member_sight.idle_since = None
+            member_sight.doing = ""
         elif member_sight.idle_since is None:
             member_sight.idle_since = current_time
         elif (
             current_time - member_sight.idle_since >= _IDLE_S
             and current_time - member_sight.asked_at >= _AGAIN_S
         ):
-            member_sight.asked_at, member_sight.is_asked = current_time, True
+            member_sight.asked_at = current_time
+            member_sight.is_asked = True
             member.ask_stack()
 
 

@@ -408,7 +408,8 @@ def _rest_words(shown_ranks: Sequence[RankFacts]) -> str:
     rest_steps = [rank_facts.steps for rank_facts in shown_ranks if rank_facts.steps is not None]
     line_parts = [f"and {count_noun(len(shown_ranks), 'more rank')}: {', '.join(rest_states)}"]
     if rest_steps:
-        least_step, most_steps = min(rest_steps), max(rest_steps)
+        least_step = min(rest_steps)
+        most_steps = max(rest_steps)
         line_parts.append(
             f"step {most_steps:,}"
             if least_step == most_steps
@@ -499,7 +500,8 @@ def _loss_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 
 def _loss_from_to(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    first_value, last_value = rank_facts.loss.first, rank_facts.loss.last
+    first_value = rank_facts.loss.first
+    last_value = rank_facts.loss.last
     if first_value is None or last_value is None:
         return ""
     values = f"{number_text(first_value)} → {number_text(last_value)}"

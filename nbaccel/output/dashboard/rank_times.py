@@ -120,7 +120,8 @@ class TimeComparison:
 
     def _with_rest(self) -> tuple[dict[int, float], dict[int, float]]:
         """Waiting times up to the latest report of each rank."""
-        waited, waited_for = dict(self._waited), dict(self._waited_for)
+        waited = dict(self._waited)
+        waited_for = dict(self._waited_for)
         rest_s = {rank: samples[-1][1] - samples[0][1] for rank, samples in self._samples.items()}
         _add_waiting(rest_s, waited, waited_for)
         return waited, waited_for

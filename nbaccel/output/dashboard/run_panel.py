@@ -123,7 +123,8 @@ class RunPanel:
     def _arrange(self) -> None:
         boxes = self._library
         self._button.layout.width = self._log.layout.width = "auto"
-        self._head.layout.flex, self._head.layout.min_width = "1 1 20em", "0"
+        self._head.layout.flex = "1 1 20em"
+        self._head.layout.min_width = "0"
         self._chart_part = boxes.VBox(
             [boxes.HBox([self._metrics, self._caption]), self._chart],
         )
@@ -141,7 +142,8 @@ class RunPanel:
             row.layout.flex_flow = "row wrap"
         head_row.layout.align_items = "center"
         self._table.layout.flex = "1 1 auto"
-        self._table.layout.min_width, self._table.layout.max_width = "0", "100%"
+        self._table.layout.min_width = "0"
+        self._table.layout.max_width = "100%"
         self._chart_part.layout.flex = "1 1 24em"
         self._chart_part.layout.max_width = "36em"
         self._part_boxes += [
@@ -208,7 +210,8 @@ class RunPanel:
         choice = (metric_name, self._log_chosen)
         if choice == self._drawn_choice and run_board.now < self._drawn_at + _CHART_INTERVAL_S:
             return
-        self._drawn_choice, self._drawn_at = choice, run_board.now
+        self._drawn_choice = choice
+        self._drawn_at = run_board.now
         if self._log_chosen is None:
             self._log_shown = is_logarithmic(run_board, metric_name)
             self._log.value = self._log_shown

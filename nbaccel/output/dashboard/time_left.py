@@ -55,7 +55,8 @@ def epochs_around(rank_facts: RankFacts, current_time: float) -> OuterLoop | Non
         return None
     if not outer_bar.done.isdecimal() or not _is_around(outer_bar, rank_facts):
         return None
-    done, total_batches = int(outer_bar.done), rank_facts.total_batches or 0
+    done = int(outer_bar.done)
+    total_batches = rank_facts.total_batches or 0
     return OuterLoop(
         total=int(outer_bar.total),
         done=done,

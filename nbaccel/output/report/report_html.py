@@ -210,9 +210,11 @@ def curve_lines(curves: Sequence[MetricCurve]) -> list[ChartLine]:
         for curve in curves
     ]
     if len(curves) == 1:
-        name, points = f"rank {curves[0].rank}", list(rank_lines[0].points)
+        name = f"rank {curves[0].rank}"
+        points = list(rank_lines[0].points)
     else:
-        name, points = "mean of ranks", mean_points([line.points for line in rank_lines])
+        name = "mean of ranks"
+        points = mean_points([line.points for line in rank_lines])
     values = [value for _, value in points]
     if not _is_noisy(values):
         # Drawn as it is, it would cover the only rank's own line.

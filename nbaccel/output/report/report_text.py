@@ -135,7 +135,8 @@ def _time_rows(timed_ranks: Sequence[RankTimes]) -> list[list[str]]:
 
 
 def _text_bar(seconds: dict[str, float], total_s: float) -> str:
-    bar, ended_s = "", 0.0
+    bar = ""
+    ended_s = 0.0
     for kind, part_s in seconds.items():
         ended_s += part_s
         # From the sum, so that all bars are equally long.
@@ -148,7 +149,8 @@ def _curve_rows(facts: RunFacts) -> list[list[str]]:
     rows = []
     for name in facts.metric_names:
         curve = next(curve for curve in facts.curves if curve.name == name)
-        first, last = short_number(curve.values[0]), short_number(curve.values[-1])
+        first = short_number(curve.values[0])
+        last = short_number(curve.values[-1])
         rows.append([name, sparkline(curve.values), f"{first} → {last}"])
     return rows
 

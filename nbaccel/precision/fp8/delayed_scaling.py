@@ -21,7 +21,9 @@ from nbaccel.precision.fp8.formats import NumberFormat, power_of_two_scale
 
 __all__ = ["GRADIENT", "INPUT", "WEIGHT", "AmaxHistory"]
 
-INPUT, WEIGHT, GRADIENT = 0, 1, 2
+INPUT = 0
+WEIGHT = 1
+GRADIENT = 2
 
 
 class AmaxHistory:

@@ -66,7 +66,8 @@ def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
         ``[n]``, float32, the same bits on all processes; NaN in blocks where a process had a value
         that is not finite.
     """
-    num_ranks, num_values = dist.get_world_size(group), values.numel()
+    num_ranks = dist.get_world_size(group)
+    num_values = values.numel()
     chunk_size = -(-num_values // (num_ranks * BLOCK)) * BLOCK
     padded = torch.zeros(num_ranks * chunk_size, device=values.device)
     padded[:num_values] = values.detach().reshape(-1)

@@ -114,8 +114,11 @@ class _Product(torch.autograd.Function):
             input_inverse,
             weight_inverse,
         )
-        ctx.recipe, ctx.dtype, ctx.input_dtype = recipe, dtype, values.dtype
-        ctx.weight_dtype, ctx.is_scaled = weight.dtype, isinstance(weight, ScaledTensor)
+        ctx.recipe = recipe
+        ctx.dtype = dtype
+        ctx.input_dtype = values.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.is_scaled = isinstance(weight, ScaledTensor)
         return output
 
     @staticmethod

@@ -58,7 +58,8 @@ def scaled_product(
 
 def _padded(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Both with zeros where a size is not divisible by 16, and the columns of the true result."""
-    missing_inner, missing_columns = -left.shape[1] % MULTIPLE, -right.shape[0] % MULTIPLE
+    missing_inner = -left.shape[1] % MULTIPLE
+    missing_columns = -right.shape[0] % MULTIPLE
     num_columns = right.shape[0]
     if missing_inner:
         left = nn.functional.pad(left, (0, missing_inner))

@@ -119,7 +119,8 @@ class ScaledAdam(Optimizer):
         if not state:
             state.update(self._first_state(parameter))
         state["step"] += 1
-        step_number, (beta1, beta2) = state["step"].item(), group["betas"]
+        step_number = state["step"].item()
+        (beta1, beta2) = group["betas"]
         weight = _plain(state.get("master", parameter))
         gradient = _plain(parameter.grad)
         if group["maximize"]:
@@ -142,7 +143,8 @@ class ScaledAdam(Optimizer):
         parameter.copy_(weight)
 
     def _first_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        shape, device = parameter.shape, parameter.device
+        shape = parameter.shape
+        device = parameter.device
         state: dict[str, Any] = {"step": torch.tensor(0.0)}
         for name in ("exp_avg", "exp_avg_sq"):
             payload = torch.zeros(shape, dtype=_STORED_AS[name].dtype, device=device)

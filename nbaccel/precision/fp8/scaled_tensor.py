@@ -224,7 +224,8 @@ def _multiply(func: Any, tensor: Any, factor: Any) -> Any:
 
 def _to(func: Any, tensor: Any, *args: Any, **options: Any) -> Any:
     """Move to another device in the short format; to another dtype as plain values."""
-    dtype, device = options.get("dtype"), options.get("device")
+    dtype = options.get("dtype")
+    device = options.get("device")
     if not isinstance(tensor, ScaledTensor) or dtype not in (None, torch.float32) or not device:
         return NotImplemented
     return ScaledTensor(tensor.payload.to(device), tensor.inverse_scale.to(device))

@@ -397,7 +397,8 @@ class _SourceFinder:
         self._left_out = read_left_out(folder)
 
     def find_all(self) -> CheckpointSources:
-        parts, sharded_models = self._parts, self._sharded_models()
+        parts = self._parts
+        sharded_models = self._sharded_models()
         optimizers, sharded_optimizers = self._optimizer_files()
         return CheckpointSources(
             folder=self._folder,
@@ -444,7 +445,8 @@ class _SourceFinder:
         )
 
     def _sharded_models(self) -> dict[int, SourceShards]:
-        sharder, sharded_models = self._parts.sharder, {}
+        sharder = self._parts.sharder
+        sharded_models = {}
         if sharder is None:
             return {}
         for number, model in enumerate(self._parts.models):

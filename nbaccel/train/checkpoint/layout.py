@@ -35,10 +35,14 @@ __all__ = [
     "random_states_file",
 ]
 
-SAFE_WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
-OPTIMIZER_FILE, SCHEDULER_FILE, SCALER_FILE = "optimizer.bin", "scheduler.bin", "scaler.pt"
+SAFE_WEIGHTS = "model.safetensors"
+PICKLED_WEIGHTS = "pytorch_model.bin"
+OPTIMIZER_FILE = "optimizer.bin"
+SCHEDULER_FILE = "scheduler.bin"
+SCALER_FILE = "scaler.pt"
 PRECISION_FILE = "fp8_scales.bin"
-SAMPLER_FILE, STATEFUL_LOADER_FILE = "sampler.bin", "dl_state_dict.bin"
+SAMPLER_FILE = "sampler.bin"
+STATEFUL_LOADER_FILE = "dl_state_dict.bin"
 CUSTOM_OBJECT_FILE = "custom_checkpoint_{}.pkl"
 MANIFEST_FILE = "nbaccel_manifest.json"
 LEFT_OUT_FILE = "nbaccel_left_out.json"

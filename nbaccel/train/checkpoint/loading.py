@@ -298,7 +298,8 @@ def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> A
 def _classes_in(state_dict: Any) -> set[type]:
     """Classes of the user's own in a state: instances of them may be read back."""
     user_classes: set[type] = set()
-    pending_values, seen_ids = [state_dict], set()
+    pending_values = [state_dict]
+    seen_ids = set()
     while pending_values:
         state_value = pending_values.pop()
         # By id, because values need not be hashable, and a state may contain itself.
@@ -544,7 +545,8 @@ class _StateLoader:
 
     def load_small_states(self) -> None:
         """Schedulers, scaler, registered objects and loaders: any may refuse its state."""
-        parts, trial = self._parts, self._trial
+        parts = self._parts
+        trial = self._trial
         for object_number, saved_state in trial.schedulers.items():
             self._load_undoable(parts.schedulers[object_number], saved_state)
         if parts.scaler is not None:
@@ -580,7 +582,8 @@ class _StateLoader:
         self, models: Sequence[nn.Module], device: torch.device, options: Mapping[str, Any]
     ) -> None:
         """Weights, by number of those that hooks have left."""
-        sources, strategy = self._sources, self._parts.strategy
+        sources = self._sources
+        strategy = self._parts.strategy
         for model_number, model in enumerate(models):
             model_shards = sources.sharded_models.get(model_number)
             if model_shards is not None and self._parts.sharder is not None:
@@ -600,7 +603,8 @@ class _StateLoader:
 
     def load_optimizers(self) -> None:
         """Optimizers' states."""
-        strategy, sharder = self._parts.strategy, self._parts.sharder
+        strategy = self._parts.strategy
+        sharder = self._parts.sharder
         for optimizer_number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
             optimizer_shards = self._sources.sharded_optimizers.get(optimizer_number)
             path = self._sources.optimizers.get(optimizer_number)

@@ -251,7 +251,8 @@ def check_is_own_part(folder: Path, place: Place) -> None:
         ConfigError: It names the hosts.
     """
     entry = _part_entry(folder)
-    ranks, host_names = entry.get("ranks", ()), entry.get("hosts", ())
+    ranks = entry.get("ranks", ())
+    host_names = entry.get("hosts", ())
     if not ranks or (place.rank in ranks and place.world_size == len(host_names)):
         return
     hosts = list(dict.fromkeys(host_names))

@@ -180,7 +180,8 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
         ConfigError: Something is missing or superfluous; it lists what was found and expected.
     """
     contents = CheckpointContents.of(folder)
-    folder_text, mistakes = f"The checkpoint {str(folder)!r}", []
+    folder_text = f"The checkpoint {str(folder)!r}"
+    mistakes = []
     expected_kinds = [("scheduler", len(parts.schedulers), contents.schedulers)]
     own_kind = parts.sharder.shard_kind if parts.sharder is not None else ""
     own_shards = contents.sharded_models.get(own_kind, frozenset())
@@ -332,7 +333,8 @@ class _StateWriter:
             raise self._met_errors[0]
 
     def _write_models(self, hooks: list[SaveHook], use_safetensors: bool) -> None:
-        parts, model_states = self._parts, []
+        parts = self._parts
+        model_states = []
         left_out_of_states: dict[int, frozenset[str]] = {}
         for model_number, model in enumerate(parts.models):
             left_out = self._names_left_out(model)
