@@ -204,16 +204,14 @@ def shutdown() -> None:
     template_prestart.stop()
 
 
-def _merge_settings(
-    config: RunConfig | Configured | None, given_settings: dict[str, Any]
-) -> RunConfig:
+def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, Any]) -> RunConfig:
     if config is None:
-        return RunConfig(**given_settings)
+        return RunConfig(**settings)
     # A value equal to the default cannot be told from one that was not given.
     defaults = RunConfig().model_dump()
     conflicting_names = [
         setting_name
-        for setting_name, setting_value in given_settings.items()
+        for setting_name, setting_value in settings.items()
         if setting_value != defaults[setting_name]
     ]
     if conflicting_names:
@@ -269,12 +267,12 @@ def _launch_in_pool(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     config: RunConfig | Configured | None,
-    given_settings: dict[str, Any],
+    settings: dict[str, Any],
 ) -> Results:
     """Call the function in live workers, whose settings must be those that were asked for."""
     __tracebackhide__ = True
     check_call(function, args)
-    requested_settings = given_settings if config is None else run_config_of(config).model_dump()
+    requested_settings = settings if config is None else run_config_of(config).model_dump()
     defaults = RunConfig().model_dump()
     # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}

@@ -191,11 +191,9 @@ class RunDescription(ProcessInfo):
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs:
         """Arguments of DDP."""
-        given_handlers = self._run.request.handlers.given
+        handlers = self._run.request.handlers.given
         ddp_handlers = (
-            handler
-            for handler in given_handlers
-            if isinstance(handler, DistributedDataParallelKwargs)
+            handler for handler in handlers if isinstance(handler, DistributedDataParallelKwargs)
         )
         return next(ddp_handlers, DistributedDataParallelKwargs())
 

@@ -252,13 +252,13 @@ class Request:
 
 
 def _loader_settings(
-    given_config: DataLoaderConfiguration | None, split_batches: bool | None
+    config: DataLoaderConfiguration | None, split_batches: bool | None
 ) -> DataLoaderConfiguration:
     # A copy, because `accelerator.even_batches = ...` is about this accelerator alone.
-    loader_config = DataLoaderConfiguration() if given_config is None else replace(given_config)
+    loader_config = DataLoaderConfiguration() if config is None else replace(config)
     if split_batches is None or split_batches == loader_config.split_batches:
         return loader_config
-    if given_config is not None:
+    if config is not None:
         raise ConfigError(
             f"split_batches={split_batches} contradicts "
             f"dataloader_config.split_batches={loader_config.split_batches}. Batches would have "
@@ -317,12 +317,10 @@ def _activation_checkpointing(run_config: RunConfig | None) -> bool:
     return variable_flag if run_config is None else run_config.activation_checkpointing
 
 
-def _requested_precision(
-    given_precision: str | None, run_config: RunConfig | None
-) -> tuple[str, Any]:
-    if given_precision is not None:
+def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:
+    if precision is not None:
         # A member of Accelerate's PrecisionType counts as its value.
-        return str(getattr(given_precision, "value", given_precision)).lower(), "argument"
+        return str(getattr(precision, "value", precision)).lower(), "argument"
     if run_config is not None:
         return run_config.mixed_precision, "config"
     variable_text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
@@ -458,8 +456,8 @@ def refuse_unserved(torch_tp_plugin: Any, megatron_lm_plugin: Any, parallelism_c
     Raises:
         PlatformUnsupported: One was given.
     """
-    given_values = (torch_tp_plugin, megatron_lm_plugin, parallelism_config)
-    for argument_name, argument_value in zip(_UNSERVED_ARGUMENTS, given_values, strict=True):
+    values = (torch_tp_plugin, megatron_lm_plugin, parallelism_config)
+    for argument_name, argument_value in zip(_UNSERVED_ARGUMENTS, values, strict=True):
         if argument_value is not None:
             raise PlatformUnsupported(
                 f"Accelerator({argument_name}={argument_value!r}) means "

@@ -126,11 +126,9 @@ class GradientSteps:
                 f"another scale (fp16 multiplies the loss by {scaler.get_scale():.0f}). Clip "
                 "under `if accelerator.sync_gradients:`."
             )
-        chosen_optimizers = self._prepared.optimizers if optimizer is None else optimizer
+        optimizers = self._prepared.optimizers if optimizer is None else optimizer
         for chosen_optimizer in (
-            chosen_optimizers
-            if isinstance(chosen_optimizers, (list, tuple))
-            else [chosen_optimizers]
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         ):
             torch_optimizer = (
                 chosen_optimizer.optimizer

@@ -158,12 +158,12 @@ class Preparer:
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         torch_private.watch_steps_again(scheduler)
-        given_optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = getattr(scheduler, "optimizer", None)
         optimizers = [
             prepared_optimizer
             for prepared_optimizer in self._prepared.optimizers
             if any(
-                given_optimizer is optimizer_part
+                optimizer is optimizer_part
                 for optimizer_part in _optimizer_parts(prepared_optimizer)
             )
         ]
@@ -264,15 +264,15 @@ class Preparer:
         _refuse_stand_ins(bundle, self._run.initial_plan.strategy)
         return bundle
 
-    def _prepared_before(self, given_item: Any) -> Any:
+    def _prepared_before(self, item: Any) -> Any:
         """What this has become, if it was prepared before; else None."""
         for model in self._prepared.models:
-            if given_item is model or given_item is self._run.strategy.unwrap(model):
+            if item is model or item is self._run.strategy.unwrap(model):
                 return model
         for optimizer in self._prepared.optimizers:
-            if any(given_item is optimizer_part for optimizer_part in _optimizer_parts(optimizer)):
+            if any(item is optimizer_part for optimizer_part in _optimizer_parts(optimizer)):
                 return optimizer
-        return given_item if isinstance(given_item, PreparedOptimizer) else None
+        return item if isinstance(item, PreparedOptimizer) else None
 
     def _place_models(self, bundle: Bundle, placements: Sequence[bool]) -> Bundle:
         for model, to_device in zip(bundle.models, placements, strict=True):

@@ -167,16 +167,16 @@ def cell_number(compiled_name: str) -> int | None:
     compiler = getattr(ipython_shell, "compile", None)
     cell_numbers = ipython_private.cell_numbers(compiler)
     if cell_numbers is not None:
-        found_number: Any = cell_numbers.get(compiled_name)
+        number: Any = cell_numbers.get(compiled_name)
     elif counted_match := _COUNTED_CELL_NAME.search(compiled_name):
-        found_number = counted_match[1]
+        number = counted_match[1]
     else:
-        found_number = (
+        number = (
             _find_in_history(ipython_shell, compiler, compiled_name)
             if _CELL_NAME.search(compiled_name)
             else None
         )
-    return None if found_number is None else int(found_number)
+    return None if number is None else int(number)
 
 
 def _find_in_history(ipython_shell: Any, compiler: Any, compiled_name: str) -> int | None:
@@ -225,13 +225,13 @@ def source(frame: Frame, *, num_around: int) -> list[str]:
     """
     if not source_line(frame):
         return []
-    shown_lines = []
+    lines = []
     for line_number in range(frame.line - num_around, frame.line + num_around + 1):
         line_text = linecache.getline(frame.file, line_number).rstrip()
         if line_text:
             line_mark = "---->" if line_number == frame.line else "     "
-            shown_lines.append(f"  {line_mark} {line_number:3d} {line_text[:_SOURCE_LINE_CHARS]}")
-    return shown_lines
+            lines.append(f"  {line_mark} {line_number:3d} {line_text[:_SOURCE_LINE_CHARS]}")
+    return lines
 
 
 def has_magic(magic_name: str) -> bool:

@@ -266,14 +266,14 @@ def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) 
         display_content: Keyword arguments of its `publish`.
     """
     streams = (sys.stdout, sys.stderr)
-    own_thread = threading.get_ident()
+    thread = threading.get_ident()
     flush = getattr(display_publisher, "_flush_streams", None)
     if flush is None or any(map(_has_text, streams)) or not _is_thread_through(streams[0]):
         display_publisher.publish(**display_content)
         return
 
     def flush_for_others() -> None:
-        if threading.get_ident() != own_thread:
+        if threading.get_ident() != thread:
             flush()
 
     # In the instance, so that removing it brings the class's method back.

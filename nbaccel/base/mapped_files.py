@@ -105,7 +105,7 @@ def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | 
         see the same bytes. None where some lie elsewhere, or in a mapping that was written to.
     """
     is_written: dict[int, bool] = {}
-    found_places: list[object] = [_machine_identity()]
+    places: list[object] = [_machine_identity()]
     for span in spans:
         if span is None:
             return None
@@ -115,8 +115,8 @@ def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | 
             return None
         if is_written.setdefault(id(mapping), bool(mapping.written())):
             return None
-        found_places.append((*mapping.identity, address - mapping.address, num_bytes))
-    return tuple(found_places)
+        places.append((*mapping.identity, address - mapping.address, num_bytes))
+    return tuple(places)
 
 
 @functools.cache

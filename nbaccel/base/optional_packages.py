@@ -113,8 +113,8 @@ def metadata_version(distribution: importlib.metadata.Distribution) -> str:
     # Of wheels, of eggs, and of distributions that are a single file: as importlib.metadata.
     for file_name in ("METADATA", "PKG-INFO", ""):
         header_text = (distribution.read_text(file_name) or "").partition("\n\n")[0]
-        if found_field := _VERSION_FIELD.search(header_text):
-            return found_field[1]
+        if field := _VERSION_FIELD.search(header_text):
+            return field[1]
     return ""
 
 

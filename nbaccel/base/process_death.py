@@ -19,14 +19,14 @@ def uninterrupted() -> Iterator[None]:
     if not in_main or isinstance(signal.getsignal(signal.SIGINT), _HeldInterrupt):
         yield
         return
-    held_interrupt = _HeldInterrupt()
-    handler_before = signal.signal(signal.SIGINT, held_interrupt)
+    interrupt = _HeldInterrupt()
+    handler_before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler_before)
     # After the handler is restored, and only if the block raised nothing: its error counts more.
-    if held_interrupt.pressed:
+    if interrupt.pressed:
         raise KeyboardInterrupt
 
 

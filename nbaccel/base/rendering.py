@@ -41,12 +41,12 @@ def render_mistake(error: BaseException) -> list[str]:
     user_frames = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
     # What `%%time` compiles has no lines: IPython 7 shows its errors without the cell's own frame.
     user_frames = [frame for frame in user_frames if not frame.file.startswith("<timed ")]
-    rendered_lines: list[str] = []
+    lines: list[str] = []
     for frame in user_frames[-4:]:
         function_text = "" if frame.function == frames.MODULE_LEVEL else f", in {frame.function}"
-        rendered_lines.append(f"  {_ANSI_GREEN}{frames.place(frame)}{_ANSI_OFF}{function_text}")
-        rendered_lines += map(coloured, frames.source(frame, num_around=0))
-    return [*rendered_lines, *_render_error_text(error)]
+        lines.append(f"  {_ANSI_GREEN}{frames.place(frame)}{_ANSI_OFF}{function_text}")
+        lines += map(coloured, frames.source(frame, num_around=0))
+    return [*lines, *_render_error_text(error)]
 
 
 def render_failure(error: BaseException) -> list[str]:
@@ -58,23 +58,23 @@ def render_failure(error: BaseException) -> list[str]:
     Returns:
         Lines with colours (ANSI).
     """
-    rendered_lines = _render_error_text(error)
+    lines = _render_error_text(error)
     user_frames = [
         frame for frame in frames.of_traceback(error.__traceback__) if not frame.is_library
     ]
     # Launched from a function of the user's, which the cell alone does not show.
     if len(user_frames) > 1:
-        rendered_lines.append(f"Launched at {' → '.join(map(frames.place, user_frames))}.")
+        lines.append(f"Launched at {' → '.join(map(frames.place, user_frames))}.")
     # Offered only where it has more frames than the message shows.
-    shown_frames = sum("---->" in line for line in rendered_lines)
+    shown_frames = sum("---->" in line for line in lines)
     if len(_foreign_files(str(error.__cause__))) > shown_frames:
         traceback_command = (
             "%accelerate traceback" if frames.has_magic("accelerate") else _TRACEBACK_COMMAND
         )
-        rendered_lines.append(f"The whole traceback: {traceback_command}")
+        lines.append(f"The whole traceback: {traceback_command}")
     if error.__cause__ is not None:
-        rendered_lines.append(_NO_DEBUGGER_HINT)
-    return rendered_lines
+        lines.append(_NO_DEBUGGER_HINT)
+    return lines
 
 
 def _foreign_files(traceback_text: str) -> list[str]:
@@ -92,15 +92,13 @@ def _render_error_text(error: BaseException) -> list[str]:
     class_name = type(error).__name__
     first_line, *other_lines = f"{class_name}: {error}".rstrip(": ").split("\n")
     first_wrapped, *more_wrapped = _wrap_line(first_line)
-    rendered_lines = [
+    lines = [
         f"{_ANSI_BOLD}{_ANSI_RED}{class_name}{_ANSI_OFF}{first_wrapped[len(class_name) :]}",
         *more_wrapped,
     ]
     for line in other_lines:
-        rendered_lines += (
-            [coloured(line)] if _SOURCE_LINE.match(line) else map(coloured, _wrap_line(line))
-        )
-    return rendered_lines
+        lines += [coloured(line)] if _SOURCE_LINE.match(line) else map(coloured, _wrap_line(line))
+    return lines
 
 
 def _wrap_line(line: str) -> list[str]:

@@ -267,8 +267,8 @@ class AlignDevicesHook(ModelHook):
     def _weight(self, name: str) -> torch.Tensor:
         try:
             # Not by its truth value, for which a map counts all its weights.
-            known_weights = {} if self.weights_map is None else self.weights_map
-            weight: torch.Tensor = known_weights[name]
+            weights = {} if self.weights_map is None else self.weights_map
+            weight: torch.Tensor = weights[name]
         except KeyError:
             raise ConfigError(
                 f"{self._full_name(name)!r} is offloaded, and the map of offloaded weights lacks "

@@ -93,8 +93,8 @@ class Packing:
     @property
     def lacking_room(self) -> float:
         """Bytes over its budget that the first device in use holds with the largest layer there."""
-        used_devices = set(self.devices.values())
-        used = next((tier for tier in self.tiers if tier.device in used_devices), None)
+        devices = set(self.devices.values())
+        used = next((tier for tier in self.tiers if tier.device in devices), None)
         if used is None or used.level > self.tiers[0].level or used.budget is None:
             return 0
         return max(0, self.held[used.device] + self.largest_kept_away - used.budget)
@@ -477,8 +477,8 @@ class _BlockPacker:
     def _find_later(self, number: int, is_wanted: Callable[[list[int]], bool]) -> list[int]:
         limit: float | None = None
         if self._rules.stays_far_below:
-            own_members = self._forest.together(number, self._waiting)
-            beside = max(self._largest_waiting([number]), self._forest.size_of(own_members))
+            members = self._forest.together(number, self._waiting)
+            beside = max(self._largest_waiting([number]), self._forest.size_of(members))
             limit = (self._tiers[self._current].budget or 0) - beside
         return find_block(
             self._forest,

@@ -193,10 +193,10 @@ def _names_folder(path: Path) -> bool:
 
 def _folder_listing(folder: Path) -> str:
     try:
-        found_names = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         return f"cannot be listed ({error.strerror})"
-    return f"has {first_few(found_names, 5) or 'no files'}"
+    return f"has {first_few(names, 5) or 'no files'}"
 
 
 def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:

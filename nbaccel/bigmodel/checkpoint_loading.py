@@ -448,12 +448,12 @@ def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) ->
                 old_parameter.grad = None
             return True
     own_class = type(old_parameter)
-    own_attributes = dict(vars(old_parameter))
+    attributes = dict(vars(old_parameter))
     with contextlib.suppress(RuntimeError):  # something else refers to its values
         torch.utils.swap_tensors(old_parameter, new_parameter)  # type: ignore[no-untyped-call]
         # Marks that libraries put on parameters, and their own classes of them.
         old_parameter.__class__ = own_class
-        vars(old_parameter).update(own_attributes)
+        vars(old_parameter).update(attributes)
         return True
     return False
 

@@ -100,8 +100,8 @@ def _can_copy_beside(device: torch.device) -> bool:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    own_index: int | None = device.index
-    if own_index is None:
+    index: int | None = device.index
+    if index is None:
         return torch.device(device.type, torch.accelerator.current_device_index())
     return device
 

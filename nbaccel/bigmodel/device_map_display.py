@@ -431,8 +431,8 @@ def _bars_of(
     runs: Sequence[BlockRun], capacities: Mapping[DeviceKey, int], machine: Inventory
 ) -> Iterator[TierBar]:
     names = {unit.index: f"{unit.index} · {unit.name}" for unit in registry.usable_units(machine)}
-    used_devices = dict.fromkeys(block_run.device for block_run in runs)
-    for device in sorted({*capacities, *used_devices}, key=_speed_order):
+    devices = dict.fromkeys(block_run.device for block_run in runs)
+    for device in sorted({*capacities, *devices}, key=_speed_order):
         yield TierBar(
             device=device,
             label=names.get(device, str(device)) if isinstance(device, int) else device,

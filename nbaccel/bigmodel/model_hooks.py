@@ -346,11 +346,11 @@ class UserCpuOffloadHook:
 
     def make_room(self) -> None:
         """Move the model to host memory if it is elsewhere, and give the device's cache back."""
-        current_device = _parameter_device(self.model)
-        if current_device is not None and current_device.type != "cpu":
+        device = _parameter_device(self.model)
+        if device is not None and device.type != "cpu":
             self.offload()
-            if is_accelerator(current_device):
-                registry.device_runtime(current_device.type).empty_cache()
+            if is_accelerator(device):
+                registry.device_runtime(device.type).empty_cache()
 
     def remove(self) -> None:
         """Take the hook from the model, which stays where it is."""

@@ -201,12 +201,12 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """
     module_sizes = compute_module_sizes(model)
     whole_classes = getattr(model, "_no_split_modules", None)
-    own_parts: list[NamedPart] = [
+    parts: list[NamedPart] = [
         *model.named_parameters(recurse=False),
         *model.named_children(),
         *model.named_buffers(recurse=False),
     ]
-    return module_sizes[""], get_max_layer_size(own_parts, module_sizes, whole_classes)
+    return module_sizes[""], get_max_layer_size(parts, module_sizes, whole_classes)
 
 
 def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:

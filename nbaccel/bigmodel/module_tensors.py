@@ -74,12 +74,12 @@ def get_non_persistent_buffers(
             of different submodules may coincide.
     """
     saved_names = module.state_dict(keep_vars=True).keys()
-    found_names = {
+    names = {
         name
         for name, _ in module.named_buffers(recurse=recurse, remove_duplicate=False)
         if name not in saved_names
     }
-    return found_names if fqns else {name.rpartition(".")[2] for name in found_names}
+    return names if fqns else {name.rpartition(".")[2] for name in names}
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:

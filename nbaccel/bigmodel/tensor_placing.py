@@ -120,9 +120,9 @@ def own_module(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
             f"{type(module).__name__} has no tensor {tensor_name!r} ({error}), so none can be "
             "placed. Take a name from its state_dict()."
         ) from None
-    own_parameters, own_buffers, _ = module_tables(owner)
-    if last_name not in own_parameters and last_name not in own_buffers:
-        there = ", ".join([*own_parameters, *own_buffers]) or "none"
+    parameters, buffers, _ = module_tables(owner)
+    if last_name not in parameters and last_name not in buffers:
+        there = ", ".join([*parameters, *buffers]) or "none"
         raise ConfigError(
             f"{type(owner).__name__} has no parameter or buffer {last_name!r} (asked for as "
             f"{tensor_name!r}), so it cannot be placed. It has: {there}."
@@ -241,9 +241,9 @@ def _refuse_statistics(tensor_name: str, statistics: Any) -> None:
 
 
 def _current_tensor(owner: nn.Module, last_name: str) -> torch.Tensor:
-    own_parameters, own_buffers, _ = module_tables(owner)
-    current = own_parameters.get(last_name)
-    current = own_buffers.get(last_name) if current is None else current
+    parameters, buffers, _ = module_tables(owner)
+    current = parameters.get(last_name)
+    current = buffers.get(last_name) if current is None else current
     if not isinstance(current, torch.Tensor):
         raise ConfigError(
             f"{last_name!r} of {type(owner).__name__} is {current}, so it has no shape that a "
@@ -272,10 +272,10 @@ def _check_value(tensor_name: str, current: torch.Tensor, value: Any, target: to
                 f"{tensor_name!r} is on meta, without values, so there is nothing to copy to "
                 f"{target}. Pass them as value=."
             )
-    elif current.shape != (found_shape := torch.as_tensor(value).shape):
+    elif current.shape != (shape := torch.as_tensor(value).shape):
         raise ConfigError(
             f"{tensor_name!r} has the shape {tuple(current.shape)}, and the value given for it "
-            f"{tuple(found_shape)}: they belong to different models. Check that the checkpoint is "
+            f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
             "this model's, and that its configuration is the same."
         )
 

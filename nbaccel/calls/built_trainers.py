@@ -64,9 +64,9 @@ def _called_trainers(
         for name_steps in _dotted_names(code_object):
             *trainer_steps, entry_name = name_steps
             if entry_name in TRAINER_ENTRIES and trainer_steps:
-                reached_value = _value_at(outer_values, trainer_steps)
-                if is_trainer(reached_value):
-                    yield reached_value, ".".join(trainer_steps), entry_name
+                value = _value_at(outer_values, trainer_steps)
+                if is_trainer(value):
+                    yield value, ".".join(trainer_steps), entry_name
 
 
 def _outer_values(function: types.FunctionType, args: tuple[Any, ...]) -> Mapping[str, Any]:
@@ -78,9 +78,9 @@ def _outer_values(function: types.FunctionType, args: tuple[Any, ...]) -> Mappin
         # An empty closure cell raises ValueError: the variable has no value yet.
         with contextlib.suppress(ValueError):
             values[variable_name] = closure_cell.cell_contents
-    own_code = function.__code__
+    code = function.__code__
     # Local variables hide globals of the same name, and get their values in the worker.
-    for variable_name in (*own_code.co_varnames, *own_code.co_cellvars):
+    for variable_name in (*code.co_varnames, *code.co_cellvars):
         values.pop(variable_name, None)
     with contextlib.suppress(TypeError, ValueError):  # has been refused, or has no signature
         call_signature = inspect.signature(function, follow_wrapped=False)
@@ -124,11 +124,11 @@ def _variables_of(instruction: dis.Instruction) -> list[str]:
 
 def _value_at(outer_values: Mapping[str, Any], name_steps: list[str]) -> Any:
     first_name, *attribute_names = name_steps
-    reached_value = outer_values.get(first_name)
+    value = outer_values.get(first_name)
     for attribute_name in attribute_names:
         # Not `getattr`, which may run code of the user's: properties, `__getattr__`.
         try:
-            reached_value = inspect.getattr_static(reached_value, attribute_name)
+            value = inspect.getattr_static(value, attribute_name)
         except AttributeError:
             return None
-    return reached_value
+    return value

@@ -107,16 +107,16 @@ class CellShell:
 
         with provisionalcompleter():
             ipython_completer = self._shell.Completer
-            found_completions = list(
+            completions = list(
                 rectify_completions(code, ipython_completer.completions(code, cursor_position))
             )
-        if not found_completions:
+        if not completions:
             return Completions(matches=(), start=cursor_position, end=cursor_position, types=())
         return Completions(
-            matches=tuple(completion.text for completion in found_completions),
-            start=found_completions[0].start,
-            end=found_completions[0].end,
-            types=tuple(completion.type or "" for completion in found_completions),
+            matches=tuple(completion.text for completion in completions),
+            start=completions[0].start,
+            end=completions[0].end,
+            types=tuple(completion.type or "" for completion in completions),
         )
 
     def inspect(self, name: str, detail: int) -> dict[str, str] | None:

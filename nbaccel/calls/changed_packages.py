@@ -117,14 +117,14 @@ class _PackageScan:
 
     def _new_modules(self) -> list[_PackagePlace]:
         new_places = []
-        known_places = self._modules
+        places = self._modules
         self._modules = {}
         for name in self._packages:
             module = sys.modules.get(name)
             is_left_out = name.partition(".")[0] in _NOT_LOOKED_AT
             if module is None or is_left_out or name.startswith(_TORCHS_OWN):
                 continue
-            place = known_places.get(name)
+            place = places.get(name)
             if place is None or place.owner is not module:
                 is_public = not any(part.startswith("_") for part in name.split("."))
                 place = _PackagePlace(name, "", "attribute", module, has_tables=is_public)

@@ -56,26 +56,25 @@ def tell_of_edits() -> None:
     Each edit is reported once.
     """
     for module_name, loaded_module, source_path in _local_modules():
-        current_stamp = _stamp_of(source_path)
-        known_source = _IMPORTED_SOURCES.get(loaded_module)
+        stamp = _stamp_of(source_path)
+        source = _IMPORTED_SOURCES.get(loaded_module)
         module_spec = loaded_module.__spec__
-        if current_stamp is None or module_spec is None:
+        if stamp is None or module_spec is None:
             continue
-        if known_source is None or known_source.spec is not module_spec:
-            known_source = _ImportedSource(
+        if source is None or source.spec is not module_spec:
+            source = _ImportedSource(
                 module_spec,
-                _imported_stamp(module_spec)
-                or _guessed_stamp(loaded_module, source_path, current_stamp),
+                _imported_stamp(module_spec) or _guessed_stamp(loaded_module, source_path, stamp),
             )
-        if current_stamp not in (known_source.stamp, known_source.told):
+        if stamp not in (source.stamp, source.told):
             write_notice(
                 f"nbaccel: {source_path.name} has been edited since the notebook imported "
                 f"{module_name}. Workers that import it now run the edited version, and the "
                 "notebook runs the old one. To have one version everywhere: import importlib; "
                 f"importlib.reload({module_name})\n"
             )
-            known_source = known_source._replace(told=current_stamp)
-        _IMPORTED_SOURCES[loaded_module] = known_source
+            source = source._replace(told=stamp)
+        _IMPORTED_SOURCES[loaded_module] = source
 
 
 def _local_modules() -> Iterator[tuple[str, types.ModuleType, Path]]:
@@ -128,18 +127,18 @@ def _imported_stamp(module_spec: ModuleSpec) -> _FileStamp | None:
 
 
 def _guessed_stamp(
-    loaded_module: types.ModuleType, source_path: Path, current_stamp: _FileStamp
+    loaded_module: types.ModuleType, source_path: Path, stamp: _FileStamp
 ) -> _FileStamp:
     """The same where no bytecode file is written: functions are compared with the source's."""
-    if current_stamp.mtime_s < int(psutil.Process().create_time()):
+    if stamp.mtime_s < int(psutil.Process().create_time()):
         # Not edited since this process began.
-        return current_stamp
+        return stamp
     try:
         code_object = compile(source_path.read_bytes(), str(source_path), "exec", dont_inherit=True)
     # A file that does not compile has been edited, and the edit is not finished.
     except (OSError, SyntaxError, ValueError):
         return _FileStamp(0, 0)
-    return current_stamp if _is_same(code_object, vars(loaded_module)) else _FileStamp(0, 0)
+    return stamp if _is_same(code_object, vars(loaded_module)) else _FileStamp(0, 0)
 
 
 def _is_same(code_object: types.CodeType, namespace: Mapping[str, Any]) -> bool:

@@ -64,16 +64,16 @@ def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) 
 @contextlib.contextmanager
 def _own_layers(args: tuple[Any, ...]) -> Iterator[None]:
     """Give modules their own layers back that the call has replaced to compute in 8 bits."""
-    held_modules = _modules_in(args)
-    classes_before = [_layer_classes(held_module) for held_module in held_modules]
+    modules = _modules_in(args)
+    classes_before = [_layer_classes(module) for module in modules]
     try:
         yield
     finally:
-        for held_module, classes in zip(held_modules, classes_before, strict=True):
+        for module, classes in zip(modules, classes_before, strict=True):
             # A module that the notebook itself has prepared stays as it is.
-            if _layer_classes(held_module) != classes:
+            if _layer_classes(module) != classes:
                 for restore_layers in registry.layer_restorers():
-                    restore_layers(held_module)
+                    restore_layers(module)
 
 
 def _layer_classes(module: nn.Module) -> list[type]:
@@ -101,12 +101,12 @@ def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
     if _has_group():
         yield
         return
-    held_modules = _modules_in(args)
+    modules = _modules_in(args)
     state_before = [
         (
             strategy_row,
             registry.load_object(strategy_row.observe)(),
-            [_remember_state(strategy_row, held_module) for held_module in held_modules],
+            [_remember_state(strategy_row, module) for module in modules],
         )
         for strategy_row in STRATEGIES
         if strategy_row.shards
@@ -114,12 +114,12 @@ def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
     try:
         yield
     finally:
-        for strategy_row, own_process, remembered_states in state_before:
+        for strategy_row, process, remembered_states in state_before:
             if strategy_row.library in sys.modules:
                 shard_reader: ShardReader = registry.load_object(strategy_row.shards)
-                for held_module, remembered in zip(held_modules, remembered_states, strict=True):
-                    shard_reader.take_back(held_module, remembered)
-                shard_reader.tear_down(own_process)
+                for module, remembered in zip(modules, remembered_states, strict=True):
+                    shard_reader.take_back(module, remembered)
+                shard_reader.tear_down(process)
 
 
 def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
@@ -127,15 +127,15 @@ def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
         return []
     from nbaccel.transfer.find_modules import find_modules
 
-    return [held_module for _, held_module in find_modules(args)]
+    return [module for _, module in find_modules(args)]
 
 
-def _remember_state(strategy_row: StrategyRow, held_module: nn.Module) -> Remembered:
+def _remember_state(strategy_row: StrategyRow, module: nn.Module) -> Remembered:
     """A module's state before the call; an engine that wraps it knows the original state."""
     if strategy_row.library not in sys.modules:
-        return remember(held_module)
+        return remember(module)
     shard_reader: ShardReader = registry.load_object(strategy_row.shards)
-    return shard_reader.remember(held_module)
+    return shard_reader.remember(module)
 
 
 @contextlib.contextmanager

@@ -62,12 +62,12 @@ class InlineBars:
 
     def _open_bars(self) -> list[BarText]:
         """The numbers of all bars that have moved since the launch began."""
-        found_bars = (
+        bars = (
             numbers_of_bar(bar)
             for bar in living_bars()
             if self._counts_before.get(id(bar)) != bar.n
         )
-        return [replace(bar, is_elsewhere=True) for bar in found_bars if bar is not None]
+        return [replace(bar, is_elsewhere=True) for bar in bars if bar is not None]
 
 
 def _bar_key(bar: BarText) -> tuple[str, str]:

@@ -85,12 +85,12 @@ class BoardChannel:
         )
 
     def _own_row(self, state: str) -> RankStatus:
-        own_use = process_use(os.getpid())
+        use = process_use(os.getpid())
         return RankStatus(
             rank=0,
             state=state,
             seconds=time.monotonic() - self.dashboard.board.began,
-            rss_bytes=own_use.rss_bytes if own_use is not None else 0,
+            rss_bytes=use.rss_bytes if use is not None else 0,
             bars=self._bars.shown() if self.draws_bars else (),
         )
 

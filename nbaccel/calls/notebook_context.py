@@ -64,14 +64,14 @@ class CwdEnvTracker:
             return {}
         self._state = environment_state
         self._environment = env.snapshot()
-        current_variables = self._environment
+        variables = self._environment
         removed_names: dict[str, str | None] = {
             variable_name: None
             for variable_name in known_variables
-            if variable_name not in current_variables
+            if variable_name not in variables
         }
         return removed_names | {
             variable_name: variable_value
-            for variable_name, variable_value in current_variables.items()
+            for variable_name, variable_value in variables.items()
             if known_variables.get(variable_name) != variable_value
         }

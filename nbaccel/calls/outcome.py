@@ -184,23 +184,21 @@ def _blended_error(
 def full_traceback(failure_record: failure.FailureRecord) -> str:
     """The worker's whole traceback, causes first, in Python's own form."""
     traceback_parts: list[str] = []
-    raised_error = failure_record.raised
-    while raised_error is not None:
-        traceback_parts.insert(0, _traceback_lines(raised_error))
-        raised_error = raised_error.cause
+    error = failure_record.raised
+    while error is not None:
+        traceback_parts.insert(0, _traceback_lines(error))
+        error = error.cause
     return f"rank {failure_record.rank}:\n" + "\n\nwhich led to:\n\n".join(traceback_parts)
 
 
-def _traceback_lines(raised_error: failure.RaisedError) -> str:
+def _traceback_lines(error: failure.RaisedError) -> str:
     text_lines = ["Traceback (most recent call last), in the worker:"]
-    for shown_frame in raised_error.frames:
-        text_lines.append(
-            f'  File "{shown_frame.file}", line {shown_frame.line}, in {shown_frame.function}'
-        )
-        source_text = frames.source_line(shown_frame)
+    for frame in error.frames:
+        text_lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+        source_text = frames.source_line(frame)
         text_lines += [f"    {source_text}"] if source_text else []
-    text_lines += [f"{raised_error.type_name}: {raised_error.message}", *raised_error.notes]
-    for line_number, traceback_part in enumerate(raised_error.parts, 1):
+    text_lines += [f"{error.type_name}: {error.message}", *error.notes]
+    for line_number, traceback_part in enumerate(error.parts, 1):
         text_lines += [
             f"which has, as number {line_number}:",
             textwrap.indent(_traceback_lines(traceback_part), "  "),

@@ -191,27 +191,24 @@ def _named_modules(
 ) -> list[tuple[str, nn.Module]]:
     """Modules that were found in a pickle, with the paths that a user would write."""
     module_paths = {
-        id(reached_module): module_path
-        for module_path, reached_module in reached_modules(function, args)
+        id(module): module_path for module_path, module in reached_modules(function, args)
     }
     taken_paths: dict[str, nn.Module] = {}
-    for reached_module in call_modules:
-        module_path = module_paths.get(id(reached_module), type(reached_module).__name__)
+    for module in call_modules:
+        module_path = module_paths.get(id(module), type(module).__name__)
         # Reports name modules by path, and must not confuse two of them.
         while module_path in taken_paths:
             module_path += "'"
-        taken_paths[module_path] = reached_module
+        taken_paths[module_path] = module
     return list(taken_paths.items())
 
 
 def _share_reached(call_modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
     """Share what can be shared; print a message for modules whose weights stay in the workers."""
     module_sharing = arena.Sharing()
-    for module_path, reached_module in call_modules:
+    for module_path, module in call_modules:
         try:
-            module_sharing = module_sharing.joined(
-                arena.share_modules([(module_path, reached_module)])
-            )
+            module_sharing = module_sharing.joined(arena.share_modules([(module_path, module)]))
         except ModelNotShareable as sharing_error:
             refusal_reason = str(sharing_error).partition("\n")[2].strip()
             write_notice(
@@ -225,9 +222,9 @@ def _inherited_call(
     function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
 ) -> PackedCall:
     # Nothing is pickled here, so the modules have to be searched for.
-    found_modules = [reached_module for _, reached_module in reached_modules(function, args)]
+    modules = [module for _, module in reached_modules(function, args)]
     stray_modules = outermost_modules(
-        found_modules, (shared_module.module for shared_module in module_sharing.modules)
+        modules, (shared_module.module for shared_module in module_sharing.modules)
     )
     module_sharing = module_sharing.joined(
         _share_reached(_named_modules(stray_modules, function, args))
@@ -270,8 +267,8 @@ def judge_fork() -> None:
     Raises:
         UnsafeFork: If its children would hang or crash.
     """
-    found_hazards = fork_safety.hazards()
-    fatal_hazards = [fork_hazard for fork_hazard in found_hazards if fork_hazard.is_fatal]
+    hazards = fork_safety.hazards()
+    fatal_hazards = [fork_hazard for fork_hazard in hazards if fork_hazard.is_fatal]
     if fatal_hazards:
         raise UnsafeFork(
             "start_method='fork' cannot work in this notebook as it is now:\n"
@@ -279,7 +276,7 @@ def judge_fork() -> None:
             + "\nUse start_method='template' (the default): its workers are forked from a clean "
             "process, so no restart of the notebook is needed."
         )
-    for fork_hazard in found_hazards:
+    for fork_hazard in hazards:
         write_notice(f"nbaccel: {fork_hazard}. start_method='template' is safe from that.\n")
 
 

@@ -436,10 +436,10 @@ class Pool:
         with contextlib.closing(prepared_update):
             rank_tasks = {
                 rank: (
-                    pool_messages.BindNames(update=prepared_update.message, wanted=wanted_names),
+                    pool_messages.BindNames(update=prepared_update.message, wanted=names),
                     prepared_update.fds,
                 )
-                for rank, wanted_names in prepared_update.wanted.items()
+                for rank, names in prepared_update.wanted.items()
             }
             with uninterrupted():
                 self._settle(self._workers.run_tasks(rank_tasks))

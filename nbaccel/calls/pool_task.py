@@ -74,7 +74,7 @@ class TaskResult(CallResult):
             collective_counts.setdefault(group_name, set()).add(collective_count)
         in_groups = {idle_answer.in_groups for idle_answer in self.idle.values()}
         differing_groups = len(in_groups) > 1 or any(
-            len(found_counts) > 1 for found_counts in collective_counts.values()
+            len(counts) > 1 for counts in collective_counts.values()
         )
         return self.was_cut or (self.is_of_all and differing_groups)
 

@@ -117,32 +117,30 @@ class _CellWorker:
         self._channel.send(pool_messages.Idle())
         while True:
             try:
-                current_task, file_descriptors = self._channel.receive()
+                task, file_descriptors = self._channel.receive()
             # The notebook is gone, or has ended this pool.
             except (EOFError, OSError):
                 return
-            if isinstance(current_task, messaging.Leave):
+            if isinstance(task, messaging.Leave):
                 return
             with memfd.closing_files(*file_descriptors):
-                shown_bundle = self._do(current_task.body, file_descriptors)
+                bundle = self._do(task.body, file_descriptors)
             # `report` and `Work` ignore interrupts while they hand over.
             signal.signal(signal.SIGINT, self._on_interrupt)
-            self._channel.send(self._idle(current_task.number, current_task.body, shown_bundle))
+            self._channel.send(self._idle(task.number, task.body, bundle))
 
-    def _do(self, current_task: Any, file_descriptors: list[int]) -> Any:
+    def _do(self, task: Any, file_descriptors: list[int]) -> Any:
         """Carry a task out; what it raises goes to the notebook."""
-        shown_bundle, raised_error = self._try(current_task, file_descriptors)
-        if raised_error is not None and not isinstance(current_task, _UNINTERRUPTED_MESSAGES):
-            report(self._channel, self._explained(raised_error), self._worker_context.place.rank)
+        bundle, error = self._try(task, file_descriptors)
+        if error is not None and not isinstance(task, _UNINTERRUPTED_MESSAGES):
+            report(self._channel, self._explained(error), self._worker_context.place.rank)
         flush_streams()
-        return shown_bundle
+        return bundle
 
-    def _try(
-        self, current_task: Any, file_descriptors: list[int]
-    ) -> tuple[Any, BaseException | None]:
+    def _try(self, task: Any, file_descriptors: list[int]) -> tuple[Any, BaseException | None]:
         try:
             try:
-                return _TASK_METHODS[type(current_task)](self, current_task, file_descriptors), None
+                return _TASK_METHODS[type(task)](self, task, file_descriptors), None
             finally:
                 # In the inner block: an interrupt that comes here is still caught below.
                 self._busy = False
@@ -150,24 +148,24 @@ class _CellWorker:
         except BaseException as raised_error:  # neither exit nor interrupt may end the worker
             return None, raised_error
 
-    def _idle(self, task_number: int, current_task: Any, shown_bundle: Any) -> pool_messages.Idle:
-        ran_code = isinstance(current_task, (pool_messages.RunCell, pool_messages.RunJob))
+    def _idle(self, task_number: int, task: Any, shown_bundle: Any) -> pool_messages.Idle:
+        ran_code = isinstance(task, (pool_messages.RunCell, pool_messages.RunJob))
         return pool_messages.Idle(
             number=task_number,
             shown=shown_bundle,
-            bound=self._names.bound() if isinstance(current_task, pool_messages.RunCell) else (),
-            dirty=self._names.dirty() if isinstance(current_task, pool_messages.RunCell) else (),
+            bound=self._names.bound() if isinstance(task, pool_messages.RunCell) else (),
+            dirty=self._names.dirty() if isinstance(task, pool_messages.RunCell) else (),
             sequence=self._groups.sequence() if ran_code else (),
             in_groups=torch.distributed.is_initialized(),
         )
 
-    def _run_cell(self, current_task: pool_messages.RunCell, file_descriptors: list[int]) -> Any:
-        if current_task.directory is not None:
-            self._worker_context.go_to(current_task.directory)
-        env.update(current_task.environment)
-        if current_task.logging:
-            self._worker_context.logging.follow(current_task.logging)
-        self._worker_context.settings.follow(current_task.settings)
+    def _run_cell(self, task: pool_messages.RunCell, file_descriptors: list[int]) -> Any:
+        if task.directory is not None:
+            self._worker_context.go_to(task.directory)
+        env.update(task.environment)
+        if task.logging:
+            self._worker_context.logging.follow(task.logging)
+        self._worker_context.settings.follow(task.settings)
         self._names.begin()
         metrics_reporter.begin(
             self._channel, self._worker_context.hardware, self._worker_context.device
@@ -175,99 +173,88 @@ class _CellWorker:
         self._busy = True
         try:
             with own_process():
-                shown_bundle = self._shell.run(current_task.source)
+                bundle = self._shell.run(task.source)
             self._worker_context.imports.tell(self._channel.send)
-            return shown_bundle
+            return bundle
         except SystemExit as raised_error:
             if raised_error.code not in (None, 0):
                 raise
             # sys.exit() is how a script ends well.
             return None
 
-    def _run_job(self, current_task: pool_messages.RunJob, file_descriptors: list[int]) -> None:
+    def _run_job(self, task: pool_messages.RunJob, file_descriptors: list[int]) -> None:
         metrics_reporter.begin(
             self._channel, self._worker_context.hardware, self._worker_context.device
         )
         self._busy = True
-        Work(self._channel, self._worker_context, current_task.job, file_descriptors, None).run()
+        Work(self._channel, self._worker_context, task.job, file_descriptors, None).run()
 
-    def _bind_names(
-        self, current_task: pool_messages.BindNames, file_descriptors: list[int]
-    ) -> None:
-        self._names.take(current_task.update, file_descriptors, current_task.wanted)
+    def _bind_names(self, task: pool_messages.BindNames, file_descriptors: list[int]) -> None:
+        self._names.take(task.update, file_descriptors, task.wanted)
         take_changes(self._shell.user_ns, self._worker_context.changes)
 
-    def _pull(self, current_task: pool_messages.Pull, file_descriptors: list[int]) -> None:
+    def _pull(self, task: pool_messages.Pull, file_descriptors: list[int]) -> None:
         self._busy = True
-        packed_values, payload_fd = self._names.pack(current_task.names)
+        packed_values, payload_fd = self._names.pack(task.names)
         self._busy = False
         with memfd.closing_files(payload_fd):
             self._channel.send(
                 messaging.Returned(time.monotonic(), packed_values, None, None), [payload_fd]
             )
 
-    def _write_weights(
-        self, current_task: pool_messages.WriteWeights, file_descriptors: list[int]
-    ) -> None:
+    def _write_weights(self, task: pool_messages.WriteWeights, file_descriptors: list[int]) -> None:
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
         self._busy = True
         weight_report, whole_files = self._names.write_weights(
-            dict(zip(current_task.arenas, file_descriptors, strict=True)),
-            is_read=current_task.reads_memory,
+            dict(zip(task.arenas, file_descriptors, strict=True)),
+            is_read=task.reads_memory,
         )
         self._busy = False
         answer_message = pool_messages.Staged(report=weight_report, whole=tuple(whole_files))
         self._channel.send(answer_message, list(whole_files.values()))
 
-    def _settle(self, current_task: pool_messages.Settle, file_descriptors: list[int]) -> None:
+    def _settle(self, task: pool_messages.Settle, file_descriptors: list[int]) -> None:
         # May be interrupted, because settling can be put off: it only gives memory back.
         self._busy = True
         self._names.settle()
 
-    def _join_all(self, current_task: pool_messages.JoinAll, file_descriptors: list[int]) -> None:
+    def _join_all(self, task: pool_messages.JoinAll, file_descriptors: list[int]) -> None:
         self._busy = True
         self._groups.join()
 
-    def _join_group(
-        self, current_task: pool_messages.JoinGroup, file_descriptors: list[int]
-    ) -> None:
+    def _join_group(self, task: pool_messages.JoinGroup, file_descriptors: list[int]) -> None:
         self._busy = True
-        self._groups.join_others(current_task.wanted)
+        self._groups.join_others(task.wanted)
 
-    def _leave_groups(
-        self, current_task: pool_messages.LeaveGroups, file_descriptors: list[int]
-    ) -> None:
-        self._groups.leave(current_task.generation, current_task.reason)
+    def _leave_groups(self, task: pool_messages.LeaveGroups, file_descriptors: list[int]) -> None:
+        self._groups.leave(task.generation, task.reason)
 
-    def _complete(self, current_task: pool_messages.Complete, file_descriptors: list[int]) -> Any:
-        return self._shell.complete(current_task.code, current_task.cursor)
+    def _complete(self, task: pool_messages.Complete, file_descriptors: list[int]) -> Any:
+        return self._shell.complete(task.code, task.cursor)
 
-    def _inspect(self, current_task: pool_messages.Inspect, file_descriptors: list[int]) -> Any:
-        return self._shell.inspect(current_task.name, current_task.detail)
+    def _inspect(self, task: pool_messages.Inspect, file_descriptors: list[int]) -> Any:
+        return self._shell.inspect(task.name, task.detail)
 
-    def _explained(self, raised_error: BaseException) -> BaseException:
+    def _explained(self, error: BaseException) -> BaseException:
         """The error, explained if it comes from an object that holds a group that was left."""
-        if not self._groups.left_for or not can_come_of_a_left_group(raised_error):
-            return raised_error
-        if not (
-            self._groups.are_behind(raised_error.__traceback__)
-            or tells_of_a_left_group(raised_error)
-        ):
-            return raised_error
+        if not self._groups.left_for or not can_come_of_a_left_group(error):
+            return error
+        if not (self._groups.are_behind(error.__traceback__) or tells_of_a_left_group(error)):
+            return error
         explained_error = UnsafeMoment(
             "This cell used a process group that all ranks have left, because "
             f"{self._groups.left_for}. DDP models go on by themselves; what else holds a group "
             "(a DeepSpeed engine, FSDP2, dist.new_group) is of no more use: run the cells again "
             "that make them. Models, optimizers and variables are as they were."
         )
-        explained_error.__cause__ = raised_error
-        return explained_error.with_traceback(raised_error.__traceback__)
+        explained_error.__cause__ = error
+        return explained_error.with_traceback(error.__traceback__)
 
-    def _on_interrupt(self, signal_number: int, current_frame: Any) -> None:
+    def _on_interrupt(self, signal_number: int, frame: Any) -> None:
         # While the worker waits for a task, or sends an answer, an interrupt has nothing to stop.
         if not self._busy:
             return
-        if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(current_frame):
+        if self._times_put_off < _MOST_TIMES_PUT_OFF and _leaves_block(frame):
             self._times_put_off += 1
             self._put_off.put(None)
             return
@@ -299,17 +286,17 @@ class _CellWorker:
 
     def _whereabouts(self) -> messaging.Whereabouts:
         stack_frames: list[Frame] = []
-        current_frame = sys._current_frames().get(self._main)
-        while current_frame is not None:
-            frame_code = current_frame.f_code
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            frame_code = frame.f_code
             stack_frames.append(
                 Frame(
                     file=frame_code.co_filename,
-                    line=current_frame.f_lineno,
+                    line=frame.f_lineno,
                     function=frame_code.co_name,
                 )
             )
-            current_frame = current_frame.f_back
+            frame = frame.f_back
         own_frames = frames.within_worker(stack_frames)
         return messaging.Whereabouts(
             stack=own_frames if frames.user_frame(own_frames) else (),
@@ -322,25 +309,25 @@ class _CellWorker:
 
     def _held_names(self) -> tuple[str, ...]:
         # A copy of the keys in one step: the main thread may define a name meanwhile.
-        held_names = (
+        names = (
             name
             for name in tuple(self._shell.user_ns)
             if not name.startswith("_") and name not in self._names_at_start
         )
-        return tuple(itertools.islice(held_names, _MAX_NAMES))
+        return tuple(itertools.islice(names, _MAX_NAMES))
 
 
-def _leaves_block(current_frame: FrameType | None) -> bool:
+def _leaves_block(frame: FrameType | None) -> bool:
     """Whether `with` blocks may be about to be left, or an error is being handled.
 
     A collective that was cut raises out of C code, and Python handles the signal that came with the
     cut right after: at the first line of `__exit__`, or before that is called (Python 3.10).
     Interrupted there, `torch.no_grad()` leaves gradients off for all later cells.
     """
-    while current_frame is not None:
-        if current_frame.f_code.co_name == "__exit__":
+    while frame is not None:
+        if frame.f_code.co_name == "__exit__":
             return True
-        current_frame = current_frame.f_back
+        frame = frame.f_back
     return sys.exc_info()[1] is not None
 
 

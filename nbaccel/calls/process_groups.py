@@ -160,12 +160,12 @@ class ProcessGroups:
                 if group_backend.name() != "gloo" and hasattr(group_backend, "abort"):
                     group_backend.abort()
         # A copy: this is the second thread, and the main one may add sockets meanwhile.
-        own_sockets = set(self._sockets)
+        sockets = set(self._sockets)
         # A rank may also hang while a group is being made; its sockets are not recorded yet.
         if self._before is not None:
-            own_sockets |= set(_own_sockets()) - self._before
+            sockets |= set(_own_sockets()) - self._before
         for socket_inode, socket_fd in _own_sockets().items():
-            if socket_inode in own_sockets:
+            if socket_inode in sockets:
                 _shut_connection(socket_fd, spared_port=self._place.master_port)
 
     def leave(self, generation: int, leave_reason: str) -> None:
@@ -365,12 +365,10 @@ def _even_out(trained_module: nn.Module) -> bool:
     Returns:
         Whether they were equal.
     """
-    own_optimizers = [*_optimizers_of(trained_module)]
+    optimizers = [*_optimizers_of(trained_module)]
     rank_facts: list[Any] = [None] * dist.get_world_size()
     # Facts instead of states, which are as large as the model or larger.
-    dist.all_gather_object(
-        rank_facts, [_optimizer_facts(optimizer) for optimizer in own_optimizers]
-    )
+    dist.all_gather_object(rank_facts, [_optimizer_facts(optimizer) for optimizer in optimizers])
     if all(rank_fact == rank_facts[0] for rank_fact in rank_facts):
         return True
     if len({len(rank_fact) for rank_fact in rank_facts}) > 1:
@@ -379,9 +377,9 @@ def _even_out(trained_module: nn.Module) -> bool:
             f"optimizers for this model, so their states cannot be compared. Run the cell again "
             "that makes the optimizer, on all ranks."
         )
-    state_dicts: list[Any] = [[optimizer.state_dict() for optimizer in own_optimizers]]
+    state_dicts: list[Any] = [[optimizer.state_dict() for optimizer in optimizers]]
     dist.broadcast_object_list(state_dicts, src=0)
-    for optimizer, optimizer_state in zip(own_optimizers, state_dicts[0], strict=True):
+    for optimizer, optimizer_state in zip(optimizers, state_dicts[0], strict=True):
         optimizer.load_state_dict(optimizer_state)
     return False
 
@@ -392,7 +390,7 @@ def _optimizers_of(trained_module: nn.Module) -> Iterator[torch.optim.Optimizer]
         id(model_parameter): position
         for position, model_parameter in enumerate(trained_module.parameters())
     }
-    found_optimizers = []
+    optimizers = []
     # A DDP model does not know its optimizers, and torch keeps no list of them.
     for heap_object in gc.get_objects():
         # isinstance would ask objects for __class__, which proxies answer with code of their own.
@@ -407,12 +405,9 @@ def _optimizers_of(trained_module: nn.Module) -> Iterator[torch.optim.Optimizer]
                 for trained_parameter in parameter_group["params"]
             ]
             if any(trained_position >= 0 for trained_position in trained_positions):
-                found_optimizers.append(
-                    (trained_positions, type(heap_object).__qualname__, heap_object)
-                )
+                optimizers.append((trained_positions, type(heap_object).__qualname__, heap_object))
     yield from (
-        heap_object
-        for *_, heap_object in sorted(found_optimizers, key=lambda sort_entry: sort_entry[:2])
+        heap_object for *_, heap_object in sorted(optimizers, key=lambda sort_entry: sort_entry[:2])
     )
 
 

@@ -123,9 +123,9 @@ def _names_of_script(script: Script) -> Iterator[None]:
     sys.argv[:] = [script.target, *script.arguments]
     # `python -P` and PYTHONSAFEPATH put no folder in front.
     if not getattr(sys.flags, "safe_path", False):
-        own_folder = Path.cwd() if script.kind == "module" else Path(script.target).resolve().parent
+        folder = Path.cwd() if script.kind == "module" else Path(script.target).resolve().parent
         # The first entry is the folder of the command `nbaccel` itself.
-        sys.path[:1] = [str(own_folder)]
+        sys.path[:1] = [str(folder)]
     try:
         yield
     finally:

@@ -161,15 +161,15 @@ class ShutdownLadder:
 
     def answered(self, member: WorkerHandle) -> None:
         """This worker has said where it is. Once all have, waiting for answers ends."""
-        asked_members = {
+        members = {
             worker_rank: member_course
             for worker_rank, member_course in self._courses.items()
             if member_course.step is ShutdownStep.ASK
         }
-        if member.rank in asked_members:
-            asked_members[member.rank].has_answered = True
-        if all(member_course.has_answered for member_course in asked_members.values()):
-            for member_course in asked_members.values():
+        if member.rank in members:
+            members[member.rank].has_answered = True
+        if all(member_course.has_answered for member_course in members.values()):
+            for member_course in members.values():
                 member_course.until = 0.0
 
     def unwinds(self, member: WorkerHandle) -> None:

@@ -383,11 +383,9 @@ class WorkerShell(InteractiveShell):
         error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
         if error is self._raised or isinstance(error, (SyntaxError, asyncio.CancelledError)):
             return
-        current_frame = inspect.currentframe()
+        frame = inspect.currentframe()
         calling_module = (
-            current_frame.f_back.f_globals.get("__name__", "")
-            if current_frame and current_frame.f_back
-            else ""
+            frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
         )
         if error is not None and calling_module.startswith("IPython.core.magics."):
             # IPython 8's %%time prints the error of its cell and reports success.

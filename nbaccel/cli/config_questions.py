@@ -310,9 +310,9 @@ class _Questions:
             RunConfig(**{**self.settings, setting_name: value})
         except ConfigError as error:
             # Others wait for answers that are still to come.
-            own_mistakes = [text for text in error.mistakes if text.startswith(setting_name)]
-            if own_mistakes:
-                raise ConfigError(*own_mistakes) from error
+            mistakes = [text for text in error.mistakes if text.startswith(setting_name)]
+            if mistakes:
+                raise ConfigError(*mistakes) from error
         return value
 
     def _text(self, question: str, default: Any, reader: Callable[[str], Any]) -> Any:

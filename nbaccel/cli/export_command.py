@@ -167,14 +167,14 @@ def _settings(
     if made_script.launch is not None:
         file_config = settings_file.merge({})
         defaults = type(file_config)()
-        own_settings = {
+        settings = {
             name: value
             for name, value in dict(file_config).items()
             if value != getattr(defaults, name)
         }
-        known_config = defaults.changed(**{**made_script.launch.settings, **own_settings})
+        config = defaults.changed(**{**made_script.launch.settings, **settings})
         file_name = settings_file.name or "the notebook"
-        request = read_launch_request(further_options, known_config, file_name)
+        request = read_launch_request(further_options, config, file_name)
     else:
         request = read_launch_request(further_options, *settings_file)
     for note in request.notes:

@@ -119,8 +119,8 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     from nbaccel.cli.peer_options import PEER_OPTIONS
     from nbaccel.notebook.options import setting_options
 
-    own_parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
-    taken_flags = _own_flags(own_parameters)
+    parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
+    taken_flags = _own_flags(parameters)
     further_parameters = [
         _setting_parameter(option, _short_flags(option.flag, PEER_OPTIONS))
         for option in setting_options()
@@ -132,7 +132,7 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
         if option.flag not in taken_flags
     ]
     # Keyword-only, so that the parser's order of arguments is that of the function alone.
-    return inspect.Signature([*own_parameters, *further_parameters])
+    return inspect.Signature([*parameters, *further_parameters])
 
 
 @cache

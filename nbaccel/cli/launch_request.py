@@ -277,10 +277,10 @@ class _OptionReader:
 
     def _choose_visible(self, visible_devices: str, flag: str) -> None:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
-        given_variables = self.settings.get("variables", self.file_config.variables) or {}
-        if isinstance(given_variables, dict):  # the setting itself says what else is wrong
+        variables = self.settings.get("variables", self.file_config.variables) or {}
+        if isinstance(variables, dict):  # the setting itself says what else is wrong
             self.settings["variables"] = {
-                **given_variables,
+                **variables,
                 "CUDA_VISIBLE_DEVICES": visible_devices,
             }
             self.flags["variables"] = flag
@@ -304,13 +304,13 @@ class _OptionReader:
             asks_for_stage = {"zero_stage", "deepspeed"} & self.settings.keys()
             if not asks_for_stage and not self.file_config.uses_deepspeed:
                 self._put("zero_stage", _DEFAULT_ZERO_STAGE, "--use-deepspeed")
-        wanted_strategies = {self.settings.get("strategy", self.file_config.strategy)}
+        strategies = {self.settings.get("strategy", self.file_config.strategy)}
         if {"zero_stage", "deepspeed"} & self.settings.keys() or self.file_config.uses_deepspeed:
-            wanted_strategies.add("deepspeed")
+            strategies.add("deepspeed")
         idle_flags: dict[str, list[str]] = {}
         for name, value in given.items():
             option = _PEERS_BY_NAME.get(name)
-            if option and value and option.needs and option.needs not in wanted_strategies:
+            if option and value and option.needs and option.needs not in strategies:
                 idle_flags.setdefault(option.needs, []).append(option.flag)
         self.notes += [
             f"{', '.join(flags)} has no effect without --strategy {strategy_name}."
@@ -318,13 +318,13 @@ class _OptionReader:
         ]
 
     def _read_output(self, given: Mapping[str, Any]) -> None:
-        wanted_output = shown_output_of(
+        output = shown_output_of(
             given, has_log_dir=bool({"log_dir"} & self.settings.keys() or self.file_config.log_dir)
         )
-        self.mistakes += wanted_output.mistakes
-        self.notes += wanted_output.notes
-        if wanted_output.text is not None:
-            self._put("shown_output", wanted_output.text, wanted_output.flag)
+        self.mistakes += output.mistakes
+        self.notes += output.notes
+        if output.text is not None:
+            self._put("shown_output", output.text, output.flag)
 
     # ---- the result
 
@@ -354,16 +354,16 @@ class _OptionReader:
         )
 
     def _sources(self, launch_config: RunConfig) -> dict[str, str]:
-        found_sources = {}
+        sources = {}
         for setting_name, model_field in RunConfig.model_fields.items():
             if setting_name in self.flags:
-                found_sources[setting_name] = self.flags[setting_name]
+                sources[setting_name] = self.flags[setting_name]
             elif getattr(self.file_config, setting_name) != model_field.default:
-                found_sources[setting_name] = self.file_name
+                sources[setting_name] = self.file_name
             elif getattr(launch_config, setting_name) != model_field.default:
                 # A DeepSpeed configuration decides stage, precision and accumulation.
-                found_sources[setting_name] = self.flags.get("deepspeed", "DeepSpeed configuration")
-        return found_sources
+                sources[setting_name] = self.flags.get("deepspeed", "DeepSpeed configuration")
+        return sources
 
 
 def _json_or_text(text: str) -> Any:

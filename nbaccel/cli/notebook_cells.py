@@ -171,7 +171,7 @@ def statements_of(cell: NotebookCell) -> list[Statement]:
         cell: The cell.
     """
     lines = cell.code.splitlines()
-    found_statements = []
+    statements = []
     previous_end = 0
     for node in ast.parse(cell.code).body:
         first_line = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
@@ -179,7 +179,7 @@ def statements_of(cell: NotebookCell) -> list[Statement]:
         text = "\n".join(lines[min(previous_end, first_line - 1) : node.end_lineno]).strip("\n")
         previous_end = node.end_lineno or previous_end
         names = names_of(ast.unparse(node))
-        found_statements.append(
+        statements.append(
             Statement(
                 cell_number=cell.number,
                 node=node,
@@ -188,7 +188,7 @@ def statements_of(cell: NotebookCell) -> list[Statement]:
                 reads=names.needed | names.possible,
             )
         )
-    return found_statements
+    return statements
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:

@@ -101,16 +101,16 @@ def find_launches(statements: Iterable[Statement]) -> list[LaunchCall]:
     Args:
         statements: The notebook's statements.
     """
-    found_configs: dict[str, Any] = {}
-    found_launches = []
+    configs: dict[str, Any] = {}
+    launches = []
     for statement in statements:
         if isinstance(statement.node, ast.Assign) and isinstance(statement.node.value, ast.Call):
             for name in statement.binds:
-                found_configs[name] = _literal(statement.node.value, found_configs)
+                configs[name] = _literal(statement.node.value, configs)
         call = _launch_call(statement.node)
         if call is not None:
-            found_launches.append(_read_launch(call, statement, found_configs))
-    return found_launches
+            launches.append(_read_launch(call, statement, configs))
+    return launches
 
 
 def _launch_call(node: ast.stmt) -> ast.Call | None:
@@ -118,8 +118,8 @@ def _launch_call(node: ast.stmt) -> ast.Call | None:
         return None
     for inner_node in ast.walk(node):
         if isinstance(inner_node, ast.Call):
-            called_name = ast.unparse(inner_node.func).rpartition(".")[2]
-            if called_name in _LAUNCHERS and (inner_node.args or inner_node.keywords):
+            name = ast.unparse(inner_node.func).rpartition(".")[2]
+            if name in _LAUNCHERS and (inner_node.args or inner_node.keywords):
                 return inner_node
     return None
 
@@ -201,11 +201,11 @@ def _chosen_launch(
             f"--function {functions[-1]}; or give cells the tag {EXPORT_TAG}."
         )
     launched_text = ", ".join(dict.fromkeys(call.function for call in launches)) or "none"
-    wanted_text = f" with the function {function_name!r}" if function_name else ""
+    text = f" with the function {function_name!r}" if function_name else ""
     raise ConfigError(
         f"Nothing says what to export. Looked in {len(cells)} code cells for the tag "
         f"{EXPORT_TAG} and for a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of "
-        f"functions{wanted_text}; launched functions found: {launched_text}. Tag the cells that "
+        f"functions{text}; launched functions found: {launched_text}. Tag the cells that "
         "belong into the script, or launch the function in a cell."
     )
 

@@ -99,8 +99,8 @@ def _status_of_failure(error: WorkerFailed, shows_tracebacks: bool) -> int:
     # The exception's text is all that is left of its code.
     code_text = record.raised.message.strip()
     is_number = code_text.lstrip("-").isdecimal()
-    own_frame = user_frame(reversed(record.raised.frames))
-    place_text = f" ({place(own_frame)})" if own_frame else ""
+    frame = user_frame(reversed(record.raised.frames))
+    place_text = f" ({place(frame)})" if frame else ""
     status = exit_status_of(int(code_text) if is_number else code_text)
     print(
         f"nbaccel: rank {record.rank} left with exit status {status}{place_text}",

@@ -69,12 +69,12 @@ def run_checks(config_json: str, world_size: int, folder: str) -> list[tuple[str
     for check_name, check in _CHECKS.items():
         start_time = time.monotonic()
         try:
-            found_text = check(training)
+            text = check(training)
         except SetUpCheckFailed as error:
             raise SetUpCheckFailed(f"{check_name}: {error}") from None
         except Exception as error:  # whatever a library raises, the check's name is wanted
             raise SetUpCheckFailed(f"{check_name}: {type(error).__name__}: {error}") from error
-        check_results.append((check_name, found_text, time.monotonic() - start_time))
+        check_results.append((check_name, text, time.monotonic() - start_time))
     training.accelerator.end_training()
     return check_results
 

@@ -123,8 +123,8 @@ def _show_checks(found_by_check: dict[str, tuple[str, float]], failed_check: str
     num_passed = CHECK_NAMES.index(failed_check) if failed_check else 0
     for position, check_name in enumerate(CHECK_NAMES):
         if check_name in found_by_check:
-            found_text, seconds = found_by_check[check_name]
-            table.add_row(check_name, "OK", found_text, f"{seconds:.1f}", style="green")
+            text, seconds = found_by_check[check_name]
+            table.add_row(check_name, "OK", text, f"{seconds:.1f}", style="green")
         elif check_name == failed_check:
             table.add_row(check_name, "failed", "see below", "", style="bold red")
         else:

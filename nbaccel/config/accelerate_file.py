@@ -92,8 +92,8 @@ class FileReading:
 
     def complete_settings(self) -> dict[str, Any]:
         """The settings for `RunConfig`, variables included."""
-        found_variables = {"variables": self.variables} if self.variables else {}
-        settings = {**self.settings, **found_variables}
+        variables = {"variables": self.variables} if self.variables else {}
+        settings = {**self.settings, **variables}
         if "hostfile" in settings:
             # One command starts the workers on all hosts, and counts them together.
             num_nodes = settings.pop("num_nodes", 1)

@@ -107,20 +107,20 @@ def _unknown_keywords(
 
 
 def _meant_keyword(
-    given_name: str,
+    name: str,
     call_signature: inspect.Signature,
     function_parameters: Mapping[str, Any],
     launched_function: Any,
 ) -> str:
     # The most likely mistake first: an argument of the function, passed as to the function itself.
-    if given_name in function_parameters:
+    if name in function_parameters:
         return (
             f"It is an argument of {_function_name(launched_function)}(): these go into a tuple, "
             f"in their order. Write args=({', '.join(function_parameters)},)."
         )
-    if given_name in RunConfig.model_fields and "config" in call_signature.parameters:
-        return f"It is a setting of RunConfig. Write config=RunConfig({given_name}=…)."
-    near_names = closest(given_name, call_signature.parameters).strip()
+    if name in RunConfig.model_fields and "config" in call_signature.parameters:
+        return f"It is a setting of RunConfig. Write config=RunConfig({name}=…)."
+    near_names = closest(name, call_signature.parameters).strip()
     return near_names or f"The arguments are: {', '.join(call_signature.parameters)}."
 
 

@@ -107,17 +107,17 @@ def read_document(given_value: Any) -> Any:
     return config_document
 
 
-def _infinite_keys(given_value: Any, key_path: str = "") -> Iterator[str]:
-    if isinstance(given_value, dict):
-        for entry_key, inner_value in given_value.items():
+def _infinite_keys(value: Any, key_path: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for entry_key, inner_value in value.items():
             yield from _infinite_keys(
                 inner_value, f"{key_path}.{entry_key}" if key_path else entry_key
             )
-    elif isinstance(given_value, list):
-        for inner_value in given_value:
+    elif isinstance(value, list):
+        for inner_value in value:
             yield from _infinite_keys(inner_value, key_path)
     # NaN has been refused by the reader.
-    elif isinstance(given_value, float) and math.isinf(given_value):
+    elif isinstance(value, float) and math.isinf(value):
         yield key_path
 
 
@@ -179,17 +179,17 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
 
 def _read_enabled(format_section: Any, enabled_key: str) -> list[FieldMistake]:
     """Replace the text of a truth value by the value; mistakes where it is none."""
-    if not isinstance(format_section, dict) or (given_value := format_section.get("enabled")) in (
+    if not isinstance(format_section, dict) or (value := format_section.get("enabled")) in (
         None,
         _AUTO_WORD,
     ):
         return []
-    enabled_word = given_value.strip().lower() if isinstance(given_value, str) else given_value
+    enabled_word = value.strip().lower() if isinstance(value, str) else value
     if enabled_word in ("true", "false"):
         format_section["enabled"] = enabled_word = enabled_word == "true"
     if isinstance(enabled_word, bool):
         return []
-    return [FieldMistake(_ENABLED_RULE.refusal(enabled_key, given_value), enabled_key)]
+    return [FieldMistake(_ENABLED_RULE.refusal(enabled_key, value), enabled_key)]
 
 
 def _is_on(format_section: Any) -> bool:

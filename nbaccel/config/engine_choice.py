@@ -43,8 +43,8 @@ def chosen_engine(config: _EngineSettings) -> tuple[str, str]:
     if config.engine != "auto":
         return config.engine, "asked for"
     for row in ENGINES:
-        if row.setting and (given_value := getattr(config, row.setting)) is not None:
-            return row.name, f"{row.setting}={given_value!r} names the hosts"
+        if row.setting and (value := getattr(config, row.setting)) is not None:
+            return row.name, f"{row.setting}={value!r} names the hosts"
     if elastic_text := elastic_reason(config):
         return _meeting_engine(), f"{elastic_text}: the nodes agree again on who takes part"
     if config.num_nodes > 1:

@@ -232,7 +232,7 @@ def explain_mistakes(
 
 
 def _unknown_setting(
-    model: type[BaseModel], setting_name: str, given_value: object, unknown_remedy: str
+    model: type[BaseModel], setting_name: str, value: object, unknown_remedy: str
 ) -> str:
     owner_settings = tuple(model.model_fields)
     advice_text = (
@@ -242,7 +242,7 @@ def _unknown_setting(
     )
     return (
         f"{setting_name} is no setting of {model.__name__}: got "
-        f"{setting_name}={shown(given_value)}. It would be silently ignored. "
+        f"{setting_name}={shown(value)}. It would be silently ignored. "
         f"{advice_text}"
     )
 
@@ -324,20 +324,20 @@ def field_mistakes(owner_settings: Any) -> list[FieldMistake]:
     Returns:
         One message per wrong value.
     """
-    found_mistakes: list[FieldMistake] = []
+    mistakes: list[FieldMistake] = []
     for dataclass_field in fields(owner_settings):
         if (field_check := dataclass_field.metadata.get(_CHECK_KEY)) is None:
             continue
-        given_value = getattr(owner_settings, dataclass_field.name)
+        value = getattr(owner_settings, dataclass_field.name)
         try:
             read_value = field_check.read(
-                dataclass_field.name, given_value, owner=type(owner_settings).__name__
+                dataclass_field.name, value, owner=type(owner_settings).__name__
             )
         except ConfigError as error:
-            found_mistakes += mistakes_in(error)
+            mistakes += mistakes_in(error)
         else:
             setattr(owner_settings, dataclass_field.name, read_value)
-    return found_mistakes
+    return mistakes
 
 
 def refuse_mistakes(found_mistakes: Iterable[str]) -> None:

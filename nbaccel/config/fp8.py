@@ -36,22 +36,22 @@ _VARIABLE_PREFIX = "ACCELERATE_FP8_"
 _PASS_NAMES = ("FPROP", "DGRAD", "WGRAD")
 
 
-def _upper_case(given_value: Any) -> Any:
-    return given_value.strip().upper() if isinstance(given_value, str) else given_value
+def _upper_case(value: Any) -> Any:
+    return value.strip().upper() if isinstance(value, str) else value
 
 
-def _lower_case(given_value: Any) -> Any:
-    return given_value.strip().lower() if isinstance(given_value, str) else given_value
+def _lower_case(value: Any) -> Any:
+    return value.strip().lower() if isinstance(value, str) else value
 
 
-def _truth_or_none(given_value: Any) -> Any:
-    return None if given_value is None else read_truth(given_value)
+def _truth_or_none(value: Any) -> Any:
+    return None if value is None else read_truth(value)
 
 
-def _three_values(given_value: Any) -> Any:
-    if isinstance(given_value, str):
-        given_value = [list_part.strip() for list_part in given_value.strip("()[] ").split(",")]
-    return tuple(given_value) if isinstance(given_value, list) else given_value
+def _three_values(value: Any) -> Any:
+    if isinstance(value, str):
+        value = [list_part.strip() for list_part in value.strip("()[] ").split(",")]
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Fp8Config(Plain):
@@ -236,10 +236,7 @@ class Fp8Config(Plain):
         def __init__(self, **settings: Any) -> None:
             try:
                 super().__init__(
-                    **{
-                        setting_name: plain_value(given_value)
-                        for setting_name, given_value in settings.items()
-                    }
+                    **{setting_name: plain_value(value) for setting_name, value in settings.items()}
                 )
             except ValidationError as error:
                 raise ConfigError(*explain_mistakes(type(self), error, settings)) from error

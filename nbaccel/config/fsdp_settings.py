@@ -101,14 +101,14 @@ def _variable_value(setting_name: str, text: str) -> Any:
     return env.flag(FSDP_VARIABLES[setting_name]) if is_truth else text
 
 
-def _wrap_policy(given_value: Any) -> Any:
-    if isinstance(given_value, str) and given_value.lower() not in _WRAP_POLICIES:
-        raise ValueError(given_value)
-    return given_value
+def _wrap_policy(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() not in _WRAP_POLICIES:
+        raise ValueError(value)
+    return value
 
 
-def _state_dict_type(given_value: Any) -> Any:
-    return None if given_value is None else plain_name(given_value)
+def _state_dict_type(value: Any) -> Any:
+    return None if value is None else plain_name(value)
 
 
 _VERSION_FIELD = Annotated[
@@ -208,12 +208,12 @@ class FullyShardedDataParallelPlugin(Settings):
 
     def __post_init__(self) -> None:
         self._take_variables()
-        found_mistakes = field_mistakes(self)
+        mistakes = field_mistakes(self)
         contradiction_texts = list[str]()
         # A wrong type would be reported a second time, as a contradiction.
-        if not any(field_mistake.path == "state_dict_type" for field_mistake in found_mistakes):
+        if not any(field_mistake.path == "state_dict_type" for field_mistake in mistakes):
             contradiction_texts = self._contradictions()
-        refuse_mistakes([*found_mistakes, *contradiction_texts, *self._unfollowed()])
+        refuse_mistakes([*mistakes, *contradiction_texts, *self._unfollowed()])
         self._warn_of_fsdp1()
         # The default depends on the version that was given, so it is read before it becomes 2.
         if self.state_dict_type is None:
@@ -299,12 +299,12 @@ class FullyShardedDataParallelPlugin(Settings):
     def _unfollowed(self) -> list[str]:
         """Messages about settings that ``fully_shard`` does not support, each with a remedy."""
         refused_settings = [
-            f"{_PLUGIN_NAME}({setting_name}={given_value!r}) is not supported: fully_shard has "
+            f"{_PLUGIN_NAME}({setting_name}={value!r}) is not supported: fully_shard has "
             f"{' and '.join(_SHARDING_STRATEGIES)}. Give reshard_after_forward=True or False; for "
             "NO_SHARD leave the plugin out, which trains with DDP."
             for setting_name in ("sharding_strategy", "reshard_after_forward")
-            if not isinstance(given_value := getattr(self, setting_name), (bool, type(None)))
-            and plain_name(given_value) not in _SHARDING_STRATEGIES
+            if not isinstance(value := getattr(self, setting_name), (bool, type(None)))
+            and plain_name(value) not in _SHARDING_STRATEGIES
         ]
         if self.param_init_fn is not None:
             refused_settings.append(
@@ -324,9 +324,9 @@ class FullyShardedDataParallelPlugin(Settings):
         """Warn once of settings that are FSDP1's and change no number."""
         fsdp1_settings = ["fsdp_version=1"] * (self.fsdp_version == 1)
         fsdp1_settings += [
-            f"{setting_name}={given_value!r} ({own_behaviour})"
-            for setting_name, own_behaviour in _OWN_WAY.items()
-            if (given_value := self._of(setting_name))
+            f"{setting_name}={value!r} ({behaviour})"
+            for setting_name, behaviour in _OWN_WAY.items()
+            if (value := self._of(setting_name))
         ]
         fsdp1_settings += [
             f"{setting_name}=False (it always does it)"
@@ -353,8 +353,8 @@ def _kind_of(state_dict_config: Any) -> str | None:
     return "FULL_STATE_DICT" if class_name.startswith("Full") else "SHARDED_STATE_DICT"
 
 
-def _offloads_shards(given_value: Any) -> bool:
+def _offloads_shards(value: Any) -> bool:
     # An object of FSDP1's class is true whatever its field says.
-    if type(given_value).__name__ == "CPUOffload":
-        return bool(given_value.offload_params)
-    return bool(_OFFLOAD_POLICIES.get(type(given_value).__name__, given_value))
+    if type(value).__name__ == "CPUOffload":
+        return bool(value.offload_params)
+    return bool(_OFFLOAD_POLICIES.get(type(value).__name__, value))

@@ -381,8 +381,8 @@ class TorchDynamoPlugin(Handler):
         }
 
 
-def _dynamo_backend(given_backend: Any) -> DynamoBackend | str:
-    backend_name = str(getattr(given_backend, "value", given_backend))
+def _dynamo_backend(backend: Any) -> DynamoBackend | str:
+    backend_name = str(getattr(backend, "value", backend))
     # A package may register a further backend with torch, whose name is case-sensitive.
     return (
         DynamoBackend(backend_name.upper())

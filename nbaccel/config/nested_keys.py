@@ -21,12 +21,12 @@ def value_at(
     Returns:
         The value.
     """
-    current_value: Any = nested_settings
+    value: Any = nested_settings
     for key_step in dotted_key.split("."):
-        if not isinstance(current_value, Mapping) or key_step not in current_value:
+        if not isinstance(value, Mapping) or key_step not in value:
             return default
-        current_value = current_value[key_step]
-    return current_value
+        value = value[key_step]
+    return value
 
 
 def has_key(nested_settings: Mapping[str, Any] | None, dotted_key: str) -> bool:

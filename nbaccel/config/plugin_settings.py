@@ -51,10 +51,10 @@ _PLACE_VARIABLES = frozenset(
 )
 
 
-def _read_fsdp(given_value: Any) -> Any:
-    if not isinstance(given_value, Mapping):
-        return given_value
-    read_settings = _checked_names(given_value, FSDP_VARIABLES)
+def _read_fsdp(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    read_settings = _checked_names(value, FSDP_VARIABLES)
     if isinstance(class_names := read_settings.get("transformer_cls_names_to_wrap"), str):
         read_settings["transformer_cls_names_to_wrap"] = split_names(class_names)
     with warnings.catch_warnings():
@@ -67,25 +67,23 @@ def _read_fsdp(given_value: Any) -> Any:
     return read_settings
 
 
-def _read_dynamo(given_value: Any) -> Any:
-    if isinstance(given_value, str):
-        given_value = {"backend": given_value}
-    if not isinstance(given_value, Mapping):
-        return given_value
-    read_settings = _checked_names(given_value, DYNAMO_VARIABLES)
+def _read_dynamo(value: Any) -> Any:
+    if isinstance(value, str):
+        value = {"backend": value}
+    if not isinstance(value, Mapping):
+        return value
+    read_settings = _checked_names(value, DYNAMO_VARIABLES)
     _built_from(TorchDynamoPlugin, read_settings)
     return read_settings
 
 
-def _checked_names(
-    given_settings: Mapping[str, Any], known_names: Mapping[str, str]
-) -> dict[str, Any]:
+def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) -> dict[str, Any]:
     """The settings as JSON holds them, without those that are None.
 
     Raises:
         ConfigError: Names that are no settings; values that are no truth values.
     """
-    plain_settings: dict[str, Any] = json_like(given_settings)
+    plain_settings: dict[str, Any] = json_like(settings)
     unknown_names = [name for name in plain_settings if name not in known_names]
     name_mistakes = [
         FieldMistake(

@@ -525,42 +525,42 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
     return {**kept_settings, **changes, "deepspeed": config_document}
 
 
-def _document_of(given_document: Any) -> zero_engine.Document | None:
+def _document_of(document: Any) -> zero_engine.Document | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
     try:
-        config_document = zero_engine.read_document(given_document)
+        config_document = zero_engine.read_document(document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it
         return None
     return config_document if isinstance(config_document, zero_engine.Document) else None
 
 
-def _read_document(given_settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
+def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`.
 
     Args:
-        given_settings: The user's settings. The configuration in them is replaced by what is left
+        settings: The user's settings. The configuration in them is replaced by what is left
             of it; settings that are None, and decided by the configuration, are removed.
 
     Returns:
         The whole configuration, empty where there is none that can be read, and the settings that
         it decides.
     """
-    config_document = _document_of(given_settings.get("deepspeed"))
+    config_document = _document_of(settings.get("deepspeed"))
     if config_document is None:
         return zero_engine.Document(), {}
-    given_settings["deepspeed"], decided_settings = zero_engine.taken_out(config_document)
+    settings["deepspeed"], decided_settings = zero_engine.taken_out(config_document)
     file_settings = {"zero_stage": zero_engine.stage_left_open(config_document), **decided_settings}
     # None is "not given" for settings whose default it is, such as those of a form's empty field.
     for setting_name in file_settings:
         if (
-            given_settings.get(setting_name, ...) is None
+            settings.get(setting_name, ...) is None
             and RunConfig.model_fields[setting_name].default is None
         ):
-            del given_settings[setting_name]
+            del settings[setting_name]
     return config_document, {
         setting_name: setting_value
         for setting_name, setting_value in file_settings.items()
-        if setting_name not in given_settings
+        if setting_name not in settings
     }
 
 

@@ -379,9 +379,9 @@ class Plain(BaseModel):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for setting_name, model_field in type(self).model_fields.items():
-            given_value = getattr(self, setting_name)
-            if given_value != model_field.default:
-                yield setting_name, given_value
+            value = getattr(self, setting_name)
+            if value != model_field.default:
+                yield setting_name, value
 
     def __str__(self) -> str:
         return repr(self)
@@ -464,9 +464,4 @@ class Exchangeable(Plain):
                 f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
                 "names. Write names and values: num_processes and 2, for example."
             )
-        return cls(
-            **{
-                str(setting_name): given_value
-                for setting_name, given_value in read_settings.items()
-            }
-        )
+        return cls(**{str(setting_name): value for setting_name, value in read_settings.items()})

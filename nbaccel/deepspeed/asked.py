@@ -31,8 +31,8 @@ def wanted(said: Said) -> Wanted | None:
     """
     # From the most explicit source to the least: the first one decides, and is named as the reason.
     for argument_name in ("deepspeed_plugin", "deepspeed_plugins"):
-        if (given_plugin := said.arguments.get(argument_name)) is not None:
-            return _wanted_choice("argument", argument_name, given_plugin=given_plugin)
+        if (plugin := said.arguments.get(argument_name)) is not None:
+            return _wanted_choice("argument", argument_name, given_plugin=plugin)
     run_config = said.run
     if run_config is not None and run_config.uses_deepspeed:
         return _wanted_choice(

@@ -117,20 +117,17 @@ def _said_by_run(
 
 
 def _micro_batch_size(known_values: _KnownValues) -> _AutoAnswer:
-    known_facts = known_values.facts
-    if known_facts.micro_batch_size is not None:
-        return known_facts.micro_batch_size, "the run's batch size per process"
+    facts = known_values.facts
+    if facts.micro_batch_size is not None:
+        return facts.micro_batch_size, "the run's batch size per process"
     total_batch = value_at(known_values.settings, "train_batch_size")
     accumulation_steps, _ = _accumulation_steps(known_values)
-    if (
-        isinstance(total_batch, int)
-        and total_batch % (accumulation_steps * known_facts.world_size) == 0
-    ):
-        batch_share = total_batch // (accumulation_steps * known_facts.world_size)
+    if isinstance(total_batch, int) and total_batch % (accumulation_steps * facts.world_size) == 0:
+        batch_share = total_batch // (accumulation_steps * facts.world_size)
         return (
             batch_share,
             f"train_batch_size {total_batch} / ({accumulation_steps} accumulated * "
-            f"{known_facts.world_size})",
+            f"{facts.world_size})",
         )
     raise _UnknownValue(
         f"nothing says the batch size per process (train_batch_size={total_batch!r}); give "
@@ -164,10 +161,10 @@ def _from_nothing(known_values: _KnownValues) -> _AutoAnswer:
 
 def _precision_rule(section_name: str) -> Callable[[_KnownValues], _AutoAnswer]:
     def rule(known_values: _KnownValues) -> _AutoAnswer:
-        asked_value = known_values.facts.mixed_precision or "no"
+        value = known_values.facts.mixed_precision or "no"
         # In FP8 only the matrix products are computed, in a model that is in bfloat16.
-        wanted_precision = "bf16" if asked_value == "fp8" else asked_value
-        return wanted_precision == section_name, f"the run's mixed precision is {asked_value!r}"
+        precision = "bf16" if value == "fp8" else value
+        return precision == section_name, f"the run's mixed precision is {value!r}"
 
     return rule
 
@@ -200,18 +197,16 @@ def _warmup_peak_rate(known_values: _KnownValues) -> _AutoAnswer:
 
 
 def _warmup_steps(known_values: _KnownValues) -> _AutoAnswer:
-    asked_steps = known_values.facts.warmup_steps
+    steps = known_values.facts.warmup_steps
     total_steps = known_values.facts.total_steps
-    if asked_steps is None:
+    if steps is None:
         return 1, "no warm-up; DeepSpeed takes no 0"
-    if asked_steps < 1 and asked_steps > 0:
+    if steps < 1 and steps > 0:
         if total_steps is None:
-            raise _UnknownValue(
-                f"warmup_steps={asked_steps} is a share of all steps; give total_steps"
-            )
-        return max(1, math.ceil(total_steps * asked_steps)), f"{asked_steps} of {total_steps} steps"
-    value_reason = "the run's warm-up" if asked_steps >= 1 else "no warm-up; DeepSpeed takes no 0"
-    return max(1, int(asked_steps)), value_reason
+            raise _UnknownValue(f"warmup_steps={steps} is a share of all steps; give total_steps")
+        return max(1, math.ceil(total_steps * steps)), f"{steps} of {total_steps} steps"
+    value_reason = "the run's warm-up" if steps >= 1 else "no warm-up; DeepSpeed takes no 0"
+    return max(1, int(steps)), value_reason
 
 
 # Key by key: the rule, and whether a value in the file must agree with what the run says.
@@ -379,11 +374,11 @@ def _installed_schema() -> Schema | None:
 
 def _added_precision(known_values: _KnownValues) -> Iterator[Choice]:
     """The section of the run's precision, where the file has none, which would mean float32."""
-    asked_precision = known_values.facts.mixed_precision
-    section_name = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(asked_precision or "")
+    precision = known_values.facts.mixed_precision
+    section_name = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(precision or "")
     if section_name and section_name not in known_values.settings:
         value_reason = (
-            f"the run's mixed precision is {asked_precision!r}, and the file has no "
+            f"the run's mixed precision is {precision!r}, and the file has no "
             f"{section_name} section"
         )
         known_values.settings[section_name] = {"enabled": True}

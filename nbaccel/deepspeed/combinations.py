@@ -96,11 +96,11 @@ def value_mistakes(section_name: str, given_params: Mapping[str, Any]) -> Iterat
         A message each.
     """
     for parameter_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
-        given_value = given_params.get(parameter_name)
-        if given_value is None or given_value == AUTO:
+        value = given_params.get(parameter_name)
+        if value is None or value == AUTO:
             continue
         try:
-            parameter_check.read(f"{section_name}.params.{parameter_name}", given_value)
+            parameter_check.read(f"{section_name}.params.{parameter_name}", value)
         except ConfigError as error:
             yield from mistakes_in(error)
 
@@ -421,10 +421,10 @@ def _missing_type(section_name: str, found_section: Any, example_type: str) -> s
 
 
 def _constructor_mistakes(
-    section_name: str, type_name: str, given_params: dict[str, Any], known_arguments: Arguments
+    section_name: str, type_name: str, params: dict[str, Any], known_arguments: Arguments
 ) -> Iterator[str]:
     for parameter_name in (
-        () if known_arguments.open else sorted(set(given_params) - known_arguments.known)
+        () if known_arguments.open else sorted(set(params) - known_arguments.known)
     ):
         # Names of transformers' `TrainingArguments`, which are copied into configurations.
         written_words = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
@@ -439,7 +439,7 @@ def _constructor_mistakes(
         )
         yield (
             f"{section_name}.params.{parameter_name} is no argument of {known_arguments.owner}: "
-            f"got {parameter_name}={given_params[parameter_name]!r}. DeepSpeed could not make "
+            f"got {parameter_name}={params[parameter_name]!r}. DeepSpeed could not make "
             f"{type_name}.{meant_text or f' It takes {sorted(known_arguments.known)}.'}"
         )
 

@@ -215,14 +215,12 @@ def _listed_keys(key_schema: Schema, section_path: str) -> str:
 def _meant_at_the_top(config_key: str, known_keys: Any) -> str:
     """As `closest`, for keys that are ignored: only what is near, or a known word, is a mistake."""
     lower_word = config_key.strip().lower()
-    names_by_lower = {known_key.lower(): known_key for known_key in known_keys}
-    known_meaning = _MEANT_KEYS.get(lower_word)
-    if known_meaning in names_by_lower.values():
-        return f" Did you mean {known_meaning!r}?"
+    names_by_lower = {key.lower(): key for key in known_keys}
+    meaning = _MEANT_KEYS.get(lower_word)
+    if meaning in names_by_lower.values():
+        return f" Did you mean {meaning!r}?"
     # A name that shares whole words is nearer than one that only has similar letters.
-    containing_names = [
-        known_key for known_key in names_by_lower if _is_part_of(lower_word, known_key)
-    ]
+    containing_names = [key for key in names_by_lower if _is_part_of(lower_word, key)]
     near_keys = difflib.get_close_matches(
         lower_word,
         containing_names or names_by_lower,
@@ -232,9 +230,9 @@ def _meant_at_the_top(config_key: str, known_keys: Any) -> str:
     return f" Did you mean {names_by_lower[near_keys[0]]!r}?" if near_keys else ""
 
 
-def _is_part_of(given_word: str, known_key: str) -> bool:
+def _is_part_of(word: str, known_key: str) -> bool:
     """``batch_size`` of ``train_batch_size``, ``zero_opt`` of ``zero_optimization``."""
-    key_parts = [key_part for key_part in given_word.split("_") if key_part]
+    key_parts = [key_part for key_part in word.split("_") if key_part]
     return bool(key_parts) and all(
         any(whole_part.startswith(key_part) for whole_part in known_key.split("_"))
         for key_part in key_parts
@@ -245,7 +243,7 @@ def _maker_of(config_key: str, config_settings: Mapping[str, Any], key_schema: S
     """The section whose ``params`` a key at the top level was meant for."""
     if config_key in ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum"):
         return "optimizer"
-    own_schedules = [
+    schedules = [
         schedule_name
         for schedule_name in key_schema.schedulers
         if schedule_name.startswith(("Warmup", "OneCycle", "LRR"))
@@ -253,8 +251,7 @@ def _maker_of(config_key: str, config_settings: Mapping[str, Any], key_schema: S
     return (
         "scheduler"
         if any(
-            config_key in key_schema.schedulers[schedule_name].known
-            for schedule_name in own_schedules
+            config_key in key_schema.schedulers[schedule_name].known for schedule_name in schedules
         )
         else ""
     )

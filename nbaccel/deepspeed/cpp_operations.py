@@ -90,17 +90,17 @@ def path_with_ninja() -> str | None:
         MissingBackend: There is no ninja.
     """
     search_path = env.read("PATH")
-    found_ninja = ninja_beside_python()
+    ninja = ninja_beside_python()
     first_path = shutil.which("ninja", path=search_path)
-    if first_path is not None and (found_ninja is None or Path(first_path) == found_ninja):
+    if first_path is not None and (ninja is None or Path(first_path) == ninja):
         return search_path
-    if found_ninja is None:
+    if ninja is None:
         raise MissingBackend(
             "DeepSpeed needs ninja to load its C++ operations, also those already built: none is "
             f"in PATH ({search_path}) nor beside {sys.executable}. Install it: pip install ninja",
             name="ninja",
         )
-    return os.pathsep.join([str(found_ninja.parent), *filter(None, [search_path])])
+    return os.pathsep.join([str(ninja.parent), *filter(None, [search_path])])
 
 
 def ninja_beside_python() -> Path | None:
@@ -110,8 +110,8 @@ def ninja_beside_python() -> Path | None:
         The program; None where there is none.
     """
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
-    found_ninja = shutil.which("ninja", path=os.pathsep.join(beside_python))
-    return Path(found_ninja) if found_ninja else None
+    ninja = shutil.which("ninja", path=os.pathsep.join(beside_python))
+    return Path(ninja) if ninja else None
 
 
 def compiler_of(environ: Mapping[str, str]) -> list[str] | None:
@@ -240,10 +240,10 @@ def holder_of(lock_path: Path) -> int | None:
     Returns:
         Its process id; None where no process that can be seen from here has.
     """
-    wanted_path = str(lock_path.resolve())
+    path = str(lock_path.resolve())
     for running_process in psutil.process_iter():
         try:
-            if any(open_file.path == wanted_path for open_file in running_process.open_files()):
+            if any(open_file.path == path for open_file in running_process.open_files()):
                 return running_process.pid
         except (psutil.Error, OSError):  # gone meanwhile, or of another user
             continue

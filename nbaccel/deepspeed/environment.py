@@ -111,21 +111,19 @@ def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "")
         UnsafeMoment: Another process has it exclusively, or has filled it.
     """
     if gpu_index >= len(known_gpus):
-        listed_gpus = ", ".join(
-            f"cuda:{chosen_gpu.index} ({chosen_gpu.name})" for chosen_gpu in known_gpus
-        )
+        listed_gpus = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in known_gpus)
         raise ConfigError(
             f'device="cuda:{gpu_index}" is not there: CUDA shows this process '
             f"{listed_gpus or 'no GPU' + (f' ({closing_note})' if closing_note else '')}. "
             "DeepSpeed would fail at its first tensor. Use "
             f"{'one of these' if listed_gpus else 'device=' + repr('cpu')}."
         )
-    chosen_gpu = known_gpus[gpu_index]
+    gpu = known_gpus[gpu_index]
     nvml_module = require("pynvml", extra="", why="Looking at a GPU")
     # NVML counts calls: `nvmlShutdown` below leaves it initialised for others that use it.
     nvml_module.nvmlInit()
     try:
-        _check_gpu_memory(nvml_module, chosen_gpu)
+        _check_gpu_memory(nvml_module, gpu)
     finally:
         nvml_module.nvmlShutdown()
 

@@ -59,27 +59,25 @@ __all__ = [
 AUTO = "auto"
 
 
-def _number_or_auto(given_value: Any) -> Any:
-    if given_value == AUTO and isinstance(given_value, str):
-        return given_value
-    return numbers_read(read_number(given_value))
+def _number_or_auto(value: Any) -> Any:
+    if value == AUTO and isinstance(value, str):
+        return value
+    return numbers_read(read_number(value))
 
 
-def _read_truth(given_value: Any) -> Any:
-    given_value = plain_value(given_value)
-    truth_word = given_value.strip().lower() if isinstance(given_value, str) else given_value
-    return truth_word == "true" if truth_word in ("true", "false") else given_value
+def _read_truth(value: Any) -> Any:
+    value = plain_value(value)
+    truth_word = value.strip().lower() if isinstance(value, str) else value
+    return truth_word == "true" if truth_word in ("true", "false") else value
 
 
-def _read_text(given_value: Any) -> Any:
-    return (
-        os.fspath(given_value) if isinstance(given_value, os.PathLike) else plain_value(given_value)
-    )
+def _read_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else plain_value(value)
 
 
-def _read_word(given_value: Any) -> Any:
-    given_value = plain_value(given_value)
-    return given_value.strip().lower() if isinstance(given_value, str) else given_value
+def _read_word(value: Any) -> Any:
+    value = plain_value(value)
+    return value.strip().lower() if isinstance(value, str) else value
 
 
 def json_table(given_value: Any) -> Any:
@@ -101,8 +99,8 @@ def json_table(given_value: Any) -> Any:
     return json_like(given_value)
 
 
-def _read_params(given_value: Any) -> Any:
-    return numbers_read(json_table(given_value))
+def _read_params(value: Any) -> Any:
+    return numbers_read(json_table(value))
 
 
 def _one_of(*allowed: str, what_to_do: str, known_words: Mapping[str, str]) -> FieldRule:
@@ -392,10 +390,10 @@ def merged_mappings(
         The first mapping.
     """
     for config_key, second_value in second_mapping.items():
-        own_value = first_mapping.get(config_key)
+        value = first_mapping.get(config_key)
         # A section that is in both must keep the keys of both.
-        if isinstance(own_value, dict) and isinstance(second_value, Mapping):
-            merged_mappings(own_value, second_value)
+        if isinstance(value, dict) and isinstance(second_value, Mapping):
+            merged_mappings(value, second_value)
         else:
             first_mapping[config_key] = copy.deepcopy(second_value)
     return first_mapping

@@ -35,15 +35,15 @@ def misspelt_keys(
     Yields:
         A message about each key that is nearly a known one.
     """
-    known_keys = _known_sections().get(section_path)
-    if known_keys is None:
+    keys = _known_sections().get(section_path)
+    if keys is None:
         return  # its keys are DeepSpeed's, or the user's own
     path_prefix = f"{section_path}." if section_path else ""
     for config_key, key_value in config_settings.items():
         meant_key = config_key
         advice = ""
-        if config_key not in known_keys:
-            meant_key, advice = _meant_key(str(config_key), section_path, known_keys)
+        if config_key not in keys:
+            meant_key, advice = _meant_key(str(config_key), section_path, keys)
         if advice:
             yield FieldMistake(
                 f"{path_prefix}{config_key} is no key that nbaccel knows of DeepSpeed: got "
@@ -72,13 +72,13 @@ def _known_sections() -> dict[str, frozenset[str]]:
     top_keys = sections[""]
     # `ZeroConfig` has the keys of this section at the top level.
     zero_sections = {
-        f"{ZERO}.{section_path}": known_keys
-        for section_path, known_keys in sections.items()
+        f"{ZERO}.{section_path}": keys
+        for section_path, keys in sections.items()
         if section_path.partition(".")[0] in ZERO_KEYS
     }
     other_sections = {
-        section_path: known_keys
-        for section_path, known_keys in sections.items()
+        section_path: keys
+        for section_path, keys in sections.items()
         if section_path.partition(".")[0] not in ZERO_KEYS
     }
     return {

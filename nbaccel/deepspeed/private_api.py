@@ -338,10 +338,10 @@ def forget_group_references(groups_module: Any) -> None:
         release_groups()
         return
     for attribute_name, empty_value in _GROUP_VARIABLES.items():
-        held_value = getattr(groups_module, attribute_name, None)
-        if isinstance(held_value, dict):
-            held_value.clear()
-        elif held_value is not None:
+        value = getattr(groups_module, attribute_name, None)
+        if isinstance(value, dict):
+            value.clear()
+        elif value is not None:
             setattr(groups_module, attribute_name, empty_value)
 
 

@@ -101,9 +101,7 @@ class Schema:
             Paths of the sections that know it.
         """
         return tuple(
-            section_path
-            for section_path, known_keys in self.sections.items()
-            if config_key in known_keys
+            section_path for section_path, keys in self.sections.items() if config_key in keys
         )
 
     def default(self, config_key: str) -> Default | None:
@@ -120,8 +118,8 @@ class Schema:
         if model is None:
             return None
         fields_by_key = {
-            model_field.alias or own_name: model_field
-            for own_name, model_field in model.model_fields.items()
+            model_field.alias or name: model_field
+            for name, model_field in model.model_fields.items()
         }
         model_field = fields_by_key.get(field_name) or model.model_fields.get(field_name)
         if model_field is None or model_field.is_required():
@@ -218,7 +216,7 @@ def _nested_settings(
 
 def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]) -> set[str]:
     """The keys that DeepSpeed looks up in a plain section."""
-    asked_keys: set[str] = set()
+    keys: set[str] = set()
     # Some sections are read on only where they have a type, or are turned on.
     for section_content, config_key in (
         ({}, ""),
@@ -226,7 +224,7 @@ def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]
         ({"enabled": True}, "enabled"),
     ):
         # Each try is a run of DeepSpeed's reader, and useless for a section without such a key.
-        if config_key and config_key not in asked_keys:
+        if config_key and config_key not in keys:
             continue
         key_recorder = _KeyRecorder(section_content if section_path else _ENOUGH_SETTINGS)
         # The reader fails on most of these settings, in many ways: what it had looked up until then
@@ -235,8 +233,8 @@ def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]
             config_reader(
                 _nested_settings(section_path, key_recorder) if section_path else key_recorder
             )
-        asked_keys |= key_recorder.asked
-    return asked_keys
+        keys |= key_recorder.asked
+    return keys
 
 
 def _look_behind(
@@ -251,10 +249,10 @@ def _look_behind(
     if model := _model_behind(config_reader, section_path):
         _spread_model(section_path, model, keys_by_path, model_by_path)
         return
-    asked_keys = _asked_keys(config_reader, section_path)
-    if asked_keys - {"enabled"}:  # with that key alone, the others are read elsewhere, and later
-        keys_by_path[".".join(section_path)] = frozenset(asked_keys)
-        for config_key in sorted(asked_keys):
+    keys = _asked_keys(config_reader, section_path)
+    if keys - {"enabled"}:  # with that key alone, the others are read elsewhere, and later
+        keys_by_path[".".join(section_path)] = frozenset(keys)
+        for config_key in sorted(keys):
             # Each look runs DeepSpeed's reader, so the search ends at two levels.
             if len(section_path) < 2 and config_key not in ("params", "type"):
                 _look_behind(
@@ -346,13 +344,11 @@ def _arguments_of(made_class: type, *, further_names: tuple[str, ...] = ()) -> A
     # The first parameter is what it works on: an optimizer, or the model's parameters.
     parameter_list = list(inspect.signature(made_class).parameters.values())[1:]
     parameter_kinds = {parameter.kind for parameter in parameter_list}
-    given_parameters = [
-        p for p in parameter_list if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
+    parameters = [p for p in parameter_list if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return Arguments(
         owner=made_class.__name__,
-        known=frozenset(p.name for p in given_parameters) | frozenset(further_names),
-        needed=frozenset(p.name for p in given_parameters if p.default is p.empty),
+        known=frozenset(p.name for p in parameters) | frozenset(further_names),
+        needed=frozenset(p.name for p in parameters if p.default is p.empty),
         open=inspect.Parameter.VAR_KEYWORD in parameter_kinds,
     )
 

@@ -210,11 +210,11 @@ def _library_variables() -> dict[str, str]:
 
 
 def _restore_variables(state_before: Before) -> None:
-    current_variables = _library_variables()
+    variables = _library_variables()
     env.update(
         {
             # None, which unsets, for a variable that was not there before.
             variable_name: state_before.environ.get(variable_name)
-            for variable_name in current_variables.keys() | state_before.environ.keys()
+            for variable_name in variables.keys() | state_before.environ.keys()
         }
     )

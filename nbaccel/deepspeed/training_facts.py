@@ -121,21 +121,21 @@ def defaults_of(*standins: object) -> frozenset[str]:
 
 
 def _of_run(run_config: RunConfig) -> dict[str, Any]:
-    known_values: dict[str, Any] = {"zero_stage": run_config.zero_stage}
+    values: dict[str, Any] = {"zero_stage": run_config.zero_stage}
     if run_config.num_processes is not None:
-        known_values["world_size"] = run_config.num_processes * run_config.num_nodes
+        values["world_size"] = run_config.num_processes * run_config.num_nodes
     # Its default must not contradict a file that turns a precision on.
     if "mixed_precision" in run_config.model_fields_set:
-        known_values["mixed_precision"] = run_config.mixed_precision
-    return known_values
+        values["mixed_precision"] = run_config.mixed_precision
+    return values
 
 
 def _of_optimizer(optimizer: object) -> dict[str, Any]:
     # Accelerate's DummyOptim keeps its arguments as attributes, and the rest in kwargs.
-    own_arguments = getattr(optimizer, "defaults", None)
-    if not isinstance(own_arguments, dict):
-        own_arguments = {**getattr(optimizer, "kwargs", {})}
-        own_arguments |= {
+    arguments = getattr(optimizer, "defaults", None)
+    if not isinstance(arguments, dict):
+        arguments = {**getattr(optimizer, "kwargs", {})}
+        arguments |= {
             argument_name: getattr(optimizer, argument_name, None)
             for argument_name in ("lr", "weight_decay")
         }
@@ -146,9 +146,9 @@ def _of_optimizer(optimizer: object) -> dict[str, Any]:
         "eps": "eps",
     }
     return {
-        fact_name: plain_value(own_arguments[argument_name])
+        fact_name: plain_value(arguments[argument_name])
         for argument_name, fact_name in fact_by_argument.items()
-        if own_arguments.get(argument_name) is not None
+        if arguments.get(argument_name) is not None
     }
 
 

@@ -571,14 +571,14 @@ class ZeroConfig(_ZeroSection):
         Returns:
             What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
         """
-        given_settings = dict(self._given())
+        settings = dict(self._given())
         zero_section = {
-            config_key: given_settings.pop(config_key)
+            config_key: settings.pop(config_key)
             for config_key in ZERO_KEYS
-            if config_key in given_settings
+            if config_key in settings
         }
         return merged_mappings(
-            {**({ZERO: zero_section} if zero_section else {}), **given_settings}, self.extra
+            {**({ZERO: zero_section} if zero_section else {}), **settings}, self.extra
         )
 
     def to_file(self, path: str | Path) -> None:

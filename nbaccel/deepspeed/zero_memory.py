@@ -65,22 +65,20 @@ def memory_part(config_part: Mapping[str, Any] | str | Path | Any = None) -> dic
     Raises:
         ConfigError: It cannot be read.
     """
-    found_settings = {} if config_part is None else load_settings(config_part)
+    settings = {} if config_part is None else load_settings(config_part)
     config_part = {
-        section_key: copy.deepcopy(found_settings[section_key])
+        section_key: copy.deepcopy(settings[section_key])
         for section_key in _MEMORY_SECTIONS
-        if section_key in found_settings
+        if section_key in settings
     }
-    optimizer = found_settings.get("optimizer")
+    optimizer = settings.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" in optimizer:
         config_part["optimizer"] = {"type": optimizer["type"]}
         if (optimizer.get("params") or {}).get("torch_adam"):
             config_part["optimizer"]["params"] = {"torch_adam": True}
     # Not for the states of the model: the sample batch is cut or repeated to this size.
-    if isinstance(found_settings.get("train_micro_batch_size_per_gpu"), int):
-        config_part["train_micro_batch_size_per_gpu"] = found_settings[
-            "train_micro_batch_size_per_gpu"
-        ]
+    if isinstance(settings.get("train_micro_batch_size_per_gpu"), int):
+        config_part["train_micro_batch_size_per_gpu"] = settings["train_micro_batch_size_per_gpu"]
     return config_part
 
 
@@ -151,10 +149,8 @@ def nvme_folders(config_settings: Mapping[str, Any] | None) -> list[Path]:
     Returns:
         Those that are named, the optimizer's first; ``"auto"`` names none.
     """
-    found_folders = (value_at(config_settings, folder_key) for folder_key in _NVME_PATH_KEYS)
-    return [
-        Path(nvme_folder) for nvme_folder in found_folders if nvme_folder not in (None, "", "auto")
-    ]
+    folders = (value_at(config_settings, folder_key) for folder_key in _NVME_PATH_KEYS)
+    return [Path(nvme_folder) for nvme_folder in folders if nvme_folder not in (None, "", "auto")]
 
 
 _FP32_BYTES = 4

@@ -149,7 +149,7 @@ class Meter:
 
 
 def _gpus_by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:
-    chosen_gpus: list[Gpu] = []
+    gpus: list[Gpu] = []
     seen_numbers: set[int] = set()
     for entry in setting.split(","):
         # CUDA reads the number at the start and ignores what follows it.
@@ -162,23 +162,23 @@ def _gpus_by_number(cards: Sequence[Card], setting: str) -> list[Gpu]:
         seen_numbers.add(card_number)
         card = cards[card_number]
         if card.partitioned:
-            return chosen_gpus or list(card.parts[:1])
-        chosen_gpus.append(card.gpu)
-    return chosen_gpus
+            return gpus or list(card.parts[:1])
+        gpus.append(card.gpu)
+    return gpus
 
 
 def _gpus_by_uuid(cards: Sequence[Card], setting: str) -> list[Gpu]:
-    chosen_gpus: list[Gpu] = []
+    gpus: list[Gpu] = []
     for entry in (entry.strip() for entry in setting.split(",")):
         if entry.startswith("MIG-") != setting.startswith("MIG-"):
             break
         matching_gpus = [gpu for gpu in _nameable_gpus(cards, entry) if gpu.uuid.startswith(entry)]
         if len(matching_gpus) != 1:  # unknown, or more than one begins like that
             break
-        if matching_gpus[0] in chosen_gpus:
+        if matching_gpus[0] in gpus:
             return []
-        chosen_gpus.append(matching_gpus[0])
-    return chosen_gpus[:1] if setting.startswith("MIG-") else chosen_gpus
+        gpus.append(matching_gpus[0])
+    return gpus[:1] if setting.startswith("MIG-") else gpus
 
 
 def _nameable_gpus(cards: Sequence[Card], entry: str) -> list[Gpu]:

@@ -190,20 +190,20 @@ class _Agent:
         self._link.send(wire_frames.Pong(frame.sent_at, time.monotonic()))
 
     def _on_bind_store(self, frame: wire_frames.BindStore) -> None:
-        own_address = self._link.addresses()[0]
+        address = self._link.addresses()[0]
         if self._store is not None:
             self._store.close()
         try:
-            self._store = listen(own_address, frame.port)
+            self._store = listen(address, frame.port)
         except OSError as error:  # `PortTaken` is one
-            self._link.send(wire_frames.StoreBound(own_address, 0, str(error)))
+            self._link.send(wire_frames.StoreBound(address, 0, str(error)))
             return
-        self._link.send(wire_frames.StoreBound(own_address, self._store.getsockname()[1]))
+        self._link.send(wire_frames.StoreBound(address, self._store.getsockname()[1]))
 
     # ---- workers
 
     def _on_fork(self, frame: wire_frames.ForkWorker) -> None:
-        own_end, worker_end = messaging.Channel.pair()
+        end, worker_end = messaging.Channel.pair()
         pipes = [os.pipe() for _ in _STREAM_NAMES]
         worker_ends = (worker_end.detach(), *(write_end for _, write_end in pipes))
         process_id = _fork_worker(worker_ends)
@@ -212,7 +212,7 @@ class _Agent:
         worker = _AgentWorker(
             number=number,
             pid=process_id,
-            port=self._open_port(number, own_end.detach()),
+            port=self._open_port(number, end.detach()),
             streams={
                 stream_number: _Stream(read_end)
                 for stream_number, (read_end, _) in enumerate(pipes)
@@ -406,8 +406,8 @@ class _Agent:
             return os.dup(self._files.descriptor(attached.number))
         if isinstance(attached, wire_frames.StoreListener):
             return os.dup(self._store.fileno() if self._store is not None else -1)
-        own_end, worker_end = messaging.Channel.pair()
-        self._second_ports[attached.number] = self._open_port(attached.number, own_end.detach())
+        end, worker_end = messaging.Channel.pair()
+        self._second_ports[attached.number] = self._open_port(attached.number, end.detach())
         return worker_end.detach()
 
     def _on_packets_taken(self, frame: wire_frames.PacketsTaken) -> None:

@@ -124,8 +124,8 @@ def address_towards(host_address: str) -> str:
     with socket.socket(family, kind, protocol) as probe_socket:
         # Connecting a datagram socket sends nothing: the system only looks up the way.
         probe_socket.connect(target)
-        own_address: str = probe_socket.getsockname()[0]
-    return own_address
+        address: str = probe_socket.getsockname()[0]
+    return address
 
 
 def interface_of(own_address: str) -> str:

@@ -112,9 +112,9 @@ class SentFiles:
             Its number, and the frames that make the copy.
         """
         identity = memfd.file_identity(file_descriptor)
-        known_file = self._files.get(identity)
-        if known_file is not None:
-            return known_file.number, iter(())
+        file = self._files.get(identity)
+        if file is not None:
+            return file.number, iter(())
         sent_file = _SentFile(
             number=next(self._numbers),
             # Open as long as the copy is there: the system could give its number to another file.

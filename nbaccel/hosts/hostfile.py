@@ -110,8 +110,8 @@ def _filtered_hosts(read_hosts: Sequence[Host], config: RunConfig) -> list[Host]
 
 
 def _filter_note(config: RunConfig) -> str:
-    given_filters = {"include": config.include, "exclude": config.exclude}
-    return "".join(f" with {name}={text!r}" for name, text in given_filters.items() if text)
+    filters = {"include": config.include, "exclude": config.exclude}
+    return "".join(f" with {name}={text!r}" for name, text in filters.items() if text)
 
 
 def _hosts_needed(read_hosts: Sequence[Host], num_workers: int) -> Iterator[Host]:

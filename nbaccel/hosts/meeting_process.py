@@ -291,9 +291,9 @@ class _Meeting:
 
     def _compare_nodes(self) -> tuple[int, ...]:
         """How many workers each node starts; nodes whose code would not fit are refused."""
-        own_facts = (self._address, json.dumps(own_versions()), self._settings.num_processes)
+        facts = (self._address, json.dumps(own_versions()), self._settings.num_processes)
         store = self._round.store
-        store.set(f"nbaccel/node/{self._round.rank}", json.dumps(own_facts))
+        store.set(f"nbaccel/node/{self._round.rank}", json.dumps(facts))
         nodes = [
             json.loads(store.get(f"nbaccel/node/{node_rank}"))
             for node_rank in range(self._round.world_size)

@@ -98,9 +98,9 @@ class RayEngine(Engine):
         self._resource = _resource_of(config, nodes)
         num_workers = config.num_processes or _default_count(nodes, self._resource)
         placed = _try_placement(num_workers, self._resource, nodes)
-        own_node = _own_node()
+        node = _own_node()
         # The notebook's own node first: its ranks reach the notebook without a network.
-        node_ids = sorted(placed, key=lambda node_id: (node_id != own_node, -placed[node_id]))
+        node_ids = sorted(placed, key=lambda node_id: (node_id != node, -placed[node_id]))
         names = _node_names(nodes)
         self._num_workers = {names[node_id]: placed[node_id] for node_id in node_ids}
         return [

@@ -626,8 +626,8 @@ def _hints_of(message: Any) -> messaging.FileHints:
     for part in (message, getattr(message, "body", None)):
         file_hints = getattr(part, "file_hints", None)
         if file_hints is not None:
-            found_hints: messaging.FileHints = file_hints()
-            return found_hints
+            hints: messaging.FileHints = file_hints()
+            return hints
     return messaging.FileHints()
 
 

@@ -132,8 +132,8 @@ class SecureLink:
         self._socket = connection
         self._socket.setblocking(False)
         _notice_loss(connection)
-        own_role, other_role = (b"relay", b"agent") if is_relay else (b"agent", b"relay")
-        self._own_key = hmac.digest(key, own_role, "sha256")
+        role, other_role = (b"relay", b"agent") if is_relay else (b"agent", b"relay")
+        self._own_key = hmac.digest(key, role, "sha256")
         self._other_key = hmac.digest(key, other_role, "sha256")
         self._num_sent = self._num_received = 0
         self._urgent: deque[Any] = deque()

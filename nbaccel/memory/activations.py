@@ -248,13 +248,11 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    found_tensors: list[torch.Tensor] = []
-    mapped(batch, found_tensors.append)
-    if not found_tensors and not isinstance(
-        batch, (Mapping, list, tuple)
-    ):  # an output of some class
-        mapped(vars(batch) if hasattr(batch, "__dict__") else None, found_tensors.append)
-    return iter(found_tensors)
+    tensors: list[torch.Tensor] = []
+    mapped(batch, tensors.append)
+    if not tensors and not isinstance(batch, (Mapping, list, tuple)):  # an output of some class
+        mapped(vars(batch) if hasattr(batch, "__dict__") else None, tensors.append)
+    return iter(tensors)
 
 
 def _most_arguments(model: Any) -> int | None:
@@ -387,8 +385,8 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
     if gradient_checkpointing:
         enable_gradient_checkpointing(twin)
     # Saved, too, where a layer needs its weights, but they are counted with the model states.
-    own_tensors = [*twin.parameters(), *twin.buffers()]
-    own_keys = {storage_key(tensor) for tensor in own_tensors}
+    tensors = [*twin.parameters(), *twin.buffers()]
+    keys = {storage_key(tensor) for tensor in tensors}
     for parameter in twin.parameters():
         if parameter.requires_grad:  # dropped at once: gradients are counted with the model states
             hooked: Any = parameter
@@ -396,12 +394,12 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if storage_key(tensor) not in own_keys:
+        if storage_key(tensor) not in keys:
             # By storage, because several saved tensors may be views of one.
             saved[storage_key(tensor)] = tensor.untyped_storage()
         return tensor
 
-    with _MeasuredPass(own_tensors) as live:
+    with _MeasuredPass(tensors) as live:
         mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))

@@ -53,14 +53,14 @@ class Cells:
             magic_arguments: The text after the magic.
             code_text: The text below it.
         """
-        shown_lines, lines_above = self._lines(magic_arguments, code_text)
+        lines, lines_above = self._lines(magic_arguments, code_text)
         execution_count = self._count()
         # A new name per execution, because a function keeps the lines it was made of.
         file_name = f"<ipython-input-{execution_count}-accelerate-{next(self._serial)}>"
         cell_source = CellSource(
             text=code_text,
             filename=file_name,
-            cell=tuple(f"{shown_line}\n" for shown_line in shown_lines),
+            cell=tuple(f"{line}\n" for line in lines),
             first_line=lines_above + 1,
             count=execution_count,
         )
@@ -80,8 +80,8 @@ class Cells:
         user_lines = self._stack or _user_lines()
         self._stack = None
         cell_numbers = (cell_number(file_name) for file_name, _ in user_lines)
-        known_numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
-        return next(known_numbers, int(self._shell.execution_count))
+        numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
+        return next(numbers, int(self._shell.execution_count))
 
     def _lines(self, magic_arguments: str, code_text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""
@@ -108,15 +108,15 @@ class Cells:
             # An entry that linecache fills in later has one item and no lines yet.
             if cache_entry is None or len(cache_entry) != 4 or line_number > len(cache_entry[2]):
                 continue
-            shown_lines = list(cache_entry[2])
+            lines = list(cache_entry[2])
             raw_lines = self._raw.strip("\n").splitlines()
-            shown_call = shown_lines[line_number - 1]
-            if "run_cell_magic(" in shown_call and any(map(is_for_us, raw_lines)):
-                shown_lines = [f"{raw_line}\n" for raw_line in raw_lines]
-            elif "run_line_magic(" in shown_call and len(shown_lines) == len(raw_lines):
-                shown_lines[line_number - 1] = f"{raw_lines[line_number - 1]}\n"
+            call = lines[line_number - 1]
+            if "run_cell_magic(" in call and any(map(is_for_us, raw_lines)):
+                lines = [f"{raw_line}\n" for raw_line in raw_lines]
+            elif "run_line_magic(" in call and len(lines) == len(raw_lines):
+                lines[line_number - 1] = f"{raw_lines[line_number - 1]}\n"
             # Without a time of change, or `linecache.checkcache` drops an entry that has no file.
-            cache_entry = (sum(map(len, shown_lines)), None, shown_lines, file_name)
+            cache_entry = (sum(map(len, lines)), None, lines, file_name)
             linecache.cache[file_name] = cache_entry
             ipython_private.keep_cell_lines(file_name, cache_entry)
 

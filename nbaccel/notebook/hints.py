@@ -94,17 +94,17 @@ def _of_rank(failure_record: FailureRecord) -> Iterator[_Line]:
     yield failure_record.headline, True
 
 
-def _of_error(raised_error: RaisedError) -> Iterator[_Line]:
-    if raised_error.cause is not None:
+def _of_error(error: RaisedError) -> Iterator[_Line]:
+    if error.cause is not None:
         # The cause first, as Python prints chained exceptions.
-        yield from _of_error(raised_error.cause)
+        yield from _of_error(error.cause)
         yield from (("", False), ("which led to:", False), ("", False))
     yield "Traceback (most recent call last):", False
-    yield from _of_frames(raised_error.frames)
-    first_line, *other_lines = raised_error.message.split("\n")
-    yield f"{raised_error.type_name}: {first_line}".rstrip(": "), True
-    yield from ((error_line, False) for error_line in (*other_lines, *raised_error.notes))
-    for part_number, group_part in enumerate(raised_error.parts, 1):
+    yield from _of_frames(error.frames)
+    first_line, *other_lines = error.message.split("\n")
+    yield f"{error.type_name}: {first_line}".rstrip(": "), True
+    yield from ((error_line, False) for error_line in (*other_lines, *error.notes))
+    for part_number, group_part in enumerate(error.parts, 1):
         yield f"which has, as number {part_number}:", False
         yield from ((f"  {line_text}", is_bold) for line_text, is_bold in _of_error(group_part))
 

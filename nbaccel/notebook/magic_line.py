@@ -118,12 +118,10 @@ def missing_names(wanted_names: Iterable[str], namespace: Mapping[str, Any]) -> 
     Raises:
         ConfigError: At least one of them is not there.
     """
-    known_names = [
-        variable_name for variable_name in namespace if not variable_name.startswith("_")
-    ]
+    names = [variable_name for variable_name in namespace if not variable_name.startswith("_")]
     mistakes = [
         f"The notebook has no variable {variable_name!r}: there is nothing to send."
-        + (closest(variable_name, known_names) or " Give the name of a variable of the notebook.")
+        + (closest(variable_name, names) or " Give the name of a variable of the notebook.")
         for variable_name in wanted_names
         if variable_name not in namespace
     ]
@@ -157,29 +155,27 @@ class _LineReader:
 
     def line(self, base_config: RunConfig) -> MagicLine:
         """The settings that they give, if nothing is wrong."""
-        given_settings = {
+        settings = {
             setting_name: setting_value
             for setting_name, setting_value in self.found.items()
             if setting_name in RunConfig.model_fields
         }
         # Every part adds to `mistakes`; they are raised together at the end.
-        chosen_ranks = self._ranks(self.found.get("ranks"))
+        ranks = self._ranks(self.found.get("ranks"))
         out_names = self._out(self.found.get("out"))
         named_config = self._config(self.found.get("config"))
-        wanted_config = self._wanted(
-            base_config if named_config is None else named_config, given_settings
-        )
+        config = self._wanted(base_config if named_config is None else named_config, settings)
         if named_config is not None:
-            self._compare(named_config, wanted_config, given_settings)
+            self._compare(named_config, config, settings)
         if self.mistakes:
             # Each once: a setting's mistake may be reported by several parts.
             raise ConfigError(*dict.fromkeys(self.mistakes))
         return MagicLine(
-            wanted=wanted_config,
+            wanted=config,
             # A config that is named gives all settings, so all are compared with the workers'.
-            given=tuple(given_settings) if named_config is None else tuple(RunConfig.model_fields),
+            given=tuple(settings) if named_config is None else tuple(RunConfig.model_fields),
             names=tuple(self.names),
-            ranks=chosen_ranks,
+            ranks=ranks,
             out=out_names,
             dist=bool(self.found.get("dist")),
             autoreload=self.found.get("autoreload"),
@@ -251,7 +247,7 @@ class _LineReader:
 
     def _unknown(self, flag_name: str, line_words: Iterator[str]) -> None:
         magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
-        known_flags = [
+        flags = [
             flag_name
             for magic_option in self.options
             for flag_name in (*magic_option.flags, magic_option.negative)
@@ -260,7 +256,7 @@ class _LineReader:
         if other_option is not None:
             remedy_text = f" {other_option.flag} is for {_where_used(other_option)}."
         else:
-            remedy_text = closest(flag_name.replace("_", "-"), filter(None, known_flags)) or (
+            remedy_text = closest(flag_name.replace("_", "-"), filter(None, flags)) or (
                 f" Its options are shown by {magic_name} --help."
             )
         self.mistakes.append(
@@ -304,7 +300,7 @@ class _LineReader:
     def _ranks(self, ranks_text: str | None) -> tuple[int, ...] | None:
         if ranks_text is None:
             return None
-        chosen_ranks: set[int] = set()
+        ranks: set[int] = set()
         for range_part in ranks_text.split(","):
             first_rank, range_dash, last_rank = range_part.strip().partition("-")
             range_ends = (first_rank, last_rank if range_dash else first_rank)
@@ -317,11 +313,11 @@ class _LineReader:
                 )
                 return None
             # A range up to a billion is refused by its end, without a list of it.
-            chosen_ranks.update(
+            ranks.update(
                 range(int(range_ends[0]), min(int(range_ends[1]), int(range_ends[0]) + 9999) + 1)
             )
-            chosen_ranks.add(int(range_ends[1]))
-        return tuple(sorted(chosen_ranks))
+            ranks.add(int(range_ends[1]))
+        return tuple(sorted(ranks))
 
     def _out(self, names_text: str | None) -> tuple[str, ...]:
         out_names = tuple(
@@ -362,20 +358,20 @@ class _LineReader:
         )
         return None
 
-    def _wanted(self, base_config: RunConfig, given_settings: dict[str, Any]) -> RunConfig:
+    def _wanted(self, base_config: RunConfig, settings: dict[str, Any]) -> RunConfig:
         # Most cells give none; validating again would cost each of them a tenth of a millisecond.
-        if not given_settings:
+        if not settings:
             return base_config
         try:
-            return base_config.changed(**given_settings)
+            return base_config.changed(**settings)
         except ConfigError as error:
             self.mistakes += error.mistakes
             return base_config
 
     def _compare(
-        self, named_config: RunConfig, wanted_config: RunConfig, given_settings: dict[str, Any]
+        self, named_config: RunConfig, wanted_config: RunConfig, settings: dict[str, Any]
     ) -> None:
-        for setting_name in given_settings:
+        for setting_name in settings:
             line_value = getattr(wanted_config, setting_name)
             config_value = getattr(named_config, setting_name)
             # Either of the two could be meant.

@@ -193,10 +193,10 @@ def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
         for each_subcommand in SUBCOMMANDS
         if each_subcommand.name == subcommand
     )
-    own_options = tuple(
+    options = tuple(
         magic_option for magic_option in OWN_OPTIONS if magic_option.name in (*option_names, "help")
     )
-    return (*(setting_options() if "*" in option_names else ()), *own_options)
+    return (*(setting_options() if "*" in option_names else ()), *options)
 
 
 def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:

@@ -236,11 +236,11 @@ class Session:
         if differing_names := self._differing(
             self.pool, self.config, tuple(RunConfig.model_fields)
         ):
-            current_values = ", ".join(
+            values = ", ".join(
                 f"{setting_name}={_effective_value(self.pool.plan, setting_name)!r}"
                 for setting_name in differing_names
             )
-            text_lines.append(f"The workers run with {current_values} until %accelerate restart.")
+            text_lines.append(f"The workers run with {values} until %accelerate restart.")
         return "\n".join(text_lines)
 
     def told_absence(self) -> str:
@@ -317,17 +317,17 @@ class Session:
         live_pool: Pool, wanted_config: RunConfig, setting_names: Sequence[str]
     ) -> list[str]:
         """Settings that the workers do not have; where the plan chooses, by what it chose."""
-        asked_names = [
+        names = [
             setting_name
             for setting_name in setting_names
             if getattr(wanted_config, setting_name) != getattr(live_pool.config, setting_name)
         ]
         # Planning inspects the machine, which a cell without changed settings need not wait for.
-        wanted_plan = plan_pool(wanted_config) if asked_names else live_pool.plan
+        plan = plan_pool(wanted_config) if names else live_pool.plan
         return [
             setting_name
-            for setting_name in asked_names
-            if _effective_value(wanted_plan, setting_name)
+            for setting_name in names
+            if _effective_value(plan, setting_name)
             != _effective_value(live_pool.plan, setting_name)
         ]
 

@@ -285,8 +285,8 @@ class Console:
     def close(self, worker_rank: int) -> None:
         """Note that this rank writes nothing further."""
         for stream in ("stdout", "stderr"):
-            if held_lines := self._held_lines(worker_rank, stream):
-                self._queue(worker_rank, stream, held_lines)
+            if lines := self._held_lines(worker_rank, stream):
+                self._queue(worker_rank, stream, lines)
             self._finish(worker_rank, stream)
         self._waiting.close(worker_rank)
 
@@ -307,10 +307,10 @@ class Console:
             output_lines = self._take_bars(worker_rank, output_lines)
         if (worker_rank, stream) not in self._hidden:
             arrival_time = time.monotonic()
-            for shown_on, line_run in itertools.groupby(
+            for on, line_run in itertools.groupby(
                 output_lines, key=functools.partial(self._stream_for, stream)
             ):
-                self._waiting.add_lines(worker_rank, arrival_time, shown_on, line_run)
+                self._waiting.add_lines(worker_rank, arrival_time, on, line_run)
         # From the end, because a chunk may hold thousands of lines and only the last few are kept.
         last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
         self._tails[worker_rank].extend(
@@ -451,10 +451,10 @@ class Console:
 
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
         """What is to be shown now, within what the pace leaves room for."""
-        found_items = self._entries(current_time, float("-inf") if is_final else HOLD_S)
+        items = self._entries(current_time, float("-inf") if is_final else HOLD_S)
         output_pace = self._pace
         if output_pace is None:
-            return list(found_items)
+            return list(items)
         if output_pace.is_ending:
             for worker_rank in self._ranks:
                 self._shorten(worker_rank, output_pace.backlog)
@@ -465,10 +465,10 @@ class Console:
         )
         due_entries: list[_ShownEntry] = []
         num_chars = 0
-        while num_chars < room and (shown_entry := next(found_items, None)):
-            due_entries.append(shown_entry)
+        while num_chars < room and (entry := next(items, None)):
+            due_entries.append(entry)
             # Each line costs a prefix and a line end too, also an empty one.
-            num_chars += len(_entry_text(shown_entry[1])) + 5
+            num_chars += len(_entry_text(entry[1])) + 5
         if output_pace.spend(num_chars):
             due_entries.append(([], PrintedLine(current_time, self._own_stream, _TOO_MUCH)))
         return due_entries
@@ -476,11 +476,11 @@ class Console:
     def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
         for popped_items in self._waiting.ready(current_time, hold_s=hold_s):
             # The lowest, as elsewhere: twins of outputs that are updated later differ.
-            shown_rank = min(popped_items)
+            rank = min(popped_items)
             for worker_rank, queued_item in popped_items.items():
                 if isinstance(queued_item, RichOutput):
-                    self._live.note(worker_rank, queued_item, with_rank=shown_rank)
-            yield [*popped_items], popped_items[shown_rank]
+                    self._live.note(worker_rank, queued_item, with_rank=rank)
+            yield [*popped_items], popped_items[rank]
 
     def notice(self, text: str) -> None:
         """Show a line of the launcher, after what has been printed so far."""
@@ -530,16 +530,16 @@ class Console:
             due_entries, key=lambda shown_entry: stream_of(shown_entry[1])
         ):
             if stream is not None:
-                shown_lines = list(entry_run)
+                lines = list(entry_run)
                 self._write(
                     stream,
                     "".join(
                         f"{self._prefix(ranks)}{_entry_text(queued_item)}\n"
-                        for ranks, queued_item in shown_lines
+                        for ranks, queued_item in lines
                     ),
                 )
                 if self._place is not None:
-                    for ranks, queued_item in shown_lines:
+                    for ranks, queued_item in lines:
                         self.recent_lines.add(ranks, _entry_text(queued_item))
                 continue
             for ranks, queued_item in entry_run:
@@ -550,8 +550,8 @@ class Console:
                     self._publish(ranks, queued_item)
 
     def _publish(self, ranks: list[int], queued_item: RichOutput) -> None:
-        shown_rank = min(ranks)
-        if not self._live.may_show(shown_rank, queued_item):
+        rank = min(ranks)
+        if not self._live.may_show(rank, queued_item):
             return
         self.clears += queued_item.clears
         prefix_label = self._prefix(ranks).rstrip()

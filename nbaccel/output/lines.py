@@ -60,8 +60,8 @@ class LineAssembler:
     def bars(self) -> tuple[str, ...]:
         """The unfinished line if it is rewritten; of several that are drawn anew the first two."""
         upper_lines = self._frames.upper_lines
-        shown_lines = [*upper_lines, self._bar()] if upper_lines else [self.bar]
-        return tuple(filter(None, shown_lines[:_MOST_BARS]))
+        lines = [*upper_lines, self._bar()] if upper_lines else [self.bar]
+        return tuple(filter(None, lines[:_MOST_BARS]))
 
     def _begin(self) -> None:
         self._under = ""  # what stands on the line when its last carriage return comes
@@ -193,8 +193,8 @@ class LineAssembler:
         return output_line
 
     def _bar(self) -> str:
-        shown_bar = [self._under[:_BAR_CHARS], self._last.start(_BAR_CHARS)]
-        return _overlay_parts(shown_bar).rstrip()
+        bar = [self._under[:_BAR_CHARS], self._last.start(_BAR_CHARS)]
+        return _overlay_parts(bar).rstrip()
 
 
 class _LiveFrames:
@@ -309,10 +309,10 @@ def _overlay_parts(text_parts: Sequence[str]) -> str:
     overlaid_pieces: list[str] = []
     text_width = 0
     for text_part in reversed(text_parts):
-        _, erasure, shown_text = text_part.rpartition(_ERASE_LINE)
-        if len(shown_text) > text_width:
-            overlaid_pieces.append(shown_text[text_width:])
-            text_width = len(shown_text)
+        _, erasure, text = text_part.rpartition(_ERASE_LINE)
+        if len(text) > text_width:
+            overlaid_pieces.append(text[text_width:])
+            text_width = len(text)
         if erasure:
             break
     return "".join(overlaid_pieces)
@@ -421,15 +421,15 @@ class LineMerger:
         """Lines that a rank has written to a stream."""
         # Local names, because the loop below runs for each of many thousands of lines.
         rank_queue = self._queues[worker_rank]
-        known_keys = self._known[worker_rank]
+        keys = self._known[worker_rank]
         twin_holders = self._holders
         num_chars = line_number = 0
         for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
             rank_queue.append(PrintedLine(arrival_time, stream_name, line_text))
             num_chars += len(line_text) + 1
             line_key = (stream_name, line_text)
-            items_before = known_keys.get(line_key, 0)
-            known_keys[line_key] = items_before + 1
+            items_before = keys.get(line_key, 0)
+            keys[line_key] = items_before + 1
             if not items_before:
                 twin_holders[line_key] = twin_holders.get(line_key, 0) + 1
         self._chars[worker_rank] += num_chars
@@ -550,12 +550,12 @@ class LineMerger:
 
     def _forget(self, worker_rank: int, output_line: PrintedLine) -> None:
         line_key = (output_line.stream, output_line.text)
-        known_keys = self._known[worker_rank]
+        keys = self._known[worker_rank]
         # A count, because a rank may have the same line in its queue several times.
-        if known_keys[line_key] > 1:
-            known_keys[line_key] -= 1
+        if keys[line_key] > 1:
+            keys[line_key] -= 1
             return
-        del known_keys[line_key]
+        del keys[line_key]
         if self._holders[line_key] > 1:
             self._holders[line_key] -= 1
         else:

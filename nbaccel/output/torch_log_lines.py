@@ -69,12 +69,12 @@ class LibraryMessages:
 
     def _note(self, worker_rank: int, line_text: str) -> None:
         self.count += 1
-        shown_text = line_text[:_MAX_MESSAGE_CHARS]
-        known_message = self._messages.get(shown_text)
-        if known_message is not None:
-            known_message.ranks.append(worker_rank)
+        text = line_text[:_MAX_MESSAGE_CHARS]
+        message = self._messages.get(text)
+        if message is not None:
+            message.ranks.append(worker_rank)
         elif len(self._messages) < _MAX_MESSAGES:
-            self._messages[shown_text] = _FoldedMessage([worker_rank], shown_text)
+            self._messages[text] = _FoldedMessage([worker_rank], text)
 
     def lines(self) -> list[str]:
         """`[0-1] text`, each different one once."""

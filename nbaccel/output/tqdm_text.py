@@ -101,18 +101,18 @@ def split_bar(line_text: str) -> tuple[BarText | None, str]:
 
 
 def _bar_of(bar_match: re.Match[str]) -> BarText:
-    found_parts = {name: value or "" for name, value in bar_match.groupdict().items()}
-    percent = found_parts.get("percent")
+    parts = {name: value or "" for name, value in bar_match.groupdict().items()}
+    percent = parts.get("percent")
     return BarText(
         text=bar_match[0],
-        description=found_parts["description"].strip(),
+        description=parts["description"].strip(),
         fraction=min(1.0, int(percent) / 100) if percent else None,
-        done=found_parts["done"],
-        total=found_parts.get("total", ""),
-        left_s=_clock_seconds(found_parts.get("left", "")),
-        elapsed_s=_clock_seconds(found_parts["elapsed"]),
-        rate=found_parts["rate"].strip(),
-        postfix=found_parts["postfix"],
+        done=parts["done"],
+        total=parts.get("total", ""),
+        left_s=_clock_seconds(parts.get("left", "")),
+        elapsed_s=_clock_seconds(parts["elapsed"]),
+        rate=parts["rate"].strip(),
+        postfix=parts["postfix"],
     )
 
 
@@ -177,14 +177,14 @@ class RankBars:
         if bar_key != self._newest:
             # A loop that is through is of no interest once another one is drawn.
             self._bars = {
-                known_key: known_bar
-                for known_key, known_bar in self._bars.items()
-                if known_key == bar_key or not known_bar.is_complete
+                key: known_bar
+                for key, known_bar in self._bars.items()
+                if key == bar_key or not known_bar.is_complete
             }
         self._newest = bar_key
         self._bars[bar_key] = bar
         while len(self._bars) > _MAX_BARS:
-            oldest = next(known_key for known_key in self._bars if known_key != self._newest)
+            oldest = next(key for key in self._bars if key != self._newest)
             del self._bars[oldest]
 
     def shown(self, unfinished_lines: Iterable[str]) -> tuple[BarText, ...]:

@@ -140,13 +140,11 @@ def _cgroup_memory_free(folder: Path) -> int | None:
     memory_limit = _cgroup_memory_limit(folder)
     if memory_limit is None:
         return None
-    used_text = _read_cgroup(folder / "memory.current") or _read_cgroup(
-        folder / "memory.usage_in_bytes"
-    )
+    text = _read_cgroup(folder / "memory.current") or _read_cgroup(folder / "memory.usage_in_bytes")
     # Without the use the limit alone is known, which is still tighter than the host's memory.
-    if not used_text.isdecimal():
+    if not text.isdecimal():
         return memory_limit
-    return min(memory_limit, max(0, memory_limit - int(used_text) + _droppable_bytes(folder)))
+    return min(memory_limit, max(0, memory_limit - int(text) + _droppable_bytes(folder)))
 
 
 def _droppable_bytes(folder: Path) -> int:

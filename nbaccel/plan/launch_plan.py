@@ -125,10 +125,10 @@ class Plan:
         Raises:
             ConfigError: There is no such start method, or it cannot serve this plan.
         """
-        known_methods = [row.name for row in START_METHODS]
-        if method not in known_methods:
+        methods = [row.name for row in START_METHODS]
+        if method not in methods:
             raise ConfigError(
-                f"start_method must be one of {', '.join(known_methods)}: got {method!r}. "
+                f"start_method must be one of {', '.join(methods)}: got {method!r}. "
                 "Nothing could start the workers. Use one of these."
             )
         return replace(

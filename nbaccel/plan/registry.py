@@ -272,14 +272,14 @@ def wanted_strategy(said: Said) -> Wanted | None:
 def _request_of(capability_row: StrategyRow, said: Said) -> Wanted | None:
     """What a strategy says itself; any other is requested by its name or settings."""
     if capability_row.wanted:
-        own_answer: Wanted | None = load_object(capability_row.wanted)(said)
-        return own_answer
-    given_settings = next(_settings_among(capability_row, said.handlers), None)
+        answer: Wanted | None = load_object(capability_row.wanted)(said)
+        return answer
+    settings = next(_settings_among(capability_row, said.handlers), None)
     source: Source | None = said.source_of_name(capability_row.name)
     request_text = f"strategy={capability_row.name!r}"
-    if given_settings is not None and not capability_row.is_default:
+    if settings is not None and not capability_row.is_default:
         source = "argument"
-        request_text = type(given_settings).__name__
+        request_text = type(settings).__name__
     if source is None:
         return None
     return Wanted(
@@ -302,9 +302,9 @@ def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
         An object of the class that its row names; None where it has no settings.
     """
     capability_row = strategy_row(strategy_name)
-    given_settings = next(_settings_among(capability_row, handlers), None)
-    if given_settings is not None or not capability_row.settings:
-        return given_settings
+    settings = next(_settings_among(capability_row, handlers), None)
+    if settings is not None or not capability_row.settings:
+        return settings
     return load_object(capability_row.settings)()
 
 

@@ -194,7 +194,7 @@ def _choose_num_processes(
     config: RunConfig, found: Inventory, device: Choice, engine: Choice, findings: _Findings
 ) -> Choice:
     setting_name = "num_processes"
-    chosen_row = device_row(str(device.value))
+    row = device_row(str(device.value))
     if config.num_processes is not None:
         return Choice(setting_name, config.num_processes, _AS_REQUESTED)
     if engine_row(str(engine.value)).starts_agents:
@@ -205,19 +205,19 @@ def _choose_num_processes(
         if any(host.slots is None for host in hosts):
             reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
         return Choice(setting_name, max(1, num_slots), reason)
-    if config.start_method == "inline" or chosen_row.start_methods == ("inline",):
+    if config.start_method == "inline" or row.start_methods == ("inline",):
         return Choice(setting_name, 1, 'start_method="inline" is this one process')
     if config.strategy != "auto" and strategy_row(config.strategy).drives_all:
         reason = f'strategy="{config.strategy}" drives all devices from one process'
         return Choice(setting_name, 1, reason)
-    if device_units := registry.known_device(chosen_row.name).units(found):
+    if device_units := registry.known_device(row.name).units(found):
         return Choice(
-            setting_name, len(device_units), f"one per {chosen_row.noun}, {len(device_units)} found"
+            setting_name, len(device_units), f"one per {row.noun}, {len(device_units)} found"
         )
     return Choice(
         setting_name,
         1,
-        f"one on {chosen_row.noun}; num_processes=2 or more share the "
+        f"one on {row.noun}; num_processes=2 or more share the "
         f"{count_noun(found.cpu_cores, 'core')}",
     )
 
@@ -246,11 +246,11 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
 
 def _check_added_rendezvous(rdzv_backend: str, findings: _Findings) -> None:
     """Other packages may add a rendezvous; looking for them reads a file of every package."""
-    known_backends = (*_RENDEZVOUS_BACKENDS, *entry_points(group="torchrun.handlers").names)
-    if rdzv_backend not in known_backends:
+    backends = (*_RENDEZVOUS_BACKENDS, *entry_points(group="torchrun.handlers").names)
+    if rdzv_backend not in backends:
         findings.mistakes.append(
             f"rdzv_backend={rdzv_backend!r} is no rendezvous of torch elastic, so the nodes "
-            f"could not meet. Give one of {', '.join(known_backends)}; torchrun knows no others."
+            f"could not meet. Give one of {', '.join(backends)}; torchrun knows no others."
         )
 
 
@@ -309,12 +309,12 @@ def _cannot_choose_gpus(device: Choice) -> bool:
 
 def _needs_pipes(config: RunConfig) -> str:
     """The setting that has no effect on what this process itself prints."""
-    given_settings = (
+    settings = (
         setting_name
         for setting_name in ("log_dir", "shown_output")
         if getattr(config, setting_name) is not None
     )
-    return next(given_settings, "")
+    return next(settings, "")
 
 
 def _choose_threads(
@@ -323,8 +323,8 @@ def _choose_threads(
     setting_name = "threads_per_process"
     num_workers = int(count.value)
     num_cores = found.cpu_cores
-    given_threads = config.threads_per_process
-    num_threads = max(1, num_cores // num_workers) if given_threads is None else given_threads
+    threads = config.threads_per_process
+    num_threads = max(1, num_cores // num_workers) if threads is None else threads
     if num_workers > 1 and num_workers * num_threads > num_cores:
         findings.warnings.append(
             f"{num_workers} workers with {count_noun(num_threads, 'thread')} each share "
@@ -333,7 +333,7 @@ def _choose_threads(
         )
     reason = (
         f"{count_noun(num_cores, 'core')} for {count_noun(num_workers, 'worker')}"
-        if given_threads is None
+        if threads is None
         else _AS_REQUESTED
     )
     return Choice(setting_name, num_threads, reason)
@@ -395,15 +395,15 @@ def _choose_fp8(
     """The library that computes in 8 bits; none where the precision is one of torch's own."""
     if not precision_row(config.mixed_precision).has_backends:
         return Fp8Choice()
-    chosen_row = device_row(str(device.value))
+    row = device_row(str(device.value))
     capability = _lowest_capability(found, device, count)
-    fp8_choice = choose_fp8(config.fp8, chosen_row, capability)
+    fp8_choice = choose_fp8(config.fp8, row, capability)
     if fp8_choice.row is not None and not fp8_choice.problem:
         world_size = int(count.value) * config.num_nodes
         findings.mistakes.extend(
             fp8_mistakes(config.fp8, fp8_choice.row, capability, world_size=world_size)
         )
-        findings.warnings.extend(fp8_warnings(config.fp8, fp8_choice.row, chosen_row, capability))
+        findings.warnings.extend(fp8_warnings(config.fp8, fp8_choice.row, row, capability))
     return fp8_choice
 
 
@@ -432,14 +432,14 @@ def _choose_precision(
 ) -> Choice:
     setting_name = "mixed_precision"
     precision_name = config.mixed_precision
-    chosen_row = device_row(str(device.value))
+    row = device_row(str(device.value))
     precision_choice = precision_row(precision_name)
-    problem_text = _precision_problem(chosen_row, precision_choice, fp8_choice)
+    problem_text = _precision_problem(row, precision_choice, fp8_choice)
     if problem_text:
         findings.mistakes.append(problem_text)
-    if precision_name in (slow_precisions := dict(chosen_row.slow)):
+    if precision_name in (slow_precisions := dict(row.slow)):
         findings.warnings.append(
-            f'mixed_precision="{precision_name}" on {chosen_row.name} is slow: '
+            f'mixed_precision="{precision_name}" on {row.name} is slow: '
             f"{slow_precisions[precision_name]}. "
             '"bf16" is faster there, "no" is exact.'
         )
@@ -491,10 +491,8 @@ def _check_architecture(
 ) -> None:
     computing_row = fp8_choice.row or precision
     # (0, 0) stands for a device whose kind has no such number.
-    known_gpus = [gpu for gpu in device_units if gpu.compute_capability > (0, 0)]
-    refused_gpus = [
-        gpu for gpu in known_gpus if gpu.compute_capability < computing_row.refused_below
-    ]
+    gpus = [gpu for gpu in device_units if gpu.compute_capability > (0, 0)]
+    refused_gpus = [gpu for gpu in gpus if gpu.compute_capability < computing_row.refused_below]
     if refused_gpus:
         emulation = '"native" as fp8 backend, which emulates it, ' if fp8_choice.row else ""
         findings.mistakes.append(
@@ -502,9 +500,7 @@ def _check_architecture(
             f"{_describe_gpus(refused_gpus)}. "
             f'Training would fail in its first step. Give {emulation}"bf16", "fp16" or "no".'
         )
-    imitating_gpus = [
-        gpu for gpu in known_gpus if gpu.compute_capability < precision.imitated_below
-    ]
+    imitating_gpus = [gpu for gpu in gpus if gpu.compute_capability < precision.imitated_below]
     if imitating_gpus:
         findings.warnings.append(
             f'mixed_precision="{precision.name}" is only imitated by '

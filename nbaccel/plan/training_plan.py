@@ -111,10 +111,10 @@ class TrainingPlan:
 
     def headline(self) -> str:
         """The plan in one line."""
-        own_row = strategy_row(self.strategy)
+        row = strategy_row(self.strategy)
         precision_text = "float32" if self.mixed_precision == "no" else self.mixed_precision
         headline_parts = [
-            own_row.headline or own_row.name,
+            row.headline or row.name,
             f"on {self.device.upper()}",
             precision_text,
         ]
@@ -187,20 +187,20 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
 
 def _strategy_choice(requested_strategy: Wanted | None, found: ProcessFacts) -> Choice:
     if requested_strategy is not None and _takes_effect(requested_strategy, found):
-        chosen_row = strategy_row(requested_strategy.strategy)
-        if count_problem := unfit_count(chosen_row, requested_strategy.what, found.world_size):
+        row = strategy_row(requested_strategy.strategy)
+        if count_problem := unfit_count(row, requested_strategy.what, found.world_size):
             raise ConfigError(count_problem)
-        return Choice("strategy", chosen_row.name, requested_strategy.reason)
+        return Choice("strategy", row.name, requested_strategy.reason)
     process_word = "one" if found.world_size == 1 else "several"
-    chosen_row = next(
+    row = next(
         default_row
         for default_row in STRATEGIES
         if default_row.is_default
         and default_row.processes == process_word
         and strategy_fits(default_row, device_row(found.device))
     )
-    default_reason = chosen_row.default_reason.format(world_size=found.world_size)
-    return Choice("strategy", chosen_row.name, default_reason)
+    default_reason = row.default_reason.format(world_size=found.world_size)
+    return Choice("strategy", row.name, default_reason)
 
 
 def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:

@@ -90,12 +90,12 @@ class _AutocastPrecision(Precision):
         self.take_off_autocast(model)
         if self.dtype is None:
             return
-        own_forward = model.forward
+        forward = model.forward
         # `__dict__`, because a compiled module passes attributes on to the module inside it.
         # Accelerate and its users look for the first forward under `_original_forward`.
-        model.__dict__["_original_forward"] = own_forward
+        model.__dict__["_original_forward"] = forward
         model.__dict__["forward"] = AutocastForward(
-            own_forward,
+            forward,
             device_type=self._device_type,
             dtype=self.dtype,
             enabled=self._settings.enabled,

@@ -135,11 +135,11 @@ class NativeFp8(Fp8Precision):
                 'fp8={"recipe": "current"}, or an optimizer of torch.'
             )
         # Asked now: a strategy that shards puts other parameters in models and optimizers.
-        own_parameters = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        parameters = {id(item) for group in optimizer.param_groups for item in group["params"]}
         followed = [
             history
             for model, history in self._histories.items()
-            if _steps_layers_of(model, own_parameters)
+            if _steps_layers_of(model, parameters)
         ] or list(self._histories.values())
 
         def before_step(*_: Any) -> None:

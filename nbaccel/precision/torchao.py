@@ -176,8 +176,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _among(selection: LayerSelection) -> Callable[[nn.Module, str], bool]:
-    chosen_ids = {id(layer) for layer in selection.chosen.values()}
-    return lambda module, _: id(module) in chosen_ids
+    ids = {id(layer) for layer in selection.chosen.values()}
+    return lambda module, _: id(module) in ids
 
 
 def has_layers(model: nn.Module) -> bool:

@@ -137,8 +137,8 @@ def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> se
 
 def _by_size(module: nn.Module, least_size: int, large_modules: set[int]) -> int:
     """Collect large modules, innermost first; returns what is left to outer ones."""
-    own_size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    remaining_size = own_size + sum(
+    size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    remaining_size = size + sum(
         _by_size(child, least_size, large_modules) for child in module.children()
     )
     # Containers have no forward, so the hooks that gather parameters would never run.

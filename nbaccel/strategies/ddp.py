@@ -140,15 +140,15 @@ class DdpStrategy(Strategy):
     def _wrapped(self, model: nn.Module) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
-        own_names = self._precision.own_gradients(model)
+        names = self._precision.own_gradients(model)
         # DDP raises for a model that has nothing for it to average.
         if not any(
-            parameter.requires_grad and name not in own_names
+            parameter.requires_grad and name not in names
             for name, parameter in model.named_parameters()
         ):
-            return self._averaged_alone(model) if own_names else model
-        if own_names:
-            torch_private.exclude_from_ddp(model, own_names)
+            return self._averaged_alone(model) if names else model
+        if names:
+            torch_private.exclude_from_ddp(model, names)
         arguments = {
             name: value
             for name, value in self._settings.to_kwargs().items()
@@ -161,7 +161,7 @@ class DdpStrategy(Strategy):
         )
         self._compress(wrapped)
         spent_time.add_exchange(_ExchangeDelay(wrapped).read)
-        if own_names:
+        if names:
             self._precision.average_gradients(
                 model, lambda: bool(wrapped.require_backward_grad_sync)
             )

@@ -376,20 +376,17 @@ def _give_back(spans: Iterable[tuple[int, int] | None]) -> None:
 
 
 def _precision_policies(
-    given_policy: Any, dtype: torch.dtype | None
+    policy: Any, dtype: torch.dtype | None
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """For submodules and for the model itself, which returns float32 unless the user says more."""
-    if isinstance(given_policy, MixedPrecisionPolicy):
-        return given_policy, given_policy
-    if isinstance(given_policy, Mapping):
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy, policy
+    if isinstance(policy, Mapping):
         shared_policy = MixedPrecisionPolicy(
-            **{
-                field_name: _policy_dtype(field_value)
-                for field_name, field_value in given_policy.items()
-            }
+            **{field_name: _policy_dtype(field_value) for field_name, field_value in policy.items()}
         )
         return shared_policy, shared_policy
-    compute_dtype = dtype if given_policy is None else _policy_dtype(given_policy)
+    compute_dtype = dtype if policy is None else _policy_dtype(policy)
     if compute_dtype is None:
         return MixedPrecisionPolicy(), MixedPrecisionPolicy()
     # Sums over many processes lose digits in a short format, so gradients are reduced in float32.
@@ -397,13 +394,13 @@ def _precision_policies(
     return inner_policy, dataclasses.replace(inner_policy, output_dtype=torch.float32)
 
 
-def _policy_dtype(given_dtype: Any) -> Any:
-    if not isinstance(given_dtype, str):
-        return given_dtype
-    dtype_name = given_dtype.removeprefix("torch.")
+def _policy_dtype(dtype: Any) -> Any:
+    if not isinstance(dtype, str):
+        return dtype
+    dtype_name = dtype.removeprefix("torch.")
     if dtype_name not in _DTYPES_BY_NAME:
         raise ConfigError(
-            f"mixed_precision_policy names {given_dtype!r}, which is no format that layers "
+            f"mixed_precision_policy names {dtype!r}, which is no format that layers "
             f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
             "torch.distributed.fsdp.MixedPrecisionPolicy."
         )

@@ -16,15 +16,15 @@ def fsdp_request(said: Said) -> Wanted | None:
     Args:
         said: The arguments, configuration and environment.
     """
-    given_plugin = said.arguments.get("fsdp_plugin")
+    plugin = said.arguments.get("fsdp_plugin")
     request_source = said.source_of_name(_FSDP_NAME)
-    if given_plugin is not None:
+    if plugin is not None:
         return Wanted(
             strategy=_FSDP_NAME,
             source="argument",
             what="fsdp_plugin",
             reason="an fsdp_plugin was given: torch's fully_shard",
-            settings=lambda: given_plugin,
+            settings=lambda: plugin,
         )
     if request_source is None and said.flag("ACCELERATE_USE_FSDP"):
         request_source = "environment"

@@ -128,11 +128,11 @@ def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> Non
         parameter: A sharded parameter; changed in place.
         whole_tensor: The parameter before it was sharded.
     """
-    own_part = place_like(whole_tensor, parameter)
-    if isinstance(parameter, DTensor) and isinstance(own_part, DTensor):
+    part = place_like(whole_tensor, parameter)
+    if isinstance(parameter, DTensor) and isinstance(part, DTensor):
         # In place, because `fully_shard` keeps references to this storage.
         with torch.no_grad():
-            parameter.to_local().copy_(own_part.to_local())
+            parameter.to_local().copy_(part.to_local())
 
 
 def numbered_parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -207,12 +207,12 @@ class _PartPlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """See :class:`SavePlanner`; what several processes hold is written by the first."""
         planned: set[Any] = set()
-        own_plans = []
+        plans = []
         for process_plan in all_plans:
             new_items = [item for item in process_plan.items if item.index not in planned]
             planned.update(item.index for item in new_items)
-            own_plans.append(dataclasses.replace(process_plan, items=new_items))
-        self.global_plan, metadata = create_default_global_save_plan(own_plans)
+            plans.append(dataclasses.replace(process_plan, items=new_items))
+        self.global_plan, metadata = create_default_global_save_plan(plans)
         name_mappings = dict(ChainMap(*(plan.planner_data for plan in self.global_plan)))
         self.metadata = dataclasses.replace(metadata, planner_data=name_mappings)
         return self.global_plan, self.metadata
@@ -332,10 +332,10 @@ def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: 
     for read_item in create_default_local_load_plan(slots, metadata).items:
         num_found[read_item.dest_index.fqn] += math.prod(read_item.lengths)
     for entry_key, tensor in slots.items():
-        own_shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if num_found[entry_key] != own_shard.numel():
+        shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if num_found[entry_key] != shard.numel():
             raise ConfigError(
-                f"{folder} has {num_found[entry_key]} of the {own_shard.numel()} elements of "
+                f"{folder} has {num_found[entry_key]} of the {shard.numel()} elements of "
                 f"{entry_key.removeprefix(_MODEL_PREFIX)} that process {dist.get_rank()} holds: "
                 "the other shards are on other hosts' disks. Nothing has been loaded. Shard the "
                 "model over the same processes as when it was saved, or load another checkpoint."

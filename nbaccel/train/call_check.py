@@ -70,9 +70,9 @@ def default_group_check() -> CollectiveCheck:
 def forget_left_groups() -> None:
     """Give back the memory of groups that this process has left, and tell those who wait there."""
     # Something else may hold the group itself: a worker keeps all it has been in.
-    known_groups = torch_private.process_groups()
+    groups = torch_private.process_groups()
     for process_group in list(_CHECKS_BY_GROUP):
-        if process_group not in known_groups:
+        if process_group not in groups:
             del _CHECKS_BY_GROUP[process_group]
 
 
@@ -180,12 +180,12 @@ class CollectiveCheck:
                 f"calls {json.loads(call_text)[0]}. It would speak with its parent's voice, and "
                 "the others would get wrong data. Call collectives in the parent only."
             )
-        own_entry = Entry(self.calls_begun, call_text, user_place())
+        entry = Entry(self.calls_begun, call_text, user_place())
         self.calls_begun += 1
-        wait = _Wait(self._exchange, own_entry, self._rank, timeout_s)
+        wait = _Wait(self._exchange, entry, self._rank, timeout_s)
         try:
             with spent_time.communicating:
-                return self._exchange.exchange(own_entry, data, wait.look_around)
+                return self._exchange.exchange(entry, data, wait.look_around)
         except dist.DistNetworkError as error:
             message = wait.describe_left(0, ", and with it the store through which processes meet")
             raise CollectiveTimeout(message) from error
@@ -244,26 +244,26 @@ class _Wait:
             rank: Its number.
             also: What is gone with it.
         """
-        own_call = AnnouncedCall.of(self._own_entry).describe()
+        call = AnnouncedCall.of(self._own_entry).describe()
         return (
-            f"Process {self._rank} is in {own_call}, but process {rank} has left: its function "
+            f"Process {self._rank} is in {call}, but process {rank} has left: its function "
             f"returned or it died{also}. Every process must call every collective equally often; "
             f"look for an `if` or a `break` around this line that process {rank} does not take."
         )
 
     def _describe_missing(self, waited_s: float) -> str:
         call_number = self._own_entry.call_number
-        known_entries = self._exchange.known_entries(call_number)
+        entries = self._exchange.known_entries(call_number)
         missing_ranks = [
-            rank for rank, entry in enumerate(known_entries) if entry.call_number != call_number
+            rank for rank, entry in enumerate(entries) if entry.call_number != call_number
         ]
         message_lines = [
             f"process {self._rank} has waited {format_seconds(waited_s)} in "
             f"{AnnouncedCall.of(self._own_entry).describe()}.",
-            f"{len(missing_ranks)} of {len(known_entries)} processes did not come:",
+            f"{len(missing_ranks)} of {len(entries)} processes did not come:",
         ]
         message_lines += [
-            f"  process {rank}: {_last_seen(known_entries[rank])}" for rank in missing_ranks
+            f"  process {rank}: {_last_seen(entries[rank])}" for rank in missing_ranks
         ]
         message_lines.append(
             "A collective must be called by all processes, equally often. Look for an `if` or a "

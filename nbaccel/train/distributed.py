@@ -141,10 +141,8 @@ def can_meet() -> bool:
 
 def timeout_s(settings: InitProcessGroupKwargs | None) -> float:
     """Seconds that a process waits for the others in a collective."""
-    given_timeout = settings.timeout if settings else None
-    return (
-        given_timeout.total_seconds() if isinstance(given_timeout, timedelta) else DEFAULT_TIMEOUT_S
-    )
+    timeout = settings.timeout if settings else None
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT_S
 
 
 def wants_cpu(cpu: bool = False) -> bool:

@@ -85,15 +85,15 @@ class EntryExchange:
             The entries of all processes for this call, by rank.
         """
         if self._page is None:
-            own_host = [own_entry]
+            host = [own_entry]
         else:
             self._write(self._page, self._position, own_entry, data)
             if self.has_other_hosts and self._position > 0:
                 return self._await_summary(self._page, own_entry.call_number, while_waiting)
-            own_host = self._await_host(self._page, own_entry.call_number, while_waiting)
+            host = self._await_host(self._page, own_entry.call_number, while_waiting)
         if not self.has_other_hosts:
-            return own_host
-        entries = self._exchange_with_hosts(own_host, while_waiting)
+            return host
+        entries = self._exchange_with_hosts(host, while_waiting)
         if self._page is not None:
             summary = Entry(own_entry.call_number, _as_text(entries), b"")
             self._write(self._page, self._page.common_position, summary, None)

@@ -59,9 +59,9 @@ def is_available() -> bool:
     """Whether this system has the call and permits it."""
     if _call_number() < 0:
         return False
-    own_word = ctypes.c_uint32(0)
+    word = ctypes.c_uint32(0)
     # Nobody waits, so 0 are woken; a negative number is an error, such as that of a sandbox.
-    return wake(ctypes.addressof(own_word)) == 0
+    return wake(ctypes.addressof(word)) == 0
 
 
 def wait(address: int, expected_value: int, seconds: float) -> None:

@@ -647,16 +647,14 @@ class PreparedLoader(DataLoader[Any]):
 def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
     """The samplers of a loader: its batch sampler, and the samplers inside it, outermost first."""
     samplers: list[Any] = []
-    current_sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     # A sampler may refer back to itself, which would make this loop endless.
-    while current_sampler is not None and not any(
-        current_sampler is earlier_sampler for earlier_sampler in samplers
+    while sampler is not None and not any(
+        sampler is earlier_sampler for earlier_sampler in samplers
     ):
-        samplers.append(current_sampler)
-        inner_sampler = getattr(current_sampler, "batch_sampler", None)
-        current_sampler = (
-            getattr(current_sampler, "sampler", None) if inner_sampler is None else inner_sampler
-        )
+        samplers.append(sampler)
+        inner_sampler = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner_sampler is None else inner_sampler
     return samplers
 
 

@@ -150,8 +150,8 @@ class ProcessInfo:
         # One process runs everything, so that code written for several runs on one.
         if self._place.is_alone:
             return function
-        chosen_rank = _check_process_number(process_index, self.num_processes, "process_index")
-        return _run_only_here(function, self.process_index == chosen_rank)
+        rank = _check_process_number(process_index, self.num_processes, "process_index")
+        return _run_only_here(function, self.process_index == rank)
 
     def on_local_process(
         self, function: _DecoratedFunction | None = None, local_process_index: int | None = None
@@ -169,10 +169,10 @@ class ProcessInfo:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         if self._place.is_alone:
             return function
-        chosen_rank = _check_process_number(
+        rank = _check_process_number(
             local_process_index, self._place.local_world_size, "local_process_index"
         )
-        return _run_only_here(function, self.local_process_index == chosen_rank)
+        return _run_only_here(function, self.local_process_index == rank)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per node, whatever the number of processes."""

@@ -182,8 +182,8 @@ def synchronize_rng_states(
     accessors = {type_name: _state_accessors(type_name, generator) for type_name in type_names}
     if collectives is None or collectives.place.is_alone or not accessors:
         return
-    own_states = {type_name: get_state() for type_name, (get_state, _) in accessors.items()}
-    for type_name, state in collectives.broadcast_object(own_states).items():
+    states = {type_name: get_state() for type_name, (get_state, _) in accessors.items()}
+    for type_name, state in collectives.broadcast_object(states).items():
         _, set_state = accessors[type_name]
         set_state(state)
 
@@ -211,10 +211,10 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
     if generator is not None:
         accessors["generator"] = (generator.get_state, generator.set_state)
     if type_name not in accessors:
-        known_types = [*dict.fromkeys((*accessors, "generator"))]
+        types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
             f"rng_types has {type_name!r}, which is the name of no generator. The "
-            f"processes would draw different numbers.{closest(type_name, known_types)} Give one of "
-            f"{', '.join(known_types)}."
+            f"processes would draw different numbers.{closest(type_name, types)} Give one of "
+            f"{', '.join(types)}."
         )
     return accessors[type_name]

@@ -182,11 +182,11 @@ class BatchSamplerShard(BatchSampler):
             elif not self.drop_last:
                 remainder = len(batch)
                 filled_batch = itertools.chain(batch, itertools.cycle(first_batch))
-                own_share = list(
+                share = list(
                     itertools.islice(filled_batch, batch_size) if self.even_batches else batch
                 )[own_slice]
-                if own_share:
-                    yield own_share
+                if share:
+                    yield share
         self.remainder = remainder
 
     def _take_turns(self) -> Iterator[list[int]]:
@@ -207,9 +207,9 @@ class BatchSamplerShard(BatchSampler):
         self.remainder = (
             sum(map(len, current_round)) if all(map(_has_length, current_round)) else -1
         )
-        own_share = self._last_share(current_round, first_round)
-        if own_share is not None:
-            yield own_share
+        share = self._last_share(current_round, first_round)
+        if share is not None:
+            yield share
 
     def _is_whole(self, batch: list[int]) -> bool:
         return self.batch_size is None or len(batch) == self.batch_size

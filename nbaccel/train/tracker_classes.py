@@ -159,13 +159,13 @@ class ServiceTracker(GeneralTracker):
         """
         for value_name, logged_value in values.items():
             # A tensor of one number is no Real; as a Python number the service can show it.
-            shown_value = (
+            value = (
                 plain_value(logged_value, keep_infinite=True)
                 if hasattr(logged_value, "dtype")
                 else logged_value
             )
-            if isinstance(shown_value, shown_types):
-                yield value_name, shown_value
+            if isinstance(value, shown_types):
+                yield value_name, value
             else:
                 warnings.warn(
                     f"log({value_name!r}: ...) is left out: {self.name} shows no "
@@ -369,8 +369,8 @@ class MLflowTracker(ServiceTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; numbers alone."""
-        shown_numbers = dict(self.shown_values(values, (Real,)))
-        import_module("mlflow").log_metrics(shown_numbers, step=step, **kwargs)
+        numbers = dict(self.shown_values(values, (Real,)))
+        import_module("mlflow").log_metrics(numbers, step=step, **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Write a figure of matplotlib or plotly as a file of the run."""

@@ -257,9 +257,9 @@ class _Span:
         if self.storage.device.type != "cpu":
             return False
         num_users = torch_private.storage_use_count(self.storage)
-        own_tensors = len({id(tensor) for tensor in self.tensors})
+        tensors = len({id(tensor) for tensor in self.tensors})
         # None: this torch cannot count the users. `self.storage` is a user too, hence + 1.
-        return num_users is not None and num_users > own_tensors + 1
+        return num_users is not None and num_users > tensors + 1
 
     def raw(self) -> torch.Tensor:
         """The bytes of the span, where they are now, as a uint8 tensor of shape `[nbytes]`."""
@@ -443,11 +443,11 @@ def _viewed_from_python(storage_spans: Sequence[_Span]) -> Iterator[int]:
 
     What an autograd graph keeps of an earlier loss has no object in Python, and nobody reads it.
     """
-    own_ids = {id(tensor) for span in storage_spans for tensor in span.tensors}
+    ids = {id(tensor) for span in storage_spans for tensor in span.tensors}
     spans_by_address = {span.storage.data_ptr(): span for span in storage_spans}
     for found_object in gc.get_objects():
         # By type: asking other objects could run code of theirs. An array refers to a tensor.
-        if type(found_object) not in (torch.Tensor, nn.Parameter) or id(found_object) in own_ids:
+        if type(found_object) not in (torch.Tensor, nn.Parameter) or id(found_object) in ids:
             continue
         try:
             address = found_object.untyped_storage().data_ptr()
@@ -498,16 +498,14 @@ def _storage_spans(module_tensors: Iterable[torch.Tensor]) -> list[_Span]:
 
 def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one-past-last byte of the storage that the tensor reaches."""
-    reached_elements = sum(
+    elements = sum(
         (dim_size - 1) * stride_step
         for dim_size, stride_step in zip(tensor.shape, tensor.stride(), strict=True)
     )
     item_bytes = tensor.element_size()
     low_byte = int(tensor.storage_offset()) * item_bytes
     # Rounded down so that tensors of another dtype in the same storage keep whole offsets.
-    return low_byte // _TENSOR_ALIGNMENT * _TENSOR_ALIGNMENT, low_byte + (
-        reached_elements + 1
-    ) * item_bytes
+    return low_byte // _TENSOR_ALIGNMENT * _TENSOR_ALIGNMENT, low_byte + (elements + 1) * item_bytes
 
 
 def _point_tensors(arena: Arena, storage_span: _Span) -> None:

@@ -37,14 +37,14 @@ def find_modules(args: tuple[Any, ...]) -> list[tuple[str, nn.Module]]:
     Looks into lists, tuples, sets, mappings and dataclasses. A module inside another module belongs
     to the outer one.
     """
-    found_modules: dict[int, tuple[str, nn.Module]] = {}
+    modules: dict[int, tuple[str, nn.Module]] = {}
     seen_ids: set[int] = set()
     for position, argument in enumerate(args):
         for source_path, module in _walk_arguments(
             argument, f"args[{position}]", seen_ids, _MAX_NESTING_DEPTH
         ):
-            found_modules.setdefault(id(module), (source_path, module))
-    return list(found_modules.values())
+            modules.setdefault(id(module), (source_path, module))
+    return list(modules.values())
 
 
 def _walk_arguments(
@@ -55,9 +55,9 @@ def _walk_arguments(
         return
     if depth_left == 0 or id(holder) in seen_ids or _is_plain_data(holder):
         return
-    for path_step, held_value in _held_values(holder):
+    for path_step, value in _held_values(holder):
         seen_ids.add(id(holder))
-        yield from _walk_arguments(held_value, source_path + path_step, seen_ids, depth_left - 1)
+        yield from _walk_arguments(value, source_path + path_step, seen_ids, depth_left - 1)
 
 
 def _is_plain_data(holder: Any) -> bool:
@@ -68,13 +68,11 @@ def _is_plain_data(holder: Any) -> bool:
 
 def _held_values(holder: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(holder, Mapping):
-        yield from ((f"[{path_step!r}]", held_value) for path_step, held_value in holder.items())
+        yield from ((f"[{path_step!r}]", value) for path_step, value in holder.items())
     elif isinstance(holder, (list, tuple)):
-        yield from ((f"[{position}]", held_value) for position, held_value in enumerate(holder))
+        yield from ((f"[{position}]", value) for position, value in enumerate(holder))
     elif isinstance(holder, (set, frozenset)):
-        yield from (
-            (f".element{position}", held_value) for position, held_value in enumerate(holder)
-        )
+        yield from ((f".element{position}", value) for position, value in enumerate(holder))
     elif dataclasses.is_dataclass(holder) and not isinstance(holder, type):
         for data_field in dataclasses.fields(holder):
             if hasattr(holder, data_field.name):

@@ -197,7 +197,7 @@ class _NameWalk:
         """The first iterable is this code's; all else runs in a scope of its own, and at once."""
         first_generator, *other_generators = node.generators
         self.visit(first_generator.iter)
-        own_names = {
+        names = {
             name_node
             for comprehension_part in node.generators
             for name_node in stored_names(comprehension_part.target)
@@ -205,7 +205,7 @@ class _NameWalk:
         bound_before = self.bound
         outside_before = self._outside
         # In the body of a class it is like a function: it does not see the names of the class.
-        self.bound = self._seen_by_functions | own_names
+        self.bound = self._seen_by_functions | names
         self._outside = None
         self.visit(first_generator.target)
         for condition_node in first_generator.ifs:
@@ -502,14 +502,14 @@ class _FunctionScope(ast.NodeVisitor):
     def visit_ListComp(self, node: ast.AST) -> None:
         inner_scope = _FunctionScope()
         inner_scope.generic_visit(node)
-        own_names = {
+        names = {
             name_node
             for comprehension_part in node.generators  # type: ignore[attr-defined]
             for name_node in stored_names(comprehension_part.target)
         }
-        self._read |= inner_scope._read - own_names
+        self._read |= inner_scope._read - names
         # A walrus in a comprehension binds in the function around it.
-        self.local |= inner_scope.local - own_names
+        self.local |= inner_scope.local - names
 
     visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp  # noqa: N815
 

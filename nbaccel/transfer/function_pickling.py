@@ -139,15 +139,15 @@ class Reducer:
 def globals_read(code_object: types.CodeType) -> frozenset[str]:
     """The global names that code may read, that of the functions inside it included."""
     # LOAD_NAME occurs in the body of a class inside.
-    found_names = {
+    names = {
         str(instruction.argval)
         for instruction in dis.get_instructions(code_object)
         if instruction.opname in _NAME_READING_OPCODES
     }
     for code_constant in code_object.co_consts:
         if isinstance(code_constant, types.CodeType):
-            found_names |= globals_read(code_constant)
-    return frozenset(found_names)
+            names |= globals_read(code_constant)
+    return frozenset(names)
 
 
 def travels_by_value(object_type: type) -> bool:
@@ -211,14 +211,14 @@ def _finish_function(
     cell_function: types.FunctionType,
     function_state: tuple[list[tuple[types.CellType, Any]], dict[str, Any], dict[str, Any]],
 ) -> None:
-    cell_contents, function_attributes, own_attributes = function_state
+    cell_contents, function_attributes, attributes = function_state
     for closure_cell, attribute_value in cell_contents:
         closure_cell.cell_contents = attribute_value
     for attribute_name, attribute_value in function_attributes.items():
         # __type_params__ exists from Python 3.12 on.
         if hasattr(cell_function, attribute_name):
             setattr(cell_function, attribute_name, attribute_value)
-    cell_function.__dict__.update(own_attributes)
+    cell_function.__dict__.update(attributes)
 
 
 def _known(module_key: str, part_path: str) -> Any:

@@ -157,10 +157,10 @@ def read_process(process_id: int, byte_moves: Sequence[tuple[int, int, int]]) ->
 
 def can_read_process(process_id: int) -> bool:
     """Whether this process may read another one's memory. Some containers forbid it."""
-    own_byte = ctypes.c_char()
+    byte = ctypes.c_char()
     try:
         # Nothing is ever mapped at address 0, and whether one may read is found out before.
-        read_process(process_id, [(ctypes.addressof(own_byte), 0, 1)])
+        read_process(process_id, [(ctypes.addressof(byte), 0, 1)])
     except OSError as error:
         return error.errno == errno.EFAULT
     return True
@@ -247,8 +247,8 @@ class Mapping:
         """
         end_byte = self.nbytes if end_byte is None else end_byte
         return [
-            (first_byte + own_start, min(first_byte + own_end, end_byte))
-            for own_start, own_end in _own_pages(self.address + first_byte, end_byte - first_byte)
+            (first_byte + start, min(first_byte + end, end_byte))
+            for start, end in _own_pages(self.address + first_byte, end_byte - first_byte)
         ]
 
     def give_back(self, first_byte: int, end_byte: int) -> None:
@@ -306,7 +306,7 @@ def _own_pages(start_address: int, num_bytes: int) -> list[ByteRange]:
     table cannot be read (some sandboxes have none), everything counts as written.
     """
     num_pages = -(-num_bytes // PAGE_BYTES)
-    own_ranges: list[ByteRange] = []
+    ranges: list[ByteRange] = []
     try:
         pagemap_fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -319,8 +319,8 @@ def _own_pages(start_address: int, num_bytes: int) -> list[ByteRange]:
             if os.preadv(pagemap_fd, [entry_chunk.data], file_offset) != entry_chunk.nbytes:
                 return [(0, num_pages * PAGE_BYTES)]
             if entry_chunk.any():  # nothing mapped yet: the common case of an untouched model
-                own_ranges += _own_page_runs(entry_chunk, first_page)
-    return merge_ranges(own_ranges)
+                ranges += _own_page_runs(entry_chunk, first_page)
+    return merge_ranges(ranges)
 
 
 def _own_page_runs(
@@ -328,10 +328,8 @@ def _own_page_runs(
 ) -> list[ByteRange]:
     """Ranges of pages that are present or swapped, and no file's."""
     page_flags = (page_entries >> np.uint64(61)).astype(np.uint8)
-    own_pages = ((page_flags & 0b110) != 0) & ((page_flags & 0b001) == 0)
-    run_edges = np.flatnonzero(
-        np.diff(np.concatenate(([False], own_pages, [False])).astype(np.int8))
-    )
+    pages = ((page_flags & 0b110) != 0) & ((page_flags & 0b001) == 0)
+    run_edges = np.flatnonzero(np.diff(np.concatenate(([False], pages, [False])).astype(np.int8)))
     return [
         ((first_page + int(first_byte)) * PAGE_BYTES, (first_page + int(end_byte)) * PAGE_BYTES)
         for first_byte, end_byte in zip(run_edges[::2], run_edges[1::2], strict=True)

@@ -161,16 +161,16 @@ class NamespaceSync:
         What the notebook has under such a name is sent only when it changes after this.
         """
         seen_tokens = self._ranks[rank].seen
-        current_snapshot = NamespaceSnapshot(self._namespace, self._modules)
+        snapshot = NamespaceSnapshot(self._namespace, self._modules)
         for variable_name in cell_names:
             seen_tokens.pop(variable_name, None)
             if variable_name in self._namespace:
-                seen_tokens[variable_name] = self._token(current_snapshot, variable_name)
+                seen_tokens[variable_name] = self._token(snapshot, variable_name)
 
-    def _token(self, current_snapshot: NamespaceSnapshot, variable_name: str) -> Hashable:
+    def _token(self, snapshot: NamespaceSnapshot, variable_name: str) -> Hashable:
         named_value = self._namespace[variable_name]
         try:
-            return current_snapshot.fingerprint(variable_name, named_value).token
+            return snapshot.fingerprint(variable_name, named_value).token
         # The id still shows that a name was bound anew.
         except Exception:  # pickling runs user code: it may raise anything
             return ("unsendable", id(named_value))
@@ -255,7 +255,7 @@ class _UpdatePacking:
         update_parts: list[UpdatePart] = []
         shared_arenas: dict[str, arena.Arena] = {}
         settled_by_rank: dict[int, _SettledState] = {}
-        wanted_names: dict[int, tuple[str, ...]] = {}
+        names: dict[int, tuple[str, ...]] = {}
         for rank_lack, group_ranks in ranks_by_lack.items():
             module_changes = self._changes(rank_lack)
             if rank_lack.is_nothing(module_changes):
@@ -267,9 +267,9 @@ class _UpdatePacking:
             )
             update_parts.append(update_part)
             settled_by_rank |= dict.fromkeys(group_ranks, settled_state)
-            wanted_names |= dict.fromkeys(group_ranks, rank_lack.names)
+            names |= dict.fromkeys(group_ranks, rank_lack.names)
         return (
-            self._shipment(update_parts, shared_arenas, settled_by_rank, wanted_names)
+            self._shipment(update_parts, shared_arenas, settled_by_rank, names)
             if update_parts
             else None
         )
@@ -343,14 +343,14 @@ class _UpdatePacking:
 
     def _reach(self, module_keys: Iterable[str]) -> list[str]:
         """These modules, and those that their attributes refer to."""
-        reached_keys: dict[str, None] = {}
+        keys: dict[str, None] = {}
         unvisited = deque(sorted(module_keys))
         while unvisited:
             module_key = unvisited.popleft()
-            if module_key not in reached_keys:
-                reached_keys[module_key] = None
+            if module_key not in keys:
+                keys[module_key] = None
                 unvisited.extend(sorted(self._snapshot.state(module_key).modules))
-        return list(reached_keys)
+        return list(keys)
 
     def _lack(self, rank_state: _RankState) -> _RankLack:
         cell_names = tuple(
@@ -529,11 +529,11 @@ class _UpdatePacking:
             nonlocal place_table
             if place_table is None:
                 # Only modules that these ranks have: a place in any other would name nothing there.
-                known_records = (
+                records = (
                     self._modules.by_key(module_key) for module_key in sorted(rank_lack.known)
                 )
                 place_table = self._snapshot.table(
-                    module_record for module_record in known_records if module_record is not None
+                    module_record for module_record in records if module_record is not None
                 )
             return place_table.get(id(module_part))
 

@@ -492,11 +492,9 @@ def _typed_storage(
 def _arena_storage(
     arena_key: str, first_byte: int, num_bytes: int, to_device: bool
 ) -> torch.UntypedStorage:
-    current_receiver = _CURRENT_RECEIVER.get()
-    tensor_storage = arena.storage_at(current_receiver.arenas[arena_key], first_byte, num_bytes)
-    return (
-        _storage_on_device(tensor_storage, current_receiver.device) if to_device else tensor_storage
-    )
+    receiver = _CURRENT_RECEIVER.get()
+    tensor_storage = arena.storage_at(receiver.arenas[arena_key], first_byte, num_bytes)
+    return _storage_on_device(tensor_storage, receiver.device) if to_device else tensor_storage
 
 
 def _arena_tensor(
@@ -611,8 +609,7 @@ def _parts_of(held_value: Any, source_path: str) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(held_value, dict):
         yield from (
-            (f"{source_path}[{held_key!r}]", held_value)
-            for held_key, held_value in held_value.items()
+            (f"{source_path}[{key!r}]", held_value) for key, held_value in held_value.items()
         )
     elif isinstance(held_value, (list, tuple)):
         yield from _items_of(held_value, source_path)
@@ -620,15 +617,13 @@ def _parts_of(held_value: Any, source_path: str) -> Iterator[tuple[str, Any]]:
         yield from _of_function(held_value, source_path)
     elif hasattr(held_value, "__dict__"):
         yield from (
-            (f"{source_path}.{held_key}", held_value)
-            for held_key, held_value in vars(held_value).items()
+            (f"{source_path}.{key}", held_value) for key, held_value in vars(held_value).items()
         )
 
 
-def _items_of(held_values: Any, source_path: str) -> Iterator[tuple[str, Any]]:
+def _items_of(values: Any, source_path: str) -> Iterator[tuple[str, Any]]:
     yield from (
-        (f"{source_path}[{position}]", held_value)
-        for position, held_value in enumerate(held_values)
+        (f"{source_path}[{position}]", held_value) for position, held_value in enumerate(values)
     )
 
 

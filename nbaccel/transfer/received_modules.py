@@ -56,15 +56,15 @@ class _LocalArena:
     def open(cls, file_descriptor: int, num_bytes: int) -> _LocalArena:
         """Map an arena; the descriptor stays the caller's."""
         # A copy, because the caller closes the descriptor that came with the message.
-        own_descriptor = os.dup(file_descriptor)
+        descriptor = os.dup(file_descriptor)
         try:
-            arena_mapping = memfd.Mapping(own_descriptor, num_bytes, is_private=True)
+            arena_mapping = memfd.Mapping(descriptor, num_bytes, is_private=True)
         except BaseException:  # an interrupt must not leak the descriptor either
-            os.close(own_descriptor)
+            os.close(descriptor)
             raise
-        close_file = weakref.finalize(arena_mapping, os.close, own_descriptor)
+        close_file = weakref.finalize(arena_mapping, os.close, descriptor)
         close_file.atexit = False  # a process that ends closes it anyway
-        return cls(own_descriptor, arena_mapping)
+        return cls(descriptor, arena_mapping)
 
     def as_the_notebook_sees_it(self) -> memfd.Mapping:
         return memfd.Mapping(self.fd, self.mapping.nbytes, is_private=False)
@@ -196,19 +196,15 @@ class ReceivedModules:
     def dirty(self) -> tuple[str, ...]:
         """Keys of the modules whose weights the notebook may not have got yet."""
         # The notebook gets rank 0's weights; other ranks only report that theirs differ.
-        own_changes = self._changed_modules()
-        return (
-            tuple(own_changes)
-            if self._rank == 0
-            else (*own_changes, *self._trained_apart(own_changes))
-        )
+        changes = self._changed_modules()
+        return tuple(changes) if self._rank == 0 else (*changes, *self._trained_apart(changes))
 
     def _trained_apart(self, other_keys: Collection[str]) -> Iterator[str]:
         """Modules that this rank has trained, though rank 0's are what the notebook gets."""
         written_ranges = self._written()
         for module_key in self._modules.keys() - set(other_keys):
-            own_digest = self._own_digest(module_key, written_ranges)
-            if own_digest and own_digest != self._reported.get(module_key):
+            digest = self._own_digest(module_key, written_ranges)
+            if digest and digest != self._reported.get(module_key):
                 yield module_key
 
     def _own_digest(
@@ -225,12 +221,12 @@ class ReceivedModules:
         )
 
     def _used_by(self, module_keys: Iterable[str]) -> tuple[str, ...]:
-        used_keys = {
+        keys = {
             arena_key
             for module_key in module_keys
             for arena_key, _ in self._modules[module_key][0].slots
         }
-        return tuple(sorted(used_keys & self._arenas.keys()))
+        return tuple(sorted(keys & self._arenas.keys()))
 
     def _changed_modules(self) -> list[str]:
         written_ranges = self._written() if self._rank == 0 else {}
@@ -247,14 +243,14 @@ class ReceivedModules:
         return tuple(tensor_name for tensor_name, _ in named_tensors(self._modules[module_key][1]))
 
     def _written(self) -> dict[str, list[memfd.ByteRange]]:
-        used_keys = {
+        keys = {
             slot_key
             for module_manifest, _ in self._modules.values()
             for slot_key, _ in module_manifest.slots
         }
         return {
             arena_key: self._written_to(arena_key)
-            for arena_key in used_keys
+            for arena_key in keys
             if arena_key in self._arenas
         }
 

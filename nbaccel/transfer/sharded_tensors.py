@@ -323,14 +323,14 @@ class HeldParts:
             for module_parameter in wrapped_module.parameters()
         ):
             shard_reader = _reader_of(sharded_tensor)
-            held_part = shard_reader.hold(sharded_tensor) if shard_reader is not None else None
-            if held_part is not None:
-                self._found[sharded_tensor] = held_part
+            part = shard_reader.hold(sharded_tensor) if shard_reader is not None else None
+            if part is not None:
+                self._found[sharded_tensor] = part
 
     def of(self, sharded_tensor: torch.Tensor) -> object:
         """What was kept of a tensor; None if nothing was."""
-        held_part: object = self._found.get(sharded_tensor)  # type: ignore[no-untyped-call]
-        return held_part
+        part: object = self._found.get(sharded_tensor)  # type: ignore[no-untyped-call]
+        return part
 
 
 def _reader_of(sharded_tensor: torch.Tensor) -> ShardReader | None:

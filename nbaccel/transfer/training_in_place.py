@@ -35,7 +35,7 @@ def arenas_to_train_in(
         for parameter in parameter_group
         if parameter.requires_grad
     }
-    chosen_keys = []
+    keys = []
     for arena_key, arena_mapping in arena_mappings.items():
         parameter_spans = (
             _span_in(arena_mapping, parameter) for parameter in trained_parameters.values()
@@ -45,8 +45,8 @@ def arenas_to_train_in(
             memfd.merge_ranges(byte_span for byte_span in parameter_spans if byte_span)
         )
         if trained_bytes >= _IN_PLACE_SHARE * arena_mapping.nbytes:
-            chosen_keys.append(arena_key)
-    return chosen_keys
+            keys.append(arena_key)
+    return keys
 
 
 def move_mapping_to_file(arena_mapping: memfd.Mapping, file_descriptor: int) -> None:
@@ -56,10 +56,10 @@ def move_mapping_to_file(arena_mapping: memfd.Mapping, file_descriptor: int) -> 
     arena_mapping.replace(file_descriptor, is_private=False)
 
 
-def _span_in(arena_mapping: memfd.Mapping, current_tensor: torch.Tensor) -> memfd.ByteRange | None:
-    if current_tensor.device.type != "cpu" or type(current_tensor) not in PLAIN:
+def _span_in(arena_mapping: memfd.Mapping, tensor: torch.Tensor) -> memfd.ByteRange | None:
+    if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
         return None
-    tensor_storage = current_tensor.untyped_storage()
+    tensor_storage = tensor.untyped_storage()
     if not arena_mapping.contains(tensor_storage.data_ptr(), tensor_storage.nbytes()):
         return None
     first_byte = tensor_storage.data_ptr() - arena_mapping.address

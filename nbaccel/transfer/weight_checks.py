@@ -266,7 +266,7 @@ def describe_changes(
 
 
 def _newly_shared(
-    arena_slots: ArenaSlots, current_tensors: Mapping[str, torch.Tensor]
+    arena_slots: ArenaSlots, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[str, str]]:
     """Names of tensors that overlap here, and have memory of their own in the notebook."""
     byte_spans = sorted(
@@ -277,7 +277,7 @@ def _newly_shared(
             (arena_key, arena_slot.start),
         )
         for arena_key, arena_slot in arena_slots
-        if (compared_tensor := current_tensors[arena_slot.name]).device.type == "cpu"
+        if (compared_tensor := tensors[arena_slot.name]).device.type == "cpu"
         and not isinstance(compared_tensor, ScaledTensor)
         and not sharded_tensors.is_sharded(compared_tensor)
         and compared_tensor.layout is torch.strided

@@ -79,11 +79,11 @@ class WeightReceiver:
 
     def disturbed(self) -> list[str]:
         """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
-        current_versions = _module_versions(self._sharing)
+        versions = _module_versions(self._sharing)
         return [
             module_path
             for module_path, version_before in self._versions.items()
-            if current_versions[module_path] != version_before
+            if versions[module_path] != version_before
         ]
 
     def differing(self, weight_reports: Sequence[WeightReport]) -> dict[str, str]:

@@ -274,19 +274,19 @@ class WeightWriter:
             [(0, arena_mapping.nbytes)] if arena_key in self._in_files else arena_mapping.written()
         )
 
-    def _out_of_reach(self, current_tensors: Mapping[str, torch.Tensor]) -> str | None:
+    def _out_of_reach(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """Why pieces of sharded tensors cannot be put together here, if so."""
         sharded_by_name = {
             tensor_name: module_tensor
-            for tensor_name, module_tensor in current_tensors.items()
+            for tensor_name, module_tensor in tensors.items()
             if sharded_tensors.is_sharded(module_tensor)
         }
         if sharded_by_name and self._num_nodes > 1:
             return (
                 f"it is sharded over {self._num_nodes} nodes, each with a part only; {_PART_REMEDY}"
             )
-        for tensor_name, current_tensor in sharded_by_name.items():
-            odd_placements = sharded_tensors.odd_placements(current_tensor)
+        for tensor_name, tensor in sharded_by_name.items():
+            odd_placements = sharded_tensors.odd_placements(tensor)
             if odd_placements:
                 return (
                     f"{tensor_name} is placed as {odd_placements}, which no rank can undo alone; "
@@ -430,19 +430,19 @@ class WeightWriter:
                 slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
                 self._sharded.setdefault(arena_key, []).append(slot_range)
 
-    def _can_be_read(self, arena_key: str, arena_slot: Slot, current_tensor: torch.Tensor) -> bool:
+    def _can_be_read(self, arena_key: str, arena_slot: Slot, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is, byte by byte, what belongs into the slot's storage."""
         return (
             self._is_read
             and arena_key not in self._in_files
-            and type(current_tensor) in PLAIN
-            and current_tensor.device.type == "cpu"
-            and current_tensor.layout is torch.strided
-            and current_tensor.dtype == arena_slot.dtype
-            and current_tensor.stride() == arena_slot.stride
-            and current_tensor.is_contiguous()
-            and current_tensor.nbytes == arena_slot.nbytes
-            and not (current_tensor.is_conj() or current_tensor.is_neg())
+            and type(tensor) in PLAIN
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and tensor.dtype == arena_slot.dtype
+            and tensor.stride() == arena_slot.stride
+            and tensor.is_contiguous()
+            and tensor.nbytes == arena_slot.nbytes
+            and not (tensor.is_conj() or tensor.is_neg())
         )
 
     def _put_pieces(
@@ -472,8 +472,8 @@ class WeightWriter:
         piece_ranges: Iterable[memfd.ByteRange],
     ) -> None:
         # What it trains in is reported as a whole.
-        own_ranges = weight_report.own_bytes.setdefault(arena_key, [])
-        own_ranges += (
+        ranges = weight_report.own_bytes.setdefault(arena_key, [])
+        ranges += (
             (arena_slot.start + first_byte, arena_slot.start + end_byte)
             for first_byte, end_byte in piece_ranges
         )
@@ -485,12 +485,12 @@ class WeightWriter:
         self,
         arena_key: str,
         arena_slot: Slot,
-        current_tensor: torch.Tensor,
+        tensor: torch.Tensor,
         weight_report: WeightReport,
     ) -> None:
         """Fill the slot's storage first, where other tensors view parts of it too."""
         # A tensor that covers the storage overwrites it all, so seeding would be wasted.
-        covers_storage = current_tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
+        covers_storage = tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
         if not covers_storage and not self._is_in_training(arena_key):
             byte_span = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
             memfd.write_at(
@@ -503,19 +503,16 @@ class WeightWriter:
         return self._in_files.get(arena_key) == self._staging[arena_key]
 
 
-def _mismatch_reason(
-    module_manifest: Manifest, current_tensors: Mapping[str, torch.Tensor]
-) -> str | None:
+def _mismatch_reason(module_manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Why the module no longer fits the notebook's, if so."""
     expected_shapes = {arena_slot.name: arena_slot.shape for _, arena_slot in module_manifest.slots}
-    current_shapes = {
-        tensor_name: sharded_tensors.full_shape(current_tensor)
-        for tensor_name, current_tensor in current_tensors.items()
+    shapes = {
+        tensor_name: sharded_tensors.full_shape(tensor) for tensor_name, tensor in tensors.items()
     }
     # Empty tensors have no slot in the notebook, so they must not count as new here.
     nonempty_shapes = {
         tensor_name: whole_shape
-        for tensor_name, whole_shape in current_shapes.items()
+        for tensor_name, whole_shape in shapes.items()
         if math.prod(whole_shape)
     }
     mismatch_lines = [
@@ -544,8 +541,8 @@ def _on_cpu(module_state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _value_on_cpu(current_tensor: Any) -> torch.Tensor:
-    piece_values: torch.Tensor = current_tensor.detach()
-    if sharded_tensors.is_dtensor(current_tensor):
-        piece_values = current_tensor.detach().to_local()
+def _value_on_cpu(tensor: Any) -> torch.Tensor:
+    piece_values: torch.Tensor = tensor.detach()
+    if sharded_tensors.is_dtensor(tensor):
+        piece_values = tensor.detach().to_local()
     return piece_values.cpu()

@@ -182,10 +182,8 @@ class Namespace:
     def _not_bound(self, missing_names: Sequence[str]) -> str:
         message_lines = []
         for variable_name in missing_names:
-            known_names = [
-                variable_name for variable_name in self._user_ns if is_users(variable_name)
-            ]
-            close_matches = difflib.get_close_matches(variable_name, known_names, n=3)
+            names = [variable_name for variable_name in self._user_ns if is_users(variable_name)]
+            close_matches = difflib.get_close_matches(variable_name, names, n=3)
             spelling_hint = f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
             message_lines.append(
                 f"name {variable_name!r} is not defined in worker {self._rank}.{spelling_hint}"

@@ -83,13 +83,13 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     if not inspect.isclass(func_or_cls):
         return _purged(func_or_cls)
     _purge_methods(func_or_cls)
-    given_method = vars(func_or_cls).get("__init_subclass__")
+    method = vars(func_or_cls).get("__init_subclass__")
 
     def purge_subclass(subclass: type[Any], /, **kwargs: Any) -> None:
-        if given_method is None:
+        if method is None:
             super(func_or_cls, subclass).__init_subclass__(**kwargs)
         else:
-            given_method.__func__(subclass, **kwargs)
+            method.__func__(subclass, **kwargs)
         _purge_methods(subclass)
 
     tested: Any = func_or_cls

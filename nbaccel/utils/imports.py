@@ -106,11 +106,11 @@ class _Package:
     versions: str = ""
 
     def is_there(self) -> bool:
-        found_versions = (_version(name) for name in self.distributions or (self.module,))
+        versions = (_version(name) for name in self.distributions or (self.module,))
         # By default a specifier matches no pre-release: an installed one would count as missing.
         wanted_versions = SpecifierSet(self.versions, prereleases=True)
         return is_installed(self.module) and any(
-            version is not None and version in wanted_versions for version in found_versions
+            version is not None and version in wanted_versions for version in versions
         )
 
 

@@ -35,11 +35,11 @@ def compare_versions(
             f"compare_versions(operation={operation!r}) is unknown: versions cannot be compared. "
             f"Give one of {', '.join(STR_OPERATION_TO_FUNC)}."
         )
-    known_version = library_or_version
-    if isinstance(known_version, str):
-        known_version = parse(importlib.metadata.version(known_version))
+    version = library_or_version
+    if isinstance(version, str):
+        version = parse(importlib.metadata.version(version))
     compare: Any = STR_OPERATION_TO_FUNC[operation]
-    return bool(compare(known_version, parse(requirement_version)))
+    return bool(compare(version, parse(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

@@ -165,17 +165,12 @@ class FailureRecord:
     @property
     def is_consequence(self) -> bool:
         """Whether it only says that another rank is gone."""
-        described_error = self.raised
-        if (
-            described_error is not None
-            and described_error.type_name.rpartition(".")[2] == _CONSEQUENCE_TYPE
-        ):
-            described_error = described_error.cause
-        if described_error is None:
+        error = self.raised
+        if error is not None and error.type_name.rpartition(".")[2] == _CONSEQUENCE_TYPE:
+            error = error.cause
+        if error is None:
             return False
-        return tells_of_a_lost_connection(
-            described_error.type_name.rpartition(".")[2], described_error.message
-        )
+        return tells_of_a_lost_connection(error.type_name.rpartition(".")[2], error.message)
 
     @property
     def headline(self) -> str:
@@ -255,23 +250,19 @@ def kind_name(error_class: type) -> str:
     )
 
 
-def _error_text(raised_error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         # str() of a SyntaxError repeats file and line, which the frame shows.
-        return raised_error.msg if _unparsed_place(raised_error) else str(raised_error)  # type: ignore[attr-defined]
+        return error.msg if _unparsed_place(error) else str(error)  # type: ignore[attr-defined]
     except Exception as broken:  # the user's own __str__ may raise anything
         return f"<its text cannot be shown: __str__ raised {type(broken).__name__}>"
 
 
-def _unparsed_place(raised_error: BaseException) -> tuple[Frame, ...]:
+def _unparsed_place(error: BaseException) -> tuple[Frame, ...]:
     """Code that never ran has no frame: the place that a SyntaxError names stands for it."""
-    if (
-        not isinstance(raised_error, SyntaxError)
-        or not raised_error.filename
-        or not raised_error.lineno
-    ):
+    if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
         return ()
-    return (Frame(file=raised_error.filename, line=raised_error.lineno, function="<module>"),)
+    return (Frame(file=error.filename, line=error.lineno, function="<module>"),)
 
 
 def _error_frames(traceback_entry: TracebackType | None) -> tuple[Frame, ...]:
@@ -326,8 +317,8 @@ class RankActivity:
     @classmethod
     def of_stack(cls, stack_frames: Sequence[Frame]) -> RankActivity:
         """What a stack says, innermost call first."""
-        own_frame = user_frame(stack_frames)
-        called_names = [
+        frame = user_frame(stack_frames)
+        names = [
             stack_frame.function
             for stack_frame in stack_frames
             if "/torch/distributed/" in stack_frame.file
@@ -335,17 +326,17 @@ class RankActivity:
         # torch wraps its collectives in functions called `wrapper`, which say nothing.
         public_calls = [
             function_name
-            for function_name in called_names
+            for function_name in names
             if not function_name.startswith("_") and function_name != "wrapper"
         ]
         # The outermost one, because collectives call each other and the user called this one.
         if public_calls:
-            return cls(collective=public_calls[-1], at=own_frame)
+            return cls(collective=public_calls[-1], at=frame)
         return cls(
-            called=_called_name(stack_frames, own_frame)
-            if stack_frames and stack_frames[0] != own_frame
+            called=_called_name(stack_frames, frame)
+            if stack_frames and stack_frames[0] != frame
             else "",
-            at=own_frame,
+            at=frame,
         )
 
     def __str__(self) -> str:
@@ -528,20 +519,20 @@ class FailureReport:
         )
         if not other_records:
             return []
-        shown_records = [
+        records = [
             f"  rank {failure_record.rank}: {_one_line(failure_record, cause_record)}"
             for failure_record in other_records[:8]
         ]
         more_words = (
             [f"  … and {len(other_records) - 8} more ranks"] if len(other_records) > 8 else []
         )
-        return ["The other ranks:", *shown_records, *more_words]
+        return ["The other ranks:", *records, *more_words]
 
 
 def _one_line(failure_record: FailureRecord, cause_record: FailureRecord) -> str:
     if failure_record.is_consequence and failure_record.raised is not None:
-        own_frame = user_frame(reversed(failure_record.raised.frames))
-        place_words = f" at {place(own_frame)}" if own_frame else ""
+        frame = user_frame(reversed(failure_record.raised.frames))
+        place_words = f" at {place(frame)}" if frame else ""
         return f"lost its connection{place_words} (a consequence)"
     if (
         failure_record.exit_status is not None
@@ -551,8 +542,8 @@ def _one_line(failure_record: FailureRecord, cause_record: FailureRecord) -> str
         return "ended with it, too"
     error_text = _cut_line(failure_record.headline)
     if failure_record.raised is not None:
-        own_frame = user_frame(reversed(failure_record.raised.frames))
-        place_words = f" at {place(own_frame)}" if own_frame else ""
+        frame = user_frame(reversed(failure_record.raised.frames))
+        place_words = f" at {place(frame)}" if frame else ""
         if (
             cause_record.raised is not None
             and cause_record.raised.type_name == failure_record.raised.type_name
@@ -573,14 +564,12 @@ def _cut_line(error_text: str) -> str:
     )
 
 
-def _more_message(described_error: RaisedError) -> list[str]:
+def _more_message(error: RaisedError) -> list[str]:
     """What follows the first line, shortened in the middle: what matters may be at the end."""
-    rest_lines = described_error.message.strip().splitlines()[1:]
+    rest_lines = error.message.strip().splitlines()[1:]
     if len(rest_lines) > 11:
         rest_lines = [*rest_lines[:4], f"… {len(rest_lines) - 10} more lines", *rest_lines[-6:]]
-    error_notes = [
-        text_line for error_note in described_error.notes for text_line in error_note.splitlines()
-    ]
+    error_notes = [text_line for error_note in error.notes for text_line in error_note.splitlines()]
     return [
         f"  {shorten_text(text_line, _TEXT_CHARS)}" for text_line in [*rest_lines, *error_notes]
     ]
@@ -623,30 +612,28 @@ def _tell_raised(described_error: RaisedError) -> list[str]:
     return report_lines + _tell_parts(described_error)
 
 
-def _tell_parts(described_error: RaisedError) -> list[str]:
+def _tell_parts(error: RaisedError) -> list[str]:
     """The exceptions of a group: each with the user's own frame."""
     report_lines = []
-    for part_number, group_part in enumerate(
-        described_error.leaves() if described_error.parts else (), 1
-    ):
+    for part_number, group_part in enumerate(error.leaves() if error.parts else (), 1):
         report_lines.append(f"  {part_number}. {group_part.type_name}: {group_part.first_line}")
-        own_frame = user_frame(reversed(group_part.frames))
-        if own_frame is not None:
+        frame = user_frame(reversed(group_part.frames))
+        if frame is not None:
             report_lines += [
-                f"  {place(own_frame)}, in {own_frame.function}",
-                *frames.source(own_frame, num_around=0),
+                f"  {place(frame)}, in {frame.function}",
+                *frames.source(frame, num_around=0),
             ]
     return report_lines
 
 
 def _tell_stack(stack_frames: Sequence[Frame]) -> list[str]:
-    own_frame = user_frame(stack_frames)
-    if own_frame is None:
+    frame = user_frame(stack_frames)
+    if frame is None:
         return []
     report_lines = [
-        f"  {place(own_frame)}, in {own_frame.function}",
-        *frames.source(own_frame, num_around=_LINES_AROUND),
+        f"  {place(frame)}, in {frame.function}",
+        *frames.source(frame, num_around=_LINES_AROUND),
     ]
-    if stack_frames[0] != own_frame:
+    if stack_frames[0] != frame:
         report_lines.append(f"  inside {stack_frames[0].function} ({place(stack_frames[0])})")
     return report_lines

@@ -66,8 +66,8 @@ class ProcessState:
             children=frozenset(child_processes(os.getpid())),
             device_facts=frozenset(
                 hazard_fact
-                for known_device in registry.known_devices()
-                for hazard_fact in known_device.hazards()
+                for device in registry.known_devices()
+                for hazard_fact in device.hazards()
             ),
         )
 
@@ -77,23 +77,21 @@ class ProcessState:
         Args:
             earlier: The state before.
         """
-        found_changes = []
+        changes = []
         if new_threads := self.num_threads - earlier.num_threads:
-            found_changes.append(f"it starts {count_noun(new_threads, 'thread')}")
+            changes.append(f"it starts {count_noun(new_threads, 'thread')}")
         if self.handlers != earlier.handlers or self.masks != earlier.masks:
-            found_changes.append("it changes how signals are handled")
+            changes.append("it changes how signals are handled")
         if new_connections := self.connections - earlier.connections:
-            found_changes.append(
-                f"it opens {count_noun(len(new_connections), 'network connection')}"
-            )
+            changes.append(f"it opens {count_noun(len(new_connections), 'network connection')}")
         if self.ends - earlier.ends and not new_connections:
-            found_changes.append("it keeps a pipe, a socket or an event loop open")
+            changes.append("it keeps a pipe, a socket or an event loop open")
         if new_files := sorted(self.files - earlier.files):
-            found_changes.append(f"it keeps {new_files[0]} open")
+            changes.append(f"it keeps {new_files[0]} open")
         if new_children := self.children - earlier.children:
-            found_changes.append(f"it starts other programs ({len(new_children)})")
-        found_changes += sorted(self.device_facts - earlier.device_facts)
-        return found_changes
+            changes.append(f"it starts other programs ({len(new_children)})")
+        changes += sorted(self.device_facts - earlier.device_facts)
+        return changes
 
 
 def native_threads() -> list[int]:
@@ -123,13 +121,13 @@ def name_of_thread(thread_id: int) -> str:
 
 def open_files() -> frozenset[str]:
     """Paths of the regular files that this process has open, those in memory left out."""
-    found_paths = set()
+    paths = set()
     for file_descriptor, path in open_descriptors():
         with contextlib.suppress(OSError):
             is_file = stat.S_ISREG(os.fstat(file_descriptor).st_mode)
             if is_file and not path.startswith(_IN_MEMORY):
-                found_paths.add(path)
-    return frozenset(found_paths)
+                paths.add(path)
+    return frozenset(paths)
 
 
 def open_descriptors() -> Iterator[tuple[int, str]]:
@@ -186,7 +184,7 @@ def _shared_ends() -> list[str]:
 
 
 def _network_sockets() -> list[str]:
-    found_sockets = []
+    sockets = []
     for file_descriptor, target in open_descriptors():
         if target.startswith("socket:"):
             # A copy: the object closes its descriptor.
@@ -195,5 +193,5 @@ def _network_sockets() -> list[str]:
                 socket.socket(fileno=os.dup(file_descriptor)) as open_socket,
             ):
                 if open_socket.family in (socket.AF_INET, socket.AF_INET6):
-                    found_sockets.append(target)
-    return found_sockets
+                    sockets.append(target)
+    return sockets

@@ -58,10 +58,10 @@ class ThreadEffects:
         finally:
             if (gradients_after := _torch_says("is_grad_enabled")) != gradients_before:
                 self.has_gradients = gradients_after
-            known_ids = {id(known) for known in self.known_locals}
+            ids = {id(known) for known in self.known_locals}
             for thread_local in _thread_locals():
                 # A class of its own sets itself up when a thread asks first: that is no effect.
-                if type(thread_local) is threading.local or id(thread_local) not in known_ids:
+                if type(thread_local) is threading.local or id(thread_local) not in ids:
                     # Code of other packages, as the class may be theirs.
                     with contextlib.suppress(Exception):
                         self.local_values.append((thread_local, dict(vars(thread_local))))
@@ -118,26 +118,26 @@ class SetAnew:
         Args:
             earlier: The state before.
         """
-        found_changes = []
+        changes = []
         if self.import_path != earlier.import_path:
-            found_changes.append("it changes sys.path")
+            changes.append("it changes sys.path")
         if self.folder != earlier.folder:
-            found_changes.append("it changes the working folder")
+            changes.append("it changes the working folder")
         if any(
             now is not before for now, before in zip(self.streams, earlier.streams, strict=True)
         ):
-            found_changes.append("it replaces sys.stdout or sys.stderr")
+            changes.append("it replaces sys.stdout or sys.stderr")
         if self.number_type != earlier.number_type:
-            found_changes.append("it changes torch's default dtype")
+            changes.append("it changes torch's default dtype")
         if self.logging != earlier.logging:
-            found_changes.append("it configures logging")
+            changes.append("it configures logging")
         # A library that was loaded meanwhile has a state from then on.
         if any(
             now != before
             for now, before in zip(self.random_states, earlier.random_states, strict=False)
         ):
-            found_changes.append("it draws random numbers or sets a seed")
-        return found_changes
+            changes.append("it draws random numbers or sets a seed")
+        return changes
 
 
 def _folder_or_nothing() -> str:

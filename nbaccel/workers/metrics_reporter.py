@@ -253,11 +253,11 @@ def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iter
     global _process_reporter  # noqa: PLW0603 - see `begin`
     reporter_before = _process_reporter
     account_before = spent_time.present_account()
-    own_reporter = _process_reporter = Reporter(channel, hardware, device)
+    reporter = _process_reporter = Reporter(channel, hardware, device)
     try:
         yield
     finally:
-        own_reporter.flush()
+        reporter.flush()
         _process_reporter = reporter_before
         spent_time.use_account(account_before)
 

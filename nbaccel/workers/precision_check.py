@@ -90,23 +90,17 @@ def watch(asked_precision: str) -> Callable[[], None]:
 
 
 def _observed(
-    seen_dtypes: set[torch.dtype], asked_precision: str, *, only_torch_layers: bool
+    seen_dtypes: set[torch.dtype], precision: str, *, only_torch_layers: bool
 ) -> str | None:
     """The precision that layers have shown; None where they leave it open."""
     # No layer ran, so there is nothing to judge.
     if not seen_dtypes:
         return None
-    asked_dtype = precision_row(asked_precision).dtype
+    dtype = precision_row(precision).dtype
     # Such as fp8, which is a property of the layers and not a dtype that can be seen here.
-    if not asked_dtype:
-        return (
-            _of_dtypes(seen_dtypes)
-            if only_torch_layers and asked_precision not in _IN_USE
-            else None
-        )
-    return (
-        asked_precision if getattr(torch, asked_dtype) in seen_dtypes else _of_dtypes(seen_dtypes)
-    )
+    if not dtype:
+        return _of_dtypes(seen_dtypes) if only_torch_layers and precision not in _IN_USE else None
+    return precision if getattr(torch, dtype) in seen_dtypes else _of_dtypes(seen_dtypes)
 
 
 def _of_dtypes(seen_dtypes: set[torch.dtype]) -> str:

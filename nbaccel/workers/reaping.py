@@ -104,7 +104,7 @@ def child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int
     try:
         # psutil would read about every process of the machine to find them.
         task_folders = list(Path(f"/proc/{process_id}/task").iterdir())
-        found_children = [
+        children = [
             int(child_number)
             for task_folder in task_folders
             for child_number in (task_folder / "children").read_text().split()
@@ -118,7 +118,7 @@ def child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int
                 if child.pid not in kept_ids
             ]
         return []
-    return [child_id for child_id in found_children if child_id not in kept_ids]
+    return [child_id for child_id in children if child_id not in kept_ids]
 
 
 def _stray_process(process_id: int) -> str:

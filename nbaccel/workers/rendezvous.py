@@ -57,18 +57,18 @@ class _LaunchStore:
     def __call__(
         self, host_name: str, store_port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        own_place = self._place
+        place = self._place
         store_prefix = self._name()
         # A process that a worker has started, or code that unset the variable, serves its own.
         if os.getpid() == self._pid and env.snapshot().get("TORCHELASTIC_USE_AGENT_STORE"):
-            _check_rank(own_place, rank, world_size)
-            if store_port != own_place.master_port:
+            _check_rank(place, rank, world_size)
+            if store_port != place.master_port:
                 self._tell(host_name, store_port)
                 # A group of some of the ranks: only its address tells it from others of that kind.
-                if world_size != own_place.world_size:
+                if world_size != place.world_size:
                     store_prefix = f"{store_prefix}/{host_name}:{store_port}"
-            host_name = own_place.master_addr
-            store_port = own_place.master_port
+            host_name = place.master_addr
+            store_port = place.master_port
         rendezvous_store = self._create(host_name, store_port, rank, world_size, *args, **kwargs)
         return dist.PrefixStore(store_prefix, rendezvous_store)  # type: ignore[attr-defined]
 
@@ -77,10 +77,10 @@ class _LaunchStore:
         if self._was_reported or self._place.rank != 0:
             return
         self._was_reported = True
-        own_place = self._place
+        place = self._place
         sys.stderr.write(
             f"nbaccel: init_process_group was told to meet at {host_name}:{store_port}; the ranks "
-            f"meet at {own_place.master_addr}:{own_place.master_port} instead, where their launch "
+            f"meet at {place.master_addr}:{place.master_port} instead, where their launch "
             "serves the store.\n"
         )
 

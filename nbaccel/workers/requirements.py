@@ -84,17 +84,17 @@ def _missing_requirements(*, is_live: bool) -> str:
 
 def _too_few_descriptors(num_workers: int) -> str:
     """The same for descriptors, of which each worker costs some."""
-    wanted_descriptors = _DESCRIPTORS_OF_NOTEBOOK + num_workers * _DESCRIPTORS_OF_A_WORKER
+    descriptors = _DESCRIPTORS_OF_NOTEBOOK + num_workers * _DESCRIPTORS_OF_A_WORKER
     try:
         with contextlib.ExitStack() as clean_up:
-            for _ in range(wanted_descriptors):
+            for _ in range(descriptors):
                 # Opened for real: `ulimit -n` says nothing about how many are in use.
                 clean_up.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         if error.errno not in _NO_DESCRIPTORS:
             raise
         return (
-            f"{wanted_descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`, "
+            f"{descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`, "
             "or close files"
         )
     return ""

@@ -138,7 +138,7 @@ class TemplateStarter(LocalProcesses):
                 for process_id in self._pids
                 if self._boot.ended[process_id]
             ]
-            self._forget(known_status.pid for known_status in exit_statuses)
+            self._forget(status.pid for status in exit_statuses)
         return exit_statuses
 
     def close(self) -> None:

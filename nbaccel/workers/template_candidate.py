@@ -144,8 +144,8 @@ class CandidateKeeper:
                     os.waitpid(candidate.process_id, 0)
         # What was stopped for a launch has ended above; a new one is stopped by the next message.
         self._is_paused = False
-        own_copies = tuple(os.dup(file_descriptor) for file_descriptor in file_descriptors)
-        self._fork(message, own_copies)
+        copies = tuple(os.dup(file_descriptor) for file_descriptor in file_descriptors)
+        self._fork(message, copies)
 
     def close_copies(self) -> None:
         """Close, in a child, what belongs to candidates."""

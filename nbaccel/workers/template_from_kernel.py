@@ -60,8 +60,8 @@ def why_not(namespace: Mapping[str, Any]) -> str:
         return "nbaccel was not imported by the main thread"
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return "a debugger or a profiler is at work"
-    if found_hazards := fork_safety.hazards():
-        return str(found_hazards[0])
+    if hazards := fork_safety.hazards():
+        return str(hazards[0])
     if installed_modules.local_modules():
         # Workers import them anew, for they may have been edited: what they have registered with
         # libraries would be registered twice.
@@ -123,7 +123,7 @@ def imported_stamps() -> dict[str, FileStamp] | None:
     """
     files = installed_modules.installed_modules()
     started_at = psutil.Process().create_time()
-    found_stamps = {}
+    stamps = {}
     for module_name, stamp in installed_modules.stamps_of(files).items():
         # What is new is looked at once: a worker may write a new bytecode file later.
         if stamp is None or (
@@ -135,8 +135,8 @@ def imported_stamps() -> dict[str, FileStamp] | None:
             return None
         if _FIRST_STAMPS.setdefault(module_name, stamp) != stamp:
             return None
-        found_stamps[module_name] = stamp
-    return found_stamps
+        stamps[module_name] = stamp
+    return stamps
 
 
 _FIRST_STAMPS: dict[str, FileStamp] = {}

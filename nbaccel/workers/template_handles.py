@@ -75,9 +75,9 @@ class DescendantProcess:
     def poll(self) -> int | None:
         """How it ended, negative for a signal; None while it runs."""
         if self._status is None and not self._is_alive():
-            found_status = self._find_status()
+            status = self._find_status()
             # Its parent has ended too, and with it whoever knew.
-            self._status = -signal.SIGKILL if found_status is None else found_status
+            self._status = -signal.SIGKILL if status is None else status
         return self._status
 
     def wait(self, timeout: float | None = None) -> int:

@@ -241,12 +241,12 @@ class TemplateLearner:
 
     def learned_packages(self) -> list[str]:
         """Packages that workers have from their start: the notebook's, and what workers use."""
-        known_packages = {
+        packages = {
             package
             for module_name in self._known_stamps()
             if _label(package := module_name.partition(".")[0]) not in self.left_out
         }
-        return sorted(known_packages - self.left_out.keys())
+        return sorted(packages - self.left_out.keys())
 
     # ---- what is lacking
 

@@ -124,11 +124,11 @@ def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -
     from nbaccel.workers.reaping import adopt_orphans
 
     # Imports the devices once, for all workers.
-    known_devices = registry.known_devices()
+    devices = registry.known_devices()
     if device:
         registry.known_device(device).prepare_template()
     if extends_torch:
-        _load_extensions({known_device.extension for known_device in known_devices})
+        _load_extensions({known_device.extension for known_device in devices})
     adopt_orphans()
     rehearse_transfer()
 

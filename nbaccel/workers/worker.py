@@ -491,12 +491,9 @@ class Work:
 def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
     """A method as its class has it now, where that was wrapped after the notebook looked it up."""
     if isinstance(function, MethodType):
-        current_method = getattr(function.__self__, function.__name__, None)
-        if (
-            callable(current_method)
-            and getattr(current_method, "__wrapped__", None) is function.__func__
-        ):
-            return current_method  # type: ignore[no-any-return]
+        method = getattr(function.__self__, function.__name__, None)
+        if callable(method) and getattr(method, "__wrapped__", None) is function.__func__:
+            return method  # type: ignore[no-any-return]
     return function
 
 
@@ -626,28 +623,24 @@ def own_process() -> Iterator[None]:
 
     A child that returns from it, or raises, ends as a script would: what it raised is printed.
     """
-    own_process_id = os.getpid()
+    process_id = os.getpid()
     try:
         yield
     except BaseException as raised_error:  # a child must end here whatever it raises
-        if os.getpid() == own_process_id:
+        if os.getpid() == process_id:
             raise
         _leave(raised_error)
-    if os.getpid() != own_process_id:
+    if os.getpid() != process_id:
         _leave(None)
 
 
-def _leave(raised_error: BaseException | None) -> None:
+def _leave(error: BaseException | None) -> None:
     exit_status = 0
-    if isinstance(raised_error, SystemExit):
-        exit_status = (
-            raised_error.code
-            if isinstance(raised_error.code, int)
-            else int(raised_error.code is not None)
-        )
-    elif raised_error is not None:
+    if isinstance(error, SystemExit):
+        exit_status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
         exit_status = 1
-        sys.excepthook(type(raised_error), raised_error, raised_error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
     for output_stream in (sys.stdout, sys.stderr):
         # User code has closed the stream, or its reader is gone.
         with contextlib.suppress(OSError, ValueError):

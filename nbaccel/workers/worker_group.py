@@ -211,8 +211,8 @@ class WorkerGroup:
         ] or [self.plan]
 
     def _threads_on(self, host_share: HostShare) -> int:
-        given_threads = self.plan.config.threads_per_process
-        return given_threads or max(1, host_share.inventory.cpu_cores // host_share.num_workers)
+        threads = self.plan.config.threads_per_process
+        return threads or max(1, host_share.inventory.cpu_cores // host_share.num_workers)
 
     def _start_worker(self, rank: int) -> WorkerHandle:
         worker_channel, worker_pipes, worker_ends = connect()
@@ -353,9 +353,9 @@ class _WorkerSurroundings:
             is_for_other_hosts: Whether hosts with environments of their own get them: then only
                 what was set in this process goes there.
         """
-        own_environment = env.changes() if is_for_other_hosts else env.snapshot()
+        environment = env.changes() if is_for_other_hosts else env.snapshot()
         return cls(
-            own_environment | dict(extra_variables),
+            environment | dict(extra_variables),
             working_folder.told_here(),
             tuple(working_folder.import_path()),
             worker.seeded_states(),

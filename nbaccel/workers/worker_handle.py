@@ -310,7 +310,7 @@ def connect() -> tuple[messaging.Channel, dict[int, str], WorkerEnds]:
 
     The worker's ends are plain descriptors that the caller closes once the worker exists.
     """
-    own_end, worker_end = messaging.Channel.pair()
+    end, worker_end = messaging.Channel.pair()
     output_pipes: dict[int, str] = {}
     worker_ends = {}
     for pipe_name in ("stdout", "stderr", "stack"):
@@ -320,7 +320,7 @@ def connect() -> tuple[messaging.Channel, dict[int, str], WorkerEnds]:
         _enlarge(read_end)
         output_pipes[read_end] = pipe_name
         worker_ends[pipe_name] = write_end
-    return own_end, output_pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
+    return end, output_pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
 
 
 def _enlarge(file_descriptor: int) -> None:

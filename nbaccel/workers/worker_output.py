@@ -366,10 +366,10 @@ class LoggingSettings:
         if given_settings == self._given:
             return
         self._given = given_settings
-        logging.root.manager.disable, wanted_settings = pickle.loads(given_settings)
-        for name in self._names - wanted_settings.keys():
+        logging.root.manager.disable, settings = pickle.loads(given_settings)
+        for name in self._names - settings.keys():
             _configure(logging.getLogger(name), _AS_MADE)
-        for name, logger_settings in wanted_settings.items():
+        for name, logger_settings in settings.items():
             # Of a library's logger there is the level only.
             _configure(
                 logging.getLogger(name),
@@ -377,7 +377,7 @@ class LoggingSettings:
                 if isinstance(logger_settings, int)
                 else logger_settings,
             )
-        self._names = set(wanted_settings)
+        self._names = set(settings)
 
 
 def _configure(python_logger: logging.Logger, wanted_settings: _LoggerSettings) -> None:

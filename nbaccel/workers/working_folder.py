@@ -24,7 +24,7 @@ def current_folder() -> str:
         deleted_folder = Path(_deleted_folder())
         return str(
             next(
-                (found_folder for found_folder in deleted_folder.parents if found_folder.is_dir()),
+                (folder for folder in deleted_folder.parents if folder.is_dir()),
                 Path.home(),
             )
         )
@@ -32,16 +32,16 @@ def current_folder() -> str:
 
 def told_here() -> str:
     """The same, with a message to the user if it is not the working folder."""
-    found_folder = current_folder()
+    folder = current_folder()
     try:
         os.getcwd()
     except FileNotFoundError:
         sys.stderr.write(
             f"nbaccel: the notebook's working folder {_deleted_folder() or ''} has been deleted, "
-            f"so its workers run in {found_folder}. Go to a folder that exists: "
-            f"%cd {found_folder}\n"
+            f"so its workers run in {folder}. Go to a folder that exists: "
+            f"%cd {folder}\n"
         )
-    return found_folder
+    return folder
 
 
 def import_path() -> list[str]:

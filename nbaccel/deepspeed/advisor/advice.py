@@ -250,20 +250,19 @@ class Advice:
             (*ladder_rung.cells(is_chosen=ladder_rung is self.chosen), ladder_rung.reason)
             for ladder_rung in self.rungs
         ]
-        used_columns = [0] + [
+        columns = [0] + [
             column_index
             for column_index in range(1, len(_TABLE_HEAD) + 1)
             if {table_row[column_index] for table_row in table_rows} - {"", "-"}
         ]
         table_head = "".join(
             _html_cell("th", (*_TABLE_HEAD, "why")[column_index], column_index)
-            for column_index in used_columns
+            for column_index in columns
         )
         table_body = "".join(
             "<tr>"
             + "".join(
-                _html_cell("td", table_row[column_index], column_index)
-                for column_index in used_columns
+                _html_cell("td", table_row[column_index], column_index) for column_index in columns
             )
             + "</tr>"
             for table_row in table_rows

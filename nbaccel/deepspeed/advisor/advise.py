@@ -141,25 +141,25 @@ def _advice_of(
 ) -> Advice:
     batch_search: Search | None = None
     if step_prover is not None:
-        tried_rungs, chosen_rung = climb(ladder_rounds, step_prover.prove)
-        if chosen_rung is not None:
-            chosen_rung, batch_search = step_prover.largest(chosen_rung)
+        tried_rungs, rung = climb(ladder_rounds, step_prover.prove)
+        if rung is not None:
+            rung, batch_search = step_prover.largest(rung)
             # The chosen rung may have another batch now, and must be the same object as in the
             # table.
             tried_rungs = tuple(
-                chosen_rung if ladder_rung.step == chosen_rung.step else ladder_rung
+                rung if ladder_rung.step == rung.step else ladder_rung
                 for ladder_rung in tried_rungs
             )
     else:
-        tried_rungs, chosen_rung = climb(ladder_rounds)
+        tried_rungs, rung = climb(ladder_rounds)
     return Advice(
         rungs=tried_rungs,
-        chosen=chosen_rung,
+        chosen=rung,
         precision=training_precision.name,
         num_processes=launch_plan.num_processes,
         largest_batch_size=batch_search.works if batch_search else None,
         is_largest=batch_search is None or batch_search.fails is not None,
-        warnings=tuple(_advice_warnings(ladder_walk, training_precision, chosen_rung)),
+        warnings=tuple(_advice_warnings(ladder_walk, training_precision, rung)),
     )
 
 
@@ -171,13 +171,13 @@ def _advice_warnings(
     if training_precision.warning:
         yield training_precision.warning
     yield from _checkpointing_note(ladder_walk, chosen_rung)
-    chosen_config = chosen_rung.config if chosen_rung is not None else None
-    if chosen_config is None:
+    config = chosen_rung.config if chosen_rung is not None else None
+    if config is None:
         return
     # Only where the advisor has chosen it: the user's own setting needs no remark.
-    if _torch_adam(chosen_config) and not _torch_adam(ladder_walk.recipe.base):
+    if _torch_adam(config) and not _torch_adam(ladder_walk.recipe.base):
         yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
-    yield from check_config(chosen_config, inventory=ladder_walk.inventory).warnings
+    yield from check_config(config, inventory=ladder_walk.inventory).warnings
 
 
 def _checkpointing_note(ladder_walk: Walk, chosen_rung: Rung | None) -> Iterator[str]:
@@ -236,5 +236,5 @@ def _check_advise_arguments(
         raise ConfigError(*argument_mistakes)
 
 
-def _bytes_given(given_size: int | str | None) -> int | None:
-    return None if given_size is None else parse_bytes(given_size)
+def _bytes_given(size: int | str | None) -> int | None:
+    return None if size is None else parse_bytes(size)

@@ -246,11 +246,11 @@ class Recipe:
             return bucket_word
         return max(least_bytes, min(self.shape.largest_layer, int(5e8))) if least_bytes else 10**5
 
-    def _offload(self, place_name: str, offload_place: str, given_section: Any) -> dict[str, Any]:
+    def _offload(self, place_name: str, offload_place: str, section: Any) -> dict[str, Any]:
         if offload_place == "none":
             return {}
         config_section = {
-            **(given_section if isinstance(given_section, dict) else {}),
+            **(section if isinstance(section, dict) else {}),
             "device": offload_place,
         }
         config_section.setdefault("pin_memory", self.pin_memory)

@@ -52,14 +52,12 @@ def _is_want_of_memory(failure_record: Any) -> bool:
         # The system's out-of-memory killer leaves no other trace.
         was_killed = failure_record.exit_status == -signal.SIGKILL
         return was_killed or bool(_OUT_OF_MEMORY_WORDS.search(failure_record.evidence))
-    raised_error = failure_record.raised
+    error = failure_record.raised
     # Along the chain of causes, since the error may have been wrapped in another.
-    while raised_error is not None:
-        if raised_error.type_name.endswith("MemoryError") or _OUT_OF_MEMORY_WORDS.search(
-            raised_error.message
-        ):
+    while error is not None:
+        if error.type_name.endswith("MemoryError") or _OUT_OF_MEMORY_WORDS.search(error.message):
             return True
-        raised_error = raised_error.cause
+        error = error.cause
     return False
 
 

@@ -204,11 +204,11 @@ class Walk:
     def _lowered_keys(self, rung_config: dict[str, Any]) -> dict[str, int]:
         """The keys that were lowered, without those that the user has set."""
         zero_section = rung_config.get("zero_optimization") or {}
-        given_section = self.recipe.base.get("zero_optimization") or {}
+        section = self.recipe.base.get("zero_optimization") or {}
         return {
             config_key: zero_section[config_key]
             for config_key in LOWERED_KEYS
-            if config_key in zero_section and config_key not in given_section
+            if config_key in zero_section and config_key not in section
         }
 
     def _lowered(self, rung_config: dict[str, Any]) -> str:
@@ -293,20 +293,20 @@ def climb(
     """
     seen_rungs: list[Rung] = []
     for round_rungs in ladder_rounds:
-        chosen_rung = None
+        rung = None
         for ladder_rung in round_rungs:
             tried_rung = ladder_rung
-            if chosen_rung is None and ladder_rung.is_accepted:
+            if rung is None and ladder_rung.is_accepted:
                 tried_rung = ladder_rung if prove_rung is None else prove_rung(ladder_rung)
-                chosen_rung = tried_rung if tried_rung.is_accepted else None
+                rung = tried_rung if tried_rung.is_accepted else None
             # The round goes on after the choice, so that the table shows all rungs.
-            elif chosen_rung is not None and ladder_rung.is_accepted:
+            elif rung is not None and ladder_rung.is_accepted:
                 tried_rung = replace(
                     ladder_rung, reason=f"{ladder_rung.reason} It is slower than what was chosen."
                 )
             seen_rungs.append(tried_rung)
-        if chosen_rung is not None:
-            return tuple(seen_rungs), chosen_rung
+        if rung is not None:
+            return tuple(seen_rungs), rung
     return tuple(seen_rungs), None
 
 

@@ -265,7 +265,7 @@ def _limit_memory(step_trial: StepTrial, own_tensors: list[torch.Tensor], *, on_
     # The model's pages are mapped privately and counted already, though shared with the notebook;
     # those that are trained become the worker's own memory, which the share must cover.
     mapped_pages = {
-        storage_key(own_tensor): own_tensor.untyped_storage().nbytes() for own_tensor in own_tensors
+        storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in own_tensors
     }
     soft_limit = _data_bytes() - sum(mapped_pages.values()) + step_trial.host_bytes + _PROCESS_BYTES
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)

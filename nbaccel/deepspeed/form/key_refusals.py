@@ -36,8 +36,8 @@ def engine_refusal(run_config: RunConfig) -> str:
     if not is_installed(strategy_row.library):
         return f"DeepSpeed is not installed: {install_line('deepspeed')}"
     if precision_row(run_config.mixed_precision).has_backends:
-        asked_backend = "" if run_config.fp8 is None else run_config.fp8.backend
-        backend_row = fp8_backend(asked_backend).row
+        backend = "" if run_config.fp8 is None else run_config.fp8.backend
+        backend_row = fp8_backend(backend).row
         if backend_row is None or not strategy_fits(strategy_row, backend_row):
             backend_name = "" if backend_row is None else f" by the backend {backend_row.name}"
             return f"DeepSpeed's engine does not train in fp8{backend_name}"

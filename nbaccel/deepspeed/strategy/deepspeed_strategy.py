@@ -169,10 +169,10 @@ class DeepSpeedStrategy(Strategy):
 
     def _as_given(self, active_plugin: DeepSpeedPlugin) -> dict[str, Any]:
         """The plugin's configuration, with the "auto" values that an earlier `prepare` replaced."""
-        settled_config, given_settings = self._open.get(id(active_plugin), (None, {}))
+        settled_config, settings = self._open.get(id(active_plugin), (None, {}))
         # A plugin whose configuration the user has replaced since then is taken as it is.
         return (
-            given_settings
+            settings
             if active_plugin.deepspeed_config is settled_config
             else active_plugin.deepspeed_config
         )
@@ -284,8 +284,8 @@ class DeepSpeedStrategy(Strategy):
         Where this process is alone, the user's own module gets its weights back, whole, and can be
         trained again in any way.
         """
-        chosen_keys = list(self._drives) if models is None else [id(model) for model in models]
-        engine_drives = {key: self._drives.pop(key) for key in chosen_keys if key in self._drives}
+        keys = list(self._drives) if models is None else [id(model) for model in models]
+        engine_drives = {key: self._drives.pop(key) for key in keys if key in self._drives}
         # A step that is due would be lost with its engine.
         for engine_drive in engine_drives.values():
             engine_drive.step()
@@ -408,9 +408,9 @@ class DeepSpeedStrategy(Strategy):
             return
         # A collective where an engine has cut the weights up.
         if id(model) in self._drives:
-            own_module = self.unwrap(model)
+            module = self.unwrap(model)
             keeps = self.place.is_main or writes_shared
-            model_state = gathering.gather_weights(own_module, keep=keeps)
+            model_state = gathering.gather_weights(module, keep=keeps)
         else:
             model_state = model.state_dict()
         if self.place.is_main or writes_shared:
@@ -473,10 +473,10 @@ def _end_drives(
 def _end_all(
     engine_drives: dict[int, Drive],
     states_before: dict[int, Remembered],
-    held_lease: shared_environment.Lease,
+    lease: shared_environment.Lease,
 ) -> None:
     _end_drives(engine_drives, states_before, is_alone=True)
-    held_lease.give_up()
+    lease.give_up()
 
 
 # DeepSpeed would make these from the file, too, for a model that only infers.
@@ -484,10 +484,10 @@ _TRAINING_KEYS = ("optimizer", "scheduler")
 
 
 def _is_trained_by_file(
-    model: nn.Module, given_settings: dict[str, Any], training_bundle: Bundle
+    model: nn.Module, settings: dict[str, Any], training_bundle: Bundle
 ) -> bool:
     """Whether the file's optimizer is meant for a model that was prepared without one."""
-    needs_optimizer = bool(given_settings.get("optimizer")) and not training_bundle.optimizers
+    needs_optimizer = bool(settings.get("optimizer")) and not training_bundle.optimizers
     return needs_optimizer and any(
         model_parameter.requires_grad for model_parameter in model.parameters()
     )
@@ -536,12 +536,12 @@ def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
 
 def _engine_scheduler(training_bundle: Bundle, optimizer: Any) -> Any:
     """The first of an optimizer's schedulers that the engine is to step; None if there is none."""
-    own_schedulers = (
+    schedulers = (
         lr_scheduler
         for lr_scheduler in training_bundle.schedulers
         if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
     )
-    return next(own_schedulers, None)
+    return next(schedulers, None)
 
 
 def _is_of(scheduler: Any, optimizer: Any) -> bool:

@@ -129,14 +129,14 @@ class Troubles:
 
     def _scale_text(self, scale_event: str) -> str:
         loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        current_scale = getattr(loss_scaler, "cur_scale", "?")
+        scale = getattr(loss_scaler, "cur_scale", "?")
         range_hint = (
             " Its weights were made in bfloat16, whose range float16 does not have."
             if self._made_in == "bfloat16"
             else ""
         )
         return (
-            f"Every step overflows in float16: the loss scale {current_scale} {scale_event} "
+            f"Every step overflows in float16: the loss scale {scale} {scale_event} "
             f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
             f"nothing is trained.{range_hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
         )

@@ -117,13 +117,13 @@ _PLAIN_REMEDY = (
 @contextlib.contextmanager
 def _plain_reading() -> Iterator[None]:
     """Have every `torch.load` read plain data, also those that ask for any pickle."""
-    found_classes = [
+    classes = [
         getattr(importlib.import_module(module_name), class_name, None)
         for module_name, class_name in _OWN_CLASSES
     ]
     # Leaving the block takes its classes off the list, those too that the user had put there.
     users_classes = torch.serialization.get_safe_globals()
-    own_classes = [found for found in found_classes if found and found not in users_classes]
+    own_classes = [found for found in classes if found and found not in users_classes]
     forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
     with env.applied(forced), torch.serialization.safe_globals(own_classes):
         yield
@@ -311,23 +311,23 @@ def _check_shapes(checkpoint_folder: Path, engine: Any, model_states: Mapping[st
         for shape_group in shape_groups
         for parameter_name, shape in shape_group.items()
     }
-    wanted_shapes = {
+    shapes = {
         # At stage 3 the parameters are placeholders, whose own shape says nothing.
         parameter_name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for parameter_name, parameter in engine.module.named_parameters()
     }
     odd_names = [
         parameter_name
-        for parameter_name in saved_shapes.keys() & wanted_shapes.keys()
-        if saved_shapes[parameter_name] != wanted_shapes[parameter_name]
+        for parameter_name in saved_shapes.keys() & shapes.keys()
+        if saved_shapes[parameter_name] != shapes[parameter_name]
     ]
     odd_names += sorted(
-        parameter_name for parameter_name in saved_shapes if parameter_name not in wanted_shapes
+        parameter_name for parameter_name in saved_shapes if parameter_name not in shapes
     )
     if odd_names:
         raise ConfigError(
             f"{checkpoint_folder} is of another model than the {type(engine.module).__name__}: "
             f"{odd_names[0]} has shape {list(saved_shapes[odd_names[0]])} there, and "
-            f"{list(wanted_shapes.get(odd_names[0], ())) or 'none'} here ({len(odd_names)} of "
+            f"{list(shapes.get(odd_names[0], ())) or 'none'} here ({len(odd_names)} of "
             f"{len(saved_shapes)} differ). Nothing has been loaded. Load another one."
         )

@@ -70,11 +70,11 @@ def drive_of_loss(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> Drive:
 def _in_graph(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> list[Drive]:
     """Those with parameters in the loss's graph."""
     drive_by_parameter = {
-        id(own_parameter): engine_drive
+        id(parameter): engine_drive
         for engine_drive in engine_drives
-        for own_parameter in engine_drive.engine.module.parameters()
+        for parameter in engine_drive.engine.module.parameters()
     }
-    found_drives: list[Drive] = []
+    drives: list[Drive] = []
     seen_nodes: set[Any] = set()
     waiting_nodes = [loss.grad_fn]
     # A loop, not a recursion: graphs are deeper than Python's limit for recursion.
@@ -85,10 +85,10 @@ def _in_graph(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> list[Drive]
         seen_nodes.add(graph_node)
         # Only a node that accumulates a gradient has `variable`, the parameter.
         engine_drive = drive_by_parameter.get(id(getattr(graph_node, "variable", None)))
-        if engine_drive is not None and engine_drive not in found_drives:
-            found_drives.append(engine_drive)
+        if engine_drive is not None and engine_drive not in drives:
+            drives.append(engine_drive)
         waiting_nodes += [next_function for next_function, _ in graph_node.next_functions]
-    return found_drives
+    return drives
 
 
 def drive_of_parameters(
@@ -103,23 +103,22 @@ def drive_of_parameters(
     Raises:
         ConfigError: They are of no engine, or of several.
     """
-    wanted_ids = {id(given_parameter) for given_parameter in given_parameters}
-    found_drives = [
+    ids = {id(parameter) for parameter in given_parameters}
+    drives = [
         engine_drive
         for engine_drive in engine_drives
         if engine_drive.can_train
         and any(
-            id(own_parameter) in wanted_ids
-            for own_parameter in engine_drive.engine.module.parameters()
+            id(own_parameter) in ids for own_parameter in engine_drive.engine.module.parameters()
         )
     ]
-    if len(found_drives) != 1:
+    if len(drives) != 1:
         raise ConfigError(
-            f"clip_grad_norm_ got {len(wanted_ids)} parameter(s) of {len(found_drives)} engines. "
+            f"clip_grad_norm_ got {len(ids)} parameter(s) of {len(drives)} engines. "
             "DeepSpeed clips what one engine has reduced. Give the parameters of one prepared "
             "model."
         )
-    return found_drives[0]
+    return drives[0]
 
 
 class _EngineProxy:
@@ -414,8 +413,8 @@ class Drive:
             else:
                 # At stage 0 in float32 torch's optimizer steps, and the engine would clip before
                 # it without keeping the norm: it is clipped here, and not once more there.
-                own_parameters = self.engine.module.parameters()
-                gradient_norm = torch.nn.utils.clip_grad_norm_(own_parameters, max_norm)
+                parameters = self.engine.module.parameters()
+                gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
                 with self._clipping_at(0.0):
                     self.step()
                 self._norm = gradient_norm

@@ -43,8 +43,8 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Shape of the whole, for any tensor."""
-    known_shape = whole_shape(tensor)
-    return tuple(tensor.shape) if known_shape is None else known_shape
+    shape = whole_shape(tensor)
+    return tuple(tensor.shape) if shape is None else shape
 
 
 def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
@@ -110,9 +110,9 @@ def _of_mapping(fp32_mapping: Any) -> Piece:
     return first_element, fp32_mapping.hp_fragment.detach().reshape(-1)
 
 
-def _of_destroyed(tensor: torch.Tensor, held_mapping: Any) -> Piece:
+def _of_destroyed(tensor: torch.Tensor, mapping: Any) -> Piece:
     """The float32 copy, unless the weights were changed after the engine had been destroyed."""
-    first_element, fp32_copy = _of_mapping(held_mapping)
+    first_element, fp32_copy = _of_mapping(mapping)
     part_weights = tensor.detach().reshape(-1)[first_element : first_element + fp32_copy.numel()]
     # Both agree as long as the copy, rounded, gives the weights: then the copy has more digits.
     return first_element, fp32_copy if torch.equal(

@@ -210,9 +210,9 @@ def skip_repeated_reads(user_module: nn.Module) -> None:
     """
     unique_swappers = {
         # The parameters of an engine share one swapper, which must be wrapped once.
-        id(found_swapper): found_swapper
+        id(swapper): swapper
         for parameter in user_module.parameters()
-        if (found_swapper := _param_swapper(parameter)) is not None
+        if (swapper := _param_swapper(parameter)) is not None
     }
     for param_swapper in unique_swappers.values():
         param_swapper.swap_in = _read_once(param_swapper.swap_in)

@@ -211,12 +211,12 @@ _KEY_OF_ARGUMENT = {
 """Argument → where DeepSpeed's file has it."""
 
 
-def _read_steps(given_text: str) -> int | str:
-    return int(given_text) if given_text.isdecimal() else given_text
+def _read_steps(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
-def _read_number(given_text: str) -> float | str:
-    return given_text if given_text == AUTO else float(given_text)
+def _read_number(text: str) -> float | str:
+    return text if text == AUTO else float(text)
 
 
 _VARIABLE_OF_ARGUMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -407,27 +407,27 @@ class DeepSpeedPlugin(Filling, Settings):
 
     def _read_variables(self) -> None:
         for argument_name, (variable_name, read_variable) in _VARIABLE_OF_ARGUMENT.items():
-            given_text = (env.read(variable_name) or "").strip()
+            text = (env.read(variable_name) or "").strip()
             # Accelerate's launcher sets the variables of options that were not given to "none".
-            if getattr(self, argument_name) is not None or not given_text or given_text == "none":
+            if getattr(self, argument_name) is not None or not text or text == "none":
                 continue
             try:
-                setattr(self, argument_name, read_variable(given_text))
+                setattr(self, argument_name, read_variable(text))
             except ValueError:
                 raise ConfigError(
-                    f"Environment variable {variable_name}={given_text!r} cannot be read: "
+                    f"Environment variable {variable_name}={text!r} cannot be read: "
                     f"DeepSpeedPlugin takes {argument_name} from it. Correct or unset it."
                 ) from None
 
     def _file(self) -> dict[str, Any] | None:
-        given_config = self.hf_ds_config
-        if given_config is None or given_config == "none":
+        config = self.hf_ds_config
+        if config is None or config == "none":
             return None
-        if hasattr(given_config, "config") and not isinstance(given_config, (Mapping, ZeroConfig)):
-            given_config = given_config.config  # HfDeepSpeedConfig of transformers or Accelerate
-        if isinstance(given_config, str):
-            given_config = _config_text(given_config)
-        config_settings, _ = old_forms(load_settings(given_config))
+        if hasattr(config, "config") and not isinstance(config, (Mapping, ZeroConfig)):
+            config = config.config  # HfDeepSpeedConfig of transformers or Accelerate
+        if isinstance(config, str):
+            config = _config_text(config)
+        config_settings, _ = old_forms(load_settings(config))
         return tidied_settings(config_settings)
 
     def _merge(
@@ -475,12 +475,12 @@ class Plugins:
         if isinstance(given, (list, tuple)):
             # Plugins of a sequence are named by their positions, as texts.
             named_plugins = {
-                str(plugin_number): known_plugin for plugin_number, known_plugin in enumerate(given)
+                str(plugin_number): plugin for plugin_number, plugin in enumerate(given)
             }
         wrong_items = {
-            plugin_name: given_item
-            for plugin_name, given_item in named_plugins.items()
-            if not isinstance(given_item, DeepSpeedPlugin)
+            plugin_name: item
+            for plugin_name, item in named_plugins.items()
+            if not isinstance(item, DeepSpeedPlugin)
         }
         if wrong_items or not named_plugins:
             raise ConfigError(
@@ -516,28 +516,28 @@ class Plugins:
         Raises:
             ConfigError: There is none of that name.
         """
-        chosen_plugin = self.get(name)
+        plugin = self.get(name)
         # Code written for Accelerate reads `selected` of each plugin.
         for known_plugin in self.by_name.values():
             known_plugin._unselect()  # noqa: SLF001 - one of the same module
-        chosen_plugin.select(_from_accelerator_state=True)
+        plugin.select(_from_accelerator_state=True)
         self._selected = name
 
 
-def _config_text(given_config: str) -> str:
+def _config_text(config: str) -> str:
     """A path or JSON text as it stands; decoded from Base64, as DeepSpeed's launcher passes it."""
-    if not given_config.lstrip().startswith("{") and not _is_path(given_config):
+    if not config.lstrip().startswith("{") and not _is_path(config):
         # What is no Base64 is left to `load_settings`, which says what is wrong with it.
         with contextlib.suppress(ValueError):
-            decoded_text = base64.urlsafe_b64decode(given_config.strip()).decode()
+            decoded_text = base64.urlsafe_b64decode(config.strip()).decode()
             # Any short word can be decoded from Base64; only an object of JSON is a configuration.
             if decoded_text.lstrip().startswith("{"):
                 return decoded_text
-    return given_config
+    return config
 
 
-def _is_path(given_config: str) -> bool:
+def _is_path(config: str) -> bool:
     try:
-        return Path(given_config).exists()
+        return Path(config).exists()
     except (OSError, ValueError):  # no path has so many characters, or a null one
         return False

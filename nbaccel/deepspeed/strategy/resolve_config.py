@@ -93,19 +93,17 @@ def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | 
     return min(batch_sizes) if takes_smallest else max(batch_sizes)
 
 
-def _total_steps(
-    scheduler: Any, process_place: Place, asked_settings: TrainingRequest
-) -> int | None:
+def _total_steps(scheduler: Any, process_place: Place, settings: TrainingRequest) -> int | None:
     """The schedule's steps in one process: each takes its share of the batches."""
     if not isinstance(scheduler, DummyScheduler) or scheduler.total_num_steps is None:
         return None
-    sharing_processes = 1 if asked_settings.split_batches else process_place.world_size
+    sharing_processes = 1 if settings.split_batches else process_place.world_size
     return math.ceil(scheduler.total_num_steps / sharing_processes)
 
 
-def _schedule_peak_rate(given_config: Mapping[str, Any], optimizer: Any) -> float | None:
+def _schedule_peak_rate(config: Mapping[str, Any], optimizer: Any) -> float | None:
     """The rate to which the file's schedule warms up where the file leaves it to the optimizer."""
-    if value_at(given_config, "scheduler.params.warmup_max_lr") != AUTO:
+    if value_at(config, "scheduler.params.warmup_max_lr") != AUTO:
         return None
     optimizer_defaults = getattr(optimizer, "defaults", {}).get("lr")
     return None if optimizer_defaults is None else float(optimizer_defaults)

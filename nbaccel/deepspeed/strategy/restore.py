@@ -203,14 +203,14 @@ def _restore_module(
         torch_private.replace_parameter_table(inner_submodule, _plain_table(parameter_table))
     for tensor_name, tensor in (*user_module.named_parameters(), *user_module.named_buffers()):
         whole_tensor = whole_values.get(id(tensor), tensor.detach())
-        dtype, own_attributes = state_before.tensors.get(
+        dtype, attributes = state_before.tensors.get(
             tensor_name, (whole_tensor.dtype, frozenset(vars(tensor)))
         )
         # In place: optimizers, tied layers and the notebook's variables refer to this very tensor.
         tensor.data = whole_tensor.to(dtype)
         tensor.grad = None
         # DeepSpeed's attributes would make the parameter look partitioned to the next engine.
-        for attribute_name in vars(tensor).keys() - own_attributes:
+        for attribute_name in vars(tensor).keys() - attributes:
             delattr(tensor, attribute_name)
     # It is the wrapper that keeps ranks in step, which hides the method of the class.
     vars(user_module).pop("generate", None)

@@ -134,8 +134,8 @@ def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
     for parameter in parameters:
         mapped_values = parameter.data
         # A copy even in the same format: process 0's values are received into it.
-        own_dtype = compute_dtype if mapped_values.is_floating_point() else mapped_values.dtype
-        parameter.data = mapped_values.to(own_dtype, copy=True)
+        dtype = compute_dtype if mapped_values.is_floating_point() else mapped_values.dtype
+        parameter.data = mapped_values.to(dtype, copy=True)
         # What was written is kept, because another parameter may view the same memory.
         mapped_files.drop_pages(mapped_values.data_ptr(), mapped_values.nbytes, keep_written=True)
         _cut(parameter, parameters[0], zero_settings, compute_dtype)
@@ -187,16 +187,14 @@ def fetch_together(model: nn.Module, class_names: str) -> None:
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    wanted_names = [
-        class_name.strip() for class_name in class_names.split(",") if class_name.strip()
-    ]
+    names = [class_name.strip() for class_name in class_names.split(",") if class_name.strip()]
     # DeepSpeed is given classes, not names: those of this model, wherever they are defined.
-    known_classes = {type(model_part).__name__: type(model_part) for model_part in model.modules()}
-    missing_names = [class_name for class_name in wanted_names if class_name not in known_classes]
+    classes = {type(model_part).__name__: type(model_part) for model_part in model.modules()}
+    missing_names = [class_name for class_name in names if class_name not in classes]
     if missing_names:
         raise ConfigError(
             f"transformer_moe_cls_names={class_names!r}: {type(model).__name__} has no layer of "
             f"class {', '.join(missing_names)}. Its experts would be fetched one by one, which can "
-            f"hang. It has {', '.join(sorted(known_classes))}."
+            f"hang. It has {', '.join(sorted(classes))}."
         )
-    set_z3_leaf_modules(model, [known_classes[class_name] for class_name in wanted_names])
+    set_z3_leaf_modules(model, [classes[class_name] for class_name in names])

@@ -93,9 +93,9 @@ class CheckpointFiles:
         rank_mistakes = [self._rank_mistake("optim", self.optimizer, num_ranks)]
         if stage == 3:
             rank_mistakes.append(self._rank_mistake("model", self.model, num_ranks))
-        found_mistakes = [rank_mistake for rank_mistake in rank_mistakes if rank_mistake]
-        if found_mistakes:
-            raise ConfigError(*found_mistakes)
+        mistakes = [rank_mistake for rank_mistake in rank_mistakes if rank_mistake]
+        if mistakes:
+            raise ConfigError(*mistakes)
 
     def _rank_mistake(self, state_kind: str, state_files: dict[int, Path], num_ranks: int) -> str:
         missing_ranks = sorted(set(range(num_ranks)) - state_files.keys())
@@ -167,20 +167,20 @@ def _no_folder(checkpoint_root: Path) -> str:
 
 
 def _tagged_folder(checkpoint_root: Path, checkpoint_tag: str | None) -> Path:
-    known_tags = sorted(
+    tags = sorted(
         file_path.name for file_path in checkpoint_root.iterdir() if _has_states(file_path)
     )
     if checkpoint_tag is None:
         if _has_states(checkpoint_root):
             return checkpoint_root
-        checkpoint_tag = _latest_tag(checkpoint_root, known_tags)
-    elif not known_tags and checkpoint_root.name == checkpoint_tag and _has_states(checkpoint_root):
+        checkpoint_tag = _latest_tag(checkpoint_root, tags)
+    elif not tags and checkpoint_root.name == checkpoint_tag and _has_states(checkpoint_root):
         return checkpoint_root
     if not (checkpoint_root / checkpoint_tag).is_dir():
         raise ConfigError(
             f"{checkpoint_root} has no checkpoint of the tag {checkpoint_tag!r}: "
-            f"{_listed_tags(known_tags)}. Give one of these."
-            if known_tags
+            f"{_listed_tags(tags)}. Give one of these."
+            if tags
             else f"{checkpoint_root} has no checkpoint of the tag {checkpoint_tag!r}, nor of any "
             "other. Give the folder that save_checkpoint was given."
         )
@@ -400,7 +400,7 @@ def _read_states(checkpoint_files: CheckpointFiles, exclude_frozen_parameters: b
     collect_weights = _weights_of_stage_3 if stage == 3 else _stages_1_and_2
     trained_weights, frozen_weights = collect_weights(checkpoint_files, model, ordered_states)
     # Trained weights last: where a name is among several, the optimizer's copy counts.
-    found_weights = {
+    weights = {
         **_buffer_weights(model),
         **({} if exclude_frozen_parameters else frozen_weights),
         **trained_weights,
@@ -408,11 +408,9 @@ def _read_states(checkpoint_files: CheckpointFiles, exclude_frozen_parameters: b
     tied_names = {
         tensor_name: tied_target
         for tensor_name, tied_target in (model.get("shared_params") or {}).items()
-        if tensor_name not in found_weights and tied_target in found_weights
+        if tensor_name not in weights and tied_target in weights
     }
-    return Layout(
-        checkpoint_files.folder, stage, num_ranks, _in_order(found_weights, model), tied_names
-    )
+    return Layout(checkpoint_files.folder, stage, num_ranks, _in_order(weights, model), tied_names)
 
 
 def _in_order(weight_by_name: dict[str, Weight], model: Mapping[str, Any]) -> dict[str, Weight]:
@@ -518,8 +516,8 @@ def _of_stage_0(
             "convert another checkpoint (tag=...)."
         )
     (file_path,) = checkpoint_files.model.values()
-    found_weights = weights_of_stage_0(file_path, model, exclude_frozen_parameters=exclude_frozen)
-    return Layout(checkpoint_files.folder, 0, 1, *found_weights)
+    weights = weights_of_stage_0(file_path, model, exclude_frozen_parameters=exclude_frozen)
+    return Layout(checkpoint_files.folder, 0, 1, *weights)
 
 
 def _told_ranks(model: Mapping[str, Any]) -> str:

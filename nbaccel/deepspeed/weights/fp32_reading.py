@@ -247,7 +247,7 @@ def weights_of_stage_0(
 
 def _stored_weights(model: Mapping[str, Any]) -> tuple[dict[str, Weight], dict[str, str]]:
     """The model's tensors as they are; of those in the same place, the first."""
-    found_weights: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[tuple[int, int, tuple[int, ...]], str] = {}
     for weight_name, stored_value in model["module"].items():
@@ -258,10 +258,10 @@ def _stored_weights(model: Mapping[str, Any]) -> tuple[dict[str, Weight], dict[s
         )
         # Empty tensors may be in one place without being tied.
         if first_name == weight_name or not stored_value.numel:
-            found_weights[weight_name] = Weight.whole(weight_name, stored_value)
+            weights[weight_name] = Weight.whole(weight_name, stored_value)
         else:
             tied_names[weight_name] = first_name
-    return found_weights, tied_names
+    return weights, tied_names
 
 
 def _master_weights(

@@ -237,7 +237,7 @@ class Strip:
         """
         # By bisection: a group of a large model may have thousands of tensors.
         end_element = first_element + element_count
-        found_parts = []
+        parts = []
         tensor_number = bisect_right(self._bounds, first_element) - 1
         while first_element < min(end_element, self.numel):
             tensor, lower_bound, upper_bound = (
@@ -246,12 +246,12 @@ class Strip:
             )
             first_of_next = min(end_element, upper_bound)
             if first_element < first_of_next:
-                found_parts.append(
+                parts.append(
                     tensor.part(first_element - lower_bound, first_of_next - first_element)
                 )
             first_element = first_of_next
             tensor_number = tensor_number + 1
-        return tuple(found_parts)
+        return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,9 +150,9 @@ def torch_tpu_variables(generation: str, num_workers: int, ports: Sequence[int])
     if num_workers == 1:
         return {}
     # torch_tpu 0.2.0 has no table for v2 and v3.
-    known_bounds = {} if generation in _TWO_CORES else _bounds_of(generation)
+    bounds = {} if generation in _TWO_CORES else _bounds_of(generation)
     return {
-        "TORCH_TPU_TOPOLOGY": _chosen_bounds("torch_tpu", generation, num_workers, known_bounds),
+        "TORCH_TPU_TOPOLOGY": _chosen_bounds("torch_tpu", generation, num_workers, bounds),
         "TORCH_TPU_SLICEBUILDER_ADDRESSES": _local_addresses(ports),
     }
 

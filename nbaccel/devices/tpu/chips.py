@@ -137,14 +137,14 @@ def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tup
         Their numbers, ascending. Those of other users are missing where they are hidden from this
         one.
     """
-    wanted_paths = {os.path.realpath(device_file) for device_file in device_files}
-    if not wanted_paths:
+    paths = {os.path.realpath(device_file) for device_file in device_files}
+    if not paths:
         return ()
     return tuple(
         sorted(
             int(folder.name)
             for folder in _list_folder(proc)
-            if folder.name.isdecimal() and _opens_any(folder / "fd", wanted_paths)
+            if folder.name.isdecimal() and _opens_any(folder / "fd", paths)
         )
     )
 

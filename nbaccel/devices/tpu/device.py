@@ -354,14 +354,14 @@ def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
     """Why a driver cannot do what a strategy needs; empty where it can, or none was asked for."""
     if config.strategy == "auto":
         return ""
-    chosen_row = strategy_row(config.strategy)
-    if chosen_row.drives_all and choice.name != TorchXlaDriver.name:
+    row = strategy_row(config.strategy)
+    if row.drives_all and choice.name != TorchXlaDriver.name:
         return (
             f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
             f'strategy="{config.strategy}" does: its workers have one chip each. Leave strategy '
             'out, or give tpu_driver="torch_xla".'
         )
-    if chosen_row.needs_group and choice.name == TorchXlaDriver.name:
+    if row.needs_group and choice.name == TorchXlaDriver.name:
         return (
             f'strategy="{config.strategy}" needs a process group whose backend shards tensors, and '
             "torch_xla has none for it: training would fail in its first step. Give "

@@ -50,17 +50,17 @@ class PickerState:
     @property
     def fp8_row(self) -> Fp8Row | None:
         """The backend that FP8 comes to: the one chosen, or the first that fits; None: none."""
-        chosen_backend = (self.config.fp8 or Fp8Config()).backend
+        backend = (self.config.fp8 or Fp8Config()).backend
         named_rows = {backend_row.name: backend_row for backend_row in FP8_BACKENDS}
-        if chosen_backend in named_rows:
-            return named_rows[chosen_backend]
+        if backend in named_rows:
+            return named_rows[backend]
         units = registry.usable_units(self.inventory)
         device_name = self.config.device
         if device_name == "auto":
             device_name = units[0].kind if units else DEVICES[0].name
         known = [unit.compute_capability for unit in units if unit.kind == device_name]
         capability = min(known, default=None)
-        return fp8_backend(chosen_backend, device_row(device_name), capability).row
+        return fp8_backend(backend, device_row(device_name), capability).row
 
 
 def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOption) -> str:

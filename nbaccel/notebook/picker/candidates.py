@@ -90,8 +90,8 @@ class Candidate:
             return 0
         if self.need.lacking:
             return -max(memory_bar.lacking for memory_bar in self.need.bars)
-        used_bars = [memory_bar for memory_bar in self.need.bars if memory_bar.needed]
-        return min(map(_free_after, used_bars), default=0)
+        bars = [memory_bar for memory_bar in self.need.bars if memory_bar.needed]
+        return min(map(_free_after, bars), default=0)
 
     @property
     def verdict(self) -> str:
@@ -185,8 +185,8 @@ class CandidateFinder:
         Raises:
             NbaccelError: The machine cannot run the settings.
         """
-        found_candidates = self.candidates(config, samples=samples, passes=passes)
-        return tuple(judged(found_candidates, simplest_first=found_candidates))
+        candidates = self.candidates(config, samples=samples, passes=passes)
+        return tuple(judged(candidates, simplest_first=candidates))
 
     def candidates(
         self,
@@ -421,10 +421,10 @@ def judged(
 
 def _best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     fitting = [candidate for candidate in candidates if candidate.can_be_taken]
-    known_times = [candidate.step_s for candidate in fitting if candidate.step_s is not None]
-    if not known_times:
+    times = [candidate.step_s for candidate in fitting if candidate.step_s is not None]
+    if not times:
         return fitting[0] if fitting else None
-    fastest_s = min(known_times)
+    fastest_s = min(times)
     return next(
         candidate
         for candidate in fitting

@@ -83,15 +83,15 @@ def edit_config(
     return config_edit
 
 
-def _as_typed(setting: Setting, given_value: Any) -> Any:
+def _as_typed(setting: Setting, value: Any) -> Any:
     """A number, in the ways people type one: ``5e8``, ``500_000_000``, ``500,000,000``."""
-    if not isinstance(given_value, str) or setting.kind not in ("whole", "number"):
-        return given_value
-    number_text = given_value.strip().replace("_", "").replace(",", "")
+    if not isinstance(value, str) or setting.kind not in ("whole", "number"):
+        return value
+    number_text = value.strip().replace("_", "").replace(",", "")
     try:
         parsed_number = float(number_text)
     except ValueError:
-        return given_value.strip()  # "auto", or something for the validator to refuse
+        return value.strip()  # "auto", or something for the validator to refuse
     return (
         int(parsed_number)
         if parsed_number.is_integer() and setting.kind == "whole"
@@ -99,9 +99,9 @@ def _as_typed(setting: Setting, given_value: Any) -> Any:
     )
 
 
-def _or_default(setting: Setting, given_value: Any) -> Any:
+def _or_default(setting: Setting, value: Any) -> Any:
     """A cleared field stands for the default, which need not be None."""
-    return setting.default if given_value in (None, "") else given_value
+    return setting.default if value in (None, "") else value
 
 
 def _with_fp8(config: RunConfig, field_name: str, new_value: Any) -> RunConfig:

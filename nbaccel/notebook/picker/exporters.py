@@ -196,13 +196,13 @@ def _is_run(settings: Mapping[str, Any]) -> bool:
     """Whether these are settings of a run, with some misspelt perhaps, and not a strategy's own."""
     field_names = set(RunConfig.model_fields)
     foreign_keys = [str(key) for key in settings if key not in field_names]
-    own_keys = set(settings) & field_names - _SHARED_NAMES
+    keys = set(settings) & field_names - _SHARED_NAMES
     misspelt_keys = [
         key
         for key in foreign_keys
         if difflib.get_close_matches(key.lower(), field_names, n=1, cutoff=_NEAR_ENOUGH)
     ]
-    return len(own_keys) + len(misspelt_keys) > len(foreign_keys) - len(misspelt_keys) or (
+    return len(keys) + len(misspelt_keys) > len(foreign_keys) - len(misspelt_keys) or (
         not foreign_keys
     )
 

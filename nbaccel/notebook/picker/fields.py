@@ -274,7 +274,7 @@ class OptionsField(SettingField):
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         labels_by_reason: dict[str, list[str]] = {}
-        chosen_meaning = ""
+        meaning = ""
         for toggle_button, option_offer in zip(
             self._buttons, self._model.offers(self.setting.name), strict=True
         ):
@@ -285,7 +285,7 @@ class OptionsField(SettingField):
             if self._look == "brief":
                 toggle_class(toggle_button, "nbaccel-hidden", bool(option_offer.reason))
             if is_on:
-                chosen_meaning = option_offer.option.meaning
+                meaning = option_offer.option.meaning
             if option_offer.reason:
                 labels_by_reason.setdefault(option_offer.reason, []).append(
                     option_offer.option.label
@@ -294,7 +294,7 @@ class OptionsField(SettingField):
             f"{', '.join(option_labels)}: {reason}"
             for reason, option_labels in labels_by_reason.items()
         ]
-        self._note.value = self._explain(refusal, meaning=chosen_meaning, reasons=reason_lines)
+        self._note.value = self._explain(refusal, meaning=meaning, reasons=reason_lines)
 
 
 class ListField(SettingField):
@@ -317,10 +317,10 @@ class ListField(SettingField):
 
     def _show(self, shown_value: Any, refusal: str) -> None:
         list_options, reason_lines = self._offered()
-        if shown_value not in [known_value for _, known_value in list_options]:
+        if shown_value not in [value for _, value in list_options]:
             # A file may hold a value that cannot be chosen on this machine.
             list_options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
-        self._values = [known_value for _, known_value in list_options]
+        self._values = [value for _, value in list_options]
         option_labels = tuple(option_label for option_label, _ in list_options)
         # Setting `options` resets the selection, so it is done only where they differ.
         if option_labels != self._list.options:

@@ -239,10 +239,9 @@ def bars_html(memory_bars: Iterable[MemoryBar]) -> str:
     Args:
         memory_bars: The bars.
     """
-    shown_bars = list(memory_bars)
+    bars = list(memory_bars)
     return "".join(
-        _bar_html(memory_bar, next_bar)
-        for memory_bar, next_bar in zip_longest(shown_bars, shown_bars[1:])
+        _bar_html(memory_bar, next_bar) for memory_bar, next_bar in zip_longest(bars, bars[1:])
     )
 
 

@@ -153,9 +153,9 @@ class ConfigEditor:
 
     def _check(self) -> tuple[TextMistake, ...]:
         with self._shared.lock:
-            found_mistakes = self._mistakes()
-            self._show_mistakes(found_mistakes)
-            return found_mistakes
+            mistakes = self._mistakes()
+            self._show_mistakes(mistakes)
+            return mistakes
 
     def _mistakes(self) -> tuple[TextMistake, ...]:
         text = self._typed_text()

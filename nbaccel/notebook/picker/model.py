@@ -145,8 +145,8 @@ class PickerModel:
         """A value computed from the present state, when it is first needed."""
         if cache_key not in self._known:
             self._known[cache_key] = make_value()
-        known_value: _Cached = self._known[cache_key]
-        return known_value
+        value: _Cached = self._known[cache_key]
+        return value
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -244,11 +244,9 @@ class PickerModel:
         return self._once(f"offers {name}", lambda: self._find_offers(self.setting(name)))
 
     def _find_offers(self, setting: Setting) -> tuple[OptionOffer, ...]:
-        current_view = self._view()
+        view = self._view()
         return tuple(
-            OptionOffer(
-                choice_option, availability.option_refusal(current_view, setting, choice_option)
-            )
+            OptionOffer(choice_option, availability.option_refusal(view, setting, choice_option))
             for choice_option in setting.options
         )
 
@@ -280,7 +278,7 @@ class PickerModel:
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.
         """
-        chosen_setting = self.setting(name)
+        setting = self.setting(name)
         # Python code can give a value that the form shows greyed.
         for option_offer in self.offers(name):
             if option_offer.option.value == value and option_offer.reason:
@@ -290,7 +288,7 @@ class PickerModel:
                 )
         plan_device = self.plan.device if self.plan is not None else "cpu"
         config_edit = edit_config(
-            self._config, chosen_setting, value, device=plan_device, earlier_configs=self._before
+            self._config, setting, value, device=plan_device, earlier_configs=self._before
         )
         self._become(config_edit.config, config_edit.remarks)
 
@@ -434,17 +432,15 @@ class PickerModel:
         if self._memory_model is None or self.plan is None:
             return None, ""
         try:
-            chosen_form, strategy_document = next(
+            form, strategy_document = next(
                 (
-                    (chosen_form, filled_config.config)
-                    for chosen_form, filled_config in self._filled()
+                    (form, filled_config.config)
+                    for form, filled_config in self._filled()
                     if filled_config.config is not None
                 ),
                 (None, {}),
             )
-            return self._memory_model.need(
-                self._config, self.plan, chosen_form, strategy_document
-            ), ""
+            return self._memory_model.need(self._config, self.plan, form, strategy_document), ""
         except ConfigError as error:
             return None, error.mistakes[0]
 

@@ -174,7 +174,7 @@ class FacesPanel:
         """Show the present state of the model."""
         faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
         # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
-        shown_name = (
+        name = (
             self._picked
             if self._picked in faces_by_name or self._picked == _RESOLVED_FACE
             else "YAML"
@@ -182,14 +182,14 @@ class FacesPanel:
         self._is_syncing = True
         for face_name, face_button in self._buttons.items():
             is_missing = face_name not in faces_by_name and face_name != _RESOLVED_FACE
-            face_button.value = face_name == shown_name
+            face_button.value = face_name == name
             face_button.disabled = is_missing
             face_button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
         self._is_syncing = False
-        if shown_name == _RESOLVED_FACE:
+        if name == _RESOLVED_FACE:
             self._text.value = resolved_html(self._model.resolved())
         else:
-            self._text.value = face_html(faces_by_name[shown_name])
+            self._text.value = face_html(faces_by_name[name])
 
     def _pressed(self, face_name: str, is_on: bool) -> None:
         with self._shared.lock:

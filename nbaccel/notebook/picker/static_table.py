@@ -313,7 +313,7 @@ def _shown_value(model: PickerModel, setting_name: str) -> str:
 def _value_meaning(model: PickerModel, setting_name: str) -> str:
     setting_value = model.value(setting_name)
     setting = model.setting(setting_name)
-    chosen_meaning = next(
+    meaning = next(
         (
             choice_option.meaning
             for choice_option in setting.options
@@ -321,7 +321,7 @@ def _value_meaning(model: PickerModel, setting_name: str) -> str:
         ),
         "",
     )
-    return chosen_meaning or setting.meaning
+    return meaning or setting.meaning
 
 
 def _memory_lines(model: PickerModel) -> list[str]:

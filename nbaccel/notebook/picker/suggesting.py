@@ -276,9 +276,7 @@ class Suggester:
         factor = 2
         while factor <= _MAX_LARGER_BATCH:
             candidates = self._finder.find(start.config, samples=batch_size * factor, passes=passes)
-            same = next(
-                (found_one for found_one in candidates if found_one.name == best.name), None
-            )
+            same = next((one for one in candidates if one.name == best.name), None)
             if same is None or not same.can_be_taken or same.step_s is None or _is_tight(same):
                 break
             gain = best.step_s * factor / same.step_s

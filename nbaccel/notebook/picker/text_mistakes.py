@@ -59,11 +59,11 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
         if syntax_mistake is not None:
             return (syntax_mistake,)
         lines = key_lines(text)
-        found_mistakes = [
+        mistakes = [
             TextMistake(line=_line_of(mistake, lines), message=str(mistake))
             for mistake in error.args
         ]
-        return tuple(sorted(found_mistakes, key=lambda found: found.line or len(text)))
+        return tuple(sorted(mistakes, key=lambda found: found.line or len(text)))
     except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
         return (TextMistake(line=None, message=str(error)),)
     return ()

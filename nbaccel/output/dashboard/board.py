@@ -315,11 +315,11 @@ class RunBoard:
 
     def metric_names(self) -> list[str]:
         """All metrics that some rank has reported, the one that is shown first in front."""
-        known_names = dict.fromkeys(
+        names = dict.fromkeys(
             name for rank_facts in self.ranks.values() for name in rank_facts.histories
         )
-        first_name = loss_name(dict.fromkeys(known_names, 0.0))
-        return sorted(known_names, key=lambda name: name != first_name)
+        first_name = loss_name(dict.fromkeys(names, 0.0))
+        return sorted(names, key=lambda name: name != first_name)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -415,11 +415,11 @@ def loss_name(metric_histories: Mapping[str, float]) -> str | None:
 
 def mean(rank_values: Iterable[float]) -> float | None:
     """The mean; a value that is not finite wins, so that it shows. None without values."""
-    known_values = list(rank_values)
+    values = list(rank_values)
     return (
-        math.fsum(known_values) / len(known_values)
-        if all(map(math.isfinite, known_values)) and known_values
-        else _odd(known_values)
+        math.fsum(values) / len(values)
+        if all(map(math.isfinite, values)) and values
+        else _odd(values)
     )
 
 

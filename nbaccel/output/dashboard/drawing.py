@@ -165,7 +165,7 @@ def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> 
             for other_facts in loss_facts
             if other_facts.loss_name == loss_facts[0].loss_name
         ]
-        mean_loss = mean(shown_value for shown_value in same_losses if shown_value is not None)
+        mean_loss = mean(value for value in same_losses if value is not None)
         loss_curve = f" {sparkline(loss_facts[0].loss.values())}" if with_curve else ""
         line_parts.append(
             f"{plain_text(loss_facts[0].loss_name, 24)} {number_text(mean_loss)}{loss_curve}"
@@ -297,10 +297,10 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
     Args:
         rank_facts: What is known of the rank.
     """
-    shown_loops = []
+    loops = []
     if rank_facts.epoch:
         total = rank_facts.total_batches
-        shown_loops.append(
+        loops.append(
             ShownProgress(
                 label=_own_loop_label(rank_facts),
                 fraction=None if not total else min(1.0, rank_facts.batches / total),
@@ -312,14 +312,14 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
         if bar.is_elsewhere or (rank_facts.epoch and BATCH_UNIT in bar.rate):
             continue
         bar_words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
-        shown_loops.append(
+        loops.append(
             ShownProgress(
                 label=plain_text(bar.description, LABEL_CHARS),
                 fraction=bar.fraction,
                 done=plain_text(bar_words, LINE_CHARS),
             )
         )
-    return shown_loops
+    return loops
 
 
 def _own_loop_label(rank_facts: RankFacts) -> str:
@@ -388,7 +388,7 @@ def sparkline(spark_values: Sequence[float], max_chars: int = CURVE_CHARS) -> st
             mean(spark_points[first_point:last_point]) or 0.0
             for first_point, last_point in itertools.pairwise(point_edges)
         ]
-    finite_values = [shown_value for shown_value in spark_points if math.isfinite(shown_value)]
+    finite_values = [value for value in spark_points if math.isfinite(value)]
     low_value = min(finite_values, default=0.0)
     high_value = max(finite_values, default=0.0)
     if low_value > 0 and high_value / low_value >= LOGARITHMIC_RATIO:
@@ -398,7 +398,7 @@ def sparkline(spark_values: Sequence[float], max_chars: int = CURVE_CHARS) -> st
         ]
         low_value = math.log(low_value)
         high_value = math.log(high_value)
-    return "".join(_spark_block(shown_value, low_value, high_value) for shown_value in spark_points)
+    return "".join(_spark_block(value, low_value, high_value) for value in spark_points)
 
 
 def _spark_block(shown_value: float, low_value: float, high_value: float) -> str:
@@ -420,9 +420,9 @@ def plain_text(raw_text: str, max_chars: int, *, keeps_start: bool = False) -> s
         keeps_start: Whether blanks in front stay, which a table of numbers needs.
     """
     # Cut first: a line may have megabytes, and control characters take few of them.
-    shown_text = _CONTROL_CHARACTERS.sub("", raw_text[: 8 * max_chars].replace("\t", "    "))
-    shown_text = shown_text.rstrip() if keeps_start else shown_text.strip()
-    return shown_text if len(shown_text) <= max_chars else f"{shown_text[: max_chars - 1]}…"
+    text = _CONTROL_CHARACTERS.sub("", raw_text[: 8 * max_chars].replace("\t", "    "))
+    text = text.rstrip() if keeps_start else text.strip()
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 def rate_text(step_rate: float) -> str:

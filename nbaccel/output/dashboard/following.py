@@ -144,7 +144,7 @@ class DashboardUpdater:
         run_board.num_lines = output_console.recent_lines.num_shown
         run_board.warnings = output_console.warnings
         tail_lines = output_console.last_lines()
-        shown_bars = output_console.bars()
+        bars = output_console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.
             memory_device = registry.device(self._plan.device)
@@ -159,7 +159,7 @@ class DashboardUpdater:
                     last_line=tail_lines.get(member.rank, ""),
                     device_bytes=on_gpus.get(member.pid),
                 ),
-                bars=shown_bars.get(member.rank, ()),
+                bars=bars.get(member.rank, ()),
             )
             for member in members
         ]

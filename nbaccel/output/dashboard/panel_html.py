@@ -283,11 +283,11 @@ def _saved_lines(run_board: RunBoard) -> Iterable[str]:
 def _lines_block(block_text: str, *, scrolls: bool = True) -> str:
     # Front ends let a `<pre>` scroll by itself, and would show the start of it.
     block_style = _SCROLLED_STYLE if scrolls else "flex:none;overflow:visible"
-    shown_text = "\n".join(
+    text = "\n".join(
         plain_text(line_text, LINE_CHARS * 4, keeps_start=True)
         for line_text in block_text.split("\n")
     )
-    return f'<pre style="{_LINES_STYLE};{block_style}">{html.escape(shown_text)}</pre>'
+    return f'<pre style="{_LINES_STYLE};{block_style}">{html.escape(text)}</pre>'
 
 
 def _folded(title: str, content_html: str) -> str:
@@ -385,10 +385,10 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
 
 def _shown_ranks(run_board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
     """The ranks that get a row, and those that share the last one: the worst are shown first."""
-    shown_ranks = list(run_board.ranks.values())
-    if len(shown_ranks) <= MOST_ROWS:
-        return shown_ranks, []
-    by_need = sorted(shown_ranks, key=_attention_need)
+    ranks = list(run_board.ranks.values())
+    if len(ranks) <= MOST_ROWS:
+        return ranks, []
+    by_need = sorted(ranks, key=_attention_need)
     return by_need[:MOST_ROWS], by_need[MOST_ROWS:]
 
 
@@ -537,11 +537,11 @@ def _other_metrics(rank_facts: RankFacts, run_board: RunBoard) -> str:
 
 
 def _of_total(held_bytes: int, total_bytes: int | None) -> str:
-    held_text = format_bytes(held_bytes)
+    text = format_bytes(held_bytes)
     if not total_bytes:
-        return held_text
+        return text
     of_words = html.escape(f"of {format_bytes(total_bytes)}")
-    return f'{held_text}<br><span style="{_QUIET_STYLE}">{of_words}</span>'
+    return f'{text}<br><span style="{_QUIET_STYLE}">{of_words}</span>'
 
 
 def _memory_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:

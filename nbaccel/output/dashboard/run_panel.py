@@ -188,9 +188,9 @@ class RunPanel:
         self._button.description = _STOPPING_LABEL if is_stopping else _STOP_LABEL
         self._show_chart(run_board)
         if panel_html.is_long(run_board):
-            chosen_rank = self._ranks.value
+            rank = self._ranks.value
             self._lines.value = panel_html.lines_html(
-                run_board, None if chosen_rank in (None, -1) else chosen_rank
+                run_board, None if rank in (None, -1) else rank
             )
             self._lines_part.layout.display = None
 

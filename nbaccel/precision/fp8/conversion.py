@@ -88,11 +88,11 @@ def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[to
         Weights that are trained and that no other module holds, such as an embedding tied to a
         head.
     """
-    chosen_layers = {id(layer) for layer in selection.chosen.values()}
+    layers = {id(layer) for layer in selection.chosen.values()}
     shared = {
         id(parameter)
         for module in model.modules()
-        if id(module) not in chosen_layers
+        if id(module) not in layers
         for parameter in module.parameters(recurse=False)
     }
     for layer in selection.chosen.values():

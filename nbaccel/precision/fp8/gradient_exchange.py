@@ -75,9 +75,9 @@ def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     mean = unpacked_blocks(received.to(values.device)).mean(dim=0, keepdim=True)
-    own_part = _sendable(packed_blocks(mean), group)
+    part = _sendable(packed_blocks(mean), group)
     all_parts = torch.empty_like(sent)
-    _gather_into(all_parts, own_part, group)
+    _gather_into(all_parts, part, group)
     return unpacked_blocks(all_parts.to(values.device)).view(-1)[:num_values]
 
 
@@ -155,8 +155,8 @@ def summed_mean(values: torch.Tensor, scaling: AutomaticScaling, number: int = 0
     amax = largest_magnitude(values)
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=scaling.group)
     scale = power_of_two_scale(amax, E4M3) * scaling.factors.get(number, 1.0)
-    own_payload = quantize(values.detach().reshape(-1), scale, E4M3).to(E4M3.dtype)
-    sent = _sendable(own_payload.view(torch.uint8), scaling.group)
+    payload = quantize(values.detach().reshape(-1), scale, E4M3).to(E4M3.dtype)
+    sent = _sendable(payload.view(torch.uint8), scaling.group)
     all_payloads = torch.empty(num_ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
     _gather_into(all_payloads, sent, scaling.group)
     payloads = all_payloads.to(values.device).view(E4M3.dtype).view(num_ranks, -1)

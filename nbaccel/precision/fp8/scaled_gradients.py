@@ -73,10 +73,10 @@ class ScaledGradients:
         )
         # A weight that took no part anywhere keeps its gradient, which is none.
         dist.all_reduce(was_used, dist.ReduceOp.MAX)
-        used_weights = [
+        weights = [
             weight for weight, used in zip(self._weights, was_used.tolist(), strict=True) if used
         ]
-        for number, bucket in enumerate(_buckets(used_weights)):
+        for number, bucket in enumerate(_buckets(weights)):
             flat = torch.cat([_flat_gradient(weight) for weight in bucket])
             means = torch.split(self._average(flat, number), [item.numel() for item in bucket])
             for weight, mean in zip(bucket, means, strict=True):

@@ -140,11 +140,11 @@ class ScaledTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation of torch; see the module."""
-        own_way = _OWN_WAYS.get(func)
-        if own_way is not None:
-            own_result = own_way(func, *args, **(kwargs or {}))
-            if own_result is not NotImplemented:
-                return own_result
+        way = _OWN_WAYS.get(func)
+        if way is not None:
+            result = way(func, *args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         return _compute_in_float32(func, args, kwargs or {})
 
 

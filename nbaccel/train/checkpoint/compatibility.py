@@ -238,12 +238,12 @@ def state_problem(item: Any, saved_state: Any) -> str:
         The rest of a sentence; empty unless the two have nothing in common.
     """
     try:
-        current_state = item.state_dict()
+        state = item.state_dict()
     except Exception:  # the user's own, which need not have a state before it has loaded one
         return ""
-    if not isinstance(current_state, Mapping) or not current_state:
+    if not isinstance(state, Mapping) or not state:
         return ""
-    if isinstance(saved_state, Mapping) and (current_state.keys() & saved_state.keys()):
+    if isinstance(saved_state, Mapping) and (state.keys() & saved_state.keys()):
         return ""
     return f"holds no state of a {type(item).__name__}, but {_describe_state(saved_state)}"
 
@@ -318,16 +318,14 @@ class CheckpointSources:
         Returns:
             A sentence for each file; none if all are as they were saved.
         """
-        own_files = [
-            path for path in (*self.loaders.values(), self.gradients, self.generators) if path
-        ]
+        files = [path for path in (*self.loaders.values(), self.gradients, self.generators) if path]
         common_files = self._common_files()
         # Shared out, because reading everything on every process would multiply the time.
         shared_out = common_files[place.local_rank :: place.local_world_size]
         return [
             problem_text
             # A set, because process 0's random states are among both.
-            for path in {*own_files, *shared_out}
+            for path in {*files, *shared_out}
             if (problem_text := self._file_problem(path))
         ]
 
@@ -429,15 +427,15 @@ class _SourceFinder:
 
     def _existing_file(self, *file_names: str) -> Path | None:
         """The first that exists, or that the manifest has."""
-        known_names = (
+        names = (
             file_name
             for file_name in file_names
             if file_name in self._recorded or (self._folder / file_name).exists()
         )
         # A name of the manifest counts without a file, so that a deleted file is reported as
         # missing.
-        known_name = next(known_names, None)
-        return None if known_name is None else self._folder / known_name
+        name = next(names, None)
+        return None if name is None else self._folder / name
 
     def _numbered_files(self, base_name: str, count: int) -> tuple[Path, ...]:
         return tuple(
@@ -452,10 +450,10 @@ class _SourceFinder:
         for number, model in enumerate(self._parts.models):
             folder = self._folder / sharder.shard_folder(number)
             if folder.is_dir():
-                own_optimizer = self._parts.optimizer_of(model)
+                optimizer = self._parts.optimizer_of(model)
                 sharded_models[number] = SourceShards(
                     model=model,
-                    optimizer=own_optimizer,
+                    optimizer=optimizer,
                     folder=folder,
                     left_out=self._left_out.get(number, frozenset()),
                 )
@@ -500,8 +498,8 @@ class _SourceFinder:
         loader_files = {}
         for number, loader in self._parts.stateful_loaders():
             is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-            own_file = layout.loader_file(number, stateful=is_stateful, rank=self._place.rank)
-            path = self._existing_file(own_file, layout.loader_file(number, stateful=is_stateful))
+            file = layout.loader_file(number, stateful=is_stateful, rank=self._place.rank)
+            path = self._existing_file(file, layout.loader_file(number, stateful=is_stateful))
             if path is not None:
                 loader_files[number] = path
         return loader_files

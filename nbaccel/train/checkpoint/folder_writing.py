@@ -286,8 +286,8 @@ def new_checkpoint(
 
 def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
     # Process 0's name and token hold for all: a number or time in a name may differ elsewhere.
-    own_proposal = (str(target.expanduser()), secrets.token_hex(4))
-    agreed_name, token = collectives.broadcast_object(own_proposal)
+    proposal = (str(target.expanduser()), secrets.token_hex(4))
+    agreed_name, token = collectives.broadcast_object(proposal)
     target = Path(agreed_name)
     if target.is_symlink() or target.name in {"", ".."}:
         target = target.resolve()  # what the link leads to is replaced, not the link
@@ -307,33 +307,33 @@ def _make_partial_folder(
     place: Place,
     collectives: Collectives,
     series: bool,
-    held_claims: contextlib.ExitStack,
+    claims: contextlib.ExitStack,
 ) -> bool:
     """Make the partial folder, once per file system; returns whether this process did.
 
-    Its claim on the folder is given to `held_claims`.
+    Its claim on the folder is given to `claims`.
     """
     call_text = f"save_state({str(save_site.target)!r})"
     makes_folder = place.is_main
     with all_succeed(collectives, call_text):
         if makes_folder:
-            _prepare_target(save_site, series, held_claims)
+            _prepare_target(save_site, series, claims)
     if place.world_size == place.local_world_size:
         return makes_folder
     with all_succeed(collectives, call_text):
         # A node that does not see process 0's folder has a file system of its own to write to.
         if place.is_local_main and not save_site.partial_folder.exists():
             makes_folder = True
-            _prepare_target(save_site, series, held_claims)
+            _prepare_target(save_site, series, claims)
     return makes_folder
 
 
-def _prepare_target(save_site: _SaveSite, series: bool, held_claims: contextlib.ExitStack) -> None:
+def _prepare_target(save_site: _SaveSite, series: bool, claims: contextlib.ExitStack) -> None:
     _check_target(save_site.target)
     save_site.target.parent.mkdir(parents=True, exist_ok=True)
     _clear_killed_save(save_site, series)
     # Claimed before it exists: a save of another process would take it for a leftover.
-    held_claims.enter_context(hold_claim(save_site.partial_folder))
+    claims.enter_context(hold_claim(save_site.partial_folder))
     save_site.partial_folder.mkdir()
 
 
@@ -473,16 +473,16 @@ def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
     Raises:
         CheckpointFailed: It succeeded here and failed on another process.
     """
-    own_error = None
+    error = None
     try:
         yield
     except _PEER_FAILURES:
         raise  # a further exchange would only fail or wait in the same way
     except Exception as caught:  # raised again once the others know
-        own_error = caught
-    failures = _failures_of_all(collectives, call_text, own_error)
-    if own_error is not None:
-        raise own_error
+        error = caught
+    failures = _failures_of_all(collectives, call_text, error)
+    if error is not None:
+        raise error
     if failures:
         raise CheckpointFailed(f"{call_text} failed. {failures} All processes have stopped it.")
 

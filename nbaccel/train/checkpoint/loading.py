@@ -258,19 +258,19 @@ class LoadTrial:
             {} if sources.first_generators is None else read_torch_file(sources.first_generators)
         )
         # A run with more processes than the saved one has ranks without a file of their own.
-        own_states = None if sources.generators is None else read_torch_file(sources.generators)
+        states = None if sources.generators is None else read_torch_file(sources.generators)
         try:
-            self.step = (first_states if own_states is None else own_states).get("step")
-            if own_states is not None:
+            self.step = (first_states if states is None else states).get("step")
+            if states is not None:
                 # Set and undone: only setting a state shows whether a generator accepts it.
                 with rng.preserve_rng_states():
-                    rng.restore_rng_states(place, own_states)
+                    rng.restore_rng_states(place, states)
         except Exception as error:  # each generator has its own exceptions for a wrong state
             raise CheckpointDamaged(
                 f"{sources.generators} holds no states of random number generators "
                 f"({type(error).__name__}: {error}). Load another checkpoint."
             ) from error
-        self.generators = own_states
+        self.generators = states
 
 
 def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> Any:
@@ -588,9 +588,9 @@ class _StateLoader:
             model_shards = sources.sharded_models.get(model_number)
             if model_shards is not None and self._parts.sharder is not None:
                 # The same choice as in saving: this optimizer's shards are in the model's folder.
-                own_optimizer = self._parts.optimizer_of(model)
+                optimizer = self._parts.optimizer_of(model)
                 self._parts.sharder.load_sharded(
-                    model, own_optimizer, model_shards.folder, left_out=model_shards.left_out
+                    model, optimizer, model_shards.folder, left_out=model_shards.left_out
                 )
             else:
                 path = sources.weights[model_number]

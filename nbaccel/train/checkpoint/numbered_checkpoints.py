@@ -188,10 +188,10 @@ class Checkpoints:
         folder_choice: tuple[Path | None, str] = (None, "")
         if self._place.is_main:
             folder_choice = _latest_or_problem(self._project_configuration)
-        chosen_path, problem_text = self._collectives.broadcast_object(folder_choice)
-        if chosen_path is None:
+        path, problem_text = self._collectives.broadcast_object(folder_choice)
+        if path is None:
             raise ConfigError(problem_text)
-        return Path(chosen_path)
+        return Path(path)
 
 
 def _latest_or_problem(configuration: ProjectConfiguration) -> tuple[Path | None, str]:

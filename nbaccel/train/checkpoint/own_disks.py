@@ -114,14 +114,14 @@ class FolderDisks:
         """
         if self.rank or self.is_shared or (sharder is not None and sharder.keeps_own_disks):
             return
-        own_disk_hosts = {
+        disk_hosts = {
             host_name
             for host_name, maker in zip(self.host_names, self.makers, strict=True)
             if maker
         }
         _tell_of_own_disks(
             str(folder.parent),
-            tuple(sorted(own_disk_hosts)),
+            tuple(sorted(disk_hosts)),
             self.host_names[0],
             len(self.makers),
             "" if sharder is None else sharder.shard_kind,
