@@ -132,7 +132,7 @@ def _observed_facts(place: Place) -> ProcessFacts:
         world_size=place.world_size,
         rank=place.rank,
         backend=place.backend,
-        can_meet=distributed.can_meet(),
+        can_join=distributed.can_join(),
         compute_capability=registry.device(place.device_name).capability(place.device),
     )
 

@@ -97,7 +97,7 @@ class TimeAccount:
         self._kinds.append(kind)
         self._since = current_time
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """The thread goes on with what it was in before."""
         # Empty where the account was opened within a block.
         if threading.get_ident() != self._thread_id or not self._kinds:
@@ -158,7 +158,7 @@ class _TimedBlock:
 
     def __exit__(self, *exc: object) -> None:
         if _process_account is not None:
-            _process_account.leave()
+            _process_account.exit()
 
 
 reading_data = _TimedBlock("data")

@@ -16,7 +16,7 @@ from typing import Any
 from nbaccel.base import accelerate_library, env
 from nbaccel.base.import_patches import patch_module
 
-__all__ = ["adopt_trainers", "is_sharding_new_models"]
+__all__ = ["is_sharding_new_models", "run_notebook_trainers"]
 
 _TRAINER_MODULE = "transformers.trainer"
 _DEEPSPEED_MODULE = "transformers.integrations.deepspeed"
@@ -29,7 +29,7 @@ def is_sharding_new_models() -> bool:
     return integration_module is not None and bool(integration_module.is_deepspeed_zero3_enabled())
 
 
-def adopt_trainers(around_training: Callable[[], AbstractContextManager[None]]) -> None:
+def run_notebook_trainers(around_training: Callable[[], AbstractContextManager[None]]) -> None:
     """Let trainers from the notebook work in this worker. Once per worker.
 
     Args:

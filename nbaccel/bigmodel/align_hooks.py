@@ -229,7 +229,7 @@ class AlignDevicesHook(ModelHook):
         """Let the weights go, and move outputs."""
         if self.offload:
             self.send_out(module)
-            self.execution_order.leave()
+            self.execution_order.end_block()
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output

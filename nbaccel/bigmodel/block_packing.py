@@ -345,7 +345,7 @@ class _BlockPacker:
             number = heapq.heappop(self._queue)
             # What came with another block is still in the queue.
             if number in self._waiting:
-                self._settle(number)
+                self._place_block(number)
         return Packing(
             tiers=self._tiers,
             devices=self._devices,
@@ -356,7 +356,7 @@ class _BlockPacker:
             largest_kept_away=self._largest_kept_away(),
         )
 
-    def _settle(self, number: int) -> None:
+    def _place_block(self, number: int) -> None:
         """Place a block, split it or what comes with it, or go on to the next tier."""
         members = self._forest.together(number, self._waiting)
         size = self._forest.size_of(members)
@@ -369,7 +369,7 @@ class _BlockPacker:
         if divisible is not None:
             self._split(divisible, size)
         elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
-            self._leave_tier(number, members, size)
+            self._close_tier(number, members, size)
 
     def _divisible(self, number: int, members: Sequence[int]) -> int | None:
         """What is to be split: a block tied to one that would fit alone, or the block itself."""
@@ -445,7 +445,7 @@ class _BlockPacker:
             *(tier.device, self._held[tier.device], tier.budget, self._room_beside([number])),
         )
 
-    def _leave_tier(self, number: int, members: Sequence[int], size: float) -> None:
+    def _close_tier(self, number: int, members: Sequence[int], size: float) -> None:
         tier = self._tiers[self._current]
         name = self._forest.blocks[number].name
         room_kept = self._room_beside(members)

@@ -263,12 +263,12 @@ def _bar_html(bar: TierBar, runs: Sequence[BlockRun]) -> str:
         f'<div class="nbaccel-bar{" nbaccel-lacks" if is_over else ""}">'
         f'<div class="nbaccel-bar-head"><span class="nbaccel-bar-label">{escape(bar.label)}</span>'
         f"<span>{escape(bar.holdings_text())} · {rest_html}</span></div>"
-        f'<div class="nbaccel-track" role="img" aria-label="{escape(_told(bar))}">'
+        f'<div class="nbaccel-track" role="img" aria-label="{escape(_bar_words(bar))}">'
         f"{inside_html}</div></div>"
     )
 
 
-def _told(bar: TierBar) -> str:
+def _bar_words(bar: TierBar) -> str:
     """A bar in words, for who cannot see it."""
     run_texts = [f"{block_run.label} {format_bytes(block_run.size)}" for block_run in bar.runs]
     contents = first_few(run_texts, 12) or "nothing"

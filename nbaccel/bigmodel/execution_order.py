@@ -114,7 +114,7 @@ class ExecutionOrder:
                 near.ask_for_weights()
         self._asked = wanted
 
-    def leave(self) -> None:
+    def end_block(self) -> None:
         """A block's work has been queued: the weights of the next one are copied beside it."""
         following = self._following()
         if self.prefetch and following is not None and following is not self._copied:

@@ -72,7 +72,7 @@ class CellShell:
             rank=rank, publisher=worker_output.publisher_class(send_message)
         )
         warnings.formatwarning = _format_warning
-        worker_output.adopt_inline_figures(worker_shell)
+        worker_output.connect_inline_figures(worker_shell)
         return cls(worker_shell)
 
     @property

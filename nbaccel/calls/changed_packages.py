@@ -107,8 +107,8 @@ class _PackageScan:
         if packages is not self._packages:
             self._packages = packages
             with _collector_paused():
-                self._look_into(self._new_modules(), has_new=True)
-        self._look_into(self._changed_places())
+                self._scan(self._new_modules(), has_new=True)
+        self._scan(self._changed_places())
         return self._found
 
     def is_behind(self) -> bool:
@@ -146,12 +146,12 @@ class _PackageScan:
                 changed.append(self._places[position])
         return changed
 
-    def _look_into(self, places: list[_PackagePlace], *, has_new: bool = False) -> None:
+    def _scan(self, places: list[_PackagePlace], *, has_new: bool = False) -> None:
         """Find changes in these places, and in those that are new within them."""
         for place in places:
             inner_before = place.inner
             place.changes = tuple(self._changes_in(place))
-            self._look_into_new(self._find_inner(place))
+            self._scan_new(self._find_inner(place))
             has_new |= place.inner != inner_before
         if has_new:
             known = dict(zip(map(id, self._places), self._before, strict=True))
@@ -164,10 +164,10 @@ class _PackageScan:
         if places:
             self._found = [change for place in self._places for change in place.changes]
 
-    def _look_into_new(self, places: Iterable[_PackagePlace]) -> None:
+    def _scan_new(self, places: Iterable[_PackagePlace]) -> None:
         for place in places:
             place.changes = tuple(self._changes_in(place))
-            self._look_into_new(self._find_inner(place))
+            self._scan_new(self._find_inner(place))
 
     def _changes_in(self, place: _PackagePlace) -> Iterator[PackageChange]:
         for key, value in place.items():

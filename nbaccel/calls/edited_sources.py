@@ -39,7 +39,7 @@ class _ImportedSource(NamedTuple):
     spec: ModuleSpec
     """Another one after a reload."""
     stamp: _FileStamp
-    told: _FileStamp | None = None
+    warned: _FileStamp | None = None
     """The edit that has been reported to the user."""
 
 
@@ -66,14 +66,14 @@ def tell_of_edits() -> None:
                 module_spec,
                 _imported_stamp(module_spec) or _guessed_stamp(loaded_module, source_path, stamp),
             )
-        if stamp not in (source.stamp, source.told):
+        if stamp not in (source.stamp, source.warned):
             write_notice(
                 f"nbaccel: {source_path.name} has been edited since the notebook imported "
                 f"{module_name}. Workers that import it now run the edited version, and the "
                 "notebook runs the old one. To have one version everywhere: import importlib; "
                 f"importlib.reload({module_name})\n"
             )
-            source = source._replace(told=stamp)
+            source = source._replace(warned=stamp)
         _IMPORTED_SOURCES[loaded_module] = source
 
 

@@ -47,8 +47,8 @@ class BoardChannel:
         """Take in what the function reports."""
         if self.draws_bars:
             self._place.hold()
-        self.dashboard.hear(0, message)
-        self._look_if_due()
+        self.dashboard.receive(0, message)
+        self._refresh_if_due()
         return True
 
     def send(self, message: Any) -> None:
@@ -61,17 +61,17 @@ class BoardChannel:
         # Other threads of the function may not display in its cell.
         if threading.get_ident() == self._launching_thread:
             self._place.hold()
-            self._look_if_due()
+            self._refresh_if_due()
 
-    def _look_if_due(self) -> None:
+    def _refresh_if_due(self) -> None:
         if time.monotonic() >= self._next_look:
-            self.look()
+            self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Look how much memory the process has, and show what is known."""
         self._next_look = time.monotonic() + _LOOK_INTERVAL_S
         rank_rows = [self._own_row("running")]
-        if self.dashboard.wants_a_look:
+        if self.dashboard.is_due:
             self.dashboard.update(rank_rows)
         else:
             self.dashboard.board.see(rank_rows)

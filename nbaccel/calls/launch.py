@@ -180,7 +180,7 @@ def _run_attempt(
             )
             clean_up.callback(weight_receiver.close, dispose)
         clean_up.callback(launch_hosts.close_store)
-        meeting_place = launch_hosts.meet()
+        meeting_place = launch_hosts.meeting_place()
         plan = dataclasses.replace(plan, world_size=meeting_place.world_size(plan.num_processes))
         first_rank = meeting_place.first_rank(plan.num_processes)
         rank_logs = clean_up.enter_context(logs_of_run(plan, first_rank=first_rank))
@@ -194,7 +194,7 @@ def _run_attempt(
         launch_hosts.close_store()
         launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs, waiting_line)
         call_result = launch_supervisor.run()
-        launch_hosts.settle(call_result, is_over=launch_supervisor.nodes_wait)
+        launch_hosts.wait_for_nodes(call_result, is_over=launch_supervisor.nodes_wait)
         call_outcome = conclude_call(
             plan,
             call_result,
@@ -202,7 +202,7 @@ def _run_attempt(
             was_stopped=f"all {plan.num_processes} workers have been stopped{was_stopped}",
             closing_lines=closing_lines,
         )
-        launch_supervisor.see_off()
+        launch_supervisor.wait_for_exit()
         return call_outcome
 
 

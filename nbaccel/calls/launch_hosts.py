@@ -72,7 +72,7 @@ class LaunchHosts:
         lost_hosts = self._session.lost_hosts if self._session is not None else ()
         return f", without {', '.join(lost_hosts)}" if lost_hosts else ""
 
-    def meet(self) -> MeetingPlace:
+    def meeting_place(self) -> MeetingPlace:
         """Where the workers of the next attempt meet.
 
         Raises:
@@ -109,7 +109,7 @@ class LaunchHosts:
         """What starts workers on the hosts; None for this machine."""
         return None if self._session is None else self._session.starter()
 
-    def settle(self, call_result: CallResult, *, is_over: bool) -> None:
+    def wait_for_nodes(self, call_result: CallResult, *, is_over: bool) -> None:
         """Before anything of a call is taken over: hear what the other nodes do.
 
         Args:

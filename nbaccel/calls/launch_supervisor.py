@@ -8,8 +8,8 @@ until no other is seen setting up a group. Then it exits, and a peer that still 
 at once, with its name.
 
 [Note: weights in memory] Where the notebook reads weights in rank 0's memory, watching ends as soon
-as all have returned, with rank 0 still there; `see_off` watches the exits, once they are read. If
-rank 0 may exit before the others have returned, it first writes them to the staging files.
+as all have returned, with rank 0 still there; `wait_for_exit` watches the exits, once they are read.
+If rank 0 may exit before the others have returned, it first writes them to the staging files.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LaunchSupervisor(Supervisor):
             self._exits.release(member for member in self.members if not self._keeps(member))
         return CallResult(**self.facts())
 
-    def see_off(self) -> None:
+    def wait_for_exit(self) -> None:
         """The weights were read: wait until every worker has ended.
 
         Raises:
@@ -286,4 +286,4 @@ class ExitBarrier:
         self._released_at = self._released_at or time.monotonic()
         for member in members:
             self._released.add(member.rank)
-            member.let_leave(stages_weights=member.holds_weights)
+            member.let_exit(stages_weights=member.holds_weights)

@@ -38,10 +38,10 @@ class CallDisplay(Protocol):
     def due_in(self) -> float:
         """Seconds until it wants to look."""
 
-    def hear(self, worker_rank: int, message: messaging.Metrics) -> None:
+    def receive(self, worker_rank: int, message: messaging.Metrics) -> None:
         """A rank has reported metrics of its training."""
 
-    def look(self, watched_call: Any) -> None:
+    def poll(self, watched_call: Any) -> None:
         """Look at a listener and what it knows; called often, and cheap if it is not time yet."""
 
     def end(
@@ -139,7 +139,7 @@ class WorkerListener:
                     register_input(file_descriptor, selectors.EVENT_READ, member)
             if self._show is not None:
                 # The display may have a Stop button, which has an effect from here on.
-                self._show.look(self)
+                self._show.poll(self)
             try:
                 yield
             finally:
@@ -149,7 +149,7 @@ class WorkerListener:
         """Listen to one of the sentinels no more."""
         self._selector.unregister(sentinel)
 
-    def hear(self, patience_s: float | None) -> None:
+    def receive(self, patience_s: float | None) -> None:
         """Wait until something happens, at most so long, and let it be decided."""
         if self._show is not None:
             due_time = self._show.due_in()
@@ -165,14 +165,14 @@ class WorkerListener:
                 self.on_interrupt()
             elif selector_key.fileobj is selector_key.data.channel:
                 if not selector_key.data.hung_up:
-                    self._hear_message(selector_key.data)
+                    self._receive_message(selector_key.data)
             # An exit earlier in this batch may have closed the pipe.
             elif selector_key.fd in self._selector.get_map():
-                self._hear_output(selector_key.data, selector_key.fd)
+                self._read_output(selector_key.data, selector_key.fd)
         self._console.tick()
         self._resume()
         if self._show is not None:
-            self._show.look(self)
+            self._show.poll(self)
 
     def end_is_near(self) -> None:
         """Stop was pressed, or a worker has failed: do not let output delay that."""
@@ -182,12 +182,12 @@ class WorkerListener:
     def show_rest(self) -> None:
         """Show the waiting output when all have finished; interrupts are handled meanwhile."""
         while self._console.is_behind:
-            self.hear(self._console.due_in())
+            self.receive(self._console.due_in())
 
     def drain(self, member: WorkerHandle) -> None:
         """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
         while not member.hung_up and _is_readable(member.channel.fileno()):
-            self._hear_message(member)
+            self._receive_message(member)
         self._hang_up(member)
         self.drain_output(member)
         for file_descriptor in member.pipes:
@@ -201,7 +201,7 @@ class WorkerListener:
             while (
                 bytes_left > 0
                 and file_descriptor in member.pipes
-                and self._hear_output(member, file_descriptor)
+                and self._read_output(member, file_descriptor)
             ):
                 bytes_left -= _READ_BYTES
 
@@ -217,7 +217,7 @@ class WorkerListener:
             if not member.has_ended:
                 self.drain_output(member)
 
-    def _hear_message(self, member: WorkerHandle) -> None:
+    def _receive_message(self, member: WorkerHandle) -> None:
         try:
             message, file_descriptors = member.channel.receive()
         except EOFError:
@@ -229,13 +229,13 @@ class WorkerListener:
             self._console.feed_display(member.rank, message)
         elif isinstance(message, messaging.Metrics):
             if self._show is not None:
-                self._show.hear(member.rank, message)
+                self._show.receive(member.rank, message)
         elif isinstance(message, messaging.Leaves):
             member.note(message)
         else:
             self.on_message(member, message, file_descriptors)
 
-    def _hear_output(self, member: WorkerHandle, file_descriptor: int) -> bool:
+    def _read_output(self, member: WorkerHandle, file_descriptor: int) -> bool:
         """Take in a chunk of output; returns whether there may be more."""
         try:
             output_bytes = os.read(file_descriptor, _READ_BYTES)

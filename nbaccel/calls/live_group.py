@@ -57,10 +57,10 @@ class LiveGroup(WorkerGroup):
         self._answers: dict[int, messaging.Whereabouts] = {}
         """What each worker has answered last while it was idle."""
 
-    def let_leave(self) -> None:
+    def let_exit(self) -> None:
         """Let idle workers do what libraries do at the end of a process, before they are ended."""
         with contextlib.suppress(StartupFailed):  # the template has ended, with all of them
-            self._let_all_leave(time_limits.UNWIND_S)
+            self._let_all_exit(time_limits.UNWIND_S)
 
     def end(self) -> None:
         """End the workers, then let their hosts go."""
@@ -94,7 +94,7 @@ class LiveGroup(WorkerGroup):
             launch_hosts = LaunchHosts(plan)
             undo_start.callback(launch_hosts.close)
             plan = launch_hosts.prepare()
-            meeting_place = launch_hosts.meet()
+            meeting_place = launch_hosts.meeting_place()
             undo_start.callback(launch_hosts.close_store)
             worker_group = cls(
                 plan,
@@ -158,7 +158,7 @@ class LiveGroup(WorkerGroup):
         *,
         timeout_s: float | None = None,
         is_shown: bool = False,
-        on_look: Callable[[], None] | None = None,
+        on_poll: Callable[[], None] | None = None,
     ) -> TaskResult:
         """Give some workers a task each, and watch until all of them have finished.
 
@@ -166,7 +166,7 @@ class LiveGroup(WorkerGroup):
             pool_tasks: The tasks by rank.
             timeout_s: Seconds after which the task is ended; None for no limit.
             is_shown: Whether a dashboard shows how the ranks get on.
-            on_look: Called whenever that has looked at the ranks, about once a second.
+            on_poll: Called whenever that has looked at the ranks, about once a second.
 
         Returns:
             What became of it.
@@ -177,7 +177,7 @@ class LiveGroup(WorkerGroup):
 
         def make_show() -> CellDashboardUpdater:
             return CellDashboardUpdater(
-                list(pool_tasks), plan=self.plan, place=place or CellPlace(), on_look=on_look
+                list(pool_tasks), plan=self.plan, place=place or CellPlace(), on_poll=on_poll
             )
 
         return self._watch(
@@ -237,7 +237,7 @@ class LiveGroup(WorkerGroup):
             sentinel_poll.register(sentinel, select.POLLIN)
         return frozenset(rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0))
 
-    def look(self) -> None:
+    def ask_whereabouts(self) -> None:
         """Ask all workers where they are; of those that do not answer at once nothing is known."""
         whereabouts_by_rank: dict[int, messaging.Whereabouts] = {}
         waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}

@@ -18,7 +18,7 @@ from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall, re
 from nbaccel.plan import Plan
 from nbaccel.workers import failure, messaging, template_learning
 from nbaccel.workers.failure import RankActivity
-from nbaccel.workers.template_facts import told_left_out
+from nbaccel.workers.template_facts import left_out_text
 from nbaccel.workers.worker_handle import WorkerHandle
 
 __all__ = [
@@ -239,7 +239,7 @@ class CellDashboardUpdater(DashboardUpdater):
         ranks: The ranks that have the task.
         plan: What the workers were started by.
         place: Where in the cell the panel stands.
-        on_look: Called whenever the ranks have been looked at.
+        on_poll: Called whenever the ranks have been looked at.
     """
 
     def __init__(
@@ -248,10 +248,10 @@ class CellDashboardUpdater(DashboardUpdater):
         *,
         plan: Plan,
         place: CellPlace,
-        on_look: Callable[[], None] | None = None,
+        on_poll: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(ranks, plan=plan, place=place, always_shown=True)
-        self._on_look = on_look
+        self._on_poll = on_poll
 
     def row(
         self,
@@ -274,10 +274,10 @@ class CellDashboardUpdater(DashboardUpdater):
             last_line=last_line,
         )
 
-    def looked(self, watched_worker: WatchedCall) -> None:
+    def ask_ranks(self, watched_worker: WatchedCall) -> None:
         """Ask the ranks where they are, for the next time."""
-        if self._on_look is not None:
-            self._on_look()
+        if self._on_poll is not None:
+            self._on_poll()
         rank_task = cast("TaskSupervisor", watched_worker)
         for member in rank_task.at_work():
             if member.rank in rank_task.open:
@@ -343,7 +343,7 @@ def status_table(
             "starts new workers"
         )
     worker_words = plan.headline() if rows else f"The next cell starts {plan.headline()}"
-    left_out = told_left_out(template_learning.learner(plan.device))
+    left_out = left_out_text(template_learning.learner(plan.device))
     headline = f"{pool_state.name.lower()}{told_reason}. {worker_words} {left_out}".rstrip()
     return StatusTable(rows, headline=headline)
 

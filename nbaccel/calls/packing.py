@@ -102,7 +102,7 @@ def pack_call(
     return _inherited_call(function, args, module_sharing), fork_plan
 
 
-def pack_for_the_living(
+def pack_for_running_workers(
     function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
 ) -> PackedCall:
     """Make the call ready for workers that exist already: whatever it needs has to travel.
@@ -153,7 +153,7 @@ def _pickle_call(
     packed_object, payload_fd = prepared_object.write()
     # After pickling, which finds tensors in further arenas.
     for used_arena in pickle_sender.arenas.values():
-        used_arena.settle()
+        used_arena.sync()
     return PackedCall(
         call=worker_call,
         sharing=module_sharing,
@@ -234,7 +234,7 @@ def _inherited_call(
         for position, shared_arena in enumerate(module_sharing.arenas())
     }
     for used_arena in call_arenas.values():
-        used_arena.settle()
+        used_arena.sync()
     arena_keys = {id(shared_arena): arena_key for arena_key, shared_arena in call_arenas.items()}
     worker_call = _worker_call(function, args, module_sharing, arena_keys)
     return PackedCall(

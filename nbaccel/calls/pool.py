@@ -129,7 +129,7 @@ class Pool:
         self._live_changes = LiveChanges()
         self._observed: ObservedRun | None = None
         self._activity = ""
-        self.on_look: Callable[[], None] | None = None
+        self.on_poll: Callable[[], None] | None = None
         """Called about once a second while a cell runs, from the thread that runs it."""
 
     # ---- what it is
@@ -177,7 +177,7 @@ class Pool:
         """End the workers. The next use starts new ones."""
         with self._undisturbed():
             if self._workers is not None:
-                self._workers.let_leave()
+                self._workers.let_exit()
                 self._dissolve(PoolState.STOPPED, "it was stopped on request")
 
     def __enter__(self) -> Self:
@@ -365,7 +365,7 @@ class Pool:
                 runs, it is what they have answered last.
         """
         if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
-            self._workers.look()
+            self._workers.ask_whereabouts()
         rank_rows = self._workers.rank_rows() if self._workers is not None else []
         return message_texts.status_table(
             self._state, self.reason, self.plan, rank_rows, self._activity
@@ -388,7 +388,7 @@ class Pool:
                 dict.fromkeys(ranks, (task_body, ())),
                 timeout_s=self.config.timeout,
                 is_shown=True,
-                on_look=self.on_look,
+                on_poll=self.on_poll,
             )
         finally:
             self._activity = ""
@@ -419,7 +419,7 @@ class Pool:
         closing_lines = message_texts.closing_lines(call_result, self._namespace_sync.reasons)
         return outcome.call_error(call_result, self.plan, closing_lines=closing_lines)
 
-    def _settle(self, call_result: TaskResult) -> None:
+    def _raise_failure(self, call_result: TaskResult) -> None:
         """Raise if a task that is not a cell did not end well."""
         __tracebackhide__ = True
         task_error = self._judgement(call_result)
@@ -442,7 +442,7 @@ class Pool:
                 for rank, names in prepared_update.wanted.items()
             }
             with uninterrupted():
-                self._settle(self._workers.run_tasks(rank_tasks))
+                self._raise_failure(self._workers.run_tasks(rank_tasks))
                 self._namespace_sync.taken(prepared_update)
 
     def _fetch(
@@ -452,7 +452,7 @@ class Pool:
         call_result = live_group.run_tasks(
             {rank: (pool_messages.Pull(names=names), ()) for rank in ranks}
         )
-        self._settle(call_result)
+        self._raise_failure(call_result)
         fetched_values = []
         for pool_member in call_result.members:
             packed_values = (

@@ -18,7 +18,7 @@ from nbaccel.calls.built_trainers import refuse_built_trainers
 from nbaccel.calls.edited_sources import tell_of_edits
 from nbaccel.calls.launch import job_of
 from nbaccel.calls.outcome import CallOutcome, conclude_call
-from nbaccel.calls.packing import PackedCall, pack_for_the_living
+from nbaccel.calls.packing import PackedCall, pack_for_running_workers
 from nbaccel.calls.pool_task import TaskResult
 from nbaccel.plan import Plan
 from nbaccel.transfer import arena
@@ -75,7 +75,7 @@ def prepare_call(
     tell_of_edits()
     sharing = arena.share_modules(find_modules(args))
     with contextlib.ExitStack() as clean_up:
-        packed_call = pack_for_the_living(function, args, sharing)
+        packed_call = pack_for_running_workers(function, args, sharing)
         if packed_call.fd is not None:
             clean_up.callback(os.close, packed_call.fd)
         # An interrupt before the callback is registered would leak the staging files.

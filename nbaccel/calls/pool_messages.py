@@ -18,6 +18,7 @@ from nbaccel.workers import messaging
 
 __all__ = [
     "BindNames",
+    "CloseGroups",
     "Complete",
     "GroupWanted",
     "Idle",
@@ -25,13 +26,12 @@ __all__ = [
     "JoinAll",
     "JoinGroup",
     "JoinPool",
-    "LeaveGroups",
     "Pull",
     "RunCell",
     "RunJob",
-    "Settle",
     "Staged",
     "Task",
+    "WeightsReceived",
     "WriteWeights",
 ]
 
@@ -144,7 +144,7 @@ class WriteWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class WeightsReceived:
     """The notebook has the weights: share again what is equal to them. Not waited for."""
 
     def file_hints(self) -> messaging.FileHints:
@@ -165,7 +165,7 @@ class JoinGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveGroups:
+class CloseGroups:
     """Drop every process group: they are out of step. New ones get another name in the store."""
 
     generation: int

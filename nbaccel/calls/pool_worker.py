@@ -40,7 +40,7 @@ from nbaccel.workers.worker import (
     own_process,
     report,
     restore_random_states,
-    settle_in_process,
+    set_up_process,
 )
 
 __all__ = ["serve_cells"]
@@ -89,7 +89,7 @@ class _CellWorker:
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(file_descriptors.pop())
-        self._worker_context = settle_in_process(join_pool.assignment, file_descriptors)
+        self._worker_context = set_up_process(join_pool.assignment, file_descriptors)
         memfd.close_all(file_descriptors)
         own_place = self._worker_context.place
         self._groups = ProcessGroups(own_place, notebook_channel.send)
@@ -213,10 +213,12 @@ class _CellWorker:
         answer_message = pool_messages.Staged(report=weight_report, whole=tuple(whole_files))
         self._channel.send(answer_message, list(whole_files.values()))
 
-    def _settle(self, task: pool_messages.Settle, file_descriptors: list[int]) -> None:
+    def _weights_received(
+        self, task: pool_messages.WeightsReceived, file_descriptors: list[int]
+    ) -> None:
         # May be interrupted, because settling can be put off: it only gives memory back.
         self._busy = True
-        self._names.settle()
+        self._names.share_equal_pages()
 
     def _join_all(self, task: pool_messages.JoinAll, file_descriptors: list[int]) -> None:
         self._busy = True
@@ -226,8 +228,8 @@ class _CellWorker:
         self._busy = True
         self._groups.join_others(task.wanted)
 
-    def _leave_groups(self, task: pool_messages.LeaveGroups, file_descriptors: list[int]) -> None:
-        self._groups.leave(task.generation, task.reason)
+    def _close_groups(self, task: pool_messages.CloseGroups, file_descriptors: list[int]) -> None:
+        self._groups.close(task.generation, task.reason)
 
     def _complete(self, task: pool_messages.Complete, file_descriptors: list[int]) -> Any:
         return self._shell.complete(task.code, task.cursor)
@@ -341,7 +343,7 @@ def _group_words() -> str:
     return ""
 
 
-_UNINTERRUPTED_MESSAGES = (pool_messages.JoinGroup, pool_messages.Settle)
+_UNINTERRUPTED_MESSAGES = (pool_messages.JoinGroup, pool_messages.WeightsReceived)
 """Tasks without an answer: a failed join shows in the other ranks, and settling can be put off."""
 
 _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
@@ -350,10 +352,10 @@ _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
     pool_messages.BindNames: _CellWorker._bind_names,
     pool_messages.Pull: _CellWorker._pull,
     pool_messages.WriteWeights: _CellWorker._write_weights,
-    pool_messages.Settle: _CellWorker._settle,
+    pool_messages.WeightsReceived: _CellWorker._weights_received,
     pool_messages.JoinAll: _CellWorker._join_all,
     pool_messages.JoinGroup: _CellWorker._join_group,
-    pool_messages.LeaveGroups: _CellWorker._leave_groups,
+    pool_messages.CloseGroups: _CellWorker._close_groups,
     pool_messages.Complete: _CellWorker._complete,
     pool_messages.Inspect: _CellWorker._inspect,
 }

@@ -32,13 +32,13 @@ class TaskTrouble:
     """What went wrong after a cell had ended.
 
     Attributes:
-        told: What is known of the weights.
+        weights_text: What is known of the weights.
         result: How the task that failed ended.
         no_room: What the notebook's own process could not do, where that was the cause.
         unread: Why weights could not be read in a worker's memory, where that was the cause.
     """
 
-    told: str
+    weights_text: str
     result: TaskResult | None = None
     no_room: OSError | None = None
     unread: MemoryUnread | None = None
@@ -46,10 +46,10 @@ class TaskTrouble:
     def error(self, plan: Plan) -> BaseException | None:
         """What has to be raised because of it."""
         if self.unread is not None:
-            return outcome.weights_unread(self.unread, self.told)
+            return outcome.weights_unread(self.unread, self.weights_text)
         if self.result is None:
-            return WorkerFailed(message_texts.no_room(self.told, self.no_room))
-        closing_lines = message_texts.after_cell(self.result, self.told)
+            return WorkerFailed(message_texts.no_room(self.weights_text, self.no_room))
+        closing_lines = message_texts.after_cell(self.result, self.weights_text)
         if self.result.interrupted:
             return LaunchInterrupted(f"the notebook was interrupted. {closing_lines}")
         return outcome.call_error(self.result, plan, closing_lines=closing_lines)
@@ -83,7 +83,9 @@ class PostTask:
         """
         group_result = self.keep_in_step(call_result)
         if group_result is not None and not group_result.went_well:
-            return TaskTrouble(told=message_texts.left_behind(call_result), result=group_result)
+            return TaskTrouble(
+                weights_text=message_texts.left_behind(call_result), result=group_result
+            )
         return self._copy_weights_back(call_result)
 
     def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
@@ -100,7 +102,7 @@ class PostTask:
         self._generation += 1
         regroup_reason = "a cell was ended while ranks were waiting for each other"
         group_result = self._workers.everyone(
-            pool_messages.LeaveGroups(generation=self._generation, reason=regroup_reason)
+            pool_messages.CloseGroups(generation=self._generation, reason=regroup_reason)
         )
         if ended_well:
             write_notice(f"nbaccel: {message_texts.UNEVEN_COLLECTIVES}\n")
@@ -139,17 +141,17 @@ class PostTask:
                 try:
                     if not staging_result.went_well:
                         weights_line = message_texts.on_the_way(module_paths)
-                        return TaskTrouble(told=weights_line, result=staging_result)
+                        return TaskTrouble(weights_text=weights_line, result=staging_result)
                     self._apply(module_records, weight_receiver, staging_result)
                 finally:
                     # Closed by the template process: freeing gigabytes would delay the next cell.
                     dispose(staging_result.take_files())
         except MemoryUnread as error:
-            return TaskTrouble(told=message_texts.on_the_way(module_paths), unread=error)
+            return TaskTrouble(weights_text=message_texts.on_the_way(module_paths), unread=error)
         # No memory or no descriptors: nothing has been written yet.
         except OSError as error:
-            return TaskTrouble(told=message_texts.on_the_way(module_paths), no_room=error)
-        self._workers.post(pool_messages.Settle())
+            return TaskTrouble(weights_text=message_texts.on_the_way(module_paths), no_room=error)
+        self._workers.post(pool_messages.WeightsReceived())
         return None
 
     def _apply(

@@ -80,7 +80,7 @@ class ProcessGroups:
 
     def watch(self) -> None:
         """Take part in how torch makes and finds groups. Once per worker."""
-        rendezvous.meet_here(self._place, self._next_name)
+        rendezvous.join_store(self._place, self._next_name)
         reattach_models(
             lambda process_group: any(
                 process_group is left_group for left_group in self._left_defaults
@@ -168,7 +168,7 @@ class ProcessGroups:
             if socket_inode in sockets:
                 _shut_connection(socket_fd, spared_port=self._place.master_port)
 
-    def leave(self, generation: int, leave_reason: str) -> None:
+    def close(self, generation: int, leave_reason: str) -> None:
         """Drop every group; the next one is made in this generation.
 
         Args:

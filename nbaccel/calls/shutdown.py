@@ -249,7 +249,7 @@ class ShutdownLadder:
         elif next_step is ShutdownStep.KILL:
             member.kill()
         elif next_step is ShutdownStep.LET_LEAVE:
-            member.let_leave()
+            member.let_exit()
             # A stopped process (SIGSTOP) would not read the message.
             member.wake()
         return True

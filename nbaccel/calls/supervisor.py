@@ -151,7 +151,7 @@ class Supervisor(WorkerListener):
         with self.listening(self.sentinels()):
             self.begin()
             while not self.is_over() and self._do_what_is_due():
-                self.hear(self._patience())
+                self.receive(self._patience())
             self.close_output()
             self.show_rest()
         self._console.show_last()

@@ -173,13 +173,14 @@ def _setting_parameter(option: MagicOption, short_flags: list[str]) -> inspect.P
     flags = [*short_flags, *option.flags]
     if is_switch:
         flags[-1] = f"{flags[-1]}/{option.negative}"
+    # Long lists of words would leave no room for what the option means.
+    metavar = "WORD" if option.choices else option.value
     return _keyword(
         option.name,
         bool if is_switch else str,
         typer.Option(
             *flags,
-            # Long lists of words would leave no room for what the option means.
-            metavar=None if is_switch else "WORD" if option.choices else option.value,
+            metavar=None if is_switch else metavar,
             help=_help_of(option),
             rich_help_panel=_SETTINGS_PANEL,
             show_default=False,
@@ -193,9 +194,10 @@ def _help_of(option: MagicOption) -> str:
 
 
 def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parameter:
+    value_type: type = list[str] if option.name == "env" else str
     return _keyword(
         option.name,
-        bool if option.is_switch else list[str] if option.name == "env" else str,
+        bool if option.is_switch else value_type,
         typer.Option(
             *(flag for flag in option.flags if flag not in taken_flags),
             metavar=None if option.is_switch else "VALUE",

@@ -324,9 +324,12 @@ def _top_level_text(statements: Sequence[Statement]) -> str:
     for statement in statements:
         statement_text = _without_launchers(statement)
         is_block = isinstance(statement.node, _BLOCKS)
-        if statement_text:
-            text += ("\n\n\n" if is_block or was_block else "\n") * bool(text) + statement_text
-            was_block = is_block
+        if not statement_text:
+            continue
+        if text:
+            text += "\n\n\n" if is_block or was_block else "\n"
+        text += statement_text
+        was_block = is_block
     return text
 
 

@@ -59,7 +59,7 @@ class FileReading:
         """Note what a key became."""
         self.mapped_keys.append(MappedKey(key=key, value=value, outcome=outcome, is_used=True))
 
-    def leave(self, key: str, value: Any, reason: str) -> None:
+    def note_unused(self, key: str, value: Any, reason: str) -> None:
         """Note why a key has no effect."""
         self.mapped_keys.append(MappedKey(key=key, value=value, outcome=reason, is_used=False))
 

@@ -68,7 +68,7 @@ def read_deepspeed(reading: FileReading, key: str, value: Any) -> None:
         value: The section.
     """
     if not reading.section(key, "DEEPSPEED"):
-        _leave_all(reading, key, value)
+        _note_all(reading, key, value)
         return
     section = reading.mapping(key, value)
     _read_hostfile(reading, key, section)
@@ -118,9 +118,9 @@ def _read_engine_key(reading: FileReading, key: str, entry_key: str, value: Any)
     if entry_key not in _DEEPSPEED_KEYS:
         _refuse_unknown(reading, dotted_key, value, _DEEPSPEED_KEYS)
     elif value is None or str(value).lower() == "none":
-        reading.leave(dotted_key, value, "empty")
+        reading.note_unused(dotted_key, value, "empty")
     elif is_decided:
-        reading.leave(dotted_key, value, "DeepSpeed's file decides")
+        reading.note_unused(dotted_key, value, "DeepSpeed's file decides")
     elif entry_key in _ENGINE_SETTINGS:
         reading.settings[_ENGINE_SETTINGS[entry_key]] = value
         reading.use(dotted_key, value, f"{_ENGINE_SETTINGS[entry_key]}={value}")
@@ -133,7 +133,7 @@ def _read_engine_key(reading: FileReading, key: str, entry_key: str, value: Any)
         reading.variables[_DEEPSPEED_VARIABLES[entry_key]] = text
         reading.use(dotted_key, value, f"variables: {_DEEPSPEED_VARIABLES[entry_key]}")
     else:
-        reading.leave(dotted_key, value, _LAUNCHER_KEYS[entry_key])
+        reading.note_unused(dotted_key, value, _LAUNCHER_KEYS[entry_key])
 
 
 # --------------------------------------------------------------------------------- FSDP
@@ -166,7 +166,7 @@ def read_fsdp(reading: FileReading, key: str, value: Any) -> None:
         value: The section.
     """
     if not reading.section(key, "FSDP"):
-        _leave_all(reading, key, value)
+        _note_all(reading, key, value)
         return
     section = {
         entry_key.removeprefix("fsdp_"): entry_value
@@ -193,15 +193,15 @@ def _read_fsdp_key(
     if entry_key not in _FSDP_KEYS:
         _refuse_unknown(reading, dotted_key, value, [f"fsdp_{name}" for name in _FSDP_KEYS])
     elif value is None or value == "":
-        reading.leave(dotted_key, value, "empty")
+        reading.note_unused(dotted_key, value, "empty")
     elif entry_key == "version":
         reading.use(dotted_key, value, "fully_shard, which is version 2, trains in any case")
     elif entry_key == "activation_checkpointing_offload":
         _read_activation_offload(reading, dotted_key, value)
     elif entry_key in _FSDP_BY_ITSELF:
-        reading.leave(dotted_key, value, "fully_shard does it by itself")
+        reading.note_unused(dotted_key, value, "fully_shard does it by itself")
     elif entry_key == "min_num_params" and value == 0:
-        reading.leave(dotted_key, value, "the default")
+        reading.note_unused(dotted_key, value, "the default")
     else:
         setting_name, setting_value = _fsdp_setting(entry_key, value)
         settings[setting_name] = setting_value
@@ -233,7 +233,7 @@ def _read_activation_offload(reading: FileReading, dotted_key: str, value: Any) 
             "not move them to host memory, so it would need more. Set it to false.",
         )
     else:
-        reading.leave(dotted_key, value, "the default")
+        reading.note_unused(dotted_key, value, "the default")
 
 
 # ------------------------------------------------------------------------ torch.compile
@@ -295,7 +295,7 @@ def read_fp8(reading: FileReading, key: str, value: Any, rows: Sequence[Fp8Row])
     """
     backed_precisions = [row.name for row in PRECISIONS if row.has_backends]
     if str(reading.given.get("mixed_precision")).lower() not in backed_precisions:
-        _leave_all(reading, key, value, "mixed_precision is not fp8")
+        _note_all(reading, key, value, "mixed_precision is not fp8")
         return
     settings: dict[str, Any] = {}
     for entry_key, entry_value in reading.mapping(key, value).items():
@@ -346,9 +346,9 @@ def _truth_values(value: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------- common
-def _leave_all(reading: FileReading, key: str, value: Any, reason: str = _NOT_ASKED) -> None:
+def _note_all(reading: FileReading, key: str, value: Any, reason: str = _NOT_ASKED) -> None:
     for entry_key, entry_value in reading.mapping(key, value).items():
-        reading.leave(f"{key}.{entry_key}", entry_value, reason)
+        reading.note_unused(f"{key}.{entry_key}", entry_value, reason)
 
 
 def _refuse_unknown(

@@ -114,7 +114,7 @@ def _read_keys(
                 f"ignored.{closest(str(key), _KEY_READERS) or ' Remove it.'}",
             )
         elif value is None or value in ({}, [], ""):
-            reading.leave(key, value, "empty")
+            reading.note_unused(key, value, "empty")
         else:
             _KEY_READERS[key](reading, key, value)
     return reading
@@ -140,7 +140,7 @@ def _judged(reading: FileReading, source_name: str, changes: Mapping[str, Any]) 
 # ------------------------------------------------------------------------- where it runs
 def _read_environment(reading: FileReading, key: str, value: Any) -> None:
     if str(value) == "LOCAL_MACHINE":
-        reading.leave(key, value, "the default")
+        reading.note_unused(key, value, "the default")
         return
     reading.refuse(
         key,
@@ -182,12 +182,12 @@ def _read_use_cpu(reading: FileReading, key: str, value: Any) -> None:
         reading.settings["device"] = "cpu"
         reading.use(key, value, "device=cpu")
     else:
-        reading.leave(key, value, "the default")
+        reading.note_unused(key, value, "the default")
 
 
 def _read_gpu_ids(reading: FileReading, key: str, value: Any) -> None:
     if str(value).strip().lower() == "all":
-        reading.leave(key, value, "the default")
+        reading.note_unused(key, value, "the default")
         return
     reading.variables["CUDA_VISIBLE_DEVICES"] = str(value).replace(" ", "")
     reading.use(key, value, "variables: CUDA_VISIBLE_DEVICES")
@@ -198,7 +198,7 @@ def _read_num_processes(reading: FileReading, key: str, value: Any) -> None:
     num_nodes = reading.given.get("num_machines") or 1
     is_counted = isinstance(value, int) and isinstance(num_nodes, int) and num_nodes > 0
     if value == -1:
-        reading.leave(key, value, "the plan chooses")
+        reading.note_unused(key, value, "the plan chooses")
     elif not is_counted or value % num_nodes:
         reading.refuse(
             key,
@@ -214,14 +214,14 @@ def _read_num_processes(reading: FileReading, key: str, value: Any) -> None:
 
 
 def _read_same_network(reading: FileReading, key: str, value: Any) -> None:
-    reading.leave(key, value, "nodes meet at master_addr, wherever they are")
+    reading.note_unused(key, value, "nodes meet at master_addr, wherever they are")
 
 
 def _read_affinity(reading: FileReading, key: str, value: Any) -> None:
     reason = "the default"
     if reading.truth(key, value):
         reason = "the system places threads; set_numa_affinity() in your script binds them"
-    reading.leave(key, value, reason)
+    reading.note_unused(key, value, reason)
 
 
 # ---------------------------------------------------------------------------- precision
@@ -229,7 +229,7 @@ def _read_precision(reading: FileReading, key: str, value: Any) -> None:
     precision = "no" if value is False else str(value).strip().lower()
     has_document = "deepspeed_config_file" in reading.section("deepspeed_config", "DEEPSPEED")
     if has_document and precision == "no":
-        reading.leave(key, value, "DeepSpeed's file decides")
+        reading.note_unused(key, value, "DeepSpeed's file decides")
         return
     reading.settings["mixed_precision"] = precision
     reading.use(key, value, f"mixed_precision={precision}")
@@ -238,7 +238,7 @@ def _read_precision(reading: FileReading, key: str, value: Any) -> None:
 def _read_fp16(reading: FileReading, key: str, value: Any) -> None:
     """Accelerate's key before version 0.6."""
     if reading.given.get("mixed_precision") is not None or not reading.truth(key, value):
-        reading.leave(key, value, "mixed_precision decides")
+        reading.note_unused(key, value, "mixed_precision decides")
         return
     reading.settings["mixed_precision"] = "fp16"
     reading.use(key, value, "mixed_precision=fp16")
@@ -246,7 +246,7 @@ def _read_fp16(reading: FileReading, key: str, value: Any) -> None:
 
 def _read_downcast(reading: FileReading, key: str, value: Any) -> None:
     is_asked = value is True or str(value).lower() in ("yes", "true")
-    reading.leave(
+    reading.note_unused(
         key,
         value,
         "torch_xla has dropped it: mixed_precision decides" if is_asked else "the default",
@@ -265,12 +265,12 @@ def _read_parallelism(reading: FileReading, key: str, value: Any) -> None:
                 "it would train in another way. Set it to 1; FSDP shards over all processes.",
             )
         else:
-            reading.leave(dotted_key, entry_value, "FSDP shards over all processes")
+            reading.note_unused(dotted_key, entry_value, "FSDP shards over all processes")
 
 
 def _read_megatron(reading: FileReading, key: str, value: Any) -> None:
     # `distributed_type: MEGATRON_LM` itself is refused.
-    reading.leave(key, value, "distributed_type does not use it")
+    reading.note_unused(key, value, "distributed_type does not use it")
 
 
 def _read_debug(reading: FileReading, key: str, value: Any) -> None:
@@ -278,7 +278,9 @@ def _read_debug(reading: FileReading, key: str, value: Any) -> None:
         reading.variables["ACCELERATE_DEBUG_MODE"] = "true"
         reading.use(key, value, "variables: ACCELERATE_DEBUG_MODE")
     else:
-        reading.leave(key, value, "the default; NBACCEL_COLLECTIVE_CHECK=off turns checks off")
+        reading.note_unused(
+            key, value, "the default; NBACCEL_COLLECTIVE_CHECK=off turns checks off"
+        )
 
 
 def _read_tpu_env(reading: FileReading, key: str, value: Any) -> None:
@@ -305,7 +307,7 @@ def _without_effect(reason: str) -> Callable[[FileReading, str, Any], None]:
     """A reader of a key that nothing of nbaccel follows."""
 
     def read(reading: FileReading, key: str, value: Any) -> None:
-        reading.leave(key, value, reason)
+        reading.note_unused(key, value, reason)
 
     return read
 

@@ -373,7 +373,7 @@ def _open_environment(
     # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there before.
     exit_stack.callback(teardown.tear_down, teardown.observe())
     deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
-    device_kind = _settled_device(deepspeed, device_wish)
+    device_kind = _chosen_device(deepspeed, device_wish)
     if device_kind == "cpu":
         cpp_operations.check_compiler()
     # One that was asked for has been looked at before DeepSpeed was imported.
@@ -476,7 +476,7 @@ def _way_to_end_group() -> str:
     return f"{'deepspeed.comm' if is_known else 'torch.distributed'}.destroy_process_group"
 
 
-def _settled_device(deepspeed: ModuleType, device_wish: Wish) -> str:
+def _chosen_device(deepspeed: ModuleType, device_wish: Wish) -> str:
     """The kind of device that DeepSpeed has chosen for the life of this process."""
     device_kind = str(deepspeed.accelerator.get_accelerator().device_name())
     if device_wish.kind not in (None, device_kind):

@@ -242,7 +242,7 @@ class _Agent:
         else:
             self._finish(worker)
 
-    def _on_look(self, frame: wire_frames.LookAtWorkers) -> None:
+    def _on_poll(self, frame: wire_frames.PollWorkers) -> None:
         uses = [(worker.number, process_use(worker.pid)) for worker in self._workers.values()]
         self._link.send(
             wire_frames.WorkersSeen(tuple((number, use) for number, use in uses if use is not None))
@@ -324,7 +324,7 @@ class _Agent:
         return ChannelPort(
             self._events,
             socket_fd,
-            on_packet=lambda packet_bytes, file_descriptors: self._hear(
+            on_packet=lambda packet_bytes, file_descriptors: self._receive(
                 number, packet_bytes, file_descriptors
             ),
             on_closed=lambda: self._link.send_in_order(iter([wire_frames.ChannelClosed(number)])),
@@ -333,7 +333,7 @@ class _Agent:
             ),
         )
 
-    def _hear(self, number: int, packet_bytes: bytes, file_descriptors: list[int]) -> None:
+    def _receive(self, number: int, packet_bytes: bytes, file_descriptors: list[int]) -> None:
         worker = self._workers.get(number)
         if worker is None:  # a second channel: workers answer by the first one
             memfd.close_all(file_descriptors)
@@ -341,9 +341,10 @@ class _Agent:
         message = _peek(packet_bytes, file_descriptors)
         if isinstance(message, messaging.Leaves):
             # The folders are on this host's disks.
-            (worker.leftovers.add if message.is_there else worker.leftovers.discard)(
-                message.leftover
-            )
+            if message.is_there:
+                worker.leftovers.add(message.leftover)
+            else:
+                worker.leftovers.discard(message.leftover)
             memfd.close_all(file_descriptors)
             worker.port.taken(1)
         elif isinstance(message, (messaging.Interrupting, messaging.Whereabouts)):
@@ -460,7 +461,7 @@ _FRAME_TAKERS: dict[type, Callable[[_Agent, Any], None]] = {
     wire_frames.ForkWorker: _Agent._on_fork,
     wire_frames.SignalWorker: _Agent._on_signal,
     wire_frames.KillWorker: _Agent._on_kill,
-    wire_frames.LookAtWorkers: _Agent._on_look,
+    wire_frames.PollWorkers: _Agent._on_poll,
     wire_frames.OutputTaken: _Agent._on_output_taken,
     wire_frames.Packet: _Agent._on_packet,
     wire_frames.PacketsTaken: _Agent._on_packets_taken,

@@ -81,11 +81,11 @@ class Door:
             connection.close()
             return
         self._callers.append(caller)
-        self._events.on_readable(connection.fileno(), lambda: self._hear(caller))
+        self._events.on_readable(connection.fileno(), lambda: self._receive(caller))
 
-    def _hear(self, caller: _Caller) -> None:
+    def _receive(self, caller: _Caller) -> None:
         try:
-            link = caller.hear()
+            link = caller.receive()
         except (OSError, HandshakeFailed):
             self._dismiss(caller)
             return
@@ -112,7 +112,7 @@ class _Caller:
         # A fresh connection has room for so few bytes.
         connection.send(self._side.nonce)
 
-    def hear(self) -> SecureLink | None:
+    def receive(self) -> SecureLink | None:
         """Take in what has come; the connection once it is authentic.
 
         Raises:

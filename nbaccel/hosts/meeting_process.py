@@ -112,7 +112,7 @@ class _Meeting:
         while True:
             readable, _, _ = select.select([self._channel], [], [], _NODES_LOOK_S)
             if not readable:
-                self._look_for_nodes()
+                self._poll_nodes()
                 continue
             message, _ = self._channel.receive()
             try:
@@ -370,7 +370,7 @@ class _Meeting:
 
     # ---- while workers run, and at the end
 
-    def _look_for_nodes(self) -> None:
+    def _poll_nodes(self) -> None:
         if self._is_in_round and (change := self._change()) is not None:
             self._is_in_round = False
             self._channel.send(change)

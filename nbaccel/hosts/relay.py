@@ -91,7 +91,7 @@ class _Relay:
         self._numbers = itertools.count(_FIRST_WORKER)
         self._hosts: dict[str, _RemoteHost] = {}
         self._door = Door(self._events, listener, serve_message.token, self._admit)
-        self._events.on_readable(notebook_channel.fileno(), self._hear_notebook)
+        self._events.on_readable(notebook_channel.fileno(), self._read_notebook)
 
     def loop(self) -> None:
         """Pass on what comes, until the notebook hangs up."""
@@ -138,7 +138,7 @@ class _Relay:
 
     # ---- the notebook
 
-    def _hear_notebook(self) -> None:
+    def _read_notebook(self) -> None:
         try:
             message, file_descriptors = self._channel.receive()
         except EOFError:
@@ -173,7 +173,7 @@ class _Relay:
             host.report_lost_workers()
 
 
-def _told_by(error: OSError) -> tuple[str, str]:
+def _error_text(error: OSError) -> tuple[str, str]:
     """What an error of a connection says of the host, and what can be done."""
     error_text = str(error.strerror or error)
     if error.errno not in _SILENT:
@@ -316,7 +316,7 @@ class _RemoteHost:
         try:
             self.link.write()
         except OSError as error:
-            self._lose(*_told_by(error))
+            self._lose(*_error_text(error))
             return
         self.events.on_writable(
             self.link.fileno(), self.write if self.link.wants_to_write else None
@@ -329,7 +329,7 @@ class _RemoteHost:
         except EOFError:
             self._lose("its agent has hung up")
         except OSError as error:
-            self._lose(*_told_by(error))
+            self._lose(*_error_text(error))
         else:
             self.write()
 
@@ -446,7 +446,7 @@ class _RemoteHost:
     def ask_use(self) -> None:
         """Let the host say what its workers use."""
         if self._workers and not self.lost_because:
-            self.link.send(wire_frames.LookAtWorkers())
+            self.link.send(wire_frames.PollWorkers())
 
     def _on_workers_seen(self, frame: wire_frames.WorkersSeen) -> None:
         self._relay.say(relay_messages.UseKnown(frame.uses))

@@ -26,13 +26,13 @@ __all__ = [
     "Forget",
     "ForkWorker",
     "KillWorker",
-    "LookAtWorkers",
     "NewFile",
     "Output",
     "OutputTaken",
     "Packet",
     "PacketsTaken",
     "Ping",
+    "PollWorkers",
     "Pong",
     "SecondChannel",
     "SignalWorker",
@@ -129,7 +129,7 @@ class KillWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class LookAtWorkers:
+class PollWorkers:
     """Say what the workers of this host use."""
 
 

@@ -50,10 +50,12 @@ def _num_rows(sample_batch: Any) -> int:
     """Samples, or tokens where the batch is of whole numbers: each meets every parameter."""
     rows = [1]
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        is_tokens = not tensor.is_floating_point() and tensor.ndim == 2
-        rows.append(tensor.numel() if is_tokens else (tensor.shape[0] if tensor.ndim else 1))
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 2 and not tensor.is_floating_point():
+            rows.append(tensor.numel())
+        elif tensor.ndim:
+            rows.append(tensor.shape[0])
         return tensor
 
-    mapped(sample_batch, look)
+    mapped(sample_batch, note)
     return max(rows)

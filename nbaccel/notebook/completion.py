@@ -51,9 +51,9 @@ def ask_also(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
     Returns:
         A function that undoes it.
     """
-    return (_add_matcher if hasattr(completer, "context_matcher") else _wrap_complete)(
-        shell_completer, ask_matches
-    )
+    if hasattr(completer, "context_matcher"):
+        return _add_matcher(shell_completer, ask_matches)
+    return _wrap_complete(shell_completer, ask_matches)
 
 
 def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:

@@ -27,13 +27,13 @@ class Hints:
 
     def load(self) -> None:
         """Register for the end of cells."""
-        self._session.shell.events.register("post_run_cell", self._look)
+        self._session.shell.events.register("post_run_cell", self._on_cell_end)
 
     def unload(self) -> None:
         """Undo :meth:`load`."""
-        self._session.shell.events.unregister("post_run_cell", self._look)
+        self._session.shell.events.unregister("post_run_cell", self._on_cell_end)
 
-    def _look(self, cell_result: Any = None) -> None:
+    def _on_cell_end(self, cell_result: Any = None) -> None:
         cell_error = getattr(cell_result, "error_in_exec", None)
         # A failed cell of workers raises an error of both classes; there a worker lacks the name.
         if isinstance(cell_error, NameError) and not isinstance(cell_error, WorkerFailed):

@@ -142,7 +142,7 @@ def _push_names(session: Session, magic_line: MagicLine) -> None:
 def _show_config(session: Session, magic_line: MagicLine) -> None:
     if not (magic_line.given or magic_line.dist):
         settings_picker = session.open_picker(magic_line.names)
-        print(session.told_settings())
+        print(session.settings_text())
         settings_picker.show()
         return
     if magic_line.names:
@@ -152,7 +152,7 @@ def _show_config(session: Session, magic_line: MagicLine) -> None:
             "them out."
         )
     session.configure(magic_line)
-    print(session.told_config())
+    print(session.config_text())
 
 
 def _latest_report(session: Session, magic_line: MagicLine) -> RunReport:

@@ -20,7 +20,7 @@ from nbaccel.notebook.magic_line import MagicLine, check_ranks, missing_names, r
 from nbaccel.notebook.picker.exporters import flag_of
 from nbaccel.plan import Plan
 from nbaccel.workers import template_learning
-from nbaccel.workers.template_facts import told_left_out
+from nbaccel.workers.template_facts import left_out_text
 
 if TYPE_CHECKING:
     from nbaccel.calls.pool import Pool
@@ -47,16 +47,16 @@ class Readiness:
     def load(self) -> None:
         """Import now if torch is imported, else after the cell that imports it."""
         self._listens = True
-        self._shell.events.register("post_run_cell", self._look)
-        self._look()
+        self._shell.events.register("post_run_cell", self._poll)
+        self._poll()
 
     def unload(self) -> None:
         """Undo :meth:`load`."""
         if self._listens:
             self._listens = False
-            self._shell.events.unregister("post_run_cell", self._look)
+            self._shell.events.unregister("post_run_cell", self._poll)
 
-    def _look(self, _cell_result: object = None) -> None:
+    def _poll(self, _cell_result: object = None) -> None:
         if "torch" in sys.modules:
             self.unload()
             # A missing package is reported by the cell that needs it.
@@ -77,7 +77,7 @@ class Session:
         shell: The notebook's shell.
         pool: The workers, once a cell has started some.
         dist: Whether the next workers join their process group at once.
-        on_look: Called about once a second while workers run a cell; None for nothing.
+        on_poll: Called about once a second while workers run a cell; None for nothing.
     """
 
     def __init__(self, ipython_shell: InteractiveShell) -> None:
@@ -86,7 +86,7 @@ class Session:
         self._config = RunConfig()
         self._picker: Picker | None = None
         self.dist = False
-        self.on_look: Callable[[], None] | None = None
+        self.on_poll: Callable[[], None] | None = None
         self._reloads = False
         self._reloading: Pool | None = None
 
@@ -222,13 +222,13 @@ class Session:
         # Not through `config`, whose setter would write to the picker again.
         self._config = change["new"]
 
-    def told_config(self) -> str:
+    def config_text(self) -> str:
         """The settings for the next start, and the plan of the present or future workers."""
         is_live = self.pool is not None and self.is_live()
         pool_plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
-        return f"{self.told_settings()}\n\n{pool_plan.explain()}"
+        return f"{self.settings_text()}\n\n{pool_plan.explain()}"
 
-    def told_settings(self) -> str:
+    def settings_text(self) -> str:
         """The settings for the next start, and those in which the present workers differ."""
         text_lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         if self.pool is None or not self.is_live():
@@ -243,10 +243,10 @@ class Session:
             text_lines.append(f"The workers run with {values} until %accelerate restart.")
         return "\n".join(text_lines)
 
-    def told_absence(self) -> str:
+    def absence_text(self) -> str:
         """The text where there are no workers."""
         plan = plan_pool(self.config)
-        left_out = told_left_out(template_learning.learner(plan.device))
+        left_out = left_out_text(template_learning.learner(plan.device))
         first_cell = f"The first %%accelerate cell starts {plan.headline()}."
         return f"No workers yet. {first_cell} {left_out}".rstrip()
 
@@ -272,7 +272,7 @@ class Session:
         from nbaccel.calls.pool import Pool
 
         new_pool = Pool(config=config, namespace=self.shell.user_ns, dist=joins_group)
-        new_pool.on_look = self._looked
+        new_pool.on_poll = self._polled
         new_pool.start()
         # Kept only after the start, so that settings that cannot start are not used again.
         self.pool = new_pool
@@ -280,9 +280,9 @@ class Session:
         self.dist = joins_group
         return new_pool
 
-    def _looked(self) -> None:
-        if self.on_look is not None:
-            self.on_look()
+    def _polled(self) -> None:
+        if self.on_poll is not None:
+            self.on_poll()
 
     def _refuse_other(self, live_pool: Pool, magic_line: MagicLine) -> None:
         differing_names = self._differing(live_pool, magic_line.wanted, magic_line.given)

@@ -61,7 +61,7 @@ class WorkerBoard:
             return
         self.unload()
         if pool is None:
-            print(self._session.told_absence())
+            print(self._session.absence_text())
             return
         status = pool.status()
         self._handle = display(status, display_id=True)  # type: ignore[no-untyped-call]
@@ -69,8 +69,8 @@ class WorkerBoard:
         self._is_new = True
         self._shown = status
         self._events.register("post_run_cell", self._after_cell)
-        self._session.on_look = self._renew
-        self._look_later()
+        self._session.on_poll = self._renew
+        self._poll_later()
 
     def tell_end(self) -> None:
         """Show what has become of workers that were ended for good."""
@@ -85,7 +85,7 @@ class WorkerBoard:
             self._timer = None
         if self._handle is not None:
             self._handle = None
-            self._session.on_look = None
+            self._session.on_poll = None
             self._events.unregister("post_run_cell", self._after_cell)
 
     def _is_captured(self) -> bool:
@@ -98,20 +98,20 @@ class WorkerBoard:
         if not is_new:
             self._renew(asks_workers=True)
 
-    def _look_later(self) -> None:
+    def _poll_later(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         try:
             event_loop = asyncio.get_running_loop()
         except RuntimeError:  # a kernel without one: then it is renewed by cells only
             return
-        self._timer = event_loop.call_later(_LOOK_INTERVAL_S, self._look_between_cells)
+        self._timer = event_loop.call_later(_LOOK_INTERVAL_S, self._poll_between_cells)
 
-    def _look_between_cells(self) -> None:
+    def _poll_between_cells(self) -> None:
         self._timer = None
         self._renew()
         if self._handle is not None:
-            self._look_later()
+            self._poll_later()
 
     def _renew(self, *, asks_workers: bool = False) -> None:
         # A cell that captures its output would get the board, too.

@@ -302,7 +302,7 @@ class Console:
 
     def _queue(self, worker_rank: int, stream: str, output_lines: Sequence[str]) -> None:
         output_lines = self.library_messages.take_from(worker_rank, output_lines)
-        self.warnings.look_at(worker_rank, output_lines)
+        self.warnings.count(worker_rank, output_lines)
         if self._place is not None:
             output_lines = self._take_bars(worker_rank, output_lines)
         if (worker_rank, stream) not in self._hidden:

@@ -36,7 +36,7 @@ class SeenWarnings:
         self.by_text: dict[str, WarningCount] = {}
         self.num_left_out = 0
 
-    def look_at(self, worker_rank: int, output_lines: Sequence[str]) -> None:
+    def count(self, worker_rank: int, output_lines: Sequence[str]) -> None:
         """Count the warnings among lines that a rank has written.
 
         Args:

@@ -80,7 +80,7 @@ def resolve(
         PlatformUnsupported: This operating system cannot start separate workers.
     """
     findings = _Findings()
-    found = _look_at(config, inventory, findings)
+    found = _inspect(config, inventory, findings)
     findings.warnings.extend(found.problems)
     # Each rule decides even where another has found a mistake, so that all are reported at once.
     device = _choose_device(config, found, findings)
@@ -131,7 +131,7 @@ def resolve(
     )
 
 
-def _look_at(config: RunConfig, inventory: Inventory | None, findings: _Findings) -> Inventory:
+def _inspect(config: RunConfig, inventory: Inventory | None, findings: _Findings) -> Inventory:
     """The machine with the GPUs that workers will see."""
     found, mistake = with_named_gpus(
         inspect_machine() if inventory is None else inventory, named_setting(config)

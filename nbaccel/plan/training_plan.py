@@ -83,7 +83,7 @@ class ProcessFacts:
     world_size: int = 1
     rank: int = 0
     backend: str = ""
-    can_meet: bool = True
+    can_join: bool = True
     compute_capability: tuple[int, int] | None = None
 
 
@@ -226,7 +226,7 @@ def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
 
 def _takes_effect(requested_strategy: Wanted, found: ProcessFacts) -> bool:
     # A strategy that shards needs a group, which a process without a launcher cannot make.
-    return found.can_meet or not strategy_row(requested_strategy.strategy).needs_group
+    return found.can_join or not strategy_row(requested_strategy.strategy).needs_group
 
 
 def _effect_warnings(requested_strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:

@@ -39,7 +39,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or an iterable of losses, by the factor."""
-        self._settle()
+        self._finish_unscaled()
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +49,7 @@ class LossScaler(torch.amp.GradScaler):
             UserMistake: No loss has been multiplied with it.
         """
         self._check_scaled(optimizer)
-        self._settle_for(optimizer)
+        self._finish_optimizer(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -59,27 +59,27 @@ class LossScaler(torch.amp.GradScaler):
             UserMistake: No loss has been multiplied with the factor.
         """
         self._check_scaled(optimizer)
-        self._settle_for(optimizer)
+        self._finish_optimizer(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def get_scale(self) -> float:
         """The factor on the next loss; waits for the device."""
-        self._settle()
+        self._finish_unscaled()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Factor and settings, as ``torch.amp.GradScaler`` keeps them."""
-        self._settle()
+        self._finish_unscaled()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; a waiting update is dropped."""
         # Otherwise the waiting update would change the factor that is loaded.
-        self._settle()
+        self._finish_unscaled()
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self._finish_unscaled()
         return super().__getstate__()
 
     def _check_scaled(self, optimizer: torch.optim.Optimizer) -> None:
@@ -91,14 +91,14 @@ class LossScaler(torch.amp.GradScaler):
                 "loss.backward()."
             )
 
-    def _settle(self) -> None:
+    def _finish_unscaled(self) -> None:
         if self._waiting:
             self._waiting = False
             # Without any gradient no flag was recorded, and torch's `update` would raise.
             if self.is_enabled() and torch_private.infinity_flags(self):
                 super().update()
 
-    def _settle_for(self, optimizer: torch.optim.Optimizer) -> None:
+    def _finish_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         # A second step of the same optimizer belongs to the next iteration.
         if self.is_enabled() and self._waiting and torch_private.has_stepped(self, optimizer):
-            self._settle()
+            self._finish_unscaled()

@@ -103,7 +103,7 @@ class CollectiveCheck:
         """How many calls this process has announced."""
         # Whoever comes to the first call early waits for the others here, not in the exchange.
         with spent_time.communicating:
-            meeting = page_setup.meet(rank, world_size)
+            meeting = page_setup.set_up_page(rank, world_size)
         self.hosts = meeting.hosts
         """The ranks that share memory, host by host."""
         self._is_on = meeting.route != "off"
@@ -131,7 +131,7 @@ class CollectiveCheck:
             CollectiveMismatch: Others do something else.
             CollectiveTimeout: A process did not call in time, or has ended.
         """
-        entries = self._meet(encode_call(what, detail), None, timeout_s)
+        entries = self._exchange_entries(encode_call(what, detail), None, timeout_s)
         # After all have come: a mismatch is raised on every process, so none is left waiting.
         _check_names(entries)
         return [json.loads(entry.call_text)[1] for entry in entries]
@@ -163,14 +163,14 @@ class CollectiveCheck:
         if not self._is_on:
             return None
         call_text = encode_call(what, detail)
-        entries = self._meet(call_text, data, timeout_s)
+        entries = self._exchange_entries(call_text, data, timeout_s)
         if any(entry.call_text != call_text for entry in entries):
             _check_names(entries)
             _check_details(entries)
         pieces = [entry.data for entry in entries if entry.data is not None]
         return pieces if len(pieces) == len(entries) else None
 
-    def _meet(
+    def _exchange_entries(
         self, call_text: bytes, data: Sequence[memoryview] | None, timeout_s: float
     ) -> list[Entry]:
         """The entries of all processes for this call, by rank."""

@@ -40,7 +40,7 @@ class CompileWatch:
     Attributes:
         steps: Batches since the last one whose shapes had not been met before; 0 before the first.
         phase: What the step under way is doing, in words; empty at full speed, and between steps.
-        told: The causes that have been named: ``shapes``, ``numbers``.
+        named_causes: The causes that have been named: ``shapes``, ``numbers``.
     """
 
     def __init__(self, device: DeviceRuntime) -> None:
@@ -51,7 +51,7 @@ class CompileWatch:
         self._shapes: _Shapes = ()
         self.steps = 0
         self.phase = ""
-        self.told: set[str] = set()
+        self.named_causes: set[str] = set()
 
     @classmethod
     def of(cls, device: DeviceRuntime) -> CompileWatch | None:
@@ -133,8 +133,8 @@ class CompileWatch:
 
     def _tell(self, cause: str, text: str) -> None:
         # Without times, in which ranks differ: a line that all of them say is shown once.
-        if cause not in self.told:
-            self.told.add(cause)
+        if cause not in self.named_causes:
+            self.named_causes.add(cause)
             write_notice(f"nbaccel: {text}\n")
 
     def describe(self) -> str:

@@ -110,7 +110,7 @@ class DispatchLoader(PreparedLoader):
     def _expected_remainder(self) -> int:
         return -1  # known when the last round arrives
 
-    def _settle_remainder(self) -> None:
+    def _set_remainder(self) -> None:
         self.remainder = self._last_rows
 
     def _base_snapshot(self) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from nbaccel.train import call_check
 from nbaccel.train.collectives import DEFAULT_TIMEOUT_S, Collectives
 
 __all__ = [
-    "can_meet",
+    "can_join",
     "find_device",
     "init_process",
     "leave_process_group",
@@ -134,7 +134,7 @@ def local_rank() -> int:
     return _environment_number("LOCAL_RANK", rank())
 
 
-def can_meet() -> bool:
+def can_join() -> bool:
     """Whether there is a process group, or a launcher has said how to make one."""
     return dist.is_initialized() or bool((env.read("RANK", "") or "").strip())
 

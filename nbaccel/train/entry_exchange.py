@@ -49,7 +49,7 @@ class EntryExchange:
         self._long_keys: dict[str, int] = {}  # with the number of the call
         if self._page is not None:
             # At the end of the group or of the interpreter, whichever comes first.
-            weakref.finalize(self, self._page.leave, self._position)
+            weakref.finalize(self, self._page.close, self._position)
         if self.has_other_hosts:
             # `multi_get` blocks until all its keys exist. With these entries it returns even if a
             # process never reaches a collective, so that process can be named.

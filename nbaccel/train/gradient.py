@@ -149,7 +149,7 @@ class GradientState:
         self._loader_stack.append(loader)
         _ITERATED_LOADERS.append(loader)
 
-    def leave_loader(self, loader: IteratedLoader) -> None:
+    def end_loader(self, loader: IteratedLoader) -> None:
         """A loader is done, or was left early; loops that began inside it may still run."""
         for loader_stack in (self._loader_stack, _ITERATED_LOADERS):
             # By identity and from the end: `remove` would compare loaders with ==, and take the

@@ -428,7 +428,7 @@ class PreparedLoader(DataLoader[Any]):
         try:
             yield from self._iterate_epoch()
         finally:
-            self.gradient_state.leave_loader(self)
+            self.gradient_state.end_loader(self)
             self.end_of_dataloader = was_at_end
 
     def _iterate_epoch(self) -> Iterator[Any]:
@@ -454,7 +454,7 @@ class PreparedLoader(DataLoader[Any]):
                 next_batch = next(batch_source, _END_OF_EPOCH)
             if next_batch is _END_OF_EPOCH:
                 self.end_of_dataloader = True
-                self._settle_remainder()
+                self._set_remainder()
             batches_seen += 1
             position.batches_seen = batches_seen
             with watch.step(current_batch) if watch else contextlib.nullcontext():
@@ -574,7 +574,7 @@ class PreparedLoader(DataLoader[Any]):
             return -1
         return len(sampler) % total_batch_size if _yields_plain_batches(self.base) else -1
 
-    def _settle_remainder(self) -> None:
+    def _set_remainder(self) -> None:
         """Set the remainder: at the last batch the samplers' counts are complete."""
         if self.remainder >= 0 or self.settings.drop_last:
             return

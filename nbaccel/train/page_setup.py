@@ -28,7 +28,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.train.shared_page import TOKEN_BYTES, SharedPage, page_bytes
 from nbaccel.transfer import memfd
 
-__all__ = ["ROUTE_VARIABLE", "Meeting", "meet", "wanted_route"]
+__all__ = ["ROUTE_VARIABLE", "Meeting", "set_up_page", "wanted_route"]
 
 ROUTE_VARIABLE = "NBACCEL_COLLECTIVE_CHECK"
 _ROUTES = ("memory", "store", "off")
@@ -69,7 +69,7 @@ def wanted_route() -> str:
     return route
 
 
-def meet(rank: int, world_size: int) -> Meeting:
+def set_up_page(rank: int, world_size: int) -> Meeting:
     """Find out together with all other processes of the default group; a collective.
 
     Args:

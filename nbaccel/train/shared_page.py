@@ -115,7 +115,7 @@ class SharedPage:
         start = position * _BLOCK_BYTES + _TOKEN_AT
         return bytes(self._memory[start : start + TOKEN_BYTES])
 
-    def leave(self, position: int) -> None:
+    def close(self, position: int) -> None:
         """Say that a block's writer will announce nothing more, and wake those who wait for it."""
         # A forked child has the same memory, and must not speak for its parent.
         if self._writer(position)[0] == os.getpid():

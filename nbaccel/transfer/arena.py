@@ -51,7 +51,7 @@ class Arena(memfd.Mapping):
         super().__init__(file_descriptor, num_bytes, is_private=is_private)
         _LIVING_ARENAS.add(self)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Make the file show what this process sees; called before it is sent to workers."""
 
     def leave_file(self) -> None:

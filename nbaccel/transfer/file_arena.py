@@ -37,7 +37,7 @@ class FileArena(Arena):
         file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         super().__init__(file_descriptor, os.fstat(file_descriptor).st_size, is_private=True)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """See :meth:`Arena.settle`."""
         if self._is_file and self.written():
             self.leave_file()

@@ -39,7 +39,8 @@ def _referent(reference: Any) -> Any:
 
 def _weak(is_proxy: bool, named: Any) -> Any:
     """A weak reference; to something that is gone at once, where there is nothing to name."""
-    return (weakref.proxy if is_proxy else weakref.ref)(_Gone() if named is None else named)
+    target = _Gone() if named is None else named
+    return weakref.proxy(target) if is_proxy else weakref.ref(target)
 
 
 class _Gone:

@@ -211,7 +211,10 @@ class Mapping:
             file_descriptor, self.nbytes, _mapping_flags(is_private) | _MAP_FIXED, self.address
         )
         self.identity = file_identity(file_descriptor)
-        (mapped_files.register if is_private else mapped_files.forget_mapping)(self)
+        if is_private:
+            mapped_files.register(self)
+        else:
+            mapped_files.forget_mapping(self)
 
     def advise(self, first_byte: int, end_byte: int, advice: int) -> None:
         """Tell the system what is about to happen to these bytes (``madvise(2)``).

@@ -125,7 +125,7 @@ class NamespaceSnapshot:
         if module_key not in self._states:
             module_record = self._modules.by_key(module_key)
             self._path = module_record.path if module_record is not None else module_key
-            self._states[module_key] = self._look(module_key, self.survey(module_key))
+            self._states[module_key] = self._module_state(module_key, self.survey(module_key))
         return self._states[module_key]
 
     def _current(self, module_record: ModuleRecord) -> ModuleRecord:
@@ -170,7 +170,7 @@ class NamespaceSnapshot:
         self._add(owner_module, value_name)
         return self._table.get(id(user_parameter))
 
-    def _look(self, module_key: str, module_survey: ModuleSurvey) -> ModuleState:
+    def _module_state(self, module_key: str, module_survey: ModuleSurvey) -> ModuleState:
         read_names: set[str] = set()
         module_keys: set[str] = set()
 

@@ -38,7 +38,7 @@ class _RankState:
 
     seen: dict[str, Hashable] = field(default_factory=dict)
     """Token of the notebook's value when the name was sent, or bound there."""
-    told: dict[str, ModuleState] = field(default_factory=dict)
+    sent_states: dict[str, ModuleState] = field(default_factory=dict)
     """Modules that it has, by key, in the state that was sent last."""
     arenas: dict[str, weakref.ref[arena.Arena]] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class _RankLack:
 
 
 @dataclass(frozen=True)
-class _SettledState:
+class _StableState:
     """What a rank has once it has taken its part."""
 
     tokens: Mapping[str, Hashable]
@@ -78,7 +78,7 @@ class PreparedUpdate:
     """Per rank, the names to bind there."""
     nbytes: int
     """Bytes that were copied for it: the payloads, and arenas made for modules."""
-    settled: dict[int, _SettledState]
+    settled: dict[int, _StableState]
     arenas: dict[str, arena.Arena]
 
     def close(self) -> None:
@@ -146,9 +146,9 @@ class NamespaceSync:
         for rank_number, settled_state in prepared_update.settled.items():
             rank_state = self._ranks[rank_number]
             rank_state.seen.update(settled_state.tokens)
-            rank_state.told.update(settled_state.states)
+            rank_state.sent_states.update(settled_state.states)
             for module_key in settled_state.forgotten:
-                rank_state.told.pop(module_key, None)
+                rank_state.sent_states.pop(module_key, None)
             for module_key in settled_state.forgotten_arenas:
                 rank_state.arenas.pop(module_key, None)
             for module_key, shared_arena in prepared_update.arenas.items():
@@ -208,10 +208,10 @@ class NamespaceSync:
         for module_record in concerned_modules:
             version_increase = module_record.versions() - versions_before[module_record.key]
             for rank_state in self._ranks.values():
-                told_state = rank_state.told.get(module_record.key)
-                if told_state is not None and version_increase:
-                    rank_state.told[module_record.key] = replace(
-                        told_state, versions=told_state.versions + version_increase
+                sent_state = rank_state.sent_states.get(module_record.key)
+                if sent_state is not None and version_increase:
+                    rank_state.sent_states[module_record.key] = replace(
+                        sent_state, versions=sent_state.versions + version_increase
                     )
 
 
@@ -245,7 +245,7 @@ class _UpdatePacking:
     def pack(self, rank_numbers: Sequence[int]) -> PreparedUpdate | None:
         for _ in range(_MAX_SURVEY_ROUNDS):
             count_before = self._snapshot.news
-            self._found = self._look()
+            self._found = self._fingerprints_now()
             if self._snapshot.news == count_before:
                 break
         # Grouped, because ranks mostly lack the same: one pickle then serves all of them.
@@ -254,7 +254,7 @@ class _UpdatePacking:
             ranks_by_lack[self._lack(self._namespace_sync._ranks[rank])].append(rank)
         update_parts: list[UpdatePart] = []
         shared_arenas: dict[str, arena.Arena] = {}
-        settled_by_rank: dict[int, _SettledState] = {}
+        settled_by_rank: dict[int, _StableState] = {}
         names: dict[int, tuple[str, ...]] = {}
         for rank_lack, group_ranks in ranks_by_lack.items():
             module_changes = self._changes(rank_lack)
@@ -278,7 +278,7 @@ class _UpdatePacking:
         self,
         update_parts: list[UpdatePart],
         shared_arenas: dict[str, arena.Arena],
-        settled_by_rank: dict[int, _SettledState],
+        settled_by_rank: dict[int, _StableState],
         wanted_names: dict[int, tuple[str, ...]],
     ) -> PreparedUpdate:
         new_arenas = {
@@ -315,7 +315,7 @@ class _UpdatePacking:
 
     # ------------------------------------------------------------------- what there is
 
-    def _look(self) -> dict[str, Fingerprint]:
+    def _fingerprints_now(self) -> dict[str, Fingerprint]:
         """The fingerprints of all names that are to be there, also of those that others read."""
         fingerprints: dict[str, Fingerprint] = {}
         unvisited = deque(sorted(self._names.needed) + sorted(self._names.possible))
@@ -361,7 +361,7 @@ class _UpdatePacking:
         )
         known_keys = frozenset(
             module_key
-            for module_key in rank_state.told
+            for module_key in rank_state.sent_states
             if self._modules.by_key(module_key) is not None
         )
         reached_keys = self._reach(
@@ -371,8 +371,8 @@ class _UpdatePacking:
                 for module_key in found_fingerprint.modules
             }
         )
-        told_states = tuple(
-            (module_key, rank_state.told[module_key])
+        sent_states = tuple(
+            (module_key, rank_state.sent_states[module_key])
             for module_key in reached_keys
             if module_key in known_keys
         )
@@ -381,11 +381,11 @@ class _UpdatePacking:
             for variable_name in cell_names
             for module_key in self._found[variable_name].modules
         }
-        start_keys |= {module_key for module_key, _ in told_states}
+        start_keys |= {module_key for module_key, _ in sent_states}
         whole_keys = tuple(
             module_key for module_key in self._reach(start_keys) if module_key not in known_keys
         )
-        return _RankLack(cell_names, whole_keys, known_keys, told_states)
+        return _RankLack(cell_names, whole_keys, known_keys, sent_states)
 
     def _changes(self, rank_lack: _RankLack) -> dict[str, tuple[Update, tuple[type, ...]]]:
         forced_keys = {
@@ -394,10 +394,10 @@ class _UpdatePacking:
             for module_key in self._found[variable_name].modules
         }
         module_changes = {}
-        for module_key, told_state in rank_lack.states:
+        for module_key, sent_state in rank_lack.states:
             module_change = difference(
                 module_key,
-                told_state,
+                sent_state,
                 self._snapshot.state(module_key),
                 self._snapshot.survey(module_key),
                 adopt_weights=module_key in forced_keys,
@@ -440,7 +440,7 @@ class _UpdatePacking:
         module_changes: Mapping[str, tuple[Update, tuple[type, ...]]],
         rank_numbers: tuple[int, ...],
         shared_arenas: dict[str, arena.Arena],
-    ) -> tuple[UpdatePart, _SettledState]:
+    ) -> tuple[UpdatePart, _StableState]:
         module_records = [
             module_record
             for module_record in (
@@ -479,7 +479,7 @@ class _UpdatePacking:
         for module_record in module_records:
             shared_arenas |= module_record.arenas()
         shared_arenas |= pickle_sender.arenas
-        settled_state = self._settled_state(rank_lack, module_changes, rank_numbers)
+        settled_state = self._stable_state(rank_lack, module_changes, rank_numbers)
         update_part = UpdatePart(
             ranks=rank_numbers,
             payload=packed_object,
@@ -489,18 +489,18 @@ class _UpdatePacking:
         )
         return update_part, settled_state
 
-    def _settled_state(
+    def _stable_state(
         self,
         rank_lack: _RankLack,
         module_changes: Mapping[str, tuple[Update, tuple[type, ...]]],
         rank_numbers: tuple[int, ...],
-    ) -> _SettledState:
+    ) -> _StableState:
         """What these ranks have once they have taken their part."""
         group_ranks = [self._namespace_sync._ranks[number] for number in rank_numbers]
         forgotten_keys = {
             module_key
             for rank_state in group_ranks
-            for module_key in rank_state.told.keys() - rank_lack.known
+            for module_key in rank_state.sent_states.keys() - rank_lack.known
         }
         forgotten_arenas = {
             arena_key
@@ -508,7 +508,7 @@ class _UpdatePacking:
             for arena_key, arena_reference in rank_state.arenas.items()
             if arena_reference() is None
         }
-        return _SettledState(
+        return _StableState(
             tokens={
                 variable_name: self._found[variable_name].token for variable_name in rank_lack.names
             },

@@ -343,7 +343,7 @@ class ReceivedModules:
         self._handed_over = frozenset(own_files.keys() - kept_arenas)
         return weight_report, own_files
 
-    def settle(self) -> None:
+    def share_equal_pages(self) -> None:
         """The notebook has the weights: give back private pages that are equal to the arena's."""
         self._writer = None
         for key in self._modules:

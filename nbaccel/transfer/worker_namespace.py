@@ -139,9 +139,9 @@ class Namespace:
         """
         return self._received_modules.write_weights(staging_files, is_read=is_read)
 
-    def settle(self) -> None:
+    def share_equal_pages(self) -> None:
         """The notebook has the weights: share those pages again that are equal to the arena's."""
-        self._received_modules.settle()
+        self._received_modules.share_equal_pages()
 
     # ------------------------------------------------------------------- to the notebook
 

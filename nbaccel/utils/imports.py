@@ -121,7 +121,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _look(*packages: _Package) -> Callable[[], bool]:
+def _finder(*packages: _Package) -> Callable[[], bool]:
     """A function that says whether one of these is installed."""
 
     def is_available() -> bool:
@@ -133,43 +133,43 @@ def _look(*packages: _Package) -> Callable[[], bool]:
 
 _BITSANDBYTES = "bitsandbytes"
 
-is_4bit_bnb_available = _look(_Package(_BITSANDBYTES, versions=">=0.39.0"))
-is_8bit_bnb_available = _look(_Package(_BITSANDBYTES, versions=">=0.37.2"))
-is_aim_available = _look(_Package("aim", versions="<4.0.0"))
-is_amdsmi_available = _look(_Package("amdsmi"))
-is_boto3_available = _look(_Package("boto3"))
-is_clearml_available = _look(_Package("clearml"))
-is_comet_ml_available = _look(_Package("comet_ml", ("comet-ml",)))
-is_datasets_available = _look(_Package("datasets"))
-is_deepspeed_available = _look(_Package("deepspeed"))
-is_dvclive_available = _look(_Package("dvclive"))
-is_import_timer_available = _look(_Package("import_timer"))
-is_lomo_available = _look(_Package("lomo_optim"))
-is_matplotlib_available = _look(_Package("matplotlib"))
-is_mlflow_available = _look(_Package("mlflow", ("mlflow", "mlflow-skinny")))
-is_msamp_available = _look(_Package("msamp", ("ms-amp",)))
-is_pandas_available = _look(_Package("pandas"))
-is_peft_available = _look(_Package("peft"))
-is_pynvml_available = _look(_Package("pynvml", ("pynvml", "nvidia-ml-py")))
-is_pytest_available = _look(_Package("pytest"))
-is_sagemaker_available = _look(_Package("sagemaker"))
-is_schedulefree_available = _look(_Package("schedulefree"))
-is_swanlab_available = _look(_Package("swanlab"))
-is_tensorboard_available = _look(_Package("tensorboard"), _Package("tensorboardX"))
-is_timm_available = _look(_Package("timm"))
-is_torchao_available = _look(_Package("torchao", versions=">=0.6.1"))
-is_torchdata_available = _look(_Package("torchdata"))
-is_torchdata_stateful_dataloader_available = _look(_Package("torchdata", versions=">=0.8.0"))
-is_torchvision_available = _look(_Package("torchvision"))
-is_tqdm_available = _look(_Package("tqdm"))
-is_trackio_available = _look(_Package("trackio"))
-is_transformer_engine_available = _look(
+is_4bit_bnb_available = _finder(_Package(_BITSANDBYTES, versions=">=0.39.0"))
+is_8bit_bnb_available = _finder(_Package(_BITSANDBYTES, versions=">=0.37.2"))
+is_aim_available = _finder(_Package("aim", versions="<4.0.0"))
+is_amdsmi_available = _finder(_Package("amdsmi"))
+is_boto3_available = _finder(_Package("boto3"))
+is_clearml_available = _finder(_Package("clearml"))
+is_comet_ml_available = _finder(_Package("comet_ml", ("comet-ml",)))
+is_datasets_available = _finder(_Package("datasets"))
+is_deepspeed_available = _finder(_Package("deepspeed"))
+is_dvclive_available = _finder(_Package("dvclive"))
+is_import_timer_available = _finder(_Package("import_timer"))
+is_lomo_available = _finder(_Package("lomo_optim"))
+is_matplotlib_available = _finder(_Package("matplotlib"))
+is_mlflow_available = _finder(_Package("mlflow", ("mlflow", "mlflow-skinny")))
+is_msamp_available = _finder(_Package("msamp", ("ms-amp",)))
+is_pandas_available = _finder(_Package("pandas"))
+is_peft_available = _finder(_Package("peft"))
+is_pynvml_available = _finder(_Package("pynvml", ("pynvml", "nvidia-ml-py")))
+is_pytest_available = _finder(_Package("pytest"))
+is_sagemaker_available = _finder(_Package("sagemaker"))
+is_schedulefree_available = _finder(_Package("schedulefree"))
+is_swanlab_available = _finder(_Package("swanlab"))
+is_tensorboard_available = _finder(_Package("tensorboard"), _Package("tensorboardX"))
+is_timm_available = _finder(_Package("timm"))
+is_torchao_available = _finder(_Package("torchao", versions=">=0.6.1"))
+is_torchdata_available = _finder(_Package("torchdata"))
+is_torchdata_stateful_dataloader_available = _finder(_Package("torchdata", versions=">=0.8.0"))
+is_torchvision_available = _finder(_Package("torchvision"))
+is_tqdm_available = _finder(_Package("tqdm"))
+is_trackio_available = _finder(_Package("trackio"))
+is_transformer_engine_available = _finder(
     _Package("transformer_engine", ("transformer-engine",)),
     _Package("intel_transformer_engine", ("intel-transformer-engine",)),
 )
-is_transformers_available = _look(_Package("transformers"))
-is_triton_available = _look(_Package("triton", ("triton", "triton-xpu", "pytorch-triton")))
-is_wandb_available = _look(_Package("wandb"))
+is_transformers_available = _finder(_Package("transformers"))
+is_triton_available = _finder(_Package("triton", ("triton", "triton-xpu", "pytorch-triton")))
+is_wandb_available = _finder(_Package("wandb"))
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:

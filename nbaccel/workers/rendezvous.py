@@ -23,13 +23,13 @@ from nbaccel.base import env, ports, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
-__all__ = ["group_names", "keep_groups_alive", "meet_here", "serve_store"]
+__all__ = ["group_names", "join_store", "keep_groups_alive", "serve_store"]
 
 
 _CreateStore = Callable[..., Any]
 
 
-def meet_here(own_place: Topology, next_name: Callable[[], str]) -> None:
+def join_store(own_place: Topology, next_name: Callable[[], str]) -> None:
     """Let each default group meet in the launch's store, under a prefix of its own.
 
     The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,

@@ -146,7 +146,7 @@ class TemplateStarter(LocalProcesses):
         if self._channel.fileno() >= 0:
             self._forget(tuple(self._pids))
             self._channel.close()
-            self._boot.leave()
+            self._boot.release()
 
     def _forget(self, process_ids: Iterable[int]) -> None:
         for process_id in process_ids:

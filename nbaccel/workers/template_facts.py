@@ -9,7 +9,7 @@ from nbaccel.config.capabilities import engine_row
 from nbaccel.plan import Choice, Plan
 from nbaccel.workers.template_learning import TemplateLearner
 
-__all__ = ["told_left_out", "uses_template", "with_imports"]
+__all__ = ["left_out_text", "uses_template", "with_imports"]
 
 
 def uses_template(plan: Plan) -> bool:
@@ -40,7 +40,7 @@ def with_imports(plan: Plan, learner: TemplateLearner) -> Plan:
     return dataclasses.replace(plan, choices=(*plan.choices, choice))
 
 
-def told_left_out(learner: TemplateLearner) -> str:
+def left_out_text(learner: TemplateLearner) -> str:
     """A sentence for each package that every worker imports itself.
 
     Args:

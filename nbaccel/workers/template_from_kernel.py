@@ -283,8 +283,8 @@ def _leave_streams() -> None:
     sys.stdin = open(0, closefd=False)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.__stdin__ = sys.stdin
-    sys.__stdout__ = sys.stdout
+    sys.__stdin__ = sys.stdin  # type: ignore[misc]
+    sys.__stdout__ = sys.stdout  # type: ignore[misc]
     sys.__stderr__ = sys.stderr  # type: ignore[misc]
     sys.excepthook = sys.__excepthook__
     sys.displayhook = sys.__displayhook__

@@ -184,7 +184,7 @@ class TemplateLearner:
             self._lock.release()
 
     def _follow(self) -> None:
-        self._hear_candidate()
+        self._read_candidate()
         if not self._may_learn() or self._best() is None:
             return
         if self._lacks_own() and not self._drop_outdated():
@@ -195,7 +195,7 @@ class TemplateLearner:
     def before_launch(self) -> None:
         """Use no outdated template; fork this process if it has what the template lacks."""
         with self._lock:
-            self._hear_candidate()
+            self._read_candidate()
             if not self._may_learn():
                 return
             self._drop_outdated()
@@ -420,7 +420,7 @@ class TemplateLearner:
             except OSError:
                 self._drop_candidate()
 
-    def _hear_candidate(self) -> None:
+    def _read_candidate(self) -> None:
         """Read what the candidate has said; use it if it is ready."""
         while (candidate := self._candidate) is not None:
             if candidate.boot.owner != os.getpid():
@@ -482,7 +482,7 @@ class TemplateLearner:
         while (candidate := self._candidate) is not None and time.monotonic() < deadline:
             say(f"importing {candidate.importing or 'what the notebook has imported'}")
             select.select([candidate.boot.socket], [], [], _WAIT_STEP_S)
-            self._hear_candidate()
+            self._read_candidate()
 
     def _pause(self, *, is_paused: bool) -> None:
         candidate = self._candidate

@@ -105,7 +105,7 @@ class TemplateBoot:
         """Keep it until :meth:`leave`, also if it is replaced meanwhile."""
         self.users += 1
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Undo one :meth:`use`."""
         self.users -= 1
         if self.is_replaced and self.users <= 0:
@@ -134,7 +134,7 @@ class TemplateBoot:
             self.process.kill()
             self.process.wait()
         if self.base is not None:
-            self.base.leave()
+            self.base.release()
             self.base = None
 
 

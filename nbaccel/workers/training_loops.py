@@ -43,7 +43,7 @@ class EpochCount:
         self._done_at = current_time
         self._done_steps = steps
 
-    def told(self, current_time: float, steps: int) -> OuterLoop:
+    def progress(self, current_time: float, steps: int) -> OuterLoop:
         """How far it is."""
         total, done, done_at, done_steps = self.in_epochs()
         return OuterLoop(
@@ -268,4 +268,4 @@ class TrainingLoops:
             and self._since_given > _MOST_LOOPS
         ):
             return None  # no loop is like another one: none tells when an epoch is over
-        return self._around.told(current_time, steps)
+        return self._around.progress(current_time, steps)

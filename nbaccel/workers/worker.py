@@ -124,7 +124,7 @@ def run_worker(
     """
     exit_status = 1
     try:
-        _settle_in(worker_ends, parent_id)
+        _set_up_worker(worker_ends, parent_id)
         if inherited is not None:
             # Accelerate's forked state says that this process is the only one.
             accelerate_library.forget()
@@ -166,7 +166,7 @@ def _end_what_it_started() -> None:
         )
 
 
-def _settle_in(worker_ends: WorkerEnds, parent_id: int) -> None:
+def _set_up_worker(worker_ends: WorkerEnds, parent_id: int) -> None:
     """Set up session, streams and signals of a new process, before anything can print or hang."""
     # Ctrl-C in a terminal must reach the notebook only, and the group can then be killed as one.
     os.setsid()
@@ -238,7 +238,7 @@ class WorkerContext:
                 )
 
 
-def settle_in_process(
+def set_up_process(
     worker_assignment: messaging.WorkerAssignment, file_descriptors: list[int]
 ) -> WorkerContext:
     """Take on an assignment: surroundings, device, process groups. Once per worker.
@@ -267,7 +267,7 @@ def settle_in_process(
     main_names.receive_names()
     send_notebook_classes()
     accelerate_library.prepare_anew()
-    transformers_library.adopt_trainers(metrics_reporter.drawing_whole_bar)
+    transformers_library.run_notebook_trainers(metrics_reporter.drawing_whole_bar)
     lightning_library.guard_trainers()
     lightning_library.tell_of_worker(place.rank)
     rendezvous_store = (
@@ -316,10 +316,10 @@ def serve_job(
         )
     work: Work | None = None
     try:
-        worker_context = settle_in_process(job.assignment, file_descriptors)
+        worker_context = set_up_process(job.assignment, file_descriptors)
         worker_output.forward_displays(notebook_channel.send)
         metrics_reporter.begin(notebook_channel, worker_context.hardware, worker_context.device)
-        rendezvous.meet_here(worker_context.place, rendezvous.group_names())
+        rendezvous.join_store(worker_context.place, rendezvous.group_names())
     except BaseException as raised_error:  # the notebook waits for a report, whatever it is
         report(notebook_channel, raised_error, Topology.from_json(job.assignment.topology).rank)
     else:
@@ -629,12 +629,12 @@ def own_process() -> Iterator[None]:
     except BaseException as raised_error:  # a child must end here whatever it raises
         if os.getpid() == process_id:
             raise
-        _leave(raised_error)
+        _exit_process(raised_error)
     if os.getpid() != process_id:
-        _leave(None)
+        _exit_process(None)
 
 
-def _leave(error: BaseException | None) -> None:
+def _exit_process(error: BaseException | None) -> None:
     exit_status = 0
     if isinstance(error, SystemExit):
         exit_status = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -310,11 +310,11 @@ class WorkerGroup:
         # With a limit: a process that hangs in a driver cannot be killed.
         self._wait_for_ends(living_members, time_limits.KILL_S)
 
-    def _let_all_leave(self, limit_s: float) -> None:
+    def _let_all_exit(self, limit_s: float) -> None:
         """Let workers that wait for work end by themselves, as far as they do so in time."""
         living_members = self._living()
         for worker_handle in living_members.values():
-            worker_handle.let_leave()
+            worker_handle.let_exit()
         self._wait_for_ends(living_members, limit_s)
 
     def _living(self) -> dict[int, WorkerHandle]:
@@ -356,7 +356,7 @@ class _WorkerSurroundings:
         environment = env.changes() if is_for_other_hosts else env.snapshot()
         return cls(
             environment | dict(extra_variables),
-            working_folder.told_here(),
+            working_folder.explain_here(),
             tuple(working_folder.import_path()),
             worker.seeded_states(),
         )

@@ -264,7 +264,7 @@ class WorkerHandle:
         self.is_stopped = True
         self.starter.kill(self.pid)
 
-    def let_leave(self, *, stages_weights: bool = False) -> None:
+    def let_exit(self, *, stages_weights: bool = False) -> None:
         """Let it exit: its work is over.
 
         Args:

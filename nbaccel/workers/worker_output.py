@@ -124,11 +124,11 @@ def _start_shell(shell_class: type[Any], publisher_class: type[Any]) -> None:
             self.display_pub = publisher_class(parent=self)
 
     forget_shells(shell_class)
-    adopt_inline_figures(WorkerShell.instance())
+    connect_inline_figures(WorkerShell.instance())
     mute_comms()
 
 
-def adopt_inline_figures(worker_shell: Any) -> None:
+def connect_inline_figures(worker_shell: Any) -> None:
     """Connect figures to this shell, if matplotlib was set up for the notebook's before the fork.
 
     Args:

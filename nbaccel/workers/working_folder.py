@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["current_folder", "import_path", "installed_first", "told_here"]
+__all__ = ["current_folder", "explain_here", "import_path", "installed_first"]
 
 
 _IMPORTED_BY_THE_TEMPLATE = ("nbaccel", "torch", "numpy", "IPython")
@@ -30,7 +30,7 @@ def current_folder() -> str:
         )
 
 
-def told_here() -> str:
+def explain_here() -> str:
     """The same, with a message to the user if it is not the working folder."""
     folder = current_folder()
     try:

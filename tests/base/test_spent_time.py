@@ -39,7 +39,7 @@ def process_account() -> Iterator[TimeAccount]:
 def test_before_the_first_loop_nothing_is_known(account: TimeAccount, clock: Clock) -> None:
     account.enter("communication")
     clock.now += 5
-    account.leave()
+    account.exit()
     assert account.spent() is None
     account.begin()
     clock.now += 2
@@ -53,9 +53,9 @@ def test_time_is_counted_once(account: TimeAccount, clock: Clock) -> None:
     clock.now += 2
     account.enter("communication")  # the loader waits for another rank
     clock.now += 4
-    account.leave()
+    account.exit()
     clock.now += 8
-    account.leave()
+    account.exit()
     clock.now += 16
     spent = account.spent()
     assert spent == SpentTime(31.0, 10.0, 4.0)
@@ -78,7 +78,7 @@ def test_what_the_first_step_takes_more_than_the_second_is_a_start(
     for computing_s in (7.0, 2.0, 30.0):
         account.enter("data")
         clock.now += 1
-        account.leave()
+        account.exit()
         clock.now += computing_s
         account.end_step()
     spent = account.spent()

@@ -61,5 +61,5 @@ def load_side_by_side(path: str, layers: int, width: int) -> dict[str, int]:
     return {name: after[name] - before[name] for name in ("Rss", "Pss", "Anonymous")}
 
 
-def look_at(tensors: dict[str, Any]) -> dict[str, float]:
+def count(tensors: dict[str, Any]) -> dict[str, float]:
     return {name: float(tensor.double().sum()) for name, tensor in tensors.items()}

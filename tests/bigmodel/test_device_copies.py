@@ -69,7 +69,7 @@ class FakeBlock:
 def run_blocks(order, blocks, names):
     for name in names:
         order.enter(blocks[name])
-        order.leave()
+        order.end_block()
 
 
 def test_the_next_block_is_copied_when_one_has_been_queued():
@@ -94,7 +94,7 @@ def test_blocks_inside_of_blocks_are_copied_once():
         told.clear()
         order.enter(blocks["P"])
         run_blocks(order, blocks, "ab")
-        order.leave()
+        order.end_block()
     assert told == [("copy", "b")]
 
 

@@ -299,7 +299,7 @@ def test_an_arena_that_leaves_its_file_keeps_addresses_and_values(tmp_path, how)
     tensor[6] = -2
     assert os.pread(mapping.fd, 4, 24) == torch.tensor(-2.0).numpy().tobytes()
     mapping.leave_file()
-    mapping.settle()
+    mapping.sync()
     assert tensor[5:7].tolist() == [-1, -2]
     assert path.read_bytes() == before
     assert mapped_files.find_mapping(address, 8) is None
@@ -310,7 +310,7 @@ def test_an_arena_that_leaves_its_file_keeps_addresses_and_values(tmp_path, how)
 def test_an_arena_that_nobody_wrote_to_stays_in_its_file(tmp_path):
     mapping, tensor, _ = checkpoint_arena(tmp_path)
     assert tensor.sum() > 0
-    mapping.settle()
+    mapping.sync()
     assert is_file(mapping)
 
 

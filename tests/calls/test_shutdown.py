@@ -140,10 +140,10 @@ def test_those_that_are_through_leave_when_nobody_is_at_work(clock: Clock) -> No
     assert (early.done, late.done) == ([], ["ask"])
     ladder.ended(busy)
     ladder.advance()
-    assert (early.done, late.done) == (["let_leave", "wake"], ["ask", "let_leave", "wake"])
+    assert (early.done, late.done) == (["let_exit", "wake"], ["ask", "let_exit", "wake"])
     ladder.ended(late)
     assert go_on(ladder, clock) == [13.0, 0.1, 5.0]
-    assert early.done == ["let_leave", "wake", "terminate", "kill"]
+    assert early.done == ["let_exit", "wake", "terminate", "kill"]
 
 
 def test_live_workers_that_are_through_stay(clock: Clock) -> None:

@@ -316,7 +316,7 @@ def test_a_device_that_deepspeed_can_no_longer_take_is_refused():
     import deepspeed
 
     with pytest.raises(UnsafeMoment, match=r"device='cuda' comes too late.*settled on cpu"):
-        environment._settled_device(deepspeed, Wish(kind="cuda"))
+        environment._chosen_device(deepspeed, Wish(kind="cuda"))
 
 
 @marked

@@ -310,7 +310,7 @@ def hold_and_wait(seen):
 
 def cell_weighed(hostfile, folder):
     seen, boards, doings = Path(folder, "seen"), [], {rank: set() for rank in range(4)}
-    look = DashboardUpdater.look
+    look = DashboardUpdater.poll
 
     def noting_look(updater, watched):
         # As where somebody looks at the output: in a notebook, or at a terminal.
@@ -324,7 +324,7 @@ def cell_weighed(hostfile, folder):
             boards.append([ranks[rank].rss_bytes for rank in range(4)])
             seen.touch()
 
-    DashboardUpdater.look = noting_look
+    DashboardUpdater.poll = noting_look
     held = list(notebook_launcher(hold_and_wait, (str(seen),), hostfile=hostfile))
     tell(held=held, bytes=boards[0], doings=sorted(doings[2]))
 

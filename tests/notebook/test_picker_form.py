@@ -69,7 +69,7 @@ def test_a_press_that_another_thread_hands_on_while_the_state_is_shown_is_not_lo
     """JupyterLab hands the messages of widgets on in several threads."""
     shown = show(model=big(), config=RunConfig(mixed_precision="bf16"))
     presser = threading.Thread(target=shown.take, args=("FSDP",))
-    told = strip_module._told_candidate
+    told = strip_module._candidate_text
 
     def press_meanwhile(candidate):
         if not presser.ident:
@@ -77,7 +77,7 @@ def test_a_press_that_another_thread_hands_on_while_the_state_is_shown_is_not_lo
             presser.join(0.2)  # it waits for what this thread holds
         return told(candidate)
 
-    monkeypatch.setattr(strip_module, "_told_candidate", press_meanwhile)
+    monkeypatch.setattr(strip_module, "_candidate_text", press_meanwhile)
     shown.picker.choose("mixed_precision", "fp16")
     presser.join()
     assert shown.picker.config == RunConfig(mixed_precision="fp16", strategy="fsdp")

@@ -17,7 +17,7 @@ LOOKS = 5  # of two seconds each, while nothing changes
 STATE_OF_TIMERS = """
 import asyncio, threading
 timers = [h for h in asyncio.get_running_loop()._scheduled
-          if not h.cancelled() and "_look_between_cells" in repr(h)]
+          if not h.cancelled() and "_poll_between_cells" in repr(h)]
 print(len(timers), sorted(t.name for t in threading.enumerate() if "accel" in t.name.lower()))
 """
 

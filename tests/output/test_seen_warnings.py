@@ -18,14 +18,14 @@ from nbaccel.output.seen_warnings import SeenWarnings
 )
 def test_a_warning_is_found_wherever_it_stands(line: str) -> None:
     seen = SeenWarnings()
-    seen.look_at(1, ["before", line, "  warnings.warn('it is late')"])
+    seen.count(1, ["before", line, "  warnings.warn('it is late')"])
     assert list(seen.by_text) == ["UserWarning: it is late"]
 
 
 def test_equal_ones_are_counted_with_their_ranks() -> None:
     seen = SeenWarnings()
     for rank in (1, 0, 1):
-        seen.look_at(rank, ["x.py:1: FutureWarning: old"])
+        seen.count(rank, ["x.py:1: FutureWarning: old"])
     assert seen.by_text["FutureWarning: old"].count == 3
     assert seen.by_text["FutureWarning: old"].ranks == {0, 1}
 
@@ -33,13 +33,13 @@ def test_equal_ones_are_counted_with_their_ranks() -> None:
 @pytest.mark.parametrize("line", ["Warning: x", "my_warning: 3", "UserWarning:", "no Warnings: 0"])
 def test_other_lines_are_none(line: str) -> None:
     seen = SeenWarnings()
-    seen.look_at(0, [line])
+    seen.count(0, [line])
     assert not seen.by_text
 
 
 def test_it_is_bounded() -> None:
     seen = SeenWarnings()
-    seen.look_at(0, [f"UserWarning: number {number} {'x' * 10_000}" for number in range(1000)])
+    seen.count(0, [f"UserWarning: number {number} {'x' * 10_000}" for number in range(1000)])
     assert len(seen.by_text) == 50
     assert seen.num_left_out == 950
     assert sum(map(len, seen.by_text)) < 50 * 500
@@ -48,5 +48,5 @@ def test_it_is_bounded() -> None:
 def test_many_lines_take_little_time() -> None:
     seen = SeenWarnings()
     began = time.perf_counter()
-    seen.look_at(0, ["epoch 3, loss 0.27, all is well"] * 1_000_000)
+    seen.count(0, ["epoch 3, loss 0.27, all is well"] * 1_000_000)
     assert time.perf_counter() - began < 2.0

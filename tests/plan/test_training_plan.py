@@ -38,7 +38,7 @@ def test_one_process_several_and_shards_have_their_strategies() -> None:
 
 
 def test_without_a_launcher_nothing_is_sharded_and_the_plan_says_so() -> None:
-    alone = ProcessFacts(device="cpu", device_name="cpu", can_meet=False)
+    alone = ProcessFacts(device="cpu", device_name="cpu", can_join=False)
     plan = plan_training(FSDP, alone)
     assert plan.strategy == "single"
     assert "fsdp_plugin has no effect" in plan.explain()

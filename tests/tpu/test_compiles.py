@@ -24,7 +24,7 @@ class Heard:
 
     def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: list[messaging.Metrics] = []
-        hear = DashboardUpdater.hear
+        hear = DashboardUpdater.receive
 
         def note(updater: DashboardUpdater, rank: int, message: messaging.Metrics) -> None:
             self.messages.append(message)

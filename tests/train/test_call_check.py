@@ -144,7 +144,7 @@ def test_that_a_process_has_left_says_that_a_connection_was_lost() -> None:
         c.barrier("warm up")
         page = default_group_check()._exchange._page
         if c.place.rank == 1:
-            page.leave(1)
+            page.close(1)
             return None
         with pytest.raises(CollectiveTimeout) as caught:
             c.barrier("next")

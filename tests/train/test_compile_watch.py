@@ -90,14 +90,14 @@ def test_a_device_that_compiles_nothing_is_not_watched():
 
 def test_the_dashboard_says_what_compiles_and_what_that_took():
     board = RunBoard([0], began_at=0.0)
-    board.hear(
+    board.receive(
         0,
         Metrics(
             time=1.0, steps=1, values=(), device_bytes=None, phase="compiling, step 2 of about 3"
         ),
     )
     assert "compiling, step 2 of about 3" in summary_line(board)
-    board.hear(
+    board.receive(
         0, Metrics(time=9.0, steps=90, values=(), device_bytes=None, programs=14, compile_s=21.0)
     )
     assert "14 programs compiled in 21.0 s" in summary_line(board)

@@ -136,7 +136,7 @@ def test_a_process_that_ended_or_said_so_has_left(page: SharedPage) -> None:
     assert page.has_left(1)  # still a zombie
     os.waitpid(child, 0)
     assert page.has_left(1)
-    page.leave(0)
+    page.close(0)
     assert page.has_left(0)
 
 
@@ -149,7 +149,7 @@ def test_a_later_process_of_the_same_number_is_another_one(page: SharedPage) -> 
 
 def test_a_forked_child_does_not_leave_for_its_parent(page: SharedPage) -> None:
     page.sign(0, b"t" * 16)
-    os.waitpid(forked(lambda: page.leave(0)), 0)
+    os.waitpid(forked(lambda: page.close(0)), 0)
     assert not page.has_left(0)
 
 

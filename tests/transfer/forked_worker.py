@@ -122,7 +122,7 @@ def _answer(
                 channel.send((answer, None), list(whole.values()))
                 return
             case ("settle",):
-                namespace.settle()
+                namespace.share_equal_pages()
             case ("pull", names):
                 answer, fd = namespace.pack(names)
                 out.append(fd)

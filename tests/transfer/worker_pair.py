@@ -117,5 +117,5 @@ class Pair:
                     reports, {k: fd for _, whole in written for k, fd in whole.items()}
                 )
         for worker in workers:
-            worker.namespace.settle()
+            worker.namespace.share_equal_pages()
         return reports

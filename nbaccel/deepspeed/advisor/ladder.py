@@ -113,7 +113,7 @@ def halvings(batch_size: int, accumulation_steps: int) -> Iterator[tuple[int, in
 
 def _step_name(stage: int, optimizer: str, parameter_place: str) -> str:
     place_words = {"cpu": "CPU", "nvme": "NVMe"}
-    if optimizer == parameter_place != "none":
+    if optimizer == parameter_place and optimizer != "none":
         return f"ZeRO-{stage}, optimizer and parameters on {place_words[parameter_place]}"
     offloaded_parts = [
         f"{offloaded_part} on {place_words[offload_place]}"

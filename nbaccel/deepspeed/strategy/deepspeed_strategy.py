@@ -34,7 +34,7 @@ from nbaccel.deepspeed.strategy.engine_driver import (
 )
 from nbaccel.deepspeed.strategy.engines import begin_comm, is_engines, make_engine
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin, Plugins
-from nbaccel.deepspeed.strategy.resolve_config import check_parts, settle_config
+from nbaccel.deepspeed.strategy.resolve_config import check_parts, resolve_config
 from nbaccel.deepspeed.strategy.restore import remember, take_back_together
 from nbaccel.deepspeed.training_facts import made_in
 from nbaccel.plan.contracts.asking import SaidBySettings
@@ -193,7 +193,7 @@ class DeepSpeedStrategy(Strategy):
         if not is_training:
             engine_settings = {k: v for k, v in given_settings.items() if k not in _TRAINING_KEYS}
         parts = (model, optimizer, scheduler, training_bundle.loaders)
-        resolved_config = settle_config(
+        resolved_config = resolve_config(
             engine_settings, active_plugin, self._asked, self.place, *parts
         )
         if not is_training and resolved_config.config.zero_stage < 3:

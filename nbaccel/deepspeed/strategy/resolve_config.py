@@ -22,10 +22,10 @@ from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.plan.training_plan import TrainingRequest
 
-__all__ = ["check_parts", "settle_config"]
+__all__ = ["check_parts", "resolve_config"]
 
 
-def settle_config(
+def resolve_config(
     given_config: dict[str, Any],
     active_plugin: DeepSpeedPlugin,
     asked_settings: TrainingRequest,

@@ -47,7 +47,7 @@ class _SharedEnvironment:
         self.users += 1
         return self.environment
 
-    def leave(self, entered_environment: DeepSpeedEnvironment) -> None:
+    def release(self, entered_environment: DeepSpeedEnvironment) -> None:
         # A user of one that others closed must not be counted as a user of its successor.
         if entered_environment is not self.environment:
             return
@@ -90,7 +90,7 @@ class Lease:
         entered_environment = self._entered_environment
         self._entered_environment = None
         if entered_environment is not None:
-            _SHARED_ENVIRONMENT.leave(entered_environment)
+            _SHARED_ENVIRONMENT.release(entered_environment)
 
     def _put_right(self) -> None:
         env.update({"PATH": cpp_operations.path_with_ninja()})

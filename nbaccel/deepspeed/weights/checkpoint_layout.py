@@ -511,7 +511,7 @@ def _of_stage_0(
         )
     if model.get("param_shapes"):
         raise ConfigError(
-            f"{checkpoint_files.folder} was saved with ZeRO by {_told_ranks(model)}, and none of "
+            f"{checkpoint_files.folder} was saved with ZeRO by {_saved_ranks(model)}, and none of "
             "its *_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
             "convert another checkpoint (tag=...)."
         )
@@ -520,7 +520,7 @@ def _of_stage_0(
     return Layout(checkpoint_files.folder, 0, 1, *weights)
 
 
-def _told_ranks(model: Mapping[str, Any]) -> str:
+def _saved_ranks(model: Mapping[str, Any]) -> str:
     """How many ranks saved a checkpoint, where the model's states have it."""
     rank_count = model.get("dp_world_size")
     return (

@@ -62,7 +62,7 @@ class Written:
     tied: Mapping[str, str]
 
     @classmethod
-    def told(cls, output_folder: Path, file_shards: Sequence[Shard]) -> Written:
+    def of_shards(cls, output_folder: Path, file_shards: Sequence[Shard]) -> Written:
         """What is there once `file_shards` have been written to `output_folder`."""
         file_names = [file_shard.filename for file_shard in file_shards] + [_INDEX_FILE] * (
             len(file_shards) > 1
@@ -357,7 +357,7 @@ def zero_to_fp32(
             progress_bar.set_description(file_shard.filename)
             for done_bytes in write_shard(file_shard, temporary_folder, weight_reader.chunks):
                 progress_bar.update(done_bytes)
-    return Written.told(output_folder, file_shards)
+    return Written.of_shards(output_folder, file_shards)
 
 
 def load_fp32_state_dict(

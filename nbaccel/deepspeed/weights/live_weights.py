@@ -129,8 +129,8 @@ def save_16bit_weights(
         error = None
         for weight_name in write_order:
             parameter_gatherer.gather(live_entries[weight_name])
-    _hear_all_ranks(error, output_folder)
-    return Written.told(output_folder, file_shards)
+    _check_all_ranks(error, output_folder)
+    return Written.of_shards(output_folder, file_shards)
 
 
 def _write_shards(
@@ -162,7 +162,7 @@ def _write_shards(
     return error
 
 
-def _hear_all_ranks(error: Exception | None, output_folder: Path) -> None:
+def _check_all_ranks(error: Exception | None, output_folder: Path) -> None:
     # As text: an exception of any type need not survive pickling.
     rank_errors = [None if error is None else f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(rank_errors, src=0)

@@ -21,7 +21,7 @@ __all__ = [
     "compare_precisions",
     "groups_of_ways",
     "hint_of",
-    "is_told_once",
+    "is_shown_once",
     "name_with_precision",
     "precision_label",
 ]
@@ -78,7 +78,7 @@ def compare_precisions(
             continue
         for candidate in candidates:
             found.setdefault(candidate.name, {})[precision_name] = candidate
-    compared = [one for by_precision in found.values() for one in _told_once(by_precision)]
+    compared = [one for by_precision in found.values() for one in _shown_once(by_precision)]
     simplest_first = sorted(compared, key=_Order(found))
     return tuple(map(_with_caution, judged(compared, simplest_first=simplest_first)))
 
@@ -128,7 +128,7 @@ class _Order:
         return place, len(_SIMPLEST_FIRST) + precision_row(candidate.precision).has_backends
 
 
-def _told_once(by_precision: Mapping[str, Candidate]) -> Iterator[Candidate]:
+def _shown_once(by_precision: Mapping[str, Candidate]) -> Iterator[Candidate]:
     """All of one way, or the first of them where each is refused for the same reason."""
     candidates = list(by_precision.values())
     refusals = {candidate.refusal for candidate in candidates}
@@ -187,7 +187,7 @@ def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[
         yield way_name, list(of_way)
 
 
-def is_told_once(of_way: Sequence[Candidate]) -> bool:
+def is_shown_once(of_way: Sequence[Candidate]) -> bool:
     """Whether a way cannot be taken in any precision, so that no precision is named beside it.
 
     Args:
@@ -206,7 +206,7 @@ def button_names(candidates: Sequence[Candidate], *, compares: bool) -> list[str
     if not compares:
         return [candidate.name for candidate in candidates]
     return [
-        candidate.name if is_told_once(of_way) else name_with_precision(candidate)
+        candidate.name if is_shown_once(of_way) else name_with_precision(candidate)
         for _, of_way in groups_of_ways(candidates)
         for candidate in of_way
     ]

@@ -224,7 +224,7 @@ class SettingField:
             meaning = _EMPTY_CLAUSE.sub("", meaning.partition(". ")[0].rstrip(".")) + "."
         return note_html(
             meaning,
-            outcome=outcome.reason if shows_outcome and outcome.value else outcome.told(),
+            outcome=outcome.reason if shows_outcome and outcome.value else outcome.text(),
             docs_link=self.setting.docs_link,
             refusal=refusal,
             reasons=reasons,

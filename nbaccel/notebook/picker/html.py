@@ -273,7 +273,7 @@ def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
     return (
         f'<div class="nbaccel-bar{" nbaccel-lacks" if memory_bar.lacking else ""}">'
         f"{_bar_head_html(memory_bar)}"
-        f'<div class="nbaccel-track" role="img" aria-label="{escape(memory_bar.told())}">'
+        f'<div class="nbaccel-track" role="img" aria-label="{escape(memory_bar.text())}">'
         f"{segments_html}</div>"
         + (f'<ul class="nbaccel-legend">{legend_html}</ul>' if legend_html else "")
         + "</div>"

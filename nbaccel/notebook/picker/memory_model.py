@@ -28,7 +28,7 @@ __all__ = [
     "MemoryModel",
     "MemoryNeed",
     "bars_of",
-    "told_together",
+    "joined_text",
 ]
 
 
@@ -72,7 +72,7 @@ class MemoryBar:
     needed: int
     lacking: int
 
-    def told(self) -> str:
+    def text(self) -> str:
         """The bar in words."""
         segment_texts = [
             f"{SEGMENT_NAMES.get(bar_segment.kind, bar_segment.kind)} "
@@ -353,7 +353,7 @@ def _memory_bar(
     )
 
 
-def told_together(
+def joined_text(
     memory_bars: Sequence[MemoryBar], bar_text: Callable[[MemoryBar], str]
 ) -> Iterator[str]:
     """A clause per place; neighbouring places with the same clause share one.

@@ -121,7 +121,7 @@ class PickerModel:
         self._observers: list[Callable[[], None]] = []
         # Values computed from the present state; cleared with every change of it.
         self._known: dict[str, Any] = {}
-        self._settle(self._config, ())
+        self._take_over(self._config, ())
 
     # ------------------------------------------------------------------- the state
 
@@ -311,7 +311,7 @@ class PickerModel:
     def undo(self) -> None:
         """Undo the last change, if there is one."""
         if self._past:
-            self._settle(self._past.pop(), ())
+            self._take_over(self._past.pop(), ())
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
         """Take over a file: DeepSpeed's configuration, or a `RunConfig` as JSON or YAML.
@@ -368,9 +368,9 @@ class PickerModel:
                     self._before[settings_form] = self._config
             # A new list of at most `_MAX_UNDO` entries, the present state included.
             self._past = [*self._past[1 - _MAX_UNDO :], self._config]
-        self._settle(new_config, remarks)
+        self._take_over(new_config, remarks)
 
-    def _settle(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
+    def _take_over(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
         self._config = new_config
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))

@@ -31,7 +31,7 @@ class SettingOutcome:
     value: str = ""
     reason: str = ""
 
-    def told(self) -> str:
+    def text(self) -> str:
         """``2 processes: one per GPU, 2 found``; empty where nothing is left open."""
         return ": ".join(filter(None, (self.value, self.reason)))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nbaccel.base.units import format_bytes
 from nbaccel.notebook.picker.compared_ways import (
     groups_of_ways,
-    is_told_once,
+    is_shown_once,
     name_with_precision,
     precision_label,
 )
@@ -81,7 +81,7 @@ def precision_table_html(candidates: Sequence[Candidate]) -> str:
 def _precisions_of(candidates: Sequence[Candidate]) -> list[str]:
     """The precisions that have a column, in the order of the form."""
     groups = [of_way for _, of_way in groups_of_ways(candidates)]
-    compared = [one for of_way in groups if not is_told_once(of_way) for one in of_way]
+    compared = [one for of_way in groups if not is_shown_once(of_way) for one in of_way]
     # Not a set, which has no order.
     return list(dict.fromkeys(one.precision for one in compared))
 
@@ -137,7 +137,7 @@ def _text_rows(candidates: Sequence[Candidate], precisions: Sequence[str]) -> It
         yield from _beside([""], name_chars, [[precision_label(one)] for one in precisions])
     for way_name, of_way in groups_of_ways(candidates):
         name_lines = textwrap.wrap(way_name, name_chars)
-        if is_told_once(of_way):
+        if is_shown_once(of_way):
             room = TABLE_CHARS - name_chars - len(_GAP)
             refusal_lines = textwrap.wrap(_refused_text(of_way[0]), room)
             yield from _beside(name_lines, name_chars, [refusal_lines])
@@ -186,7 +186,7 @@ def _refused_text(candidate: Candidate) -> str:
 def _notes_of(candidates: Sequence[Candidate]) -> Iterator[str]:
     """Of each way what its cells have no room for: why it is refused, and what lacks elsewhere."""
     for way_name, of_way in groups_of_ways(candidates):
-        if is_told_once(of_way):
+        if is_shown_once(of_way):
             continue
         clauses: dict[str, list[str]] = {}
         for candidate in of_way:
@@ -205,7 +205,7 @@ def _folded(text: str) -> list[str]:
 
 # ---------------------------------------------------------------------- in a saved notebook
 def _cells_html(of_way: Sequence[Candidate], precisions: Sequence[str], *, with_time: bool) -> str:
-    if is_told_once(of_way):
+    if is_shown_once(of_way):
         num_columns = max(1, len(precisions))
         refusal_html = escape(_refused_text(of_way[0]))
         return f"<td colspan='{num_columns}' {TABLE_CELL_STYLE}>{refusal_html}</td>"

@@ -170,7 +170,7 @@ def _question_texts(model: PickerModel) -> Iterator[tuple[str, tuple[str, ...]]]
     yield "2. On what", (*parts, f"{processes} · {precision}")
 
 
-def _told_ways(model: PickerModel, *, measures: bool) -> Sequence[Candidate]:
+def _shown_ways(model: PickerModel, *, measures: bool) -> Sequence[Candidate]:
     """The ways to train in each precision; in the chosen one where others are to be measured."""
     if measures or model.has_compared:
         return model.compared_candidates()
@@ -187,7 +187,7 @@ def _fit_lines(model: PickerModel, *, measures: bool) -> list[str]:
     rows = candidate_bars(candidates)
     name_width = max(len(name) for name, _ in rows)
     return [
-        *precision_table_lines(_told_ways(model, measures=measures)),
+        *precision_table_lines(_shown_ways(model, measures=measures)),
         "",
         _bars_title(model),
         *(f"{name:<{name_width}}  {bar}" for name, bar in rows),
@@ -274,7 +274,7 @@ def _question_html(model: PickerModel, *, measures: bool) -> list[str]:
     )
     return [
         *parts,
-        precision_table_html(_told_ways(model, measures=measures)),
+        precision_table_html(_shown_ways(model, measures=measures)),
         f"<p>{escape(_bars_title(model))}</p><table><tbody>{rows}</tbody></table>"
         f"<p>{escape(_letters_of(candidates))}</p>",
     ]
@@ -325,7 +325,7 @@ def _value_meaning(model: PickerModel, setting_name: str) -> str:
 
 
 def _memory_lines(model: PickerModel) -> list[str]:
-    memory_lines = [bar.told() for bar in model.bars()]
+    memory_lines = [bar.text() for bar in model.bars()]
     verdict = model.verdict
     return [*memory_lines, " ".join(filter(None, (verdict.text, verdict.remedy)))]
 

@@ -133,7 +133,7 @@ class CandidateStrip:
                 button.description = names[number]
                 button.value = candidate.is_taken
                 button.disabled = bool(candidate.refusal)
-                button.tooltip = _told_candidate(candidate)
+                button.tooltip = _candidate_text(candidate)
 
     def _new_button(self, number: int) -> w.ToggleButton:
         button = self._shared.new_toggle("", "", f"nbaccel-candidate-{number}")
@@ -155,7 +155,7 @@ class CandidateStrip:
                 self._model.compare_precisions(is_on=is_on)
 
 
-def _told_candidate(candidate: Candidate) -> str:
+def _candidate_text(candidate: Candidate) -> str:
     """What a screen reader and the mouse's pointer say of a candidate."""
     clauses = [verdict_text(candidate), step_text(candidate) if candidate.step_s else ""]
     # The reason of one that cannot be taken is its verdict, too.

@@ -11,7 +11,7 @@ from nbaccel.config.capabilities import device_row
 from nbaccel.memory.step_time import SHORTEST_S
 from nbaccel.notebook.picker.compared_ways import (
     groups_of_ways,
-    is_told_once,
+    is_shown_once,
     name_with_precision,
     precision_label,
 )
@@ -168,7 +168,7 @@ def compared_html(candidates: Sequence[Candidate]) -> str:
         for number, candidate in enumerate(of_way):
             # The buttons say both names.
             way_text = "" if number else escape(way_name)
-            label = "" if is_told_once(of_way) else precision_label(candidate.precision)
+            label = "" if is_shown_once(of_way) else precision_label(candidate.precision)
             place_html = (
                 f'<span class="nbaccel-way" aria-hidden="true">{way_text}</span>'
                 f'<span class="nbaccel-precision" aria-hidden="true">{escape(label)}</span>'
@@ -263,7 +263,7 @@ def _track(bar: MemoryBar, full_width: int, name: str) -> str:
         mark = f'<span class="nbaccel-mark" style="left:{place:.2f}%"></span>'
     return (
         f'<span class="nbaccel-track-place"><span class="nbaccel-track{cut_class}" role="img" '
-        f'aria-label="{escape(f"{name}: {bar.told()}")}">{segments}</span>{mark}</span>'
+        f'aria-label="{escape(f"{name}: {bar.text()}")}">{segments}</span>{mark}</span>'
     )
 
 

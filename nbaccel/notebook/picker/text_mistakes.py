@@ -36,10 +36,6 @@ class TextMistake:
     line: int | None
     message: str
 
-    def told(self) -> str:
-        """The mistake with its line in front."""
-        return f"line {self.line}: {self.message}" if self.line else self.message
-
 
 def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMistake, ...]:
     """Check a configuration's text.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbaccel.base.units import format_bytes
-from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryNeed, told_together
+from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryNeed, joined_text
 
 __all__ = ["FitVerdict", "lacking_text", "verdict_of"]
 
@@ -40,7 +40,7 @@ def verdict_of(need: MemoryNeed, remedy: Callable[[], str], *, remark: str) -> F
     if need.lacking:
         return FitVerdict(False, f"Does not fit: {lacking_text(need)}.", remedy())
     needed_bars = [memory_bar for memory_bar in need.bars if memory_bar.needed]
-    return FitVerdict(True, f"Fits: {', '.join(told_together(needed_bars, _share_words))}.", remark)
+    return FitVerdict(True, f"Fits: {', '.join(joined_text(needed_bars, _share_words))}.", remark)
 
 
 def lacking_text(need: MemoryNeed) -> str:
@@ -50,7 +50,7 @@ def lacking_text(need: MemoryNeed) -> str:
         need: What a run needs, against what there is.
     """
     short_bars = [memory_bar for memory_bar in need.bars if memory_bar.lacking]
-    return ", ".join(told_together(short_bars, _lacking_words))
+    return ", ".join(joined_text(short_bars, _lacking_words))
 
 
 def _lacking_words(memory_bar: MemoryBar) -> str:

@@ -175,7 +175,7 @@ class RankFacts:
     samples: int = 0
     """Samples that it has used in loops over batches."""
     samples_pace: StepPace = field(default_factory=StepPace)
-    heard_at: float = 0.0
+    received_at: float = 0.0
     """When it has reported last, by the clock of the rank."""
     loop_name: str = ""
     """What its loop over batches is called, if that has a name."""
@@ -296,7 +296,7 @@ class RunBoard:
             rank_facts.is_weighed = rank_row.device_bytes is not None
             _weigh_device(rank_facts, rank_row.device_bytes)
 
-    def hear(self, worker_rank: int, metrics_message: Metrics) -> None:
+    def receive(self, worker_rank: int, metrics_message: Metrics) -> None:
         """Take in what a rank has reported of its training."""
         rank_facts = self.ranks.get(worker_rank)
         if rank_facts is None:
@@ -308,7 +308,7 @@ class RunBoard:
         rank_facts.programs = metrics_message.programs
         rank_facts.compile_s = metrics_message.compile_s
         if metrics_message.spent is not None:
-            self.times.hear(worker_rank, metrics_message.time, metrics_message.spent)
+            self.times.receive(worker_rank, metrics_message.time, metrics_message.spent)
         if not rank_facts.is_weighed:
             _weigh_device(rank_facts, metrics_message.device_bytes)
         _take_values(rank_facts, metrics_message)
@@ -342,7 +342,7 @@ def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
     rank_facts.total_batches = metrics_message.total_batches
     rank_facts.bar_is_whole = metrics_message.bar_is_whole
     rank_facts.outer = metrics_message.outer
-    rank_facts.heard_at = metrics_message.time
+    rank_facts.received_at = metrics_message.time
     loop_now = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
     # One that holds a validation now and then goes on after it.
     goes_on = metrics_message.batches > 0 and loop_now in rank_facts.known_loops - {loop_before}
@@ -429,7 +429,9 @@ def _odd(rank_values: Sequence[float]) -> float | None:
 
 def _how_far_from_loss(metric_name: str) -> int:
     plain_name = metric_name.lower()
-    return 0 if plain_name == "loss" else 1 if "loss" in plain_name else 2
+    if plain_name == "loss":
+        return 0
+    return 1 if "loss" in plain_name else 2
 
 
 def _weigh_device(rank_facts: RankFacts, device_bytes: int | None) -> None:

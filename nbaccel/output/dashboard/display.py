@@ -34,7 +34,7 @@ from nbaccel.output import publish
 from nbaccel.output.cell_place import VIEW_MIME, CellPlace
 from nbaccel.output.dashboard import drawing, panel_html
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.dashboard.run_panel import RunPanel, may_be_heard
+from nbaccel.output.dashboard.run_panel import RunPanel, may_take_clicks
 
 if TYPE_CHECKING:
     from nbaccel.workers.messaging import Metrics
@@ -102,7 +102,7 @@ class Dashboard:
         return max(0.0, min(self._next, self._news_due()) - self._clock())
 
     @property
-    def wants_a_look(self) -> bool:
+    def is_due(self) -> bool:
         """Whether it is time to look at the ranks, and to `update`."""
         return self._clock() >= self._next
 
@@ -124,9 +124,9 @@ class Dashboard:
 
     # ---- what is known
 
-    def hear(self, worker_rank: int, metrics_message: Metrics) -> None:
+    def receive(self, worker_rank: int, metrics_message: Metrics) -> None:
         """Take in what a rank has reported of its training."""
-        self.board.hear(worker_rank, metrics_message)
+        self.board.receive(worker_rank, metrics_message)
         self._has_news = True
 
     def update(self, rank_rows: Sequence[RankStatus]) -> None:
@@ -185,9 +185,9 @@ class Dashboard:
         if self._stop is None or self._shows_panel:
             return
         if self._panel is None:
-            if not self._was_shown and may_be_heard():
+            if not self._was_shown and may_take_clicks():
                 self._panel = self._new_panel()
-        elif self._panel.is_heard:
+        elif self._panel.takes_clicks:
             self._shows_panel = True
         # The front end has opened no subshell in time: a button would have no effect.
         elif self.board.seconds > FIRST_S + _PANEL_S:
@@ -239,15 +239,12 @@ class Dashboard:
         run_board = self.board
         run_board.now = self._clock()
         run_board.see(rank_rows)
-        run_board.ending = (
-            "stopped"
-            if was_interrupted
-            else "timed out"
-            if timed_out
-            else "failed"
-            if has_failed
-            else ""
-        )
+        if was_interrupted:
+            run_board.ending = "stopped"
+        elif timed_out:
+            run_board.ending = "timed out"
+        else:
+            run_board.ending = "failed" if has_failed else ""
         summary_text = drawing.summary_line(run_board, with_curve=True)
         if not self._in_place:
             if self._was_shown:

@@ -324,7 +324,7 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
 
 def _own_loop_label(rank_facts: RankFacts) -> str:
     """`epoch 3 of 14`, or what the loop is called."""
-    around_words = epoch_of(rank_facts, rank_facts.heard_at) if not rank_facts.loop_name else ""
+    around_words = epoch_of(rank_facts, rank_facts.received_at) if not rank_facts.loop_name else ""
     return around_words or plain_text(rank_facts.loop_label, LABEL_CHARS)
 
 

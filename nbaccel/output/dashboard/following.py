@@ -104,11 +104,11 @@ class DashboardUpdater:
         waiting_s = float("inf") if self._waiting_line is None else self._waiting_line.due_in()
         return min(self._dashboard.due_in(), waiting_s)
 
-    def hear(self, worker_rank: int, worker_message: Metrics) -> None:
+    def receive(self, worker_rank: int, worker_message: Metrics) -> None:
         """A rank has reported metrics of its training."""
-        self._dashboard.hear(worker_rank, worker_message)
+        self._dashboard.receive(worker_rank, worker_message)
 
-    def look(self, watched_call: WatchedCall) -> None:
+    def poll(self, watched_call: WatchedCall) -> None:
         """Show what is due. Cheap to call often.
 
         Args:
@@ -116,9 +116,9 @@ class DashboardUpdater:
         """
         self._watched = watched_call
         self._tell_of_start(watched_call)
-        if self._dashboard.wants_a_look:
+        if self._dashboard.is_due:
             self._dashboard.update(self._rows(watched_call))
-            self.looked(watched_call)
+            self.ask_ranks(watched_call)
         else:
             self._dashboard.refresh()
 
@@ -127,7 +127,7 @@ class DashboardUpdater:
         if self._waiting_line is None:
             return
         is_starting = any(member.state in _STARTING for member in watched_call.members)
-        if is_starting and not self._dashboard.wants_a_look:
+        if is_starting and not self._dashboard.is_due:
             self._waiting_line.say("setting them up")
         else:
             self._waiting_line.close(is_replaced=True)
@@ -191,10 +191,10 @@ class DashboardUpdater:
             last_line=last_line,
         )
 
-    def looked(self, watched_call: WatchedCall) -> None:
+    def ask_ranks(self, watched_call: WatchedCall) -> None:
         """Ask ranks that seem to wait where they are, for the next time."""
         if self._is_wanted:
-            self._whereabouts.look(watched_call.members)
+            self._whereabouts.poll(watched_call.members)
 
     def end(self, watched_call: WatchedCall, **ending_words: bool) -> None:
         """Leave the summary, and release everything.
@@ -322,7 +322,7 @@ class WaitingRanks:
         member_sight = self._sights.get(worker_rank)
         return member_sight.doing if member_sight is not None else ""
 
-    def look(self, members: Iterable[WorkerHandle]) -> None:
+    def poll(self, members: Iterable[WorkerHandle]) -> None:
         """Read what was answered, and ask those that do nothing; to be called about once a second.
 
         Args:
@@ -339,9 +339,9 @@ class WaitingRanks:
                 self._sights[member.rank] = _MemberSight(use, current_time)
             # Else another host has not answered since, and nothing is known of this second.
             elif use is not member_sight.use:
-                self._look_at(member_sight, member, use, current_time)
+                self._ask_rank(member_sight, member, use, current_time)
 
-    def _look_at(
+    def _ask_rank(
         self, member_sight: _MemberSight, member: WorkerHandle, use: ProcessUse, current_time: float
     ) -> None:
         if member_sight.is_asked:

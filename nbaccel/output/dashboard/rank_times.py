@@ -85,17 +85,17 @@ class TimeComparison:
         self._waited_for: dict[int, float] = {}
         """Rank → seconds for which the others have waited for it, on average."""
 
-    def hear(self, worker_rank: int, heard_at: float, spent: SpentTime) -> None:
+    def receive(self, worker_rank: int, received_at: float, spent: SpentTime) -> None:
         """Take in what a rank has reported.
 
         Args:
             worker_rank: The rank.
-            heard_at: When it was (CLOCK_MONOTONIC).
+            received_at: When it was (CLOCK_MONOTONIC).
             spent: Its time since its first loop.
         """
         self._latest[worker_rank] = spent
-        rank_samples = self._samples.setdefault(worker_rank, [(heard_at - spent.total_s, 0.0)])
-        rank_samples.append((heard_at, spent.communication_s))
+        rank_samples = self._samples.setdefault(worker_rank, [(received_at - spent.total_s, 0.0)])
+        rank_samples.append((received_at, spent.communication_s))
         if len(rank_samples) > _MOST_SAMPLES:
             # Another rank has not reported for long. The first one is where the interval begins.
             del rank_samples[1:-1:2]

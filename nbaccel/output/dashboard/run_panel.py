@@ -27,7 +27,7 @@ from nbaccel.output.dashboard.board import RunBoard
 from nbaccel.output.dashboard.curves import is_logarithmic, metric_chart, smoothed_value
 from nbaccel.output.dashboard.drawing import number_text, plain_text
 
-__all__ = ["RunPanel", "may_be_heard"]
+__all__ = ["RunPanel", "may_take_clicks"]
 
 _STOP_LABEL = "■ Stop"
 _STOPPING_LABEL = "■ Stopping… press again to end at once"
@@ -55,7 +55,7 @@ _STYLE_SHEET = """<style>
 </style>"""
 
 
-def may_be_heard() -> bool:
+def may_take_clicks() -> bool:
     """Whether kernel and front end support subshells, and there are widgets."""
     running_kernel = _running_kernel()
     return (
@@ -70,7 +70,7 @@ def may_be_heard() -> bool:
 class RunPanel:
     """The widgets of one call.
 
-    They exist from now on; `is_heard` says whether they can be shown.
+    They exist from now on; `takes_clicks` says whether they can be shown.
 
     Args:
         worker_ranks: The ranks.
@@ -162,7 +162,7 @@ class RunPanel:
             self._on_choice()
 
     @property
-    def is_heard(self) -> bool:
+    def takes_clicks(self) -> bool:
         """Whether the front end has opened a subshell, which takes clicks while the cell runs."""
         running_kernel = _running_kernel()
         subshell_ids = _subshell_lister(running_kernel) if running_kernel is not None else None

@@ -47,7 +47,7 @@ def epochs_around(rank_facts: RankFacts, current_time: float) -> OuterLoop | Non
         None where there is none, or where it is not known how many rounds it has.
     """
     if rank_facts.outer is not None:
-        since_s = max(0.0, current_time - rank_facts.heard_at)
+        since_s = max(0.0, current_time - rank_facts.received_at)
         return replace(rank_facts.outer, round_s=rank_facts.outer.round_s + since_s)
     seen_bar = rank_facts.seen_bar
     outer_bar = outer_bar_of(rank_facts.bars)

@@ -85,7 +85,8 @@ def model_problem(
         tensor_name
         for tensor_name in model_shapes
         if tensor_name in saved_shapes
-        and None is not model_shapes[tensor_name] != saved_shapes[tensor_name]
+        and model_shapes[tensor_name] is not None
+        and model_shapes[tensor_name] != saved_shapes[tensor_name]
     ]
     # BatchNorm starts its counter at 0 where an old file has none, so that is no mismatch.
     missing_names = [
@@ -111,10 +112,9 @@ def model_problem(
             f"{', '.join(unknown_names[:_SHOWN_NAMES])}{_count_more(unknown_names)}, which the "
             "model does not have"
         )
-    return (
-        f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
-        * bool(problems)
-    )
+    if not problems:
+        return ""
+    return f"is of another model than the {type(model).__name__}: it has {'; '.join(problems)}"
 
 
 def _count_more(names: list[str]) -> str:

@@ -13,7 +13,7 @@ from nbaccel.config import RunConfig
 from nbaccel.notebook.picker.candidates import Candidate
 from nbaccel.notebook.picker.compared_ways import (
     groups_of_ways,
-    is_told_once,
+    is_shown_once,
     name_with_precision,
     precision_label,
 )
@@ -109,7 +109,7 @@ def cells_of_text(picker: PickerModel, way_names: list[str]) -> dict[tuple[str, 
 def test_a_terminal_has_the_numbers_of_the_form_s_strip(picker):
     groups = list(groups_of_ways(compared(picker)))
     cells = cells_of_text(picker, [way_name for way_name, _ in groups])
-    shown = [one for _, of_way in groups if not is_told_once(of_way) for one in of_way]
+    shown = [one for _, of_way in groups if not is_shown_once(of_way) for one in of_way]
     assert len(shown) >= 4
     with_time = any(one.step_s is not None for one in shown)
     for one in shown:
@@ -131,7 +131,7 @@ def test_exported_html_has_the_numbers_of_the_form_s_strip(picker):
     with_time = any(one.step_s is not None for one in shown)
     drawn = " ".join(Reader(compared_html(shown)).words)
     for (_, *cells), (_, of_way) in zip(rows, groups, strict=True):
-        if is_told_once(of_way):
+        if is_shown_once(of_way):
             assert cells == [of_way[0].refusal]
             continue
         for cell, one in zip(cells, of_way, strict=True):

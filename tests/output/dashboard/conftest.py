@@ -29,7 +29,11 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
-    begin, hear, look = DashboardUpdater.__init__, DashboardUpdater.hear, DashboardUpdater.look
+    begin, receive, poll = (
+        DashboardUpdater.__init__,
+        DashboardUpdater.receive,
+        DashboardUpdater.poll,
+    )
 
     def noting_begin(self: DashboardUpdater, *args: object, **more: object) -> None:
         begin(self, *args, **more)
@@ -37,12 +41,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def noting_hear(self: DashboardUpdater, rank: int, message: messaging.Metrics) -> None:
         found.heard.append((rank, message))
-        hear(self, rank, message)
+        receive(self, rank, message)
 
     def noting_look(self: DashboardUpdater, watched: WatchedCall) -> None:
         if watched not in found.watched:
             found.watched.append(watched)
-        look(self, watched)
+        poll(self, watched)
 
     monkeypatch.setattr(DashboardUpdater, "__init__", noting_begin)
     monkeypatch.setattr(DashboardUpdater, "hear", noting_hear)

@@ -110,9 +110,9 @@ def test_the_loss_is_what_is_called_so(names: list[str], chosen: str | None) -> 
 
 def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
     board = RunBoard([0], began_at=0.0)
-    board.hear(0, metrics(1.0, 1, lr=0.1))
-    board.hear(0, metrics(2.0, 2, lr=0.1, loss=5.0))
-    board.hear(0, metrics(3.0, 3, lr=0.1, loss=4.0))
+    board.receive(0, metrics(1.0, 1, lr=0.1))
+    board.receive(0, metrics(2.0, 2, lr=0.1, loss=5.0))
+    board.receive(0, metrics(3.0, 3, lr=0.1, loss=4.0))
     facts = board.ranks[0]
     assert (facts.loss_name, facts.loss.values()) == ("loss", [5.0, 4.0])
     assert facts.metrics == {"lr": 0.1, "loss": 4.0}
@@ -120,7 +120,7 @@ def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
 
 def test_a_rank_that_is_not_shown_is_not_heard() -> None:
     board = RunBoard([0], began_at=0.0)
-    board.hear(7, metrics(1.0, 1, loss=1.0))
+    board.receive(7, metrics(1.0, 1, loss=1.0))
     assert list(board.ranks) == [0]
 
 
@@ -134,7 +134,7 @@ def test_what_is_left_is_that_of_the_slowest_rank() -> None:
     assert most_left(board.ranks.values(), board.now) is None
     for rank, speed in ((0, 10), (1, 5)):
         for second in range(6):
-            board.hear(rank, looping(second, speed * second))
+            board.receive(rank, looping(second, speed * second))
     board.now = 5.0
     assert most_left(board.ranks.values(), board.now) == TimeLeft(
         seconds=pytest.approx((100 - 25) / 5), of_what="epoch"
@@ -158,8 +158,8 @@ def test_what_is_left_of_bars_is_the_outer_one_s() -> None:
 def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readable() -> None:
     board = RunBoard([0], began_at=0.0)
     for epoch in range(1, 1001):
-        board.hear(0, looping(float(epoch), 0, steps=(epoch - 1) * 50, epoch=epoch))
-        board.hear(0, looping(epoch + 0.5, 50, steps=epoch * 50, epoch=epoch))
+        board.receive(0, looping(float(epoch), 0, steps=(epoch - 1) * 50, epoch=epoch))
+        board.receive(0, looping(epoch + 0.5, 50, steps=epoch * 50, epoch=epoch))
     marks = board.ranks[0].epoch_marks
     assert marks[:2] == [(0.0, "epoch 1"), (50.0, "epoch 2")]
     assert len(marks) <= 200
@@ -175,14 +175,14 @@ def test_values_that_are_told_again_are_no_new_points() -> None:
             device_bytes=None,
             value_steps=(value_step,),
         )
-        board.hear(0, message)
+        board.receive(0, message)
     assert board.ranks[0].loss.points() == [(5.0, 1.0), (9.0, 1.0)]
 
 
 def test_all_metrics_have_a_history_and_the_loss_is_named_first() -> None:
     board = RunBoard([0, 1], began_at=0.0)
-    board.hear(0, metrics(1.0, 1, lr=0.1, acc=0.5))
-    board.hear(1, metrics(1.0, 1, lr=0.2, val_loss=3.0))
+    board.receive(0, metrics(1.0, 1, lr=0.1, acc=0.5))
+    board.receive(1, metrics(1.0, 1, lr=0.2, val_loss=3.0))
     assert board.metric_names() == ["val_loss", "lr", "acc"]
     assert board.ranks[1].histories["lr"].points() == [(1.0, 0.2)]
 
@@ -224,10 +224,10 @@ def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
 
 def test_the_driver_knows_better_than_the_worker() -> None:
     board = RunBoard([0], began_at=0.0)
-    board.hear(0, metrics(0.5, 1, device_bytes=GIB))
+    board.receive(0, metrics(0.5, 1, device_bytes=GIB))
     assert board.ranks[0].device_bytes == GIB
     board.see([row(device_bytes=3 * GIB)])
-    board.hear(0, metrics(1.0, 2, device_bytes=GIB))
+    board.receive(0, metrics(1.0, 2, device_bytes=GIB))
     assert board.ranks[0].device_bytes == 3 * GIB
 
 

@@ -85,7 +85,7 @@ def told(board: RunBoard, rank: int, steps: int, *losses: float, name: str = "lo
         message = Metrics(
             time=1.0 + i, steps=steps + i, values=((name, loss), ("lr", 0.5)), device_bytes=None
         )
-        board.hear(rank, message)
+        board.receive(rank, message)
 
 
 def both(board: RunBoard) -> list[str]:
@@ -198,7 +198,7 @@ def test_all_metrics_that_ranks_report_are_saved() -> None:
     board = board_of(1)
     for step in (1, 2):
         values = tuple((f"m{number}", float(step)) for number in range(16))
-        board.hear(0, Metrics(time=float(step), steps=step, values=values, device_bytes=None))
+        board.receive(0, Metrics(time=float(step), steps=step, values=values, device_bytes=None))
     assert panel_html.final_html(board).count("<img") == 16
 
 
@@ -214,11 +214,11 @@ def test_metrics_beyond_those_that_are_reported_are_named() -> None:
         num_left_out=1,
         left_out=("<b>",),
     )
-    board.hear(0, message)
+    board.receive(0, message)
     words = "1 more metric is not drawn (the first 1 are): <b>"
     assert drawing.left_out_sentence(board) == words
     assert all(words in Page(page).text for page in both(board))
-    board.hear(1, replace(message, num_left_out=1_200, left_out=("a", NASTY)))
+    board.receive(1, replace(message, num_left_out=1_200, left_out=("a", NASTY)))
     words = "1,200 more metrics are not drawn (the first 1 are): a, </td><script>alert(1)</…, …"
     assert drawing.left_out_sentence(board) == words
     assert all(words in Page(page).text for page in both(board))
@@ -236,7 +236,7 @@ def test_losses_that_are_no_numbers_are_said_to_be() -> None:
 def test_progress_is_a_bar_with_words() -> None:
     board = board_of(2)
     for rank, batches in ((0, 30), (1, 20)):
-        board.hear(rank, loop_message(batches))
+        board.receive(rank, loop_message(batches))
     html = panel_html.live_html(board, by_hand=False)
     page = Page(html)
     assert page.column("progress") == ["75 %epoch 3, 30 of 40", "50 %epoch 3, 20 of 40"]
@@ -257,13 +257,13 @@ def test_the_bar_of_progress_itself_is_not_shown_twice() -> None:
     assert other is not None
     board = board_of(1, bars=(own, other))
     assert Page(both(board)[0]).column("progress") == ["50 %train, 20 of 4010 %files, 1 of 10"]
-    board.hear(0, loop_message(20))
+    board.receive(0, loop_message(20))
     assert Page(both(board)[0]).column("progress") == ["50 %epoch 3, 20 of 4010 %files, 1 of 10"]
 
 
 def test_a_loop_without_a_length_is_told_in_words() -> None:
     board = board_of(1)
-    board.hear(0, loop_message(7, total_batches=None, loop_name="stream"))
+    board.receive(0, loop_message(7, total_batches=None, loop_name="stream"))
     assert Page(both(board)[0]).column("progress") == ["stream, 7"]
 
 
@@ -280,7 +280,7 @@ def test_what_is_left_and_samples_per_second_are_in_the_first_line() -> None:
     board = board_of(2)
     for rank in (0, 1):
         for batches in (0, 5, 10):
-            board.hear(rank, loop_message(batches))
+            board.receive(rank, loop_message(batches))
     assert drawing.summary_line(board, is_live=True) == (
         "2 ranks · 12.0 s · epoch 3, 30.0 s left in this epoch · step 10 (1/s) · 8 samples/s · "
         "up to 1.0 GiB each"
@@ -344,7 +344,7 @@ def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
                 epoch=1 + step // 20,
                 loop_name="",
             )
-            board.hear(
+            board.receive(
                 rank,
                 replace(
                     message, values=(("loss", 1 / step), ("lr", 0.1)), value_steps=(step, step)
@@ -388,7 +388,7 @@ def test_the_mean_loss_is_of_ranks_that_mean_the_same() -> None:
 def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> None:
     board = board_of(1)
     for time, count in ((0.0, 0), (seconds, steps)):
-        board.hear(0, Metrics(time=time, steps=count, values=(), device_bytes=None))
+        board.receive(0, Metrics(time=time, steps=count, values=(), device_bytes=None))
     assert f"step {steps:,} ({words})" in drawing.summary_line(board)
 
 
@@ -440,7 +440,7 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> 
             message = Metrics(
                 time=float(second), steps=second, values=(), device_bytes=None, spent=spent
             )
-            board.hear(rank, message)
+            board.receive(rank, message)
     live, final = both(board)
     assert "computing 75 %" in live
     assert "waiting for others 25 %" in live

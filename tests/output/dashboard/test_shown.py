@@ -211,9 +211,9 @@ def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Cloc
     board.update([row(0)])
     for i in range(110):
         clock.now += 0.03
-        board.hear(0, metrics(clock.now, i))
+        board.receive(0, metrics(clock.now, i))
         board.refresh()
-        if board.wants_a_look:
+        if board.is_due:
             board.update([row(0)])
     assert cell.taken == 1 + 3
     assert "step 109" not in cell.text
@@ -244,8 +244,8 @@ def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
     board = Dashboard([0, 1], read_clock=clock)
     clock.now += 1
     board.update([row(0, last_line="saved"), row(1)])
-    board.hear(0, metrics(100.5, 0, 4.0))
-    board.hear(0, metrics(101.0, 50, 2.0))
+    board.receive(0, metrics(100.5, 0, 4.0))
+    board.receive(0, metrics(101.0, 50, 2.0))
     board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], has_failed=True)
     assert cell.text == (
         "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 █▁ · up to 1.0 GiB each"

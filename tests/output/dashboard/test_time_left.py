@@ -100,7 +100,7 @@ class Training:
 
     def _tell(self) -> None:
         self.board.now = self.now
-        self.board.hear(0, metrics_of(self._loops, self.now, self._steps))
+        self.board.receive(0, metrics_of(self._loops, self.now, self._steps))
 
     def _see(self, epoch: int) -> None:
         bars = tuple(bar for text in self._bars[epoch : epoch + 1] if (bar := read_bar(text)))
@@ -185,7 +185,9 @@ def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs() -> None:
 def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name() -> None:
     def line(*bars: str, whole: bool = False) -> str:
         board = RunBoard([0], began_at=0.0)
-        board.hear(0, Metrics(time=0.0, steps=0, values=(), device_bytes=None, bar_is_whole=whole))
+        board.receive(
+            0, Metrics(time=0.0, steps=0, values=(), device_bytes=None, bar_is_whole=whole)
+        )
         found = tuple(bar for text in bars if (bar := read_bar(text)))
         assert len(found) == len(bars)
         board.see([RankStatus(rank=0, state="running", seconds=0.0, rss_bytes=0, bars=found)])
@@ -250,7 +252,7 @@ def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
                 batches=batches,
                 total_batches=20,
             )
-            board.hear(rank, message)
+            board.receive(rank, message)
     board.now = 0.0
     settled = {"state": "running", "seconds": 0.0, "rss_bytes": 0}
     board.see([RankStatus(rank=0, **settled), RankStatus(rank=1, bars=(bar,), **settled)])  # type: ignore[arg-type]
@@ -303,7 +305,7 @@ class Nested:
 
     def _tell(self) -> None:
         self._board.now = self.now
-        self._board.hear(0, metrics_of(self._loops, self.now, self.steps))
+        self._board.receive(0, metrics_of(self._loops, self.now, self.steps))
         left = most_left(self._board.ranks.values(), self.now)
         if left is not None:
             self.told.append((self.now, left.seconds, left.of_what))
