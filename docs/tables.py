@@ -14,11 +14,12 @@ from nbaccel.config import RunConfig
 from nbaccel.notebook.options import kinds_of, words_of
 from nbaccel.notebook.picker.choices import CHOICES_BEGIN, CHOICES_END, choices_tables
 from nbaccel.plan.matrix import MATRIX_BEGIN, MATRIX_END, compatibility_tables, markdown_table
-from tests.house import row
+from tests.house import public_names, row
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "pages" / "reference"
 FIELDS_BEGIN, FIELDS_END = "<!-- run_config:begin -->", "<!-- run_config:end -->"
+PUBLIC_BEGIN, PUBLIC_END = "<!-- public:begin -->", "<!-- public:end -->"
 
 
 def run_config_table() -> str:
@@ -32,10 +33,20 @@ def run_config_table() -> str:
     return markdown_table(("Field", "Values", "Default", "Meaning"), rows)
 
 
+def public_table() -> str:
+    """The public modules, each with its names."""
+    rows = []
+    for module in public_names.MODULES:
+        told = ", ".join(f"`{name}`" for name in public_names.names_of(module))
+        rows.append((f"`{module}`", told))
+    return markdown_table(("Module", "Names"), rows)
+
+
 TABLES = (
     (REFERENCE / "compatibility.md", compatibility_tables, MATRIX_BEGIN, MATRIX_END),
     (REFERENCE / "choices.md", choices_tables, CHOICES_BEGIN, CHOICES_END),
     (REFERENCE / "settings.md", run_config_table, FIELDS_BEGIN, FIELDS_END),
+    (REFERENCE / "public.md", public_table, PUBLIC_BEGIN, PUBLIC_END),
     (ROOT / "ARCHITECTURE.md", row.table, row.BEGIN, row.END),
 )
 

@@ -422,7 +422,7 @@ DEVICES, _device_problems = rows_from_outside("nbaccel.devices", DeviceRow, _DEV
 PRECISIONS, _precision_problems = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS)
 FP8_BACKENDS, _fp8_problems = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS)
 STRATEGIES, _strategy_problems = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES)
-ENGINES, _engine_problems = rows_from_outside("nbaccel.hosts", EngineRow, _ENGINES)
+ENGINES, _engine_problems = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES)
 """The first is always there."""
 
 ENTRY_POINT_PROBLEMS: tuple[str, ...] = (

@@ -3,85 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from importlib import import_module
+import warnings
+from types import ModuleType
 
 import pytest
 
 import nbaccel
-from tests.house.source import ROOT
+from tests.house.public_names import listed, offered, why_gone
+from tests.house.source import ROOT, package_files
 
-PUBLIC = {
-    "Fp8Config",
-    "LaunchPicker",
-    "Picker",
-    "PrecisionPicker",
-    "ZeroPicker",
-    "configure",
-    "Accelerator",
-    "AutocastKwargs",
-    "CheckpointDamaged",
-    "CheckpointFailed",
-    "Choice",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "ConfigError",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "Inventory",
-    "LaunchTimeout",
-    "NbaccelError",
-    "PartialState",
-    "Plan",
-    "Pool",
-    "PrecisionMismatch",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RunConfig",
-    "Topology",
-    "TrainingDiverged",
-    "TrainingPlan",
-    "WorkerDied",
-    "WorkerFailed",
-    "__version__",
-    "advise",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "prepare_pippy",
-    "ParallelismConfig",
-    "infer_auto_device_map",
-    "is_rich_available",
-    "load_checkpoint_in_model",
-    "debug_launcher",
-    "deepspeed_environment",
-    "estimate_memory",
-    "find_executable_batch_size",
-    "fp32_state_dict",
-    "inspect_machine",
-    "load_fp32_state_dict",
-    "notebook_launcher",
-    "resolve",
-    "save_16bit_weights",
-    "set_seed",
-    "show_device_map",
-    "shutdown",
-    "skip_first_batches",
-    "synchronize_rng_states",
-    "zero_to_fp32",
-}
 HEAVY = {
     "IPython",
     "deepspeed",
@@ -96,38 +29,62 @@ HEAVY = {
 }
 
 
-def test_the_public_names_are_these():
-    assert set(nbaccel.__all__) == PUBLIC, "a public change needs a changelog line, too"
-    assert nbaccel.__all__ == sorted(PUBLIC), "a name is listed twice, or out of order"
+# Of `nbaccel.NAME`, which other packages have in their metadata.
+ENTRY_POINT_GROUPS = {"devices", "engines", "fp8_backends", "precisions", "strategies"}
+PAGE = ROOT / "docs" / "pages" / "reference" / "public.md"
+LEAVING = (
+    "A public name goes after two minor versions in which it was deprecated "
+    "(docs/pages/reference/public.md); only then take its line off tests/house/public_names.txt."
+)
+LISTING = "run python -m tests.house.public_names, python -m docs.tables; say it in CHANGELOG.md"
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_a_public_name_resolves_and_is_listed(name):
-    assert getattr(nbaccel, name) is not None
-    assert name in dir(nbaccel)
+def test_no_public_name_has_gone():
+    gone = [f"{name}: {why}" for name in listed() if (why := why_gone(name))]
+    assert not gone, "\n".join([*gone, LEAVING])
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
+def test_every_public_name_is_listed():
+    new = sorted(offered() - set(listed()))
+    assert not new, "\n".join([*new, LISTING])
+    assert listed() == sorted(set(listed())), "python -m tests.house.public_names puts it in order"
+
+
+def test_a_public_name_that_goes_is_seen(monkeypatch):
+    made = ModuleType("made_up")
+    made.__dict__.update(__all__=["kept", "lost"], kept=1, dropped=2, __getattr__=deprecated_name)
+    monkeypatch.setitem(sys.modules, "made_up", made)
+    assert why_gone("made_up.kept") == ""
+    assert why_gone("made_up.old") == ""
+    assert why_gone("made_up.lost") == "no lost"
+    assert why_gone("made_up.dropped") == "not in made_up.__all__"
+    assert "no_such_module" in why_gone("no_such_module.kept")
+
+
+def deprecated_name(name):
+    """As a module's `__getattr__`."""
+    if name != "old":
+        raise AttributeError(f"no {name}")
+    warnings.warn("old goes in 0.3: use kept", DeprecationWarning, stacklevel=2)
+    return 1
+
+
+def test_the_groups_of_entry_points_are_these():
+    text = "".join(file.text for file in package_files())
+    groups = re.findall(r'rows_from_outside\(\s*"([\w.]+)"', text)
+    assert sorted(groups) == sorted(f"nbaccel.{name}" for name in ENTRY_POINT_GROUPS), LEAVING
+    page = PAGE.read_text(encoding="utf-8")
+    assert [group for group in groups if f"`{group}`" not in page] == []
+
+
+def test_the_public_names_are_in_order_and_completed():
+    assert nbaccel.__all__ == sorted(set(nbaccel.__all__)), "listed twice, or out of order"
+    assert set(nbaccel.__all__) <= set(dir(nbaccel))
+
+
+@pytest.mark.parametrize("name", sorted({*nbaccel.__all__} - {"__version__"}))
 def test_a_public_name_is_documented(name):
     assert (getattr(nbaccel, name).__doc__ or "").strip(), f"nbaccel.{name} has no docstring"
-
-
-# Paths below the package that earlier papers, notebooks and messages showed to users.
-KNOWN_PATHS = (
-    "nbaccel.config.handlers: AutocastKwargs, DataLoaderConfiguration, GradScalerKwargs",
-    "nbaccel.deepspeed: ZeroConfig, check_config, deepspeed_table",
-    "nbaccel.errors: ConfigError, PlatformUnsupported",
-    "nbaccel.optimizer: AcceleratedOptimizer",
-    "nbaccel.scheduler: AcceleratedScheduler",
-    "nbaccel.train.checkpoint: load_state, save_model, save_state",
-    "nbaccel.utils: DataLoaderConfiguration, ProfileKwargs",
-)
-
-
-@pytest.mark.parametrize("known", KNOWN_PATHS)
-def test_a_path_that_users_know_still_works(known):
-    module, _, names = known.partition(": ")
-    assert [n for n in names.split(", ") if not hasattr(import_module(module), n)] == []
 
 
 def test_an_unknown_name_is_an_attribute_error_that_names_it():
