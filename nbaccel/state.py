@@ -1,4 +1,4 @@
-"""``PartialState`` and its kin: this process among the others, without a training loop.
+"""``PartialState``, ``AcceleratorState``: this process among the others, without a training loop.
 
 Unlike Accelerate's, they share no hidden state: the process group and the environment are the
 state, and every object reads the same from them. Only the newest `Accelerator` is remembered, so

@@ -97,7 +97,9 @@ def pack_call(
             raise NotSendable(
                 _cannot_send(culprit_path, pickling_error, fork_hazards), path=culprit_path
             ) from pickling_error
-    fork_plan = plan.with_start_method("fork", f"{fork_reason}, and nothing speaks against a fork")
+    fork_plan = plan.with_start_method(
+        "fork", f"{fork_reason}, and preflight found nothing against a fork"
+    )
     write_notice(f"nbaccel: workers are forked from the notebook, because {fork_reason}.\n")
     return _inherited_call(function, args, module_sharing), fork_plan
 

@@ -1,7 +1,7 @@
 """Where agents connect: one listening socket, and the handshake with whoever comes.
 
-Anything may connect to a port. Who does not prove in time that he knows the token is hung up on,
-and keeps no one else waiting.
+Anything may connect to a port. A caller that does not prove in time that it knows the token is
+disconnected, and keeps no one else waiting.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class CollectiveCheck:
         if os.getpid() != self._process_id:
             raise UnsafeMoment(
                 f"Process {os.getpid()} was forked from process {self._rank} of the group, and "
-                f"calls {json.loads(call_text)[0]}. It would speak with its parent's voice, and "
-                "the others would get wrong data. Call collectives in the parent only."
+                f"calls {json.loads(call_text)[0]}. It would send as its parent, and the "
+                "others would get wrong data. Call collectives in the parent only."
             )
         entry = Entry(self.calls_begun, call_text, user_place())
         self.calls_begun += 1

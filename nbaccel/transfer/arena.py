@@ -433,7 +433,7 @@ def _move_storages(
         if storage_span.storage.device.type == "cpu":
             _point_tensors(arena, storage_span)
         else:
-            # A tensor on a device stays there: only workers read the host copy.
+            # A tensor on an accelerator is not moved: workers get a copy in host memory.
             stand_ins[storage_span.storage.data_ptr()] = (arena, storage_span.start)
     return stand_ins, viewed_tensors
 

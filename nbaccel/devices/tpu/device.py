@@ -161,7 +161,7 @@ class TpuDevice(Device):
                 "can use them before it ends. With torch_tpu, torch.manual_seed or one backward "
                 "pass on the CPU is enough to take them; with torch_xla, any tensor on the device. "
                 "Restart the kernel, and run %load_ext nbaccel before torch is imported: it keeps "
-                "the runtime asleep there."
+                "the runtime uninitialized there."
             )
         if not holders:
             return ""
