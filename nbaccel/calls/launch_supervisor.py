@@ -8,8 +8,8 @@ until no other is seen setting up a group. Then it exits, and a peer that still 
 at once, with its name.
 
 [Note: weights in memory] Where the notebook reads weights in rank 0's memory, watching ends as soon
-as all have returned, with rank 0 still there; `wait_for_exit` watches the exits
-once they are read. If rank 0 may exit before the others have returned, it first writes them to the staging files.
+as all have returned, with rank 0 still there; `wait_for_exit` watches the exits once they are read.
+Where rank 0 may exit before the others have returned, it first writes them to the staging files.
 """
 
 from __future__ import annotations
