@@ -18,7 +18,7 @@ from nbaccel.deepspeed import library
 from nbaccel.deepspeed.cpp_operations import offloads_optimizer
 from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.schema import Arguments, Schema, missing_arguments, optimizer_arguments
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.deepspeed.zero_config import ZERO, OptimizerSection, ZeroConfig
 
 __all__ = [
     "batch_mistakes",
@@ -305,15 +305,14 @@ def maker_mistakes(zero_config: ZeroConfig, key_schema: Schema, *, device: str) 
         A message each.
     """
     if zero_config.optimizer is not None:
-        yield from _optimizer_mistakes(zero_config, key_schema, device)
+        yield from _optimizer_mistakes(zero_config.optimizer, zero_config, key_schema, device)
     if zero_config.scheduler is not None:
         yield from _scheduler_mistakes(zero_config, key_schema)
 
 
-def _optimizer_mistakes(zero_config: ZeroConfig, key_schema: Schema, device: str) -> Iterator[str]:
-    config_section = zero_config.optimizer
-    if config_section is None:
-        return
+def _optimizer_mistakes(
+    config_section: OptimizerSection, zero_config: ZeroConfig, key_schema: Schema, device: str
+) -> Iterator[str]:
     type_name = config_section.type
     given_params = config_section.params or {}
     if type_name is None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from nbaccel.base import torch_private
+from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
 from nbaccel.transfer import pickling
 
@@ -95,6 +96,31 @@ def _take_deprecation_warning() -> None:
 def _matmul_precision() -> str:
     _take_deprecation_warning()
     return torch.get_float32_matmul_precision()
+
+
+def _safe_globals() -> list[tuple[str, bytes]]:
+    """Each pickled, behind the installed package that it is from; "" where it is the user's own."""
+    found = []
+    for entry in torch.serialization.get_safe_globals():
+        holder = entry[0] if isinstance(entry, tuple) else entry
+        package = str(getattr(holder, "__module__", "")).partition(".")[0]
+        file = getattr(sys.modules.get(package), "__file__", None) or ""
+        is_installed = "-packages/" in file
+        found.append((package if is_installed else "", pickling.dumps_with_lines(entry)))
+    return found
+
+
+def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
+    for package, pickled in given:
+
+        def add(_: object = None, pickled: bytes = pickled) -> None:
+            torch.serialization.add_safe_globals([pickle.loads(pickled)])
+
+        # torchao registers its own at import: a worker need not import it for that.
+        if package and package not in sys.modules:
+            patch_module(package, add)
+        else:
+            add()
 
 
 def _attribute(name: str, holder: Any, attribute: str, fresh: Any = _ALWAYS) -> _Setting:
@@ -198,8 +224,8 @@ _OF_TORCH = (
     ),
     _Setting(
         "torch.serialization.add_safe_globals",
-        torch.serialization.get_safe_globals,
-        torch.serialization.add_safe_globals,
+        _safe_globals,
+        _add_safe_globals,
     ),
     _Setting(
         "torch.multiprocessing.set_sharing_strategy",

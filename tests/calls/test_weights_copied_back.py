@@ -38,7 +38,7 @@ with torch.no_grad():
 
 DIE_HALF_WAY = """
 import os, signal
-from nbaccel.transfer import shared_memory as memory
+from nbaccel.transfer import memfd as memory
 from nbaccel.transfer import weight_sync as home
 whole = memory.write_at
 def half(fd, data, offset):

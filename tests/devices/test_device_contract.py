@@ -61,12 +61,12 @@ def test_what_holds_without_the_hardware(row):
 def test_looking_for_hazards_wakes_nothing(row):
     done = run(
         "import os, sys\n"
-        "from nbaccel import _catalog\n"
-        f"assert _catalog.device({row.name!r}).hazards() == ()\n"
+        "from nbaccel.plan import registry\n"
+        f"assert registry.device({row.name!r}).hazards() == ()\n"
         "assert 'torch' not in sys.modules\n"
         "import torch\n"
         "before = len(os.listdir('/proc/self/task'))\n"
-        f"assert _catalog.device({row.name!r}).hazards() == ()\n"
+        f"assert registry.device({row.name!r}).hazards() == ()\n"
         "assert len(os.listdir('/proc/self/task')) == before\n"
         "assert not torch.cuda.is_initialized()\n"
     )
@@ -78,8 +78,8 @@ def test_a_worker_computes_on_its_device(row):
     require_hardware(row)
     done = run(
         "import torch\n"
-        "from nbaccel import _catalog\n"
-        f"device = _catalog.device({row.name!r})\n"
+        "from nbaccel.plan import registry\n"
+        f"device = registry.device({row.name!r})\n"
         "for local_rank in (0, 1):\n"
         "    device.enter_worker(local_rank)\n"
         "    place = device.torch_device(local_rank)\n"

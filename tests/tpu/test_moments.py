@@ -72,7 +72,7 @@ def test_a_kernel_that_loads_nbaccel_first_stays_asleep_and_launches(
 ) -> None:
     undecided_kernel.run("%load_ext nbaccel").check()
     undecided_kernel.run(BUSY_CELL).check()
-    asked = "from nbaccel import _catalog; print(_catalog.device('tpu').is_awake())"
+    asked = "from nbaccel.plan import registry; print(registry.device('tpu').is_awake())"
     assert undecided_kernel.run(asked).check().stdout.split() == ["False"]
     if driver == "torch_tpu":
         asked = f"print('torch_tpu' in sys.modules, os.environ[{AUTOLOAD!r}])"
@@ -91,8 +91,8 @@ try:
     nbaccel.notebook_launcher(print, ("launched",), config=config)
 except nbaccel.errors.UnsafeMoment as error:
     print(error)
-from nbaccel import _catalog
-print(*_catalog.device("tpu").hazards())
+from nbaccel.plan import registry
+print(*registry.device("tpu").hazards())
 """
 WAKING = {
     "torch_tpu": "torch.manual_seed(0)",

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Pool, notebook_launcher
+
+
+def appears(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 class Tied(nn.Module):
@@ -157,18 +163,24 @@ def test_a_parameter_without_part_in_the_loss_that_keeps_ddp_from_averaging_is_t
         notebook_launcher(lambda m: train(m, wrap=True), (Dummy(),), num_processes=2)
 
 
-def test_a_thread_that_writes_the_model_during_a_launch_is_told() -> None:
+def test_a_thread_that_writes_the_model_during_a_launch_is_told(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
+    began, written = tmp_path / "began", tmp_path / "written"
 
     def write() -> None:
-        time.sleep(0.3)
+        appears(began)
         with torch.no_grad():
             model.weight.fill_(2.0)
+        written.touch()
+
+    def work(model: nn.Module) -> None:
+        began.touch()
+        appears(written)
 
     thread = threading.Thread(target=write)
     thread.start()
     with pytest.warns(UserWarning, match=r"The notebook wrote to args\[0\] while the workers"):
-        notebook_launcher(lambda m: time.sleep(1.0), (model,), num_processes=2)
+        notebook_launcher(work, (model,), num_processes=2)
     thread.join()
 
 

@@ -491,7 +491,7 @@ def test_where_the_second_file_cannot_be_made_the_first_is_closed(launch, monkey
 
     trip = launch(Net())
     (arena,) = trip.arenas.values()
-    monkeypatch.setattr(receiver_module.shared_memory, "create_file", create)
+    monkeypatch.setattr(receiver_module.memfd, "create_file", create)
     with pytest.raises(OSError, match="too many"):
         receiver_module.WeightReceiver(trip.sharing, {"a": arena, "b": arena})
     assert not is_open(made[0])

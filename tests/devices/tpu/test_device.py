@@ -160,12 +160,12 @@ def test_a_kernel_is_kept_asleep_where_torch_tpu_is_installed_and_torch_not_impo
     code = (
         "import sys, os\n"
         f"sys.path.append({str(tmp_path)!r})\n"
-        "from nbaccel import _catalog\n"
+        "from nbaccel.plan import registry\n"
         "if len(sys.argv) > 1: os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = sys.argv[1]\n"
-        "_catalog.prepare_notebook()\n"
+        "registry.prepare_notebook()\n"
         "assert 'torch' not in sys.modules\n"
         "print(os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))\n"
-        "print(_catalog.known_device('tpu').idle_variables())\n"
+        "print(registry.known_device('tpu').idle_variables())\n"
     )
     for given, expected in (((), "0"), (("1",), "1")):
         done = subprocess.run(
