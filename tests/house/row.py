@@ -19,7 +19,7 @@ import functools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,9 @@ from tests.house.source import PACKAGE, ROOT, SourceFile
 PEERS = ROOT / "benchmarks" / "results" / "structure_peers.json"
 BEGIN, END = "<!-- structure:begin (made by `python -m docs.tables`) -->", "<!-- structure:end -->"
 _LEVELS = ("module", "lazy", "typing")
+IMPORT_PATHS = "paths"
+_FOLDERS_OF_ACCELERATE = {"accelerator", "utils"}
+Arrows = dict[tuple[str, str], tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,37 @@ def cycles(modules: list[Module], level: str) -> list[list[str]]:
 
 def folder_cycles(modules: list[Module], level: str) -> list[list[str]]:
     """Groups of folders that import each other, on a level and those before it."""
-    arrows = ((_folder(one), _folder(other)) for one, other in _arrows(modules, level))
-    return _groups((one, other) for one, other in arrows if one and other)
+    return _groups([*arrows(modules, _top_names(modules), level)])
+
+
+def places(modules: list[Module]) -> dict[str, str]:
+    """As what the drawing of ARCHITECTURE.md shows each folder and module at the top level.
+
+    A module is there because users of Accelerate import it, and so are two folders.
+    """
+    files = {m.name.split(".")[1] for m in modules if m.name.count(".") == 1 and not m.is_package}
+    paths = dict.fromkeys(files | _FOLDERS_OF_ACCELERATE, IMPORT_PATHS) | {"__main__": "cli"}
+    return {name: paths.get(name, name) for name in _top_names(modules)}
+
+
+def arrows(modules: list[Module], shown: Mapping[str, str], level: str = "typing") -> Arrows:
+    """The imports between folders, each with two modules as its example.
+
+    Args:
+        modules: Those of the package.
+        shown: What counts as one folder, by names at the top level (`places`).
+        level: It counts, and so do those before it.
+    """
+    found: Arrows = {}
+    for one, other in _arrows(modules, level):
+        ends = shown.get(top_name(one), ""), shown.get(top_name(other), "")
+        if all(ends) and ends[0] != ends[1]:
+            found.setdefault(ends, (one, other))
+    return found
+
+
+def _top_names(modules: list[Module]) -> dict[str, str]:
+    return {name: name for module in modules if (name := top_name(module.name))}
 
 
 def _arrows(modules: list[Module], level: str) -> Iterator[tuple[str, str]]:
@@ -155,7 +187,7 @@ def _arrows(modules: list[Module], level: str) -> Iterator[tuple[str, str]]:
                 yield module.name, target
 
 
-def _folder(name: str) -> str:
+def top_name(name: str) -> str:
     """The name of the folder that a module is in; nothing for the package itself."""
     return name.split(".")[1] if "." in name else ""
 
@@ -235,8 +267,13 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- the table
-def measure(modules: list[Module]) -> dict[str, str]:
-    """The figures of one package, by what they are of."""
+def measure(modules: list[Module], shown: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The figures of one package, by what they are of.
+
+    Args:
+        modules: Those of the package.
+        shown: As what a drawing shows them, if there is one (`places`).
+    """
     code = sum(len(module.code_lines) for module in modules)
     lengths = sorted(function_lengths(modules))
     places = defined(modules)
@@ -253,6 +290,7 @@ def measure(modules: list[Module]) -> dict[str, str]:
         "function: median / p90 / p99 / longest": " / ".join(
             str(lengths[min(int(q * len(lengths)), len(lengths) - 1)]) for q in (0.5, 0.9, 0.99, 1)
         ),
+        **_top_level(modules, shown),
         "cycles of modules: imports / lazy ones too / for types too": " / ".join(
             str(len(cycles(modules, level))) for level in _LEVELS
         ),
@@ -267,10 +305,21 @@ def measure(modules: list[Module]) -> dict[str, str]:
     }
 
 
+def _top_level(modules: list[Module], shown: Mapping[str, str] | None) -> dict[str, str]:
+    each = _top_names(modules)
+    counted = (shown, each) if shown else (each,)
+    folders = [str(len(set(one.values()))) for one in counted]
+    imports = [str(len(arrows(modules, one))) for one in counted]
+    return {
+        "folders and modules at the top: as drawn / each": " / ".join(["-", *folders][-2:]),
+        "imports between these: as drawn / each": " / ".join(["-", *imports][-2:]),
+    }
+
+
 def table() -> str:
     """The figures of the package, beside those of others that were stored."""
     own, peers = (
-        measure(nbaccel()),
+        measure(nbaccel(), places(nbaccel())),
         json.loads(PEERS.read_text(encoding="utf-8")),
     )
     lines = [f"|  | nbaccel | {' | '.join(peers)} |", "|---" + "|--:" * (1 + len(peers)) + "|"]
