@@ -5,10 +5,10 @@
 The table of ARCHITECTURE.md is written by `python -m docs.tables`; what it shows of other packages
 is stored in benchmarks/results/structure_peers.json. A code line is one that is neither blank, nor
 a comment, nor part of a docstring. A name is what a module binds at its top level by `def`, `class`
-or assignment. A folder is one directly below the package, or a module that
-is. Imports count on three levels: those that run with the module, those inside functions as well,
-and those for type checkers as well. A private name of another package is one with a leading
-underscore that no module of the package itself defines.
+or assignment. A folder is one directly below the package, or a module that is; as drawn, all import
+paths of Accelerate's users are one (`places`). Imports count on three levels: those that run with
+the module, those inside functions as well, and those for type checkers as well. A private name of
+another package is one with a leading underscore that no module of the package itself defines.
 """
 
 from __future__ import annotations
