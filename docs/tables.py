@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from docs import drawing
 from nbaccel.config import RunConfig
 from nbaccel.notebook.options import kinds_of, words_of
 from nbaccel.notebook.picker.choices import CHOICES_BEGIN, CHOICES_END, choices_tables
 from nbaccel.plan.matrix import MATRIX_BEGIN, MATRIX_END, compatibility_tables, markdown_table
 from tests.house import public_names, row
+from tests.house.markers import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "pages" / "reference"
@@ -48,14 +50,8 @@ TABLES = (
     (REFERENCE / "settings.md", run_config_table, FIELDS_BEGIN, FIELDS_END),
     (REFERENCE / "public.md", public_table, PUBLIC_BEGIN, PUBLIC_END),
     (ROOT / "ARCHITECTURE.md", row.table, row.BEGIN, row.END),
+    (drawing.PAGE, drawing.drawing, drawing.BEGIN, drawing.END),
 )
-
-
-def put_into(text: str, table: str, begin: str, end: str) -> str:
-    """A page's text with this table between its markers."""
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    return f"{head}{begin}\n\n{table}\n\n{end}{tail}"
 
 
 if __name__ == "__main__":

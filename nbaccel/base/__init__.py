@@ -1,1 +1,1 @@
-"""What all else stands on: errors, messages, the environment, files, private names of libraries."""
+"""Errors, messages, files, the environment."""

@@ -1,1 +1,4 @@
-"""Models bigger than one device's memory: built empty, placed by a map, read from their files."""
+"""Models bigger than one device's memory.
+
+They are built empty, placed by a map, and read from their files.
+"""

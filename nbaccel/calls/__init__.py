@@ -1,6 +1,7 @@
-"""Calls on workers: a launch and its end, and pools whose workers live on between cells.
+"""Calls on workers: launches and pools.
 
-Its names are imported when they are first used: what only reads a cell's source imports no torch.
+A pool's workers live on between cells. Names are imported when they are first used: what only reads
+a cell's source imports no torch.
 """
 
 from __future__ import annotations

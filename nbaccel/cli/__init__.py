@@ -1,4 +1,7 @@
-"""The command ``nbaccel``: one module per subcommand, and a strategy's module may add its own."""
+"""The command nbaccel and its subcommands.
+
+Each has a module, and a strategy's module may add its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of a run: the user's settings."""
+"""The user's settings, and what may combine."""
 
 from __future__ import annotations
 

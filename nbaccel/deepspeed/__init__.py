@@ -1,4 +1,4 @@
-"""DeepSpeed in a notebook: its configuration, environment and memory.
+"""DeepSpeed: configuration, ZeRO, advisor.
 
 Its names are imported when they are first used: neither torch nor DeepSpeed is looked at before.
 """

@@ -1,3 +1,3 @@
-"""The hardware that workers compute on, a module each."""
+"""The hardware: CPU, CUDA, TPU, XPU, MPS."""
 
 from __future__ import annotations

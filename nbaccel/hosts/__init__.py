@@ -1,1 +1,4 @@
-"""Workers on other machines: one agent process on each, and a relay on the notebook's."""
+"""Workers on other machines: agents, relays.
+
+One agent runs on each machine, and a relay for each on the notebook's.
+"""

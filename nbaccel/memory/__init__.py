@@ -1,1 +1,1 @@
-"""The memory of training: sizes of a model, activations, and the table of both."""
+"""Estimates of memory and of time per step."""

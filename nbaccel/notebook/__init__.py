@@ -1,1 +1,1 @@
-"""The user interface in a notebook: magics, and what they show."""
+"""Magics, forms and hints in a notebook."""

@@ -1,1 +1,1 @@
-"""What workers print and display, and the dashboard, as the notebook shows it."""
+"""What workers print, the panel, the report."""

@@ -1,4 +1,4 @@
-"""What will happen: a configuration and a machine, made into a plan with reasons."""
+"""From a RunConfig and a machine to a Plan."""
 
 from __future__ import annotations
 

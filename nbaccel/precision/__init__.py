@@ -1,1 +1,1 @@
-"""Precisions: one module per family of number formats."""
+"""Number formats: float32, bf16, fp16, FP8."""

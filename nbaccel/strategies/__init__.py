@@ -1,1 +1,1 @@
-"""Strategies: one module per way in which several processes train one model."""
+"""Training over processes: DDP, FSDP, SPMD."""

@@ -1,1 +1,1 @@
-"""What a training loop consists of: data, gradients, collectives, checkpoints."""
+"""Data, gradients, collectives, checkpoints."""

@@ -1,1 +1,4 @@
-"""Models, weights, functions and names between the notebook and its workers."""
+"""What travels between notebook and workers.
+
+Models, weights, functions, names of the notebook.
+"""

@@ -1,1 +1,1 @@
-"""Worker processes: started, spoken to, ended."""
+"""Worker processes, messages, failures."""

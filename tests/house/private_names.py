@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Mapping
+
+from tests.house.source import nodes
 
 # Documented, in spite of the underscore.
 _PUBLIC = {
@@ -18,10 +21,11 @@ def is_private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
 
 
-def defined(tree: ast.AST) -> set[str]:
+@functools.cache
+def defined(tree: ast.Module) -> frozenset[str]:
     """The names that a module gives to its own functions, classes, fields and attributes."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -31,10 +35,10 @@ def defined(tree: ast.AST) -> set[str]:
                 names.add(node.attr)
         elif isinstance(node, ast.Tuple) and all(isinstance(e, ast.Constant) for e in node.elts):
             names |= {e.value for e in node.elts if isinstance(e.value, str)}  # type: ignore[attr-defined]
-    return names
+    return frozenset(names)
 
 
-def used(tree: ast.AST, inherited: frozenset[str]) -> list[tuple[int, str]]:
+def used(tree: ast.Module, inherited: frozenset[str]) -> list[tuple[int, str]]:
     """Line and name of each private name that is somebody else's.
 
     Args:
@@ -43,7 +47,7 @@ def used(tree: ast.AST, inherited: frozenset[str]) -> list[tuple[int, str]]:
     """
     own = defined(tree)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("nbaccel"):
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):
@@ -51,8 +55,8 @@ def used(tree: ast.AST, inherited: frozenset[str]) -> list[tuple[int, str]]:
                 p for a in node.names if not a.name.startswith("nbaccel") for p in a.name.split(".")
             ]
         elif isinstance(node, ast.Attribute):
-            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
-            parts = [] if node.attr in (own | inherited if is_own else own) else [node.attr]
+            known = node.attr in own or (node.attr in inherited and _is_own(node.value))
+            parts = [] if known else [node.attr]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in _BY_NAME:
             name = node.args[1] if len(node.args) > 1 else None
             parts = [name.value] if isinstance(name, ast.Constant) and name.value not in own else []
@@ -65,6 +69,14 @@ def used(tree: ast.AST, inherited: frozenset[str]) -> list[tuple[int, str]]:
             continue
         found += [(node.lineno, part) for part in parts if is_private(part) and part not in _PUBLIC]
     return found
+
+
+def _is_own(value: ast.expr) -> bool:
+    """Whether it is `self`, `cls` or `super()`."""
+    if isinstance(value, ast.Call):
+        bare = not value.args and not value.keywords
+        return bare and isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
 def used_in_package(trees: Mapping[str, ast.Module]) -> list[str]:

@@ -5,33 +5,35 @@
 The table of ARCHITECTURE.md is written by `python -m docs.tables`; what it shows of other packages
 is stored in benchmarks/results/structure_peers.json. A code line is one that is neither blank, nor
 a comment, nor part of a docstring. A name is what a module binds at its top level by `def`, `class`
-or assignment. A folder is one directly below the package, or a module that
-is. Imports count on three levels: those that run with the module, those inside functions as well,
-and those for type checkers as well. A private name of another package is one with a leading
-underscore that no module of the package itself defines.
+or assignment. A folder is one directly below the package, or a module that is; as drawn, all import
+paths of Accelerate's users are one (`places`). Imports count on three levels: those that run with
+the module, those inside functions as well, and those for type checkers as well. A private name of
+another package is one with a leading underscore that no module of the package itself defines.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import io
+import functools
 import json
 import re
-import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import networkx as nx
 
-from tests.house import private_names
-from tests.house.source import PACKAGE, ROOT
+from tests.house import private_names, source
+from tests.house.source import PACKAGE, ROOT, SourceFile
 
 PEERS = ROOT / "benchmarks" / "results" / "structure_peers.json"
 BEGIN, END = "<!-- structure:begin (made by `python -m docs.tables`) -->", "<!-- structure:end -->"
 _LEVELS = ("module", "lazy", "typing")
+IMPORT_PATHS = "paths"
+_FOLDERS_OF_ACCELERATE = {"accelerator", "utils"}
+Arrows = dict[tuple[str, str], tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,28 @@ class Module:
     """Modules of the package, each with the level on which it is imported."""
 
 
+@functools.cache
+def nbaccel() -> list[Module]:
+    """Every module of nbaccel."""
+    return _modules(PACKAGE, source.package_files())
+
+
 def read(folder: Path) -> list[Module]:
     """Every module of the package in a folder."""
-    paths = {_name_of(path, folder): path for path in sorted(folder.rglob("*.py"))}
+    return _modules(folder, source.read(folder))
+
+
+def _modules(folder: Path, files: Iterable[SourceFile]) -> list[Module]:
+    named = {_name_of(file.path, folder): file for file in files}
     modules = []
-    for name, path in paths.items():
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        code, comments = _lines(text, tree)
-        is_package = path.stem == "__init__"
-        imports = tuple(_imports(name, tree, paths.keys(), is_package=is_package))
-        raw = len(text.splitlines())
-        modules.append(Module(name, is_package, tree, raw, code, comments, imports))
+    for name, file in named.items():
+        code, comments = _lines(file.text)
+        is_package = file.path.stem == "__init__"
+        imports = tuple(_imports(name, file.tree, named.keys(), is_package=is_package))
+        code -= _docstring_lines(file.tree)
+        modules.append(
+            Module(name, is_package, file.tree, len(file.lines), code, comments, imports)
+        )
     return modules
 
 
@@ -68,30 +80,39 @@ def _name_of(path: Path, folder: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _lines(text: str, tree: ast.Module) -> tuple[frozenset[int], int]:
-    code: set[int] = set()
+# A string, or a comment: whichever begins first, so that neither is seen inside the other. The
+# module `tokenize` takes several times as long.
+_STRING_OR_COMMENT = re.compile(
+    r"""
+    (?P<comment> \#.* )
+    | "{3} (?: [^\\"] | \\[\s\S] | "(?!"") )* "{3}
+    | '{3} (?: [^\\'] | \\[\s\S] | '(?!'') )* '{3}
+    | " (?: [^\\"\n] | \\[\s\S] )* "
+    | ' (?: [^\\'\n] | \\[\s\S] )* '
+    """,
+    re.VERBOSE,
+)
+_FOR_A_TOOL = re.compile(r"#\s*(noqa|type:|pragma|mypy:|ruff:|-{3,})")
+
+
+def _lines(text: str) -> tuple[frozenset[int], int]:
+    """The lines with code, docstrings among them, and the number of comments."""
     comments = 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            comments += not re.match(r"#\s*(noqa|type:|pragma|mypy:|ruff:|-{3,})", token.string)
-        elif token.type not in _NO_CODE:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return frozenset(code - _docstring_lines(tree)), comments
 
+    def without(found: re.Match[str]) -> str:
+        nonlocal comments
+        if not found["comment"]:
+            return "_\n" * found[0].count("\n") + "_"  # blank lines within a string, too
+        comments += not _FOR_A_TOOL.match(found[0])
+        return ""
 
-_NO_CODE = {
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+    bare = _STRING_OR_COMMENT.sub(without, text).split("\n")
+    return frozenset(n for n, line in enumerate(bare, start=1) if line.strip()), comments
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
     lines: set[int] = set()
-    for node in ast.walk(tree):
+    for node in source.nodes(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
@@ -113,8 +134,9 @@ def function_lengths(modules: list[Module]) -> list[int]:
     return lengths
 
 
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return (node for node in source.nodes(tree) if isinstance(node, kinds))
 
 
 # ---------------------------------------------------------------- imports
@@ -125,8 +147,37 @@ def cycles(modules: list[Module], level: str) -> list[list[str]]:
 
 def folder_cycles(modules: list[Module], level: str) -> list[list[str]]:
     """Groups of folders that import each other, on a level and those before it."""
-    arrows = ((_folder(one), _folder(other)) for one, other in _arrows(modules, level))
-    return _groups((one, other) for one, other in arrows if one and other)
+    return _groups([*arrows(modules, _top_names(modules), level)])
+
+
+def places(modules: list[Module]) -> dict[str, str]:
+    """As what the drawing of ARCHITECTURE.md shows each folder and module at the top level.
+
+    A module is there because users of Accelerate import it, and so are two folders.
+    """
+    files = {m.name.split(".")[1] for m in modules if m.name.count(".") == 1 and not m.is_package}
+    paths = dict.fromkeys(files | _FOLDERS_OF_ACCELERATE, IMPORT_PATHS) | {"__main__": "cli"}
+    return {name: paths.get(name, name) for name in _top_names(modules)}
+
+
+def arrows(modules: list[Module], shown: Mapping[str, str], level: str = "typing") -> Arrows:
+    """The imports between folders, each with two modules as its example.
+
+    Args:
+        modules: Those of the package.
+        shown: What counts as one folder, by names at the top level (`places`).
+        level: It counts, and so do those before it.
+    """
+    found: Arrows = {}
+    for one, other in _arrows(modules, level):
+        ends = shown.get(top_name(one), ""), shown.get(top_name(other), "")
+        if all(ends) and ends[0] != ends[1]:
+            found.setdefault(ends, (one, other))
+    return found
+
+
+def _top_names(modules: list[Module]) -> dict[str, str]:
+    return {name: name for module in modules if (name := top_name(module.name))}
 
 
 def _arrows(modules: list[Module], level: str) -> Iterator[tuple[str, str]]:
@@ -136,7 +187,7 @@ def _arrows(modules: list[Module], level: str) -> Iterator[tuple[str, str]]:
                 yield module.name, target
 
 
-def _folder(name: str) -> str:
+def top_name(name: str) -> str:
     """The name of the folder that a module is in; nothing for the package itself."""
     return name.split(".")[1] if "." in name else ""
 
@@ -171,18 +222,27 @@ def _origin(name: str, node: ast.ImportFrom, *, is_package: bool) -> str:
 
 
 def _statements(node: ast.AST, level: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
-    for child in ast.iter_child_nodes(node):
+    for child in _inside(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, level
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _statements(child, "typing" if level == "typing" else "lazy")
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for one in child.body:
-                yield from _statements(ast.Module([one], []), "typing")
-            for one in child.orelse:
-                yield from _statements(ast.Module([one], []), level)
+        elif isinstance(child, ast.If) and _is_for_types(child.test):
+            yield from _statements(ast.Module(child.body, []), "typing")
+            yield from _statements(ast.Module(child.orelse, []), level)
         else:
             yield from _statements(child, level)
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    parts = (getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(test))
+    return "TYPE_CHECKING" in parts
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a statement: expressions, most of a tree, import nothing."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        yield from getattr(node, name, ())
 
 
 # ---------------------------------------------------------------- names
@@ -207,8 +267,13 @@ def _bound(body: list[ast.stmt]) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- the table
-def measure(modules: list[Module]) -> dict[str, str]:
-    """The figures of one package, by what they are of."""
+def measure(modules: list[Module], shown: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The figures of one package, by what they are of.
+
+    Args:
+        modules: Those of the package.
+        shown: As what a drawing shows them, if there is one (`places`).
+    """
     code = sum(len(module.code_lines) for module in modules)
     lengths = sorted(function_lengths(modules))
     places = defined(modules)
@@ -225,6 +290,7 @@ def measure(modules: list[Module]) -> dict[str, str]:
         "function: median / p90 / p99 / longest": " / ".join(
             str(lengths[min(int(q * len(lengths)), len(lengths) - 1)]) for q in (0.5, 0.9, 0.99, 1)
         ),
+        **_top_level(modules, shown),
         "cycles of modules: imports / lazy ones too / for types too": " / ".join(
             str(len(cycles(modules, level))) for level in _LEVELS
         ),
@@ -239,9 +305,23 @@ def measure(modules: list[Module]) -> dict[str, str]:
     }
 
 
+def _top_level(modules: list[Module], shown: Mapping[str, str] | None) -> dict[str, str]:
+    each = _top_names(modules)
+    counted = (shown, each) if shown else (each,)
+    folders = [str(len(set(one.values()))) for one in counted]
+    imports = [str(len(arrows(modules, one))) for one in counted]
+    return {
+        "folders and modules at the top: as drawn / each": " / ".join(["-", *folders][-2:]),
+        "imports between these: as drawn / each": " / ".join(["-", *imports][-2:]),
+    }
+
+
 def table() -> str:
     """The figures of the package, beside those of others that were stored."""
-    own, peers = measure(read(PACKAGE)), json.loads(PEERS.read_text(encoding="utf-8"))
+    own, peers = (
+        measure(nbaccel(), places(nbaccel())),
+        json.loads(PEERS.read_text(encoding="utf-8")),
+    )
     lines = [f"|  | nbaccel | {' | '.join(peers)} |", "|---" + "|--:" * (1 + len(peers)) + "|"]
     for name, value in own.items():
         cells = [name, value, *(peer[name] for peer in peers.values())]
