@@ -65,7 +65,7 @@ def test_no_backend_is_told_by_its_name_outside_its_folder():
         "match kind:\n    case 'fsdp': pass",
         "make = {'ddp': 1, 'fsdp': 2}[name]",
         "make = {'ddp': 1}.get(name)",
-        "_catalog.strategy('deepspeed')",
+        "registry.strategy('deepspeed')",
         "strategy_row('deepspeed').library",
         "device.startswith('cuda')",
         "row = {row.name: row for row in DEVICES}['cuda']",
@@ -83,7 +83,7 @@ def test_a_backend_by_name_is_seen_whatever_the_variable_is_called(code):
         "if tensor.device.type == 'cpu': pass",
         "if precision == 'no': pass",
         "torch.device('cpu')",
-        "_catalog.strategy(plan.strategy)",
+        "registry.strategy(plan.strategy)",
     ],
 )
 def test_what_asks_for_no_backend_is_not_seen(code):
