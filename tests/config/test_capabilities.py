@@ -13,7 +13,7 @@ from nbaccel.config.fp8 import Fp8Config
 from nbaccel.plan import matrix, registry
 from tests import needs
 
-PAGE = Path(__file__).parents[1] / "docs/pages/reference/compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs/pages/reference/compatibility.md"
 
 
 def test_there_is_a_row_for_every_word_of_the_configuration():

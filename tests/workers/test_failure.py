@@ -151,7 +151,7 @@ Current thread 0x00007f0a9c0d2740 (most recent call first):
   File "{house}/workers/worker.py", line 90 in main
 
 Extension modules: numpy.core (total: 1)
-""".replace("{house}", failure.__file__.rpartition("/failures/")[0])
+""".replace("{house}", failure.__file__.rpartition("/workers/")[0])
 
 
 def test_the_main_threads_stack_is_read_from_a_dump() -> None:
@@ -169,7 +169,7 @@ def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack() -> None:
         '  File "{house}/workers/template_from_kernel.py", line 200 in fork_notebook\n'
         '  File "/tmp/ipykernel_9/33.py", line 1 in <module>\n'
         '  File "/site-packages/ipykernel/kernelapp.py", line 7 in start\n'
-    ).replace("{house}", failure.__file__.rpartition("/failures/")[0])
+    ).replace("{house}", failure.__file__.rpartition("/workers/")[0])
     forked_in_cell = DUMP.replace("\nExtension modules", of_notebook + "\nExtension modules")
     assert parse_stack(forked_in_cell) == parse_stack(DUMP)
     head, _, _ = DUMP.rpartition('  File "/usr/lib/python3.11/ctypes')
