@@ -38,9 +38,9 @@ def explain_import_errors(public_name: str) -> Iterator[None]:
         yield
     except (ImportError, AttributeError) as error:
         # Looked for only now: going through the standard library at every import would cost time.
-        hidden_message = _hidden_package() or _hidden_library()
-        if hidden_message:
-            raise MissingBackend(hidden_message) from error
+        message = _hidden_package() or _hidden_library()
+        if message:
+            raise MissingBackend(message) from error
         if isinstance(error, AttributeError):
             raise ImportError(f"nbaccel.{public_name} cannot be imported: {error}") from error
         raise
@@ -52,48 +52,48 @@ def refuse_hidden_modules() -> None:
     Raises:
         MissingBackend: One is a file of the user's, which cannot do what is expected of it.
     """
-    if hidden_message := _hidden_package():
-        raise MissingBackend(hidden_message)
+    if message := _hidden_package():
+        raise MissingBackend(message)
 
 
 def _hidden_package() -> str:
     for module_name, (library_name, real_attribute) in _HIDEABLE_PACKAGES.items():
-        imported_module = sys.modules.get(module_name)
+        module = sys.modules.get(module_name)
         if (
-            imported_module is None
-            or hasattr(imported_module, real_attribute)
+            module is None
+            or hasattr(module, real_attribute)
             # A module lacks its names while it is being imported.
-            or _is_being_imported(imported_module)
+            or _is_being_imported(module)
         ):
             continue
-        if module_place := _module_place(imported_module):
+        if module_place := _module_place(module):
             return _hidden_message(module_name, module_place, library_name)
     return ""
 
 
 def _hidden_library() -> str:
     """The same for Python's own modules; those that were imported in their place."""
-    for module_name in sys.stdlib_module_names:
-        module_place = _module_place(sys.modules.get(module_name))
+    for name in sys.stdlib_module_names:
+        module_place = _module_place(sys.modules.get(name))
         if (
             module_place
             and not module_place.startswith(_STANDARD_LIBRARY)
             and not _is_installed_file(module_place)
         ):
-            return _hidden_message(module_name, module_place, "Python's own module of this name")
+            return _hidden_message(name, module_place, "Python's own module of this name")
     return ""
 
 
-def _hidden_message(module_name: str, module_place: str, hidden_library: str) -> str:
+def _hidden_message(name: str, module_place: str, hidden_library: str) -> str:
     return (
-        f"{module_name} is {module_place}, which hides {hidden_library}: rename that file, and "
+        f"{name} is {module_place}, which hides {hidden_library}: rename that file, and "
         "restart the kernel. Python imports what it finds first in sys.path, and this comes "
         "before installed packages."
     )
 
 
-def _is_being_imported(imported_module: ModuleType) -> bool:
-    return bool(getattr(imported_module.__spec__, "_initializing", False))
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
 
 
 def _is_installed_file(module_place: str) -> bool:
@@ -101,10 +101,10 @@ def _is_installed_file(module_place: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(module_place).parts)
 
 
-def _module_place(imported_module: ModuleType | None) -> str:
+def _module_place(module: ModuleType | None) -> str:
     """The file of a module, or the folder of a package; empty if there is none."""
-    module_file = getattr(imported_module, "__file__", None)
-    if not isinstance(module_file, str):
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str):
         return ""
-    module_path = Path(module_file)
-    return str(module_path.parent if module_path.name == "__init__.py" else module_path)
+    path = Path(file)
+    return str(path.parent if path.name == "__init__.py" else path)

@@ -35,8 +35,8 @@ _BUILT_IN = "_nbaccel_built_in_process"
 
 def _trainer_classes() -> Iterator[type]:
     # Not imported: without the module there can be no such object.
-    for module_name in TRAINER_MODULES:
-        trainer_class = getattr(sys.modules.get(module_name), "Trainer", None)
+    for name in TRAINER_MODULES:
+        trainer_class = getattr(sys.modules.get(name), "Trainer", None)
         if isinstance(trainer_class, type):
             yield trainer_class
 
@@ -78,17 +78,17 @@ def trainer_refusal(trainer: Any, trainer_path: str, entry_name: str, num_worker
 
 def guard_trainers() -> None:
     """Refuse, in this worker, trainers that were not built in it. Once per worker."""
-    for module_name in TRAINER_MODULES:
-        patch_module(module_name, _guard_trainer)
+    for name in TRAINER_MODULES:
+        patch_module(name, _guard_trainer)
 
 
-def _guard_trainer(trainer_module: ModuleType) -> None:
-    trainer_class = trainer_module.Trainer
+def _guard_trainer(module: ModuleType) -> None:
+    trainer_class = module.Trainer
     trainer_class.__init__ = _marking_constructor(trainer_class.__init__)
-    for entry_name in TRAINER_ENTRIES:
-        entry_method = getattr(trainer_class, entry_name, None)
+    for name in TRAINER_ENTRIES:
+        entry_method = getattr(trainer_class, name, None)
         if entry_method is not None:
-            setattr(trainer_class, entry_name, _guarded_method(entry_name, entry_method))
+            setattr(trainer_class, name, _guarded_method(name, entry_method))
 
 
 def _marking_constructor(constructor: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +100,7 @@ def _marking_constructor(constructor: Callable[..., None]) -> Callable[..., None
     return marked
 
 
-def _guarded_method(entry_name: str, entry_method: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_method(name: str, entry_method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(entry_method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -109,7 +109,7 @@ def _guarded_method(entry_name: str, entry_method: Callable[..., Any]) -> Callab
             num_workers = int(variables.get("LOCAL_WORLD_SIZE", "1"))
             # One worker is as alone as the notebook is.
             if int(variables.get("WORLD_SIZE", "1")) > 1:
-                raise ConfigError(trainer_refusal(self, "trainer", entry_name, num_workers))
+                raise ConfigError(trainer_refusal(self, "trainer", name, num_workers))
         return entry_method(self, *args, **kwargs)
 
     return guarded
@@ -125,6 +125,6 @@ def tell_of_worker(rank: int) -> None:
     if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:
         rank_zero_only.rank = rank
     # Modules of both packages have the answer under this name, which they import from each other.
-    for module_name, module in tuple(sys.modules.items()):
-        if module_name.partition(".")[0] in _PACKAGES and "_IS_INTERACTIVE" in vars(module):
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] in _PACKAGES and "_IS_INTERACTIVE" in vars(module):
             vars(module)["_IS_INTERACTIVE"] = False

@@ -39,8 +39,8 @@ def refuse_built_trainers(plan: Plan, function: Callable[..., Any], args: tuple[
     """
     if plan.world_size < 2:
         return
-    for trainer, trainer_path, entry_name in _called_trainers(function, args):
-        raise ConfigError(trainer_refusal(trainer, trainer_path, entry_name, plan.num_processes))
+    for trainer, path, name in _called_trainers(function, args):
+        raise ConfigError(trainer_refusal(trainer, path, name, plan.num_processes))
 
 
 def _called_trainers(
@@ -72,16 +72,14 @@ def _called_trainers(
 def _outer_values(function: types.FunctionType, args: tuple[Any, ...]) -> Mapping[str, Any]:
     """What names of the function's body stand for: globals, closure variables, arguments."""
     values = dict(function.__globals__)
-    for variable_name, closure_cell in zip(
-        function.__code__.co_freevars, function.__closure__ or (), strict=False
-    ):
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         # An empty closure cell raises ValueError: the variable has no value yet.
         with contextlib.suppress(ValueError):
-            values[variable_name] = closure_cell.cell_contents
+            values[name] = cell.cell_contents
     code = function.__code__
     # Local variables hide globals of the same name, and get their values in the worker.
-    for variable_name in (*code.co_varnames, *code.co_cellvars):
-        values.pop(variable_name, None)
+    for name in (*code.co_varnames, *code.co_cellvars):
+        values.pop(name, None)
     with contextlib.suppress(TypeError, ValueError):  # has been refused, or has no signature
         call_signature = inspect.signature(function, follow_wrapped=False)
         values.update(call_signature.bind(*args).arguments)

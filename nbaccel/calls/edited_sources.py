@@ -81,9 +81,9 @@ def _local_modules() -> Iterator[tuple[str, types.ModuleType, Path]]:
     """Modules from source files that are not installed packages."""
     for module_name in _local_names(len(sys.modules), next(reversed(sys.modules))):
         loaded_module = sys.modules.get(module_name)
-        module_file = getattr(loaded_module, "__file__", None)
-        if loaded_module is not None and isinstance(module_file, str):
-            yield module_name, loaded_module, Path(module_file)
+        file = getattr(loaded_module, "__file__", None)
+        if loaded_module is not None and isinstance(file, str):
+            yield module_name, loaded_module, Path(file)
 
 
 @functools.lru_cache(maxsize=1)
@@ -114,21 +114,19 @@ def _local_names(name_count: int, last_names: str) -> tuple[str, ...]:
 def _imported_stamp(module_spec: ModuleSpec) -> _FileStamp | None:
     """The stamp of the source that was imported, from the bytecode file that Python made of it."""
     try:
-        with Path(module_spec.cached or "").open("rb") as module_file:
-            pyc_header = module_file.read(16)
+        with Path(module_spec.cached or "").open("rb") as file:
+            header = file.read(16)
     except OSError:
         return None
-    is_by_time = pyc_header[:4] == importlib.util.MAGIC_NUMBER and pyc_header[4:8] == bytes(4)
-    if len(pyc_header) < 16 or not is_by_time:
+    is_by_time = header[:4] == importlib.util.MAGIC_NUMBER and header[4:8] == bytes(4)
+    if len(header) < 16 or not is_by_time:
         return None
     return _FileStamp(
-        int.from_bytes(pyc_header[8:12], "little"), int.from_bytes(pyc_header[12:16], "little")
+        int.from_bytes(header[8:12], "little"), int.from_bytes(header[12:16], "little")
     )
 
 
-def _guessed_stamp(
-    loaded_module: types.ModuleType, source_path: Path, stamp: _FileStamp
-) -> _FileStamp:
+def _guessed_stamp(module: types.ModuleType, source_path: Path, stamp: _FileStamp) -> _FileStamp:
     """The same where no bytecode file is written: functions are compared with the source's."""
     if stamp.mtime_s < int(psutil.Process().create_time()):
         # Not edited since this process began.
@@ -138,7 +136,7 @@ def _guessed_stamp(
     # A file that does not compile has been edited, and the edit is not finished.
     except (OSError, SyntaxError, ValueError):
         return _FileStamp(0, 0)
-    return stamp if _is_same(code_object, vars(loaded_module)) else _FileStamp(0, 0)
+    return stamp if _is_same(code_object, vars(module)) else _FileStamp(0, 0)
 
 
 def _is_same(code_object: types.CodeType, namespace: Mapping[str, Any]) -> bool:
