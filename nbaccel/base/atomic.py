@@ -202,14 +202,14 @@ def publish_weights(built_folder: Path, folder: Path, name_pattern: str) -> None
     sync_path(folder)
 
 
-def _remove_stale(folder: Path, name_pattern: str, names: set[str]) -> None:
+def _remove_stale(folder: Path, name_pattern: str, kept: set[str]) -> None:
     name_start, _, name_end = name_pattern.partition("{suffix}")
     index_pattern = re.escape(_INDEX_SUFFIX)
     stale_pattern = (
         rf"{re.escape(name_start)}(-\d{{5}}-of-\d{{5}})?{re.escape(name_end)}({index_pattern})?"
     )
     for path in folder.iterdir():
-        if re.fullmatch(stale_pattern, path.name) and path.name not in names:
+        if re.fullmatch(stale_pattern, path.name) and path.name not in kept:
             path.unlink(missing_ok=True)
 
 

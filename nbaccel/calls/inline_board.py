@@ -19,7 +19,7 @@ from nbaccel.workers.resource_use import process_use
 
 __all__ = ["observing_here"]
 
-_LOOK_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 
 class BoardChannel:
@@ -41,7 +41,7 @@ class BoardChannel:
         self.dashboard = Dashboard([0], place=self._place, is_wanted=self.draws_bars)
         self._launching_thread = threading.get_ident()
         self._bars = InlineBars()
-        self._next_look = 0.0
+        self._next_poll = 0.0
 
     def try_send(self, message: Any) -> bool:
         """Take in what the function reports."""
@@ -64,12 +64,12 @@ class BoardChannel:
             self._refresh_if_due()
 
     def _refresh_if_due(self) -> None:
-        if time.monotonic() >= self._next_look:
+        if time.monotonic() >= self._next_poll:
             self.refresh()
 
     def refresh(self) -> None:
         """Look how much memory the process has, and show what is known."""
-        self._next_look = time.monotonic() + _LOOK_INTERVAL_S
+        self._next_poll = time.monotonic() + _POLL_INTERVAL_S
         rows = [self._own_row("running")]
         if self.dashboard.is_due:
             self.dashboard.update(rows)

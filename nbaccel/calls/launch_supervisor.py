@@ -184,7 +184,7 @@ class ExitBarrier:
 
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._members = members
-        self._next_look: float | None = None
+        self._next_poll: float | None = None
         """When ranks at work are looked at; None before one has returned, or after the message."""
         self._are_asked = False
         self._has_begun = False
@@ -195,12 +195,12 @@ class ExitBarrier:
         """A worker has returned."""
         if not self._has_begun:
             self._has_begun = True
-            self._next_look = time.monotonic() + time_limits.EXIT_RECHECK_S
+            self._next_poll = time.monotonic() + time_limits.EXIT_RECHECK_S
 
     def due(self) -> float | None:
         """When something is to be done (CLOCK_MONOTONIC); None if there is nothing to decide."""
         if self._at_work():
-            return self._next_look
+            return self._next_poll
         if self._waiting():
             # No rank is at work any more: those that wait may leave at once.
             return 0.0
@@ -231,10 +231,10 @@ class ExitBarrier:
                 member.forget_stack()
                 member.ask_stack()
             self._are_asked = True
-            self._next_look = current_time + time_limits.ANSWER_S
+            self._next_poll = current_time + time_limits.ANSWER_S
         else:
             self._are_asked = False
-            self._next_look = current_time + time_limits.EXIT_RECHECK_S
+            self._next_poll = current_time + time_limits.EXIT_RECHECK_S
             return self._judge(busy_members, current_time)
         return None
 
@@ -269,7 +269,7 @@ class ExitBarrier:
         if not all(rank_activity.collective for rank_activity in activity_words.values()):
             return None
         # The message is shown once.
-        self._next_look = None
+        self._next_poll = None
         done_ranks = ", ".join(str(member.rank) for member in self._members if not member.is_busy)
         waiting_lines = "".join(
             f"\n  rank {worker_rank}: {rank_activity}"

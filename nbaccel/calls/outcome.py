@@ -357,7 +357,7 @@ def conclude_call(
         raise failed_error
     log_level = frames.caller_level()
     returned = [member.returned for member in call_result.members if member.returned]
-    weight_reports = [message.home for message in returned if message.home]
+    weight_reports = [message.weight_report for message in returned if message.weight_report]
     # Both compare with the notebook's old values, which `apply` overwrites.
     disturbed_paths = weight_receiver.disturbed()
     differing_models = weight_receiver.differing(weight_reports)
@@ -434,7 +434,7 @@ def weights_unread(error: MemoryUnread, closing_lines: str) -> WorkerFailed:
         closing_lines: What became of the model, if it is as before.
     """
     if error.errno == errno.EIO:
-        # See [Note: one call] in `memory_pieces`: only a system without memory does this.
+        # See [Note: one call] in `process_memory`: only a system without memory does this.
         closing_lines = (
             "The notebook's model has some of the new weights and some of the old ones. Load its "
             "state_dict again before you use it."

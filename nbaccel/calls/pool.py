@@ -1,7 +1,7 @@
 """`Pool`: workers that stay, and take code, names and calls from the notebook.
 
     run ─► names the cell needs ─► BindNames ─► RunCell ─► weights back ─► results ─► out
-           (namespace_sync)                (task)     (WriteWeights, Settle)
+           (namespace_sync)                (task)     (WriteWeights, WeightsReceived)
 
 The pool decides what a task's end means: go on, leave the process groups, or start anew.
 """

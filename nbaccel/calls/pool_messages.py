@@ -2,7 +2,7 @@
 
     notebook ──► JoinPool once, then one task at a time: RunCell, RunJob, Pull, …
              ◄── Returned, Failed, … and Idle, which ends the task
-    notebook ──► Look, Break      by a second channel (see `workers.messaging`)
+    notebook ──► AskWhereabouts, Break   by a second channel (see `workers.messaging`)
 
 A channel is a nameless pair of sockets inherited by fork: no other process can connect to it.
 """
@@ -134,7 +134,7 @@ class WriteWeights:
     arenas: tuple[str, ...]
     """Keys of the arenas that the staging files belong to, in their order."""
     reads_memory: bool = False
-    """Whether the notebook reads what lies in the worker's memory there, before Settle."""
+    """Whether the notebook reads what lies in the worker's memory there, before WeightsReceived."""
 
     def file_hints(self) -> messaging.FileHints:
         """What it means for memory files."""

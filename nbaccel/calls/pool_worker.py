@@ -214,7 +214,7 @@ class _CellWorker:
     def _weights_received(
         self, task: pool_messages.WeightsReceived, file_descriptors: list[int]
     ) -> None:
-        # May be interrupted, because settling can be put off: it only gives memory back.
+        # May be interrupted, because it can be put off: it only gives memory back.
         self._busy = True
         self._names.share_equal_pages()
 
@@ -279,7 +279,7 @@ class _CellWorker:
                 message, _ = self._control.receive()
             except (EOFError, OSError):
                 return
-            if isinstance(message, messaging.Look):
+            if isinstance(message, messaging.AskWhereabouts):
                 self._channel.send(self._whereabouts())
             elif isinstance(message, messaging.Break):
                 self._groups.cut()
@@ -342,7 +342,7 @@ def _group_words() -> str:
 
 
 _UNINTERRUPTED_MESSAGES = (pool_messages.JoinGroup, pool_messages.WeightsReceived)
-"""Tasks without an answer: a failed join shows in the other ranks, and settling can be put off."""
+"""Tasks without an answer: a failed join shows in the other ranks, and giving memory back can be put off."""
 
 _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
     pool_messages.RunCell: _CellWorker._run_cell,

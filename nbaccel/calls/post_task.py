@@ -1,7 +1,7 @@
 """What follows a task, successful or not: ranks in step again, and weights copied back.
 
 WriteWeights ─► every rank writes its part into staging files ─► Staged
-          all ranks have: the notebook copies it into the arenas ─► Settle
+          all ranks have: the notebook copies it into the arenas ─► WeightsReceived
           a rank failed, died or was stopped: the files are dropped, and nothing has changed
 """
 

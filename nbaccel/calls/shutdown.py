@@ -1,7 +1,7 @@
 """Making workers give up their call, by steps of growing force, each with a time limit.
 
                      launch (workers end)            pool (workers stay)
-    ask where it is  stack, by signal                Look, to its second thread
+    ask where it is  stack, by signal                AskWhereabouts, to its second thread
     interrupt        KeyboardInterrupt; one that     the same; after a failure elsewhere its
                      says so gets time for its       connections are cut with it: no peer will
                      `finally` blocks                complete the collective that it waits in

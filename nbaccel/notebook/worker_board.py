@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it would import torch, which loading the extension does not
 
 __all__ = ["WorkerBoard"]
 
-_LOOK_INTERVAL_S = 2.0
+_POLL_INTERVAL_S = 2.0
 
 
 class WorkerBoard:
@@ -105,7 +105,7 @@ class WorkerBoard:
             event_loop = asyncio.get_running_loop()
         except RuntimeError:  # a kernel without one: then it is renewed by cells only
             return
-        self._timer = event_loop.call_later(_LOOK_INTERVAL_S, self._poll_between_cells)
+        self._timer = event_loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
 
     def _poll_between_cells(self) -> None:
         self._timer = None

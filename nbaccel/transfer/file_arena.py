@@ -38,7 +38,7 @@ class FileArena(Arena):
         super().__init__(file_descriptor, os.fstat(file_descriptor).st_size, is_private=True)
 
     def sync(self) -> None:
-        """See :meth:`Arena.settle`."""
+        """See :meth:`Arena.sync`."""
         if self._is_file and self.written():
             self.leave_file()
 

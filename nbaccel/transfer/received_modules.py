@@ -4,7 +4,7 @@
         │ read by the notebook, once every rank has written all of it
     arena file
         │ private map
-    worker's tensors ──► settle: pages that equal the file are given back, and shared again
+    worker's tensors ──► share_equal_pages: pages that equal the file are given back, and shared again
                      ◄── adopt: the notebook wrote to the weights: what was written here goes
 
 A tensor that left the arena (moved to a device, sharded, given another dtype) is copied instead.
@@ -298,7 +298,7 @@ class ReceivedModules:
             staging_files: Descriptors of the notebook's staging files by key of the arena. A module
                 that lies in other arenas as well is not copied back.
             is_read: Whether the notebook reads weights in this process's memory, before it says
-                that they can be settled.
+                that they can be shared again.
 
         Returns:
             What was written, and the files of this rank's own that hold whole arenas, by key: their

@@ -54,7 +54,7 @@ class WeightReceiver:
 
         Raises:
             OSError: Memory is short; nothing has changed.
-            MemoryUnread: Rank 0 has ended meanwhile; see `memory_pieces.read_pieces`.
+            MemoryUnread: Rank 0 has ended meanwhile; see `process_memory.read_pieces`.
         """
         merged_report = WeightReport()
         for weight_report in weight_reports:

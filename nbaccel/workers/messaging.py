@@ -390,7 +390,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Exit. A worker that has returned stays until then: [Note: exit barrier] in launch/."""
+    """Exit. Until then a worker that has returned stays.
+
+    See [Note: exit barrier] in `calls.launch_supervisor`.
+    """
 
     stages_weights: bool = False
     """Whether it first writes to the staging files what was to be read in its memory, because the
@@ -401,7 +404,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class AskWhereabouts:
     """Say where you are. Answered by Whereabouts."""
 
 
@@ -515,7 +518,7 @@ class Returned:
     payload: PackedObject | None
     unsendable: str | None
     """Why the value could not be sent, if so."""
-    home: Any
+    weight_report: Any
     """`WeightReport`: which trained weights lie in the staging files."""
 
 
@@ -523,7 +526,7 @@ class Returned:
 class WeightsStaged:
     """What was to be read in this worker's memory lies in the staging files now."""
 
-    home: Any
+    weight_report: Any
     """`WeightReport`, in the place of that of `Returned`."""
 
 

@@ -102,7 +102,7 @@ class TemplateBoot:
         return os.pread(self.errors, 1 << 20, 0).decode(errors="replace")
 
     def use(self) -> None:
-        """Keep it until :meth:`leave`, also if it is replaced meanwhile."""
+        """Keep it until :meth:`release`, also if it is replaced meanwhile."""
         self.users += 1
 
     def release(self) -> None:

@@ -85,8 +85,8 @@ class WorkerHandle:
         """Whether weights lie in its memory that the notebook has to read there."""
         return (
             self.returned is not None
-            and self.returned.home is not None
-            and bool(self.returned.home.in_memory)
+            and self.returned.weight_report is not None
+            and bool(self.returned.weight_report.in_memory)
             and not self.is_read
         )
 
@@ -157,7 +157,7 @@ class WorkerHandle:
     def take_weights(self, message: messaging.WeightsStaged) -> None:
         """It has written its weights where they are safe without it."""
         if self.returned is not None:
-            self.returned = replace(self.returned, home=message.home)
+            self.returned = replace(self.returned, weight_report=message.weight_report)
 
     def note_read(self) -> None:
         """The notebook has read the weights in its memory."""
@@ -232,7 +232,7 @@ class WorkerHandle:
     def ask_where(self) -> bool:
         """Ask where it is; returns whether it can answer."""
         if self.control is not None and self.state is not HandleState.FORKED:
-            self._tell(messaging.Look())
+            self._tell(messaging.AskWhereabouts())
             return True
         return self.ask_stack()
 
@@ -296,7 +296,7 @@ class WorkerHandle:
     def _signal(self, number: int) -> None:
         self.starter.signal(self.pid, number)
 
-    def _tell(self, message: messaging.Look | messaging.Break) -> None:
+    def _tell(self, message: messaging.AskWhereabouts | messaging.Break) -> None:
         if self.control is not None:
             # It may have ended already; its sentinel tells.
             with contextlib.suppress(OSError):
