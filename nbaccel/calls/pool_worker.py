@@ -342,7 +342,7 @@ def _group_words() -> str:
 
 
 _UNINTERRUPTED_MESSAGES = (pool_messages.JoinGroup, pool_messages.WeightsReceived)
-"""Tasks without an answer: a failed join shows in the other ranks, and giving memory back can be put off."""
+"""Tasks without an answer: a failed join shows in the other ranks, and memory may stay longer."""
 
 _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
     pool_messages.RunCell: _CellWorker._run_cell,

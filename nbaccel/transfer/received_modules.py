@@ -4,7 +4,7 @@
         │ read by the notebook, once every rank has written all of it
     arena file
         │ private map
-    worker's tensors ──► share_equal_pages: pages that equal the file are given back, and shared again
+    worker's tensors ──► share_equal_pages: pages equal to the file are given back, shared again
                      ◄── adopt: the notebook wrote to the weights: what was written here goes
 
 A tensor that left the arena (moved to a device, sharded, given another dtype) is copied instead.
