@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from nbaccel.plan.inspecting import inspect_machine
     from nbaccel.plan.inventory import Inventory
     from nbaccel.plan.launch_plan import Choice, Plan
-    from nbaccel.plan.resolve import resolve
+    from nbaccel.plan.resolving import resolve
     from nbaccel.plan.topology import Topology
     from nbaccel.plan.training_plan import TrainingPlan
     from nbaccel.state import (

@@ -27,7 +27,7 @@ from typing import Any
 from nbaccel.base import frames
 from nbaccel.base.log import write_notice
 from nbaccel.transfer import pickling
-from nbaccel.transfer.package_changes import ChangeKind, PackageChange
+from nbaccel.transfer.package_changes import ChangeKind, LateChange, PackageChange
 from nbaccel.workers import installed_modules
 
 __all__ = ["sendable_changes"]
@@ -306,7 +306,7 @@ _CHECKED: dict[tuple[Any, ...], str] = {}
 """Changes that are there → why they cannot be sent; empty for those that can."""
 
 
-def sendable_changes() -> tuple[PackageChange, ...]:
+def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
     """The changes that workers can be given; what cannot be is told, once each."""
     changes = {change.identity(): change for change in _SCAN.changes()}
     for identity in _CHECKED.keys() - changes.keys():
@@ -320,7 +320,23 @@ def sendable_changes() -> tuple[PackageChange, ...]:
                     f"{_CHECKED[identity]}. Do it in the launched function, or use "
                     'start_method="fork".\n'
                 )
-    return tuple(change for identity, change in changes.items() if not _CHECKED[identity])
+    return tuple(
+        _when_needed(change) for identity, change in changes.items() if not _CHECKED[identity]
+    )
+
+
+def _when_needed(change: PackageChange) -> PackageChange | LateChange:
+    """The change, put off where it is an entry for a class of a module of the user's."""
+    users_module = ""
+    if change.kind == "entry" and isinstance(change.key, type):
+        users_module = change.key.__module__
+    elif change.kind == "entry" and isinstance(change.key, str) and isinstance(change.value, type):
+        # torch's names of classes, by which it saves and loads them.
+        is_its_name = change.key.startswith(f"{change.value.__module__}.")
+        users_module = change.value.__module__ if is_its_name else ""
+    if users_module not in installed_modules.local_modules():
+        return change
+    return LateChange(users_module=users_module, pickled=pickling.dumps_with_lines(change))
 
 
 def _after_cell(_result: object = None) -> None:

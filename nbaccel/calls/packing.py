@@ -21,7 +21,7 @@ from nbaccel.plan import Plan
 from nbaccel.transfer import arena, pickling, weight_sync
 from nbaccel.transfer.find_modules import outermost_modules, reached_modules
 from nbaccel.transfer.library_settings import library_settings
-from nbaccel.transfer.package_changes import PackageChange
+from nbaccel.transfer.package_changes import LateChange, PackageChange
 from nbaccel.workers import fork_safety, worker
 
 _COPY_LIMIT_BYTES = 256 * 2**20
@@ -170,7 +170,7 @@ def _pickle_call(
 def _prepare_sharing(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    package_changes: tuple[PackageChange, ...],
+    package_changes: tuple[PackageChange | LateChange, ...],
     module_sharing: arena.Sharing,
     limit_bytes: int | None,
 ) -> tuple[worker.WorkerCall, pickling.Sender, pickling.PreparedObject]:

@@ -91,7 +91,7 @@ def _default(
     overwrite: _OverwriteOption = False,
 ) -> None:
     from nbaccel.config import RunConfig
-    from nbaccel.plan.resolve import resolve
+    from nbaccel.plan.resolving import resolve
 
     console = _console()
     # Resolved first: a precision that this machine lacks is refused before anything is written.

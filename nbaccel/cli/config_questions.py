@@ -20,7 +20,7 @@ from nbaccel.config.field_rules import FieldCheck, rule_of
 from nbaccel.config.nested_keys import put_at
 from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
-from nbaccel.plan.resolve import resolve
+from nbaccel.plan.resolving import resolve
 
 __all__ = ["ask_config"]
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
-__all__ = ["AppliedChanges", "ChangeKind", "PackageChange"]
+from nbaccel.base.import_patches import patch_module
+
+__all__ = ["AppliedChanges", "ChangeKind", "LateChange", "PackageChange"]
 
 ChangeKind = Literal["attribute", "entry", "element"]
 
@@ -47,13 +51,29 @@ class PackageChange:
         return (self.module, self.holder, self.kind, key, id(self.value))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateChange:
+    """An entry for a class of the user's own module, of no use before that has been imported.
+
+    Unpickled at once, it would have each worker import the module, needed or not: transformers
+    registers every subclass of `ModelOutput` with torch.
+    """
+
+    users_module: str
+    pickled: bytes
+    """The `PackageChange`."""
+
+
 class AppliedChanges:
     """The notebook's changes as one worker has them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
+        self._late: dict[str, list[bytes]] = {}
+        """The user's module → changes for when it is imported."""
+        self._awaited: set[str] = set()
 
-    def follow(self, changes: Sequence[PackageChange]) -> None:
+    def follow(self, changes: Sequence[PackageChange | LateChange]) -> None:
         """Make these changes, and take back those that were made before.
 
         Args:
@@ -63,14 +83,30 @@ class AppliedChanges:
         while self._undo:
             with contextlib.suppress(Exception):  # the package's own classes may raise anything
                 self._undo.pop()()
+        self._late.clear()
         for change in changes:
-            try:
-                self._undo.append(_apply(change))
-            except Exception as error:  # imports and descriptors of packages may raise anything
-                sys.stderr.write(
-                    f"nbaccel: {change.place} is not as in the notebook: {type(error).__name__}: "
-                    f"{error}. Change it in the launched function.\n"
-                )
+            if isinstance(change, PackageChange):
+                self._make(change)
+            elif change.users_module in sys.modules:
+                self._make(pickle.loads(change.pickled))
+            else:
+                self._late.setdefault(change.users_module, []).append(change.pickled)
+        for users_module in self._late.keys() - self._awaited:
+            self._awaited.add(users_module)
+            patch_module(users_module, self._make_late)
+
+    def _make_late(self, module: ModuleType) -> None:
+        for pickled in self._late.pop(module.__name__, ()):
+            self._make(pickle.loads(pickled))
+
+    def _make(self, change: PackageChange) -> None:
+        try:
+            self._undo.append(_apply(change))
+        except Exception as error:  # imports and descriptors of packages may raise anything
+            sys.stderr.write(
+                f"nbaccel: {change.place} is not as in the notebook: {type(error).__name__}: "
+                f"{error}. Change it in the launched function.\n"
+            )
 
 
 def _apply(change: PackageChange) -> Callable[[], object]:

@@ -36,7 +36,7 @@ _OF_LAUNCHES = tuple(
     f"nbaccel.{name}"
     for name in (
         *("launchers", "output", "hosts", "notebook", "cli"),
-        *("plan.inspecting", "plan.inventory", "plan.launch_plan", "plan.resolve", "plan.matrix"),
+        *("plan.inspecting", "plan.inventory", "plan.launch_plan", "plan.resolving", "plan.matrix"),
         *("plan.training_plan", "plan.fp8_choice", "plan.named_gpus"),
         *("calls.launch", "calls.inline", "calls.packing", "calls.script", "calls.supervisor"),
         *("calls.listening", "calls.shutdown", "calls.outcome", "calls.built_trainers"),

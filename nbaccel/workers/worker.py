@@ -47,7 +47,7 @@ from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import arena, main_names, memfd, pickling, sharded_tensors
 from nbaccel.transfer.library_settings import LibrarySettings
-from nbaccel.transfer.package_changes import AppliedChanges, PackageChange
+from nbaccel.transfer.package_changes import AppliedChanges, LateChange, PackageChange
 from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.workers import (
     exit_functions,
@@ -99,7 +99,7 @@ class WorkerCall:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     modules: tuple[tuple[Manifest, nn.Module], ...] = ()
-    changes: tuple[PackageChange, ...] = ()
+    changes: tuple[PackageChange | LateChange, ...] = ()
     """What the notebook has changed of installed packages; a fork has it."""
 
 

@@ -286,7 +286,7 @@ def is_file(mapping: arena.Arena) -> bool:
     return "memfd" not in os.readlink(f"/proc/self/fd/{mapping.fd}")
 
 
-@pytest.mark.parametrize("how", ["settle", "leave_file"])
+@pytest.mark.parametrize("how", ["sync", "leave_file"])
 def test_an_arena_that_leaves_its_file_keeps_addresses_and_values(tmp_path, how):
     mapping, tensor, path = checkpoint_arena(tmp_path)
     before, address = path.read_bytes(), tensor.data_ptr()

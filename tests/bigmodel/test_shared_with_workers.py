@@ -18,8 +18,8 @@ from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.transfer import arena
 from tests.bigmodel.launched import (
     add_one,
+    count,
     load_side_by_side,
-    look_at,
     only_look,
     smaps,
     sums,
@@ -141,7 +141,7 @@ def test_single_tensors_of_a_checkpoint_arrive(model, is_changed):
     if is_changed:
         tensors["2.weight"][7] = 5
     expected = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
-    seen = notebook_launcher(look_at, (tensors,), num_processes=2, start_method="template")
+    seen = notebook_launcher(count, (tensors,), num_processes=2, start_method="template")
     assert list(seen) == [expected, expected]
 
 

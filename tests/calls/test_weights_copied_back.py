@@ -249,7 +249,7 @@ def test_a_death_after_the_weights_have_come_takes_nothing_away(
     old = values(model)
     end = (
         "import os\nfrom nbaccel.transfer.received_modules import ReceivedModules\n"
-        "ReceivedModules.settle = lambda self: os.kill(os.getpid(), 9)\n"
+        "ReceivedModules.share_equal_pages = lambda self: os.kill(os.getpid(), 9)\n"
     )
     fresh.run(TRAIN + end, ranks=[0])
     assert equal(model, [v - 0.5 for v in old])

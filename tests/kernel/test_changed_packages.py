@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
+
 import pytest
 
 from tests.kernel.kernel import Kernel
@@ -199,6 +202,47 @@ def test_live_workers_follow_what_is_changed(fresh_kernel: Kernel) -> None:
         assert shown == "[0-1] torch.nn.modules.linear\n"
     finally:
         fresh_kernel.run("live.stop()").check()
+
+
+def test_a_class_of_the_users_own_module_is_registered_when_a_worker_imports_that(
+    fresh_kernel: Kernel, tmp_path: Path
+) -> None:
+    module = """
+    from dataclasses import dataclass
+    import torch
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class Output(ModelOutput):
+        loss: torch.Tensor | None = None
+
+    class Pair(list):
+        pass
+    """
+    (tmp_path / "my_outputs.py").write_text(textwrap.dedent(module))
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(tmp_path)!r})
+    import my_outputs, torch
+    from torch.utils import _pytree
+    from nbaccel import Pool, notebook_launcher
+    _pytree.register_pytree_node(my_outputs.Pair, lambda x: (list(x), None), lambda x, _: x)
+
+    def without():
+        return "my_outputs" in sys.modules
+
+    def with_it():
+        import my_outputs
+        leaves = _pytree.tree_leaves([my_outputs.Output(loss=1), my_outputs.Pair([2, 3])])
+        return "my_outputs" in sys.modules, leaves
+
+    print(*notebook_launcher(without, (), 2), *notebook_launcher(with_it, (), 2))
+    with Pool(2) as live:
+        print(*live.call(without), *live.call(with_it), *live.call(with_it))
+    """
+    told = fresh_kernel.run(code).check().stdout.splitlines()
+    there = "(True, [1, 2, 3])"
+    assert told == [f"False False {there} {there}", f"False False {' '.join([there] * 4)}"]
 
 
 def test_a_change_that_cannot_be_sent_is_told_once(fresh_kernel: Kernel) -> None:

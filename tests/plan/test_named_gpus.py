@@ -12,7 +12,7 @@ from nbaccel.errors import ConfigError
 from nbaccel.hosts.host_session import _named_devices
 from nbaccel.plan import Inventory, resolve
 from nbaccel.plan.named_gpus import with_named_gpus
-from tests.plan.test_resolve import CPU, with_gpus
+from tests.plan.test_resolving import CPU, with_gpus
 
 
 def named(setting: str, **settings: object) -> RunConfig:

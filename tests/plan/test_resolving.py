@@ -8,7 +8,7 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError, PlatformUnsupported
-from nbaccel.plan import Gpu, Inventory, TpuHost, resolve
+from nbaccel.plan import Gpu, Inventory, TpuHost, resolve, resolving
 from tests import needs
 
 CPU = Inventory(
@@ -139,7 +139,7 @@ def test_rendezvous_of_other_packages_are_looked_for_only_where_one_is_asked_for
     """A look reads a file of every installed package; a form resolves a plan for each option."""
     looked = []
     monkeypatch.setattr(
-        sys.modules["nbaccel.plan.resolve"],  # the function has the module's name in its package
+        resolving,
         "entry_points",
         lambda *, group: looked.append(group) or EntryPoints([EntryPoint("mine", "a:b", group)]),
     )
