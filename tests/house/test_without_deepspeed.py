@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
-    "tests/plan tests/config tests/plan/test_registry.py tests/notebook/picker",
+    "tests/plan tests/config tests/notebook/picker",
     # Where DeepSpeed is one among others; all tests of these folders would take minutes more.
     "tests/strategies/test_ddp.py tests/accelerator/test_prepare.py",
     # Launches, pools and what travels between them.
