@@ -30,10 +30,10 @@ def tell_of_edits() -> None:
     """
     for module_name in sorted(local_modules()):
         module = sys.modules.get(module_name)
-        module_spec = getattr(module, "__spec__", None)
-        source_time = _time_of(getattr(module, "__file__", None))
-        if module is None or module_spec is None or not source_time:
+        module_spec: ModuleSpec | None = getattr(module, "__spec__", None)
+        if module is None or module_spec is None:
             continue
+        source_time = _time_of(module.__file__)
         known_spec, known_time = _KNOWN_VERSIONS.get(module, (None, 0))
         if known_spec is not module_spec:
             # Python writes the bytecode file when it imports. Without one, edits count from here.
