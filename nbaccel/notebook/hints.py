@@ -35,7 +35,8 @@ class Hints:
 
     def _on_cell_end(self, cell_result: Any = None) -> None:
         cell_error = getattr(cell_result, "error_in_exec", None)
-        # A failed cell of workers raises an error of both classes; there a worker lacks the name.
+        # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
+        # of workers raises an error of both classes; there a worker lacks the name.
         if isinstance(cell_error, NameError) and not isinstance(cell_error, WorkerFailed):
             missing_name = getattr(cell_error, "name", None)
             if (
