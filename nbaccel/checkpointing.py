@@ -47,5 +47,5 @@ def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
     obj.load_state_dict(files.read_torch_file(_custom_state_file(path, index)))
 
 
-def _custom_state_file(folder: str | Path, object_number: int) -> Path:
-    return Path(folder) / f"custom_checkpoint_{object_number}.pkl"
+def _custom_state_file(folder: str | Path, number: int) -> Path:
+    return Path(folder) / f"custom_checkpoint_{number}.pkl"

@@ -186,13 +186,13 @@ class SkipDataLoader(PreparedLoader):
         use_stateful_dataloader: bool = False,
         **kwargs: Any,
     ) -> None:
-        base_loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
         loader_settings = LoaderSettings(
-            **_place_settings(base_loader),
+            **_place_settings(loader),
             skip_batches=skip_batches,
             stateful=use_stateful_dataloader,
         )
-        super().__init__(base_loader, GradientState(), loader_settings, drop=skip_batches)
+        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
 
 
 def prepare_data_loader(
@@ -282,10 +282,10 @@ def _refuse_mesh(called_object: Any, device_mesh: Any) -> None:
 def _reading_class(is_stateful: bool) -> Any:
     if not is_stateful:
         return DataLoader
-    torchdata_module = optional_packages.require(
+    module = optional_packages.require(
         "torchdata.stateful_dataloader", extra="stateful", why="use_stateful_dataloader=True"
     )
-    return torchdata_module.StatefulDataLoader
+    return module.StatefulDataLoader
 
 
 def _place_settings(

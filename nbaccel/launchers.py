@@ -209,9 +209,7 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
     # A value equal to the default cannot be told from one that was not given.
     defaults = RunConfig().model_dump()
     conflicting_names = [
-        setting_name
-        for setting_name, setting_value in settings.items()
-        if setting_value != defaults[setting_name]
+        setting_name for setting_name, value in settings.items() if value != defaults[setting_name]
     ]
     if conflicting_names:
         raise ConfigError(

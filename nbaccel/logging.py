@@ -35,17 +35,17 @@ class MultiProcessAdapter(_AdapterBase):
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
-        message_text, logger_options = self.process(msg, kwargs)
+        text, options = self.process(msg, kwargs)
         if in_order:
-            process_state = PartialState()
-            for rank in range(process_state.num_processes):
-                if rank == process_state.process_index:
-                    self.logger.log(level, message_text, *args, **logger_options)
+            state = PartialState()
+            for rank in range(state.num_processes):
+                if rank == state.process_index:
+                    self.logger.log(level, text, *args, **options)
                 # Every process waits in every round, also those that have logged: it is a
                 # collective.
-                process_state.wait_for_everyone()
+                state.wait_for_everyone()
         elif not main_only or distributed.rank() == 0:
-            self.logger.log(level, message_text, *args, **logger_options)
+            self.logger.log(level, text, *args, **options)
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]

@@ -92,8 +92,8 @@ def distributed_type(place: Place) -> DistributedType:
         return DistributedType(default_type)
     if place.is_alone:
         return DistributedType.NO
-    on_host = device_row(place.device_name).in_host_memory
-    return DistributedType.MULTI_CPU if on_host else DistributedType.MULTI_GPU
+    host = device_row(place.device_name).in_host_memory
+    return DistributedType.MULTI_CPU if host else DistributedType.MULTI_GPU
 
 
 class PartialState(ProcessInfo):
@@ -309,10 +309,10 @@ class AcceleratorState(PartialState):
         self._said["distributed_type"] = DistributedType(value)
 
     def __repr__(self) -> str:
-        state_text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+        text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
         deepspeed_plugin = self.deepspeed_plugin
         return (
-            state_text
+            text
             if deepspeed_plugin is None
-            else f"{state_text}ds_config: {deepspeed_plugin.deepspeed_config}\n"
+            else f"{text}ds_config: {deepspeed_plugin.deepspeed_config}\n"
         )

@@ -690,8 +690,8 @@ class Accelerator(RunDescription):
         Raises:
             ConfigError: An activity is unknown.
         """
-        profile_settings = profile_handler or self.profile_handler
-        with profile_block(profile_settings, self._collectives) as profiler:
+        settings = profile_handler or self.profile_handler
+        with profile_block(settings, self._collectives) as profiler:
             yield profiler
 
     def end_training(self) -> None:

@@ -99,12 +99,12 @@ def _subclasses(settings_class: type[Fp8Handler]) -> Iterator[type[Fp8Handler]]:
 def _strategy_using(settings_class: type) -> str | None:
     """The strategy whose settings are objects of a class; None where none has it."""
     # Compared as text: importing the classes of all rows would import their libraries.
-    class_path = f"{settings_class.__module__}:{settings_class.__qualname__}"
+    path = f"{settings_class.__module__}:{settings_class.__qualname__}"
     return next(
         (
             f"strategy {strategy.name}"
             for strategy in _strategies_by_handler()
-            if strategy.settings == class_path
+            if strategy.settings == path
         ),
         None,
     )
@@ -150,8 +150,8 @@ class Request:
         Args:
             strategy_name: Its name; one that was not asked for gets its settings from the handlers.
         """
-        requested_strategy = self.asked.strategy
-        if requested_strategy is not None and requested_strategy.strategy == strategy_name:
+        strategy = self.asked.strategy
+        if strategy is not None and strategy.strategy == strategy_name:
             return self.settings
         return registry.strategy_settings(strategy_name, self.handlers.given)
 
@@ -161,11 +161,8 @@ class Request:
         Args:
             argument_name: ``fsdp_plugin``, for example.
         """
-        requested_strategy = self.asked.strategy
-        if (
-            requested_strategy is None
-            or strategy_row(requested_strategy.strategy).argument != argument_name
-        ):
+        strategy = self.asked.strategy
+        if strategy is None or strategy_row(strategy.strategy).argument != argument_name:
             return None
         return self.settings
 
@@ -323,19 +320,19 @@ def _requested_precision(precision: str | None, run_config: RunConfig | None) ->
         return str(getattr(precision, "value", precision)).lower(), "argument"
     if run_config is not None:
         return run_config.mixed_precision, "config"
-    variable_text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
-    return (variable_text, "environment") if variable_text else ("no", "default")
+    text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
+    return (text, "environment") if text else ("no", "default")
 
 
 def _fp8_settings(
-    run_config: RunConfig | None, handler: Fp8Handler | None, precision_name: str
+    run_config: RunConfig | None, handler: Fp8Handler | None, name: str
 ) -> Fp8Config | None:
     if handler is None:
         return Fp8Config.from_environment() if run_config is None else run_config.fp8
-    if not any(row.name == precision_name and row.has_backends for row in PRECISIONS):
+    if not any(row.name == name and row.has_backends for row in PRECISIONS):
         raise ConfigError(
             f"kwargs_handlers got {type(handler).__name__} with mixed_precision="
-            f"{precision_name!r}: nothing would compute in 8 bits. Give mixed_precision='fp8', or "
+            f"{name!r}: nothing would compute in 8 bits. Give mixed_precision='fp8', or "
             "leave the handler out."
         )
     settings = handler.to_config()
@@ -362,33 +359,28 @@ def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
     )
 
 
-def _strategy_settings(requested_strategy: Wanted | None) -> tuple[Any, SaidBySettings]:
+def _strategy_settings(strategy: Wanted | None) -> tuple[Any, SaidBySettings]:
     """The settings of the strategy that was asked for, and what they say of training."""
-    if requested_strategy is None:
+    if strategy is None:
         return None, SaidBySettings()
-    strategy_settings = requested_strategy.settings()
-    return strategy_settings, registry.strategy(requested_strategy.strategy).said_by(
-        strategy_settings
-    )
+    strategy_settings = strategy.settings()
+    return strategy_settings, registry.strategy(strategy.strategy).said_by(strategy_settings)
 
 
 def _merge_precision(
-    settings_request: SaidBySettings, precision_name: str, precision_source: Any
+    settings_request: SaidBySettings, name: str, precision_source: Any
 ) -> tuple[str, Any]:
     """A file may set the precision, too; it wins over defaults, those of the launcher included."""
     # The launcher exports its default, so `no` in the environment need not be a user's choice.
     gives_way = precision_source == "default" or (
-        precision_source == "environment" and precision_name == "no"
+        precision_source == "environment" and name == "no"
     )
-    if (
-        settings_request.mixed_precision is None
-        or settings_request.mixed_precision == precision_name
-    ):
-        return precision_name, precision_source
+    if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
+        return name, precision_source
     if gives_way:
         return settings_request.mixed_precision, "config"
     raise ConfigError(
-        f"mixed_precision={precision_name!r} contradicts {settings_request.speaker}, which sets "
+        f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
         f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
         f"one out{settings_request.remedy}."
     )
@@ -438,11 +430,11 @@ _UNSERVED_ARGUMENTS = {
 }
 
 
-def _with_reason(requested_strategy: Wanted | None, reason: str) -> Wanted | None:
+def _with_reason(strategy: Wanted | None, reason: str) -> Wanted | None:
     """The request with the reason that its settings give, if they give one."""
-    if requested_strategy is None or not reason:
-        return requested_strategy
-    return replace(requested_strategy, reason=reason)
+    if strategy is None or not reason:
+        return strategy
+    return replace(strategy, reason=reason)
 
 
 def refuse_unserved(torch_tp_plugin: Any, megatron_lm_plugin: Any, parallelism_config: Any) -> None:
@@ -457,11 +449,11 @@ def refuse_unserved(torch_tp_plugin: Any, megatron_lm_plugin: Any, parallelism_c
         PlatformUnsupported: One was given.
     """
     values = (torch_tp_plugin, megatron_lm_plugin, parallelism_config)
-    for argument_name, argument_value in zip(_UNSERVED_ARGUMENTS, values, strict=True):
+    for name, argument_value in zip(_UNSERVED_ARGUMENTS, values, strict=True):
         if argument_value is not None:
             raise PlatformUnsupported(
-                f"Accelerator({argument_name}={argument_value!r}) means "
-                f"{_UNSERVED_ARGUMENTS[argument_name]}, which this version of nbaccel does not "
+                f"Accelerator({name}={argument_value!r}) means "
+                f"{_UNSERVED_ARGUMENTS[name]}, which this version of nbaccel does not "
                 "support; training without it would be something else. Leave it out, and use "
                 "fsdp_plugin for models too big for one device."
             )

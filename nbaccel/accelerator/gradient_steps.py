@@ -44,14 +44,14 @@ class GradientSteps:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients of a 0-d loss, scaled for accumulation and fp16."""
-        gradient_state = self._gradient_state
-        if gradient_state.num_steps != 1:
+        state = self._gradient_state
+        if state.num_steps != 1:
             # Gradients of a group add up; the division makes their sum the mean over the group.
-            loss = loss / gradient_state.num_steps
+            loss = loss / state.num_steps
         scaler = self._run.precision.scaler
         if scaler is not None:
             loss = scaler.scale(loss)
-        self._run.strategy.backward(loss, sync=gradient_state.sync_gradients, **options)
+        self._run.strategy.backward(loss, sync=state.sync_gradients, **options)
 
     def fused_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         """Backward and step in one, of optimizers that have it; see `Accelerator.lomo_backward`."""
@@ -62,10 +62,10 @@ class GradientSteps:
             if (method := getattr(optimizer, "fused_backward", None))
         ]
         if not fused_backwards or learning_rate is None:
-            class_names = [type(optimizer.optimizer).__name__ for optimizer in optimizers]
+            names = [type(optimizer.optimizer).__name__ for optimizer in optimizers]
             raise ConfigError(
                 f"lomo_backward(learning_rate={learning_rate!r}) needs a learning rate and an "
-                f"optimizer with `fused_backward`; prepared are {class_names or 'none'}. Prepare "
+                f"optimizer with `fused_backward`; prepared are {names or 'none'}. Prepare "
                 "one of lomo_optim, or call accelerator.backward(loss)."
             )
         for fused_backward in fused_backwards:
@@ -73,13 +73,9 @@ class GradientSteps:
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> contextlib.AbstractContextManager[None]:
         """Count one batch, and return the context for its forward and backward passes."""
-        gradient_state = self._gradient_state
+        state = self._gradient_state
         self._count_batch()
-        if (
-            gradient_state.sync_gradients
-            or gradient_state.sync_each_batch
-            or self._run.place.is_alone
-        ):
+        if state.sync_gradients or state.sync_each_batch or self._run.place.is_alone:
             return _NO_CONTEXT
         if len(models) == 1:
             return self._run.strategy.no_sync(models[0])
@@ -93,24 +89,22 @@ class GradientSteps:
             yield
 
     def _count_batch(self) -> None:
-        gradient_state = self._gradient_state
-        gradient_state.batches_in_group = (
-            1 if gradient_state.sync_gradients else gradient_state.batches_in_group + 1
-        )
+        state = self._gradient_state
+        state.batches_in_group = 1 if state.sync_gradients else state.batches_in_group + 1
         # A short group at the end steps, too, so the next epoch begins with a whole group.
-        if gradient_state.sync_with_dataloader and gradient_state.end_of_dataloader:
+        if state.sync_with_dataloader and state.end_of_dataloader:
             self.step = 0
-            gradient_state.sync_gradients = True
+            state.sync_gradients = True
         else:
             self.step += 1
-            gradient_state.sync_gradients = self.step % gradient_state.num_steps == 0
+            state.sync_gradients = self.step % state.num_steps == 0
 
     def resume_at(self, saved_step: int) -> None:
         """Continue where a checkpoint was saved, also within a group of batches."""
-        gradient_state = self._gradient_state
+        state = self._gradient_state
         self.step = saved_step
-        gradient_state.batches_in_group = saved_step % gradient_state.num_steps
-        gradient_state.sync_gradients = gradient_state.batches_in_group == 0
+        state.batches_in_group = saved_step % state.num_steps
+        state.sync_gradients = state.batches_in_group == 0
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16's factor out of gradients, once per step; None for all optimizers."""

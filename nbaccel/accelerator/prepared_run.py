@@ -104,8 +104,8 @@ class TrainingRun:
     def plan(self) -> TrainingPlan:
         """The decisions so far, with those that followed from the prepared models."""
         initial_plan = self.initial_plan
-        later_choices = (*self.precision.choices, *self.strategy.choices)
-        return replace(initial_plan, choices=(*initial_plan.choices, *later_choices))
+        choices = (*self.precision.choices, *self.strategy.choices)
+        return replace(initial_plan, choices=(*initial_plan.choices, *choices))
 
 
 def _downcast(request: Request, precision: type[Precision], device: Device) -> tuple[str, ...]:

@@ -310,11 +310,9 @@ class Preparer:
         return bundle
 
     def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
-        mark_step = registry.device(self._run.place.device_name).mark_step
+        step = registry.device(self._run.place.device_name).mark_step
         wrapped_optimizers = tuple(
-            PreparedOptimizer(
-                optimizer, self._gradient_state, self._run.precision.scaler, mark_step
-            )
+            PreparedOptimizer(optimizer, self._gradient_state, self._run.precision.scaler, step)
             for optimizer in bundle.optimizers
         )
         self._prepared.optimizers.extend(wrapped_optimizers)
@@ -355,15 +353,13 @@ def _mark(prepared: Any) -> None:
 
 def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     loaded_in = [
-        flag_name
-        for flag_name in ("is_loaded_in_8bit", "is_loaded_in_4bit")
-        if getattr(model, flag_name, False)
+        name for name in ("is_loaded_in_8bit", "is_loaded_in_4bit") if getattr(model, name, False)
     ]
-    on_host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
-    if loaded_in and on_host:
+    host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
+    if loaded_in and host:
         raise ConfigError(
             f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly on "
-            f"{' and '.join(sorted(on_host))} (hf_device_map={dict(device_map)}): CPU or disk "
+            f"{' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or disk "
             "offload cannot be trained then. Load it whole onto the device that trains: "
             "device_map={'': accelerator.device}."
         )
@@ -408,7 +404,7 @@ def _is_scheduler(given_object: Any) -> bool:
     scheduler_methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
     is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, PreparedScheduler, type))
     return not is_other and all(
-        callable(getattr(given_object, method_name, None)) for method_name in scheduler_methods
+        callable(getattr(given_object, name, None)) for name in scheduler_methods
     )
 
 
@@ -421,9 +417,9 @@ def _optimizer_parts(optimizer: PreparedOptimizer) -> tuple[Any, ...]:
 
 def _refuse_stand_ins(bundle: Bundle, strategy_name: str) -> None:
     stand_in_names = [
-        type(bundle_item).__name__
-        for bundle_item in (*bundle.optimizers, *bundle.schedulers)
-        if isinstance(bundle_item, (DummyOptim, DummyScheduler))
+        type(item).__name__
+        for item in (*bundle.optimizers, *bundle.schedulers)
+        if isinstance(item, (DummyOptim, DummyScheduler))
     ]
     if stand_in_names:
         raise ConfigError(

@@ -75,15 +75,15 @@ class TrainingCheckpoints:
         options: Mapping[str, Any],
     ) -> None:
         """Put back what :meth:`save` wrote; see `Accelerator.load_state`."""
-        saved_step = self.folders.load(
+        step = self.folders.load(
             folder,
             self._checkpoint_parts(),
             map_location=map_location,
             load_kwargs=load_kwargs,
             **options,
         )
-        if saved_step is not None:
-            self._gradient_steps.resume_at(saved_step)
+        if step is not None:
+            self._gradient_steps.resume_at(step)
 
     def _checkpoint_parts(self, *, leaves_out_frozen: bool = False) -> checkpoint.CheckpointParts:
         return checkpoint.CheckpointParts(
@@ -117,22 +117,21 @@ class TrainingCheckpoints:
             from nbaccel.bigmodel.offloaded_state import get_state_dict_offloaded_model
 
             return get_state_dict_offloaded_model(strategy.unwrap(inner_model))
-        model_state = strategy.model_state(inner_model)
+        state = strategy.model_state(inner_model)
         # A submodule compiled before `prepare` adds a prefix to the names of its tensors.
         return {
-            tensor_name.replace(torch_private.COMPILED_PREFIX, ""): tensor_value
-            for tensor_name, tensor_value in model_state.items()
+            name.replace(torch_private.COMPILED_PREFIX, ""): value for name, value in state.items()
         }
 
     def state_to_write(self, model: nn.Module) -> dict[str, Any]:
         """The whole state dict, on all processes that write files; see :attr:`writes_here`."""
-        model_state = self.state_dict(model, unwrap=True)
+        state = self.state_dict(model, unwrap=True)
         if not self._run.request.project.save_on_each_node:
-            return model_state
-        call_text = "save_model: state of the model"
-        writes_by_rank = self._run.collectives.answers(call_text, self.writes_here)
+            return state
+        text = "save_model: state of the model"
+        writes_by_rank = self._run.collectives.answers(text, self.writes_here)
         writers = [rank for rank, writes in enumerate(writes_by_rank) if writes]
-        return dict(send_to_writers(model_state, writers, self._run.collectives, what=call_text))
+        return dict(send_to_writers(state, writers, self._run.collectives, what=text))
 
     @property
     def writes_here(self) -> bool:

@@ -84,15 +84,15 @@ def clear_leftovers(parent: Path, name_pattern: str) -> None:
     leftover_pattern = re.compile(rf"(\.(?:{name_pattern})\.partial-[0-9a-f]+)(\.lock)?")
     leftover_names = {
         name_match[1]
-        for lock_path in parent.iterdir()
-        if (name_match := leftover_pattern.fullmatch(lock_path.name))
+        for path in parent.iterdir()
+        if (name_match := leftover_pattern.fullmatch(path.name))
     }
     for leftover_name in sorted(leftover_names):
-        lock_path = parent / f"{leftover_name}.lock"
+        path = parent / f"{leftover_name}.lock"
         # Raised where it is locked (being written), where there are no locks, or no permission.
-        with contextlib.suppress(OSError, NotImplementedError), FileLock(lock_path, timeout=0):
+        with contextlib.suppress(OSError, NotImplementedError), FileLock(path, timeout=0):
             shutil.rmtree(parent / leftover_name, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -202,14 +202,14 @@ def publish_weights(built_folder: Path, folder: Path, name_pattern: str) -> None
     sync_path(folder)
 
 
-def _remove_stale(folder: Path, name_pattern: str, kept_names: set[str]) -> None:
+def _remove_stale(folder: Path, name_pattern: str, names: set[str]) -> None:
     name_start, _, name_end = name_pattern.partition("{suffix}")
     index_pattern = re.escape(_INDEX_SUFFIX)
     stale_pattern = (
         rf"{re.escape(name_start)}(-\d{{5}}-of-\d{{5}})?{re.escape(name_end)}({index_pattern})?"
     )
     for path in folder.iterdir():
-        if re.fullmatch(stale_pattern, path.name) and path.name not in kept_names:
+        if re.fullmatch(stale_pattern, path.name) and path.name not in names:
             path.unlink(missing_ok=True)
 
 

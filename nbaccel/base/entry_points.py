@@ -85,12 +85,8 @@ def _all_entry_points() -> Any:
 
 
 def _describe_entry_point(entry_point: EntryPoint) -> str:
-    package_text = (
-        f" of the package {entry_point.dist.name}" if entry_point.dist is not None else ""
-    )
-    return (
-        f"Entry point {entry_point.name} = {entry_point.value} ({entry_point.group}){package_text}"
-    )
+    text = f" of the package {entry_point.dist.name}" if entry_point.dist is not None else ""
+    return f"Entry point {entry_point.name} = {entry_point.value} ({entry_point.group}){text}"
 
 
 def _describe_error(error: Exception) -> str:

@@ -54,10 +54,9 @@ def changes() -> dict[str, str]:
     except OSError:  # no /proc: all may have been set
         started_with = []
     return {
-        variable_name: variable_value
-        for variable_name, variable_value in os.environ.items()
-        if os.fsencode(f"{variable_name}={variable_value}") not in started_with
-        and variable_name not in _OF_THIS_MACHINE
+        name: value
+        for name, value in os.environ.items()
+        if os.fsencode(f"{name}={value}") not in started_with and name not in _OF_THIS_MACHINE
     }
 
 
@@ -68,8 +67,8 @@ def state() -> Mapping[bytes, bytes]:
         Names and values, as the system has them.
     """
     # The private table: the public mapping decodes every value.
-    raw_environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001
-    return raw_environment
+    environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001
+    return environment
 
 
 def replace_all(environment: Mapping[str, str]) -> None:
@@ -79,10 +78,8 @@ def replace_all(environment: Mapping[str, str]) -> None:
         environment: The complete environment.
     """
     # Not clear() + update(): another thread would see an environment without PATH or HOME.
-    for variable_name in [
-        variable_name for variable_name in os.environ if variable_name not in environment
-    ]:
-        del os.environ[variable_name]
+    for name in [name for name in os.environ if name not in environment]:
+        del os.environ[name]
     os.environ.update(environment)
 
 
@@ -97,7 +94,7 @@ def applied(changes: Mapping[str, str | None]) -> Iterator[None]:
         Nothing. Afterwards exactly these variables are as they were, also after an exception;
         what the block did to others stays.
     """
-    previous_values = {variable_name: os.environ.get(variable_name) for variable_name in changes}
+    previous_values = {name: os.environ.get(name) for name in changes}
     _write_variables(changes)
     try:
         yield
@@ -176,8 +173,8 @@ def update(changes: Mapping[str, str | None]) -> None:
 
 
 def _write_variables(changes: Mapping[str, str | None]) -> None:
-    for variable_name, variable_value in changes.items():
-        if variable_value is None:
-            os.environ.pop(variable_name, None)
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
         else:
-            os.environ[variable_name] = variable_value
+            os.environ[name] = value

@@ -108,8 +108,8 @@ class ConfigError(UserMistake, ValueError):
         if len(self.mistakes) <= 1:
             return "".join(self.mistakes)
         numbered_lines = (
-            f"  {mistake_number}. {mistake_text}"
-            for mistake_number, mistake_text in enumerate(self.mistakes[:_MOST_LISTED], start=1)
+            f"  {number}. {text}"
+            for number, text in enumerate(self.mistakes[:_MOST_LISTED], start=1)
         )
         num_left = len(self.mistakes) - _MOST_LISTED
         last_lines = [f"  and {num_left} more"] if num_left > 0 else []

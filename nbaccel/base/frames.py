@@ -127,12 +127,10 @@ def caller_level() -> int:
     To be called by the function that warns.
     """
     stack_level = 0
-    python_frame = inspect.currentframe()
-    while python_frame is not None and python_frame.f_code.co_filename.startswith(
-        f"{_PACKAGE_FOLDER}/"
-    ):
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(f"{_PACKAGE_FOLDER}/"):
         stack_level = stack_level + 1
-        python_frame = python_frame.f_back
+        frame = frame.f_back
     return stack_level
 
 
@@ -205,10 +203,8 @@ def _find_in_history(ipython_shell: Any, compiler: Any, compiled_name: str) -> i
 def _compiled_cell_name(
     compiler: Any, cell_count: int, raw_text: str, parsed_text: str, num_blank: int
 ) -> str:
-    blank_lines = "\n" * num_blank
-    return str(
-        compiler.get_code_name(raw_text + blank_lines, parsed_text + blank_lines, cell_count)
-    )
+    lines = "\n" * num_blank
+    return str(compiler.get_code_name(raw_text + lines, parsed_text + lines, cell_count))
 
 
 def source_line(frame: Frame) -> str:
@@ -227,10 +223,10 @@ def source(frame: Frame, *, num_around: int) -> list[str]:
         return []
     lines = []
     for line_number in range(frame.line - num_around, frame.line + num_around + 1):
-        line_text = linecache.getline(frame.file, line_number).rstrip()
-        if line_text:
+        text = linecache.getline(frame.file, line_number).rstrip()
+        if text:
             line_mark = "---->" if line_number == frame.line else "     "
-            lines.append(f"  {line_mark} {line_number:3d} {line_text[:_SOURCE_LINE_CHARS]}")
+            lines.append(f"  {line_mark} {line_number:3d} {text[:_SOURCE_LINE_CHARS]}")
     return lines
 
 
@@ -241,13 +237,11 @@ def has_magic(magic_name: str) -> bool:
         magic_name: The magic's name.
     """
     magics_manager = getattr(running_shell(), "magics_manager", None)
-    magic_function = (
-        magics_manager.magics["line"].get(magic_name) if magics_manager is not None else None
-    )
-    return getattr(magic_function, "__module__", "").startswith("nbaccel.notebook.")
+    function = magics_manager.magics["line"].get(magic_name) if magics_manager is not None else None
+    return getattr(function, "__module__", "").startswith("nbaccel.notebook.")
 
 
 def running_shell() -> Any:
     """IPython's shell in this process, or None; IPython is not imported for it."""
-    ipython_module = sys.modules.get("IPython")
-    return ipython_module.get_ipython() if ipython_module is not None else None
+    module = sys.modules.get("IPython")
+    return module.get_ipython() if module is not None else None

@@ -71,13 +71,13 @@ class PrivateName:
 
     def message(self) -> str:
         """What is missing, what is lost by it, and which versions have it."""
-        package_name = self.module.partition(".")[0]
+        name = self.module.partition(".")[0]
         version = getattr(self._package(), "__version__", "of unknown version")
         first, last = (".".join(map(str, v)) for v in (self.first, self.last or self.first))
         seen_in = f"{first} to {last}" if self.last else f"{first} and later"
         return (
-            f"This {package_name} ({version}) lacks {self.holder}.{self.name}: {self.loss}. It was "
-            f"seen in {package_name} {seen_in}: install a version that has it, or a newer nbaccel."
+            f"This {name} ({version}) lacks {self.holder}.{self.name}: {self.loss}. It was "
+            f"seen in {name} {seen_in}: install a version that has it, or a newer nbaccel."
         )
 
     def _package(self) -> Any:
@@ -154,8 +154,8 @@ def _check_names() -> None:
             _warn(private_name)
 
 
-def _warn(private_name: PrivateName) -> None:
-    warnings.warn(private_name.message(), RuntimeWarning, stacklevel=3)
+def _warn(name: PrivateName) -> None:
+    warnings.warn(name.message(), RuntimeWarning, stacklevel=3)
 
 
 def cell_numbers(compiler: Any) -> dict[str, int] | None:

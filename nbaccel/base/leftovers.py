@@ -31,9 +31,9 @@ class LeftoverFolders:
 
     def remove(self) -> None:
         """Remove them, and the folders above them in which nothing is left."""
-        for leftover_folder in self.base.glob(self.pattern):
-            shutil.rmtree(leftover_folder, ignore_errors=True)
-            for parent in leftover_folder.parents:
+        for folder in self.base.glob(self.pattern):
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in folder.parents:
                 if parent == self.base:
                     break
                 # Not empty: another process, or the user, has files there.

@@ -35,8 +35,8 @@ class _RankAdapter(_LoggerAdapter):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        rank_text = env.read("RANK")
-        return (msg if rank_text is None else f"[rank {rank_text}] {msg}"), kwargs
+        text = env.read("RANK")
+        return (msg if text is None else f"[rank {text}] {msg}"), kwargs
 
 
 class _NoticeHandler(logging.Handler):

@@ -122,7 +122,7 @@ def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | 
 @functools.cache
 def _machine_identity() -> tuple[str, str]:
     """What no two nodes of a run share: the numbers of devices and inodes may well be equal."""
-    boot_number = ""
+    number = ""
     with contextlib.suppress(OSError):  # not Linux, or a sandbox without it
-        boot_number = _BOOT_NUMBER.read_text(encoding="ascii").strip()
-    return platform.node(), boot_number
+        number = _BOOT_NUMBER.read_text(encoding="ascii").strip()
+    return platform.node(), number

@@ -76,9 +76,9 @@ def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
     """
     if not is_installed(module):
         return False
-    for distribution_name in distributions or (module,):
+    for name in distributions or (module,):
         try:
-            importlib.metadata.version(distribution_name)
+            importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
         return True
@@ -111,27 +111,27 @@ def metadata_version(distribution: importlib.metadata.Distribution) -> str:
         installation.
     """
     # Of wheels, of eggs, and of distributions that are a single file: as importlib.metadata.
-    for file_name in ("METADATA", "PKG-INFO", ""):
-        header_text = (distribution.read_text(file_name) or "").partition("\n\n")[0]
-        if field := _VERSION_FIELD.search(header_text):
+    for name in ("METADATA", "PKG-INFO", ""):
+        text = (distribution.read_text(name) or "").partition("\n\n")[0]
+        if field := _VERSION_FIELD.search(text):
             return field[1]
     return ""
 
 
-def _find_submodule(parent_spec: ModuleSpec | None, submodule_name: str) -> ModuleSpec | None:
+def _find_submodule(parent_spec: ModuleSpec | None, name: str) -> ModuleSpec | None:
     if parent_spec is None or parent_spec.submodule_search_locations is None:
         return None
     return PathFinder.find_spec(
-        f"{parent_spec.name}.{submodule_name}", parent_spec.submodule_search_locations
+        f"{parent_spec.name}.{name}", parent_spec.submodule_search_locations
     )
 
 
 def _missing_module_message(module: str, extra: str, why: str, error: ImportError) -> str:
-    package_name = module.partition(".")[0]
+    name = module.partition(".")[0]
     pip_line = install_line(extra)
-    if is_installed(package_name):
+    if is_installed(name):
         return (
             f"{why} needs {module}, which is installed but cannot be imported: {error}. "
             f"Its version may not fit the rest. Reinstall it: {pip_line}"
         )
-    return f"{why} needs {module}: {package_name} is not installed. Install it: {pip_line}"
+    return f"{why} needs {module}: {name} is not installed. Install it: {pip_line}"

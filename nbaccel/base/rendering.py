@@ -77,9 +77,9 @@ def render_failure(error: BaseException) -> list[str]:
     return lines
 
 
-def _foreign_files(traceback_text: str) -> list[str]:
+def _foreign_files(text: str) -> list[str]:
     """The file of each frame that is not nbaccel's own."""
-    file_names = _FILE_LINE.findall(traceback_text)
+    file_names = _FILE_LINE.findall(text)
     return [
         file_name
         for file_name in file_names
@@ -89,11 +89,11 @@ def _foreign_files(traceback_text: str) -> list[str]:
 
 def _render_error_text(error: BaseException) -> list[str]:
     """The class and the text, coloured, in lines that a cell's width does not break in a word."""
-    class_name = type(error).__name__
-    first_line, *other_lines = f"{class_name}: {error}".rstrip(": ").split("\n")
+    name = type(error).__name__
+    first_line, *other_lines = f"{name}: {error}".rstrip(": ").split("\n")
     first_wrapped, *more_wrapped = _wrap_line(first_line)
     lines = [
-        f"{_ANSI_BOLD}{_ANSI_RED}{class_name}{_ANSI_OFF}{first_wrapped[len(class_name) :]}",
+        f"{_ANSI_BOLD}{_ANSI_RED}{name}{_ANSI_OFF}{first_wrapped[len(name) :]}",
         *more_wrapped,
     ]
     for line in other_lines:

@@ -143,8 +143,8 @@ def _check_names() -> None:
         raise _unsupported(*lacking)
 
 
-def _exists(dotted_name: str) -> bool:
-    parts = dotted_name.split(".")
+def _exists(name: str) -> bool:
+    parts = name.split(".")
     # torch.distributed.rendezvous, as an attribute, is a function that hides its module.
     depth = max(n for n in range(1, len(parts)) if ".".join(parts[:n]) in sys.modules)
     found: Any = sys.modules[".".join(parts[:depth])]

@@ -25,8 +25,8 @@ _TRAINER_ENTRIES = ("train", "evaluate", "predict")
 
 def is_sharding_new_models() -> bool:
     """Whether transformers now cuts models while it builds them (ZeRO-3)."""
-    integration_module = sys.modules.get(_DEEPSPEED_MODULE)
-    return integration_module is not None and bool(integration_module.is_deepspeed_zero3_enabled())
+    module = sys.modules.get(_DEEPSPEED_MODULE)
+    return module is not None and bool(module.is_deepspeed_zero3_enabled())
 
 
 def run_notebook_trainers(around_training: Callable[[], AbstractContextManager[None]]) -> None:
@@ -41,13 +41,13 @@ def run_notebook_trainers(around_training: Callable[[], AbstractContextManager[N
 
 
 def _patch_trainer(
-    trainer_module: ModuleType, around_training: Callable[[], AbstractContextManager[None]]
+    module: ModuleType, around_training: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    for method_name in _TRAINER_ENTRIES:
-        method = getattr(trainer_module.Trainer, method_name, None)
+    for name in _TRAINER_ENTRIES:
+        method = getattr(module.Trainer, name, None)
         if method is not None:
-            context = around_training if method_name == "train" else nullcontext
-            setattr(trainer_module.Trainer, method_name, _adopting_method(method, context))
+            context = around_training if name == "train" else nullcontext
+            setattr(module.Trainer, name, _adopting_method(method, context))
 
 
 def _adopting_method(
@@ -77,17 +77,17 @@ def _comes_from_notebook(trainer: Any) -> bool:
 def _rebuild_accelerator(worker_trainer: Any) -> None:
     """Do again what its constructor made of the process it ran in."""
     accelerate_library.forget()
-    training_arguments = worker_trainer.args
+    arguments = worker_trainer.args
     # A cached property, under its name and that of older versions; it holds the notebook's device.
-    vars(training_arguments).pop("_setup_devices", None)
-    vars(training_arguments).pop("__cached__setup_devices", None)
-    training_arguments.device  # noqa: B018 - looks at the process and joins its group
+    vars(arguments).pop("_setup_devices", None)
+    vars(arguments).pop("__cached__setup_devices", None)
+    arguments.device  # noqa: B018 - looks at the process and joins its group
     worker_trainer.create_accelerator_and_postprocess()
     if getattr(worker_trainer, "place_model_on_device", False):
         # As its constructor does: some devices need more than `to`. Seen in transformers 5.23.
         move = getattr(
             worker_trainer, "_move_model_to_device", lambda model, device: model.to(device)
         )
-        move(worker_trainer.model, training_arguments.device)
+        move(worker_trainer.model, arguments.device)
     worker_trainer.state.is_local_process_zero = worker_trainer.is_local_process_zero()
     worker_trainer.state.is_world_process_zero = worker_trainer.is_world_process_zero()

@@ -80,8 +80,8 @@ def first_few(names: Sequence[str], most: int, *, separator: str = ", ") -> str:
     Returns:
         For example "a, b and 3 more".
     """
-    more_text = f" and {len(names) - most} more" if len(names) > most else ""
-    return separator.join(names[:most]) + more_text
+    text = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + text
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -93,18 +93,14 @@ def format_bytes(num_bytes: int) -> str:
     Returns:
         The size in the largest unit of 1024s that keeps it at 1 or more: ``"16.0 GiB"``.
     """
-    unit_size = float(abs(num_bytes))
-    sign_text = "-" if num_bytes < 0 else ""
-    for unit_name in _BINARY_UNITS:
+    size = float(abs(num_bytes))
+    text = "-" if num_bytes < 0 else ""
+    for name in _BINARY_UNITS:
         # 1023.96 would be printed as "1024.0" of the smaller unit.
-        if unit_size < 1023.95 or unit_name == _BINARY_UNITS[-1]:
+        if size < 1023.95 or name == _BINARY_UNITS[-1]:
             break
-        unit_size /= 1024
-    return (
-        f"{sign_text}{unit_size:.0f} {unit_name}"
-        if unit_name == "B"
-        else f"{sign_text}{unit_size:.1f} {unit_name}"
-    )
+        size /= 1024
+    return f"{text}{size:.0f} {name}" if name == "B" else f"{text}{size:.1f} {name}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -374,9 +374,9 @@ def _names_without_values(model: nn.Module) -> Iterator[str]:
                 yield prefix + name
 
 
-def _refuse_gradient(weight_name: str, gradient: torch.Tensor) -> NoReturn:
+def _refuse_gradient(name: str, gradient: torch.Tensor) -> NoReturn:
     raise ConfigError(
-        f"The gradient of {weight_name!r} (shape {tuple(gradient.shape)}) would be lost: the "
+        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the "
         "weight is offloaded, and what computed with it was a copy that is not kept. Give "
         "max_memory with more room, so that weights to be trained stay in memory; or train with "
         "FSDP or ZeRO-3 and their offloading; or freeze it with requires_grad_(False)."

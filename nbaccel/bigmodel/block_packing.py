@@ -204,10 +204,10 @@ class BlockForest:
                 self._ties.setdefault(number, []).append(len(self._holders))
         self._holders.append(holders)
 
-    def _innermost(self, tensor_name: str) -> int:
-        while tensor_name and tensor_name not in self._numbers:
-            tensor_name = tensor_name.rpartition(".")[0]
-        return self._numbers.get(tensor_name, -1)
+    def _innermost(self, name: str) -> int:
+        while name and name not in self._numbers:
+            name = name.rpartition(".")[0]
+        return self._numbers.get(name, -1)
 
 
 def find_block(

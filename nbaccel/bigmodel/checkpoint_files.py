@@ -235,7 +235,7 @@ def _is_weight_map(weight_map: Any) -> bool:
     return (
         isinstance(weight_map, dict)
         and bool(weight_map)
-        and all(isinstance(file_name, str) for file_name in weight_map.values())
+        and all(isinstance(name, str) for name in weight_map.values())
     )
 
 
@@ -283,8 +283,8 @@ def _refuse_pointer(path: Path) -> None:
 def _read_safetensors(path: Path) -> list[CheckpointTensor]:
     try:
         # The library compares the header with itself and with the file's size.
-        with safe_open(path, "numpy") as opened_file:
-            file_format = (opened_file.metadata() or {}).get("format", "pt")
+        with safe_open(path, "numpy") as file:
+            file_format = (file.metadata() or {}).get("format", "pt")
         header, data_start = _safetensors_header(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointDamaged(

@@ -119,7 +119,7 @@ def _side_stream(device: torch.device) -> torch.Stream | None:
 @contextlib.contextmanager
 def _current_stream(stream: torch.Stream) -> Iterator[None]:
     """A block whose work goes to a stream; afterwards stream and device are as before."""
-    device_index = torch.accelerator.current_device_index()
+    index = torch.accelerator.current_device_index()
     previous_stream = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -127,4 +127,4 @@ def _current_stream(stream: torch.Stream) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(previous_stream)
         # Setting a stream makes its device the current one.
-        torch.accelerator.set_device_index(device_index)
+        torch.accelerator.set_device_index(index)

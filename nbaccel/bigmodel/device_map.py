@@ -150,7 +150,7 @@ def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
 
 def _list_blocks(
     parts_and_classes: tuple[Iterable[NamedPart], frozenset[str]],
-    module_sizes: Mapping[str, float],
+    sizes: Mapping[str, float],
 ) -> list[Block]:
     """All blocks that may be placed alone, each before those inside of it."""
     parts, whole_classes = parts_and_classes
@@ -163,7 +163,7 @@ def _list_blocks(
         inner_parts = _divided(part_name, part, whole_classes)
         # Buffers that stand alone are not brought back and forth.
         is_layer = not inner_parts and isinstance(part, (nn.Module, nn.Parameter))
-        blocks.append(Block(part_name, module_sizes.get(part_name, 0), outer_name, is_layer))
+        blocks.append(Block(part_name, sizes.get(part_name, 0), outer_name, is_layer))
         stack += [(name, inner_part, part_name) for name, inner_part in reversed(inner_parts)]
     return blocks
 
@@ -237,11 +237,9 @@ def _report_empty_devices(packing: Packing) -> None:
         )
 
 
-def _check_room_for_buffers(packing: Packing, buffer_sizes: Mapping[str, float]) -> None:
+def _check_room_for_buffers(packing: Packing, sizes: Mapping[str, float]) -> None:
     buffer_bytes = sum(
-        buffer_sizes.get(block_name, 0)
-        for block_name, device in packing.devices.items()
-        if not is_accelerator(device)
+        sizes.get(name, 0) for name, device in packing.devices.items() if not is_accelerator(device)
     )
     spare_bytes = [
         tier.budget - packing.held[tier.device] - packing.largest_kept_away * tier.keeps_room

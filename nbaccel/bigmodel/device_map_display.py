@@ -199,9 +199,9 @@ class DeviceMapView:
     def _headline(self) -> str:
         total_size = sum(block_run.size for block_run in self.runs)
         num_blocks = sum(block_run.num_blocks for block_run in self.runs)
-        on_devices = count_noun(len({block_run.device for block_run in self.runs}), "device")
-        blocks_text = count_noun(num_blocks, "block")
-        return f"{self.model_name}: {format_bytes(total_size)}, {blocks_text} on {on_devices}"
+        devices = count_noun(len({block_run.device for block_run in self.runs}), "device")
+        text = count_noun(num_blocks, "block")
+        return f"{self.model_name}: {format_bytes(total_size)}, {text} on {devices}"
 
     def _repr_mimebundle_(
         self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
@@ -231,13 +231,13 @@ class DeviceMapView:
 # ------------------------------------------------------------------------------- as text
 def _bar_text(bar: TierBar, runs: Sequence[BlockRun]) -> str:
     # Without a capacity, and beyond it, the bar is scaled to what lies there.
-    bar_size = max(bar.capacity or 0, bar.used, 1)
+    size = max(bar.capacity or 0, bar.used, 1)
     text = ""
     size_before = 0
     for block_run in bar.runs:
         size_before += block_run.size
         # Ends are rounded, not lengths: the sum of many short runs is as long as it should be.
-        run_end = round(_BAR_CHARS * size_before / bar_size)
+        run_end = round(_BAR_CHARS * size_before / size)
         text += _RUN_CHARS[runs.index(block_run) % len(_RUN_CHARS)] * (run_end - len(text))
     return f"[{text:{_FREE_CHAR}<{_BAR_CHARS}}]"
 
@@ -270,13 +270,13 @@ def _bar_html(bar: TierBar, runs: Sequence[BlockRun]) -> str:
 
 def _bar_words(bar: TierBar) -> str:
     """A bar in words, for who cannot see it."""
-    run_texts = [f"{block_run.label} {format_bytes(block_run.size)}" for block_run in bar.runs]
-    contents = first_few(run_texts, 12) or "nothing"
+    texts = [f"{block_run.label} {format_bytes(block_run.size)}" for block_run in bar.runs]
+    contents = first_few(texts, 12) or "nothing"
     return f"{bar.label}: {bar.holdings_text()} ({contents}), {bar.rest_text()}"
 
 
-def _row_html(number: int, table_row: Sequence[str]) -> str:
-    label, *others = map(escape, table_row)
+def _row_html(number: int, row: Sequence[str]) -> str:
+    label, *others = map(escape, row)
     swatch_html = f'<span class="nbaccel-swatch" style="background:{_colour(number)}"></span>'
     cells_html = "".join(
         f"<td{_size_class(column)}>{text}</td>" for column, text in enumerate(others, start=1)

@@ -347,10 +347,10 @@ def _attach(
 
 
 def _tied_storages(
-    model: nn.Module, tied_parameters: Sequence[Sequence[str]]
+    model: nn.Module, parameters: Sequence[Sequence[str]]
 ) -> dict[int, PlacedTensors]:
     """Where copies of a tied parameter on each device are noted, by its address."""
-    first_names = (names[0] for names in tied_parameters)
+    first_names = (names[0] for names in parameters)
     tensors = (model.get_parameter(name) for name in first_names)
     # On `meta` all addresses are 0: such a tie is found again by `retie_parameters` alone.
     return {tensor.data_ptr(): {} for tensor in tensors if not tensor.is_meta}

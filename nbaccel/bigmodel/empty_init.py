@@ -133,11 +133,11 @@ class _RegistrationPatch:
         with self._lock:
             self._number_of_users -= 1
             if self._number_of_users == 0:
-                for method_name, original, ours in self._replaced:
+                for name, original, ours in self._replaced:
                     # Someone else's, put around it in the meantime, is theirs to take away; what
                     # is inside of it then does nothing outside of blocks.
-                    if getattr(nn.Module, method_name) is ours:
-                        setattr(nn.Module, method_name, original)
+                    if getattr(nn.Module, name) is ours:
+                        setattr(nn.Module, name, original)
                 self._replaced.clear()
 
     def _install(self, method_name: str, move: Callable[[nn.Module, str, _Block], None]) -> None:

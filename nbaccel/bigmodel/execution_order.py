@@ -147,12 +147,12 @@ class ExecutionOrder:
 
     def _in_window(self) -> Iterator[OffloadedBlock]:
         """The blocks that are expected next, until the window is full."""
-        coming_blocks = list(self._order[self._position + 1 :])
+        blocks = list(self._order[self._position + 1 :])
         if self._order is self._last_pass:
             # There was more than one pass, so another one is likely.
-            coming_blocks += self._order[: self._position]
+            blocks += self._order[: self._position]
         num_bytes = 0
-        for coming in dict.fromkeys(coming_blocks):
+        for coming in dict.fromkeys(blocks):
             if coming is self._order[self._position] or num_bytes >= self._pass_window_bytes:
                 return
             num_bytes += coming.weight_bytes

@@ -261,9 +261,9 @@ def _mismatch_error(
 ) -> ConfigError:
     shown = "".join(f"\n  {mistake}" for mistake in mistakes[:_MOST_LISTED])
     rest = len(mistakes) - _MOST_LISTED
-    more_text = f"\n  and {rest} more" if rest > 0 else ""
+    text = f"\n  and {rest} more" if rest > 0 else ""
     return ConfigError(
-        f"{content.source} does not fit {type(model).__name__}:{shown}{more_text}\n"
+        f"{content.source} does not fit {type(model).__name__}:{shown}{text}\n"
         "Nothing has been loaded. Build the model from the configuration that the checkpoint was "
         f"saved with, or give the checkpoint of this model.{prefix_hint}"
         f"{_conversion_hint(model, mistakes)}"

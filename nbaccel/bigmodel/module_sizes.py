@@ -122,11 +122,11 @@ def _loaded_bytes(own_dtype: torch.dtype, number_bytes: float | None) -> float:
 def _read_format(number_format: WeightFormat) -> torch.dtype | CustomDtype:
     if isinstance(number_format, (torch.dtype, CustomDtype)):
         return number_format
-    format_name = str(number_format).removeprefix("torch.")
+    name = str(number_format).removeprefix("torch.")
     # Before torch's names: its `int4` is a name without arithmetic that counts a whole byte.
-    if format_name in {custom_dtype.value for custom_dtype in CustomDtype}:
-        return CustomDtype(format_name)
-    torch_dtype = getattr(torch, format_name, None)
+    if name in {custom_dtype.value for custom_dtype in CustomDtype}:
+        return CustomDtype(name)
+    torch_dtype = getattr(torch, name, None)
     if isinstance(torch_dtype, torch.dtype):
         return torch_dtype
     raise ConfigError(
@@ -277,11 +277,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     model_config: Any = getattr(model, "config", None)
     read_text_config = getattr(model_config, "get_text_config", None)
     text_config = model_config if read_text_config is None else read_text_config(decoder=True)
-    ties_words = getattr(text_config, "tie_word_embeddings", False) and _has_word_output(model)
+    words = getattr(text_config, "tie_word_embeddings", False) and _has_word_output(model)
     ties_halves = getattr(model_config, "is_encoder_decoder", False) and getattr(
         model_config, "tie_encoder_decoder", False
     )
-    return bool(ties_words or ties_halves or any(map(_ties_its_own, model.modules())))
+    return bool(words or ties_halves or any(map(_ties_its_own, model.modules())))
 
 
 def _has_word_output(model: Any) -> bool:

@@ -114,9 +114,9 @@ def save_offload_index(
         OSError: It cannot be written; the one that is there is as it was.
     """
     if index:
-        index_path = Path(offload_folder, INDEX_NAME)
-        entries = load_offload_index(offload_folder) if index_path.is_file() else {}
-        atomic.write_text(index_path, json.dumps({**entries, **index}, indent=2))
+        path = Path(offload_folder, INDEX_NAME)
+        entries = load_offload_index(offload_folder) if path.is_file() else {}
+        atomic.write_text(path, json.dumps({**entries, **index}, indent=2))
 
 
 def _file_name(weight_name: Any) -> str:
@@ -227,10 +227,10 @@ def load_offloaded_weight(
 
 
 def _stored_dtype(path: Path, weight_info: Any) -> torch.dtype:
-    dtype_name = weight_info.get("dtype") if isinstance(weight_info, Mapping) else None
-    dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+    name = weight_info.get("dtype") if isinstance(weight_info, Mapping) else None
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     # Numbers that need a scale beside them are not stored like this.
-    is_plain = isinstance(dtype, torch.dtype) and not str(dtype_name).startswith(("q", "bits"))
+    is_plain = isinstance(dtype, torch.dtype) and not str(name).startswith(("q", "bits"))
     if not isinstance(dtype, torch.dtype) or not is_plain:
         raise CheckpointDamaged(
             f"The index entry of {path} is {weight_info!r}: its dtype is no format of torch "
@@ -291,8 +291,8 @@ def load_offloaded_weights(
     _refuse_8_bits(index or {})
     loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
     weights = dict(loader.items())
-    for weight_name, weight in weights.items():
-        set_module_tensor_to_device(model, weight_name, "cpu", value=weight)
+    for name, weight in weights.items():
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
 
 
 def _refuse_8_bits(index: Mapping[str, Any]) -> None:

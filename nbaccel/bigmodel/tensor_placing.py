@@ -230,10 +230,10 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def _refuse_statistics(tensor_name: str, statistics: Any) -> None:
+def _refuse_statistics(name: str, statistics: Any) -> None:
     if statistics is not None:
         raise ConfigError(
-            f"fp16_statistics for {tensor_name!r} ({type(statistics).__name__}) belong to 8-bit "
+            f"fp16_statistics for {name!r} ({type(statistics).__name__}) belong to 8-bit "
             "weights of bitsandbytes, which quantize themselves when they are moved; nbaccel does "
             "not place such weights. Load the model with transformers' BitsAndBytesConfig, whole "
             "on one GPU, or offload it without quantization."
@@ -265,16 +265,16 @@ def _tied_group(
     return None
 
 
-def _check_value(tensor_name: str, current: torch.Tensor, value: Any, target: torch.device) -> None:
+def _check_value(name: str, current: torch.Tensor, value: Any, target: torch.device) -> None:
     if value is None:
         if current.is_meta and target.type != "meta":
             raise ConfigError(
-                f"{tensor_name!r} is on meta, without values, so there is nothing to copy to "
+                f"{name!r} is on meta, without values, so there is nothing to copy to "
                 f"{target}. Pass them as value=."
             )
     elif current.shape != (shape := torch.as_tensor(value).shape):
         raise ConfigError(
-            f"{tensor_name!r} has the shape {tuple(current.shape)}, and the value given for it "
+            f"{name!r} has the shape {tuple(current.shape)}, and the value given for it "
             f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
             "this model's, and that its configuration is the same."
         )

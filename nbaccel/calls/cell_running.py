@@ -143,5 +143,5 @@ def _format_warning(
     """A warning with the place as a notebook's user knows it, and the line of code."""
     caller_frame = frames.Frame(file=filename, line=lineno, function="")
     code = line.strip() if line else frames.source_line(caller_frame)
-    warning_text = f"{frames.place(caller_frame)}: {category.__name__}: {message}\n"
-    return warning_text + (f"  {code}\n" if code else "")
+    text = f"{frames.place(caller_frame)}: {category.__name__}: {message}\n"
+    return text + (f"  {code}\n" if code else "")

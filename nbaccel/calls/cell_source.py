@@ -51,11 +51,11 @@ class CellSource:
 
     def publish(self) -> None:
         """Let tracebacks of this process find the lines."""
-        cell_lines = list(self.cell)
+        lines = list(self.cell)
         linecache.cache[self.filename] = (
-            sum(map(len, cell_lines)),
+            sum(map(len, lines)),
             # No modification time, or linecache would look for the file and drop the lines.
             None,
-            cell_lines,
+            lines,
             self.filename,
         )

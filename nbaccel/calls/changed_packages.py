@@ -323,7 +323,7 @@ def sendable_changes() -> tuple[PackageChange, ...]:
     return tuple(change for identity, change in changes.items() if not _CHECKED[identity])
 
 
-def _after_cell(_cell_result: object = None) -> None:
+def _after_cell(_result: object = None) -> None:
     # Modules that were imported are looked at now: a launch would wait for it.
     if _SCAN.is_behind():
         _SCAN.changes()

@@ -35,22 +35,22 @@ def run_observed(
         What it returned, in a list, and what was seen of it. Warnings are the notebook's own.
     """
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
-    run_board = None
+    board = None
     try:
-        with observing_here(plan) as run_board:
+        with observing_here(plan) as board:
             values = _call_here(plan, function, args)
     finally:
         # Of a call that has failed, too: `%accelerate report` tells of the latest.
-        if run_board is not None:
-            observed = ObservedRun.ended_now(run_board, SeenWarnings(), plan)
+        if board is not None:
+            observed = ObservedRun.ended_now(board, SeenWarnings(), plan)
     return values, observed
 
 
 def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     __tracebackhide__ = True
-    store_address = ports.loopback(plan.config.master_addr)
-    with _reserved_port(store_address, plan.port) as store_port, _tidy_process():
-        topology = Topology(master_addr=store_address, master_port=store_port)
+    address = ports.loopback(plan.config.master_addr)
+    with _reserved_port(address, plan.port) as store_port, _tidy_process():
+        topology = Topology(master_addr=address, master_port=store_port)
         environment_variables: dict[str, str | None] = dict(
             topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
             | run_variables(plan.config)
@@ -130,11 +130,11 @@ def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
     return [module for _, module in find_modules(args)]
 
 
-def _remember_state(strategy_row: StrategyRow, module: nn.Module) -> Remembered:
+def _remember_state(row: StrategyRow, module: nn.Module) -> Remembered:
     """A module's state before the call; an engine that wraps it knows the original state."""
-    if strategy_row.library not in sys.modules:
+    if row.library not in sys.modules:
         return remember(module)
-    shard_reader: ShardReader = registry.load_object(strategy_row.shards)
+    shard_reader: ShardReader = registry.load_object(row.shards)
     return shard_reader.remember(module)
 
 

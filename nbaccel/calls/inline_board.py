@@ -70,11 +70,11 @@ class BoardChannel:
     def refresh(self) -> None:
         """Look how much memory the process has, and show what is known."""
         self._next_look = time.monotonic() + _LOOK_INTERVAL_S
-        rank_rows = [self._own_row("running")]
+        rows = [self._own_row("running")]
         if self.dashboard.is_due:
-            self.dashboard.update(rank_rows)
+            self.dashboard.update(rows)
         else:
-            self.dashboard.board.see(rank_rows)
+            self.dashboard.board.see(rows)
 
     def end(self, ending: str) -> None:
         """Leave the summary."""

@@ -69,8 +69,8 @@ class LaunchHosts:
 
     def what_is_left(self) -> str:
         """What a message about a new attempt adds: hosts that were lost."""
-        lost_hosts = self._session.lost_hosts if self._session is not None else ()
-        return f", without {', '.join(lost_hosts)}" if lost_hosts else ""
+        hosts = self._session.lost_hosts if self._session is not None else ()
+        return f", without {', '.join(hosts)}" if hosts else ""
 
     def meeting_place(self) -> MeetingPlace:
         """Where the workers of the next attempt meet.

@@ -163,13 +163,13 @@ class LaunchSupervisor(Supervisor):
 
     def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
         """A worker is gone: a failure, unless it had finished or was stopped."""
-        loses_weights = member.holds_weights and self._ladder is None
-        if not (member.is_busy or loses_weights) or member.is_stopped:
+        weights = member.holds_weights and self._ladder is None
+        if not (member.is_busy or weights) or member.is_stopped:
             member.end()
             return
         member.end(
             member.record_of_death(exit_status, self._group.oom_kills),
-            loses_result=loses_weights,
+            loses_result=weights,
         )
         if self._ladder is None:
             self.give_up(failed=True)

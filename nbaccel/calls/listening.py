@@ -209,9 +209,9 @@ class WorkerListener:
         """Read all that living workers have printed so far, by one question for all pipes."""
         # The pipes of members that wait are not in the selector.
         talking_members = {member.rank: member for member in self._paused.values()}
-        for selector_key, _ in self._selector.select(0):
-            member = selector_key.data
-            if isinstance(member, WorkerHandle) and selector_key.fileobj is not member.channel:
+        for key, _ in self._selector.select(0):
+            member = key.data
+            if isinstance(member, WorkerHandle) and key.fileobj is not member.channel:
                 talking_members[member.rank] = member
         for member in talking_members.values():
             if not member.has_ended:

@@ -116,20 +116,20 @@ class LiveGroup(WorkerGroup):
             launch_hosts.close_store()
         return worker_group
 
-    def _start_worker(self, worker_rank: int) -> WorkerHandle:
-        member = super()._start_worker(worker_rank)
-        self._sentinels[worker_rank] = self._starter.sentinel(member.pid)
+    def _start_worker(self, rank: int) -> WorkerHandle:
+        member = super()._start_worker(rank)
+        self._sentinels[rank] = self._starter.sentinel(member.pid)
         # A fork of the next worker would inherit this descriptor and keep it open.
-        self._keep_from_children(self._sentinels[worker_rank])
+        self._keep_from_children(self._sentinels[rank])
         return member
 
     def _await_start(self) -> None:
-        call_result = self._watch([member.rank for member in self.members], {}, task_number=0)
-        if call_result.interrupted:
+        result = self._watch([member.rank for member in self.members], {}, task_number=0)
+        if result.interrupted:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
             )
-        start_error = outcome.call_error(call_result, self.plan)
+        start_error = outcome.call_error(result, self.plan)
         if start_error is not None:
             raise start_error
 
@@ -219,10 +219,10 @@ class LiveGroup(WorkerGroup):
         ]
 
     def _latest_place(
-        self, member: WorkerHandle, open_ranks: frozenset[int]
+        self, member: WorkerHandle, ranks: frozenset[int]
     ) -> messaging.Whereabouts | None:
         """What a worker has answered last: while a cell runs it is asked about once a second."""
-        in_task = member.whereabouts if member.rank in open_ranks else None
+        in_task = member.whereabouts if member.rank in ranks else None
         return in_task or self._answers.get(member.rank)
 
     def _ended_ranks(self) -> frozenset[int]:

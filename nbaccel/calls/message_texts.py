@@ -54,14 +54,12 @@ POOL_LOST = (
 )
 
 
-def _still_running(call_result: TaskResult) -> str:
+def _still_running(result: TaskResult) -> str:
     """What is left after a task that failed."""
-    if call_result.lost:
+    if result.lost:
         return POOL_LOST
-    in_groups = any(idle_answer.in_groups for idle_answer in call_result.idle.values())
-    return (
-        f"{STILL_ALIVE} {REGROUPED_WORDS}" if call_result.out_of_step and in_groups else STILL_ALIVE
-    )
+    in_groups = any(answer.in_groups for answer in result.idle.values())
+    return f"{STILL_ALIVE} {REGROUPED_WORDS}" if result.out_of_step and in_groups else STILL_ALIVE
 
 
 def closing_lines(call_result: TaskResult, unsendable_reason: Mapping[str, str]) -> str:
@@ -88,14 +86,14 @@ def why_lost(call_result: TaskResult) -> str:
     """In one clause, why a pool is broken."""
     if call_result.lost_because:
         return failure.as_clause(call_result.lost_because)
-    failure_records = [
+    records = [
         member.record
         for member in call_result.members
         if member.record is not None and member.rank in call_result.lost
     ]
-    if not failure_records:
+    if not records:
         return "a worker was lost"
-    first_failure = failure.first_cause(failure_records)
+    first_failure = failure.first_cause(records)
     if first_failure.exit_status is None:
         return f"rank {first_failure.rank} did not answer an interrupt and had to be ended"
     return f"rank {first_failure.rank} {failure.name_exit(first_failure.exit_status)}"
@@ -111,15 +109,15 @@ def regrouped_line(num_processes: int, end_reason: str) -> str:
 
 def stopped_message(call_result: TaskResult) -> str:
     """What a Stop has ended with."""
-    message_lines = ["the cell was stopped."]
+    lines = ["the cell was stopped."]
     for member in call_result.members:
-        failure_record = member.record
-        if failure_record is not None and failure_record.doing:
-            message_lines.append(f"  rank {member.rank} {failure_record.doing}")
+        record = member.record
+        if record is not None and record.doing:
+            lines.append(f"  rank {member.rank} {record.doing}")
         elif member.returned is not None:
-            message_lines.append(f"  rank {member.rank} was through with it")
-    message_lines.append(_still_running(call_result))
-    return "\n".join(message_lines)
+            lines.append(f"  rank {member.rank} was through with it")
+    lines.append(_still_running(call_result))
+    return "\n".join(lines)
 
 
 def on_the_way(module_paths: Sequence[str]) -> str:
@@ -140,10 +138,10 @@ def on_the_way(module_paths: Sequence[str]) -> str:
 
 def left_behind(call_result: TaskResult) -> str:
     """What happened to the weights when the workers failed before these were written."""
-    reason_words = "This was after the cell, while its process groups were ended."
-    if any(idle_answer.dirty for idle_answer in call_result.idle.values()):
-        reason_words += " The weights that it trained were not written back."
-    return reason_words
+    words = "This was after the cell, while its process groups were ended."
+    if any(answer.dirty for answer in call_result.idle.values()):
+        words += " The weights that it trained were not written back."
+    return words
 
 
 def after_cell(call_result: TaskResult, told_lines: str) -> str:
@@ -159,11 +157,11 @@ def after_cell(call_result: TaskResult, told_lines: str) -> str:
             "cell writes them back."
         )
         return told_lines
-    lost_models = (
+    models = (
         "All workers have been ended, and their variables are lost. The next cell starts new ones."
     )
     return "\n".join(
-        [told_lines, *([call_result.lost_because] if call_result.lost_because else []), lost_models]
+        [told_lines, *([call_result.lost_because] if call_result.lost_because else []), models]
     )
 
 
@@ -174,13 +172,13 @@ def no_room(told_lines: str, raised_error: OSError | None) -> str:
         told_lines: What is known of the weights.
         raised_error: What it could not do.
     """
-    stay_reason = (
+    reason = (
         raised_error.strerror
         if raised_error is not None and raised_error.strerror
         else str(raised_error)
     )
     return (
-        f"The notebook has no room for the trained weights: {stay_reason}. {told_lines} The "
+        f"The notebook has no room for the trained weights: {reason}. {told_lines} The "
         "workers live on and have the trained weights: close what holds memory or files open, "
         "and the next cell writes them back."
     )
@@ -207,11 +205,11 @@ def unknown_names_message(
             f"No name was given: say which names of {namespace_words} are meant, for example loss."
         )
     name_list = [unknown_name for unknown_name in known_names if not unknown_name.startswith("_")]
-    message_lines = [
+    lines = [
         f"{namespace_words} has no name {unknown_name!r}.{closest(unknown_name, name_list)}"
         for unknown_name in missing_names
     ]
-    return " ".join(message_lines)
+    return " ".join(lines)
 
 
 def stays_behind(module_path: str, stay_reason: str) -> str:
@@ -263,14 +261,14 @@ class CellDashboardUpdater(DashboardUpdater):
     ) -> RankStatus:
         """One rank, as it is now, with what it is doing."""
         # DashboardUpdater is given the supervisor itself, which in a pool is a TaskSupervisor.
-        rank_task = cast("TaskSupervisor", watched_worker)
-        is_open = member.rank in rank_task.open
-        row_values = rank_status(member, rank_task.seconds, member.whereabouts, is_open=is_open)
+        task = cast("TaskSupervisor", watched_worker)
+        is_open = member.rank in task.open
+        values = rank_status(member, task.seconds, member.whereabouts, is_open=is_open)
         return replace(
-            row_values,
+            values,
             # A rank that has finished is idle; how it finished is of more interest.
-            state=row_values.state if is_open else _how_it_is_through(member),
-            device_bytes=row_values.device_bytes if device_bytes is None else device_bytes,
+            state=values.state if is_open else _how_it_is_through(member),
+            device_bytes=values.device_bytes if device_bytes is None else device_bytes,
             last_line=last_line,
         )
 
@@ -278,9 +276,9 @@ class CellDashboardUpdater(DashboardUpdater):
         """Ask the ranks where they are, for the next time."""
         if self._on_poll is not None:
             self._on_poll()
-        rank_task = cast("TaskSupervisor", watched_worker)
-        for member in rank_task.at_work():
-            if member.rank in rank_task.open:
+        task = cast("TaskSupervisor", watched_worker)
+        for member in task.at_work():
+            if member.rank in task.open:
                 member.ask_where()
 
 
@@ -348,10 +346,10 @@ def status_table(
     return StatusTable(rows, headline=headline)
 
 
-def _ended_words(ended_ranks: Sequence[int]) -> str:
+def _ended_words(ranks: Sequence[int]) -> str:
     """`rank 1 has ended`, `ranks 0-3 have ended`."""
-    numbers = number_ranges(ended_ranks)
-    return f"rank {numbers} has ended" if len(ended_ranks) == 1 else f"ranks {numbers} have ended"
+    numbers = number_ranges(ranks)
+    return f"rank {numbers} has ended" if len(ranks) == 1 else f"ranks {numbers} have ended"
 
 
 # No colour is named, and the background shows through: it reads on light and dark alike.
@@ -377,23 +375,18 @@ class StatusTable:
     def _cells(self) -> list[list[str]]:
         # A column without a value for any rank would only take space.
         columns = [
-            (head_word, of)
-            for head_word, of in _STATUS_COLUMNS
-            if head_word in _LASTING_COLUMNS or any(map(of, self.rows))
+            (word, of)
+            for word, of in _STATUS_COLUMNS
+            if word in _LASTING_COLUMNS or any(map(of, self.rows))
         ]
         return [
-            [head_word for head_word, _ in columns],
-            *(
-                [of(row) or _NO_VALUES.get(head_word, "-") for head_word, of in columns]
-                for row in self.rows
-            ),
+            [word for word, _ in columns],
+            *([of(row) or _NO_VALUES.get(word, "-") for word, of in columns] for row in self.rows),
         ]
 
     def __str__(self) -> str:
         text_cells = self._cells() if self.rows else []
-        column_widths = [
-            max(map(len, table_column)) for table_column in zip(*text_cells, strict=True)
-        ]
+        column_widths = [max(map(len, column)) for column in zip(*text_cells, strict=True)]
         message_lines = [
             "  ".join(map(str.ljust, table_line, column_widths)).rstrip()
             for table_line in text_cells

@@ -16,8 +16,8 @@ __all__ = ["CwdEnvTracker", "notebook_names", "source_of"]
 
 def notebook_names() -> dict[str, Any]:
     """The namespace of the notebook; outside of one, that of the main module."""
-    ipython_module = sys.modules.get("IPython")
-    notebook_shell = ipython_module.get_ipython() if ipython_module is not None else None
+    module = sys.modules.get("IPython")
+    notebook_shell = module.get_ipython() if module is not None else None
     if notebook_shell is not None:
         return notebook_shell.user_ns  # type: ignore[no-any-return]
     return vars(sys.modules["__main__"])
@@ -58,11 +58,11 @@ class CwdEnvTracker:
 
     def environment(self) -> dict[str, str | None]:
         """Variables that have changed since the last call; None for one that is gone."""
-        environment_state = env.state()
+        state = env.state()
         known_variables = self._environment
-        if environment_state == self._state:
+        if state == self._state:
             return {}
-        self._state = environment_state
+        self._state = state
         self._environment = env.snapshot()
         variables = self._environment
         removed_names: dict[str, str | None] = {
@@ -71,7 +71,7 @@ class CwdEnvTracker:
             if variable_name not in variables
         }
         return removed_names | {
-            variable_name: variable_value
-            for variable_name, variable_value in variables.items()
-            if known_variables.get(variable_name) != variable_value
+            variable_name: value
+            for variable_name, value in variables.items()
+            if known_variables.get(variable_name) != value
         }

@@ -72,26 +72,26 @@ class UnsendableResult:
 
 def call_results(members: Sequence[WorkerHandle]) -> tuple[list[Any], list[str]]:
     """The return values by rank, and what could not be sent."""
-    rank_values: list[Any] = []
+    values: list[Any] = []
     lost_results: list[str] = []
     for member in members:
-        result_message = member.returned
-        if result_message is None:
+        message = member.returned
+        if message is None:
             continue
         try:
-            rank_values.append(_open_result(result_message, member.result_fd))
+            values.append(_open_result(message, member.result_fd))
         except Exception as error:  # a missing class, or the user's __setstate__: any
-            unsendable_reason = f"rank {member.rank}'s result cannot be opened here: {error!r}"
-            rank_values.append(UnsendableResult(unsendable_reason))
-        if isinstance(rank_values[-1], UnsendableResult):
-            lost_results.append(rank_values[-1].reason)
-    return rank_values, lost_results
+            reason = f"rank {member.rank}'s result cannot be opened here: {error!r}"
+            values.append(UnsendableResult(reason))
+        if isinstance(values[-1], UnsendableResult):
+            lost_results.append(values[-1].reason)
+    return values, lost_results
 
 
-def _open_result(result_message: Any, payload_fd: int | None) -> Any:
-    if result_message.payload is None or payload_fd is None:
-        return UnsendableResult(result_message.unsendable)
-    return pickling.unpack(result_message.payload, payload_fd, {})
+def _open_result(message: Any, fd: int | None) -> Any:
+    if message.payload is None or fd is None:
+        return UnsendableResult(message.unsendable)
+    return pickling.unpack(message.payload, fd, {})
 
 
 def stopped_error(message: str, call_result: CallResult) -> LaunchInterrupted:
@@ -106,9 +106,9 @@ def stopped_error(message: str, call_result: CallResult) -> LaunchInterrupted:
     return error
 
 
-def _note_report(error: WorkerFailed | LaunchInterrupted, call_result: CallResult) -> None:
-    if call_result.observed is not None:
-        error.make_report = functools.partial(report_of, call_result.observed, type(error).__name__)
+def _note_report(error: WorkerFailed | LaunchInterrupted, result: CallResult) -> None:
+    if result.observed is not None:
+        error.make_report = functools.partial(report_of, result.observed, type(error).__name__)
 
 
 def call_error(
@@ -129,21 +129,19 @@ def call_error(
     return failed_error
 
 
-def _failure_error(call_result: CallResult, call_plan: Plan, closing_lines: str) -> WorkerFailed:
-    members = call_result.members
+def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> WorkerFailed:
+    members = result.members
     failure_records = [m.record or m.record_of_stop() for m in members if m.returned is None]
     first_failure = failure.first_cause(failure_records) if failure_records else None
     _LATEST_FAILURE[:] = sorted(
         failure_records,
         key=lambda failure_record: (failure_record is not first_failure, failure_record.rank),
     )
-    if call_result.timed_out:
-        return _timeout_error(
-            call_result, failure_records, call_plan.config.timeout or 0.0, closing_lines
-        )
-    if call_result.stuck:
-        return _stuck_lines(call_result, failure_records, call_plan.world_size)
-    death_report = _death_report(call_result, failure_records, call_plan.world_size, closing_lines)
+    if result.timed_out:
+        return _timeout_error(result, failure_records, plan.config.timeout or 0.0, closing_lines)
+    if result.stuck:
+        return _stuck_lines(result, failure_records, plan.world_size)
+    death_report = _death_report(result, failure_records, plan.world_size, closing_lines)
     first_failure = death_report.cause
     member = next(m for m in members if m.rank == first_failure.rank)
     original_error = _original_error(member)
@@ -157,10 +155,10 @@ def build_error(
     original_error: PortableException | None,
 ) -> WorkerFailed:
     """An exception that is both a `WorkerFailed` and of the type the worker raised."""
-    message_text = "\n".join(death_report.lines())
+    text = "\n".join(death_report.lines())
     blended_error = _blended_error(base_class, original_error)
     WorkerFailed.__init__(
-        blended_error, message_text, failure=death_report.cause, failures=death_report.records
+        blended_error, text, failure=death_report.cause, failures=death_report.records
     )
     # IPython ignores `_render_traceback_` of exception groups, which this error may be, too.
     if death_report.cause.raised is not None and death_report.cause.raised.parts:
@@ -173,11 +171,11 @@ def build_error(
 def _blended_error(
     base_class: type[WorkerFailed], original_error: PortableException | None
 ) -> WorkerFailed:
-    class_names = {"__str__": WorkerFailed.__str__, "__module__": base_class.__module__}
+    names = {"__str__": WorkerFailed.__str__, "__module__": base_class.__module__}
     if original_error is not None and issubclass(original_error.kind, Exception):
         # Two types that do not go together, or a metaclass that refuses: the text has its name.
         with contextlib.suppress(Exception):
-            return cast("WorkerFailed", original_error.revive(base_class, class_names))
+            return cast("WorkerFailed", original_error.revive(base_class, names))
     return base_class.__new__(base_class)
 
 
@@ -223,14 +221,14 @@ def interruption_message(call_result: CallResult, message_text: str) -> str:
         call_result: What became of the call.
         message_text: What is left.
     """
-    text_lines = [message_text]
+    lines = [message_text]
     for member in call_result.members:
         if member.returned is not None:
-            text_lines.append(f"  rank {member.rank} had returned")
+            lines.append(f"  rank {member.rank} had returned")
         else:
-            failure_record = member.record or member.record_of_stop()
-            text_lines.append(f"  rank {failure_record.rank} {failure_record.headline}")
-    return "\n".join(text_lines)
+            record = member.record or member.record_of_stop()
+            lines.append(f"  rank {record.rank} {record.headline}")
+    return "\n".join(lines)
 
 
 def _death_report(
@@ -268,11 +266,11 @@ def _death_report(
 
 
 def _met_for_different_things(
-    call_result: CallResult, failure_records: Sequence[failure.FailureRecord]
+    result: CallResult, failure_records: Sequence[failure.FailureRecord]
 ) -> bool:
     messages = [record.raised.message for record in failure_records if record.raised is not None]
-    output_lines = itertools.chain.from_iterable(call_result.tails.values())
-    texts = (*messages, *output_lines, *call_result.library_messages)
+    lines = itertools.chain.from_iterable(result.tails.values())
+    texts = (*messages, *lines, *result.library_messages)
     return any(map(library_texts.tells_of_unlike_collectives, texts))
 
 
@@ -304,18 +302,18 @@ def _timeout_error(
 
 
 def _stuck_lines(
-    call_result: CallResult, failure_records: Sequence[failure.FailureRecord], world_size: int
+    result: CallResult, records: Sequence[failure.FailureRecord], world_size: int
 ) -> StartupFailed:
-    stuck_ranks = ", ".join(str(member.rank) for member in call_result.stuck)
+    ranks = ", ".join(str(member.rank) for member in result.stuck)
     rank_stacks = "".join(
-        f"\n{member.stack_text.strip()}" for member in call_result.stuck if member.stack_text
+        f"\n{member.stack_text.strip()}" for member in result.stuck if member.stack_text
     )
     return StartupFailed(
-        f"Worker {stuck_ranks} of {world_size} was forked but never ran: it hangs on something "
+        f"Worker {ranks} of {world_size} was forked but never ran: it hangs on something "
         "that the fork copied in a locked state (a thread of the notebook held "
         f"it).{rank_stacks}\nUse start_method='template', whose workers do not come from the "
         "notebook process.",
-        failures=tuple(failure_records),
+        failures=tuple(records),
     )
 
 
@@ -416,12 +414,12 @@ def _tell_lost_results(lost_results: Sequence[str], log_level: int) -> None:
 
 
 def _apply_weights(
-    call_result: CallResult,
+    result: CallResult,
     weight_receiver: WeightReceiver,
     weight_reports: Sequence[WeightReport],
     closing_lines: str,
 ) -> None:
-    holders = [member for member in call_result.members if member.holds_weights]
+    holders = [member for member in result.members if member.holds_weights]
     try:
         weight_receiver.apply(weight_reports, process_id=holders[0].pid if holders else None)
     except MemoryUnread as error:

@@ -208,14 +208,14 @@ def _named_modules(
 def _share_reached(call_modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
     """Share what can be shared; print a message for modules whose weights stay in the workers."""
     module_sharing = arena.Sharing()
-    for module_path, module in call_modules:
+    for path, module in call_modules:
         try:
-            module_sharing = module_sharing.joined(arena.share_modules([(module_path, module)]))
+            module_sharing = module_sharing.joined(arena.share_modules([(path, module)]))
         except ModelNotShareable as sharing_error:
-            refusal_reason = str(sharing_error).partition("\n")[2].strip()
+            reason = str(sharing_error).partition("\n")[2].strip()
             write_notice(
-                f"nbaccel: each worker gets a copy of {module_path}, and its weights will not "
-                f"come back, because it cannot be shared: {refusal_reason}\n"
+                f"nbaccel: each worker gets a copy of {path}, and its weights will not "
+                f"come back, because it cannot be shared: {reason}\n"
             )
     return module_sharing
 
@@ -253,10 +253,10 @@ def _worker_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     module_sharing: arena.Sharing,
-    arena_keys: dict[int, str],
+    keys: dict[int, str],
 ) -> worker.WorkerCall:
     call_modules = zip(
-        weight_sync.module_manifests(module_sharing, arena_keys),
+        weight_sync.module_manifests(module_sharing, keys),
         (shared_module.module for shared_module in module_sharing.modules),
         strict=True,
     )
@@ -282,9 +282,7 @@ def judge_fork() -> None:
         write_notice(f"nbaccel: {fork_hazard}. start_method='template' is safe from that.\n")
 
 
-def _cannot_send(
-    culprit_path: str, pickling_error: Exception, found_hazards: Sequence[fork_safety.Hazard]
-) -> str:
+def _cannot_send(path: str, error: Exception, found_hazards: Sequence[fork_safety.Hazard]) -> str:
     no_fork = (
         "A fork, which pickles nothing, is no way out here:\n"
         + "\n".join(f"  {fork_hazard}" for fork_hazard in found_hazards)
@@ -292,7 +290,7 @@ def _cannot_send(
         else "Or use start_method='fork' (or 'auto'), which pickles nothing."
     )
     return (
-        f"{culprit_path} cannot be sent to the workers: {type(pickling_error).__name__}: "
-        f"{pickling_error}.\n"
+        f"{path} cannot be sent to the workers: {type(error).__name__}: "
+        f"{error}.\n"
         f"Create it inside the function instead, or pass what it is made from.\n{no_fork}"
     )

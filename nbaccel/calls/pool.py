@@ -145,8 +145,8 @@ class Pool:
         return self.plan.num_processes
 
     def __repr__(self) -> str:
-        state_words = f"{self.plan.headline()}; {self._state.name.lower()}"
-        return f"<Pool: {state_words}{f': {self.reason}' if self.reason else ''}>"
+        words = f"{self.plan.headline()}; {self._state.name.lower()}"
+        return f"<Pool: {words}{f': {self.reason}' if self.reason else ''}>"
 
     # ---- life
 
@@ -366,25 +366,23 @@ class Pool:
         """
         if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
             self._workers.ask_whereabouts()
-        rank_rows = self._workers.rank_rows() if self._workers is not None else []
-        return message_texts.status_table(
-            self._state, self.reason, self.plan, rank_rows, self._activity
-        )
+        rows = self._workers.rank_rows() if self._workers is not None else []
+        return message_texts.status_table(self._state, self.reason, self.plan, rows, self._activity)
 
     # ---- a cell
 
-    def _cell(self, cell_source: CellSource, ranks: Sequence[int]) -> TaskResult:
-        live_group = self._ready()
+    def _cell(self, source: CellSource, ranks: Sequence[int]) -> TaskResult:
+        group = self._ready()
         task_body = pool_messages.RunCell(
-            source=cell_source,
+            source=source,
             directory=self._cwd_env_tracker.directory(),
             environment=self._cwd_env_tracker.environment(),
             logging=worker_output.as_configured(),
             settings=library_settings(),
         )
-        self._activity = f"cell In[{cell_source.count}]" if cell_source.count else ""
+        self._activity = f"cell In[{source.count}]" if source.count else ""
         try:
-            return live_group.run_tasks(
+            return group.run_tasks(
                 dict.fromkeys(ranks, (task_body, ())),
                 timeout_s=self.config.timeout,
                 is_shown=True,
@@ -393,39 +391,39 @@ class Pool:
         finally:
             self._activity = ""
 
-    def _after_cell(self, call_result: TaskResult) -> BaseException | None:
+    def _after_cell(self, result: TaskResult) -> BaseException | None:
         """Update names, weights and process groups; returns the error of that, if any."""
-        for rank, idle in call_result.idle.items():
+        for rank, idle in result.idle.items():
             self._namespace_sync.bound(rank, idle.bound)
-        self._note_lost(call_result)
-        if self._post_task is None or call_result.lost:
+        self._note_lost(result)
+        if self._post_task is None or result.lost:
             return None
-        task_trouble = self._post_task.after_cell(call_result)
-        trouble_error = task_trouble.error(self.plan) if task_trouble is not None else None
+        task_trouble = self._post_task.after_cell(result)
+        error = task_trouble.error(self.plan) if task_trouble is not None else None
         if task_trouble is not None and task_trouble.result is not None:
             self._note_lost(task_trouble.result)
-        return trouble_error
+        return error
 
-    def _note_lost(self, call_result: TaskResult) -> None:
+    def _note_lost(self, result: TaskResult) -> None:
         # Of what is shown: not of the small tasks around it.
-        self._observed = call_result.observed or self._observed
-        if call_result.lost:
-            self._dissolve(PoolState.BROKEN, message_texts.why_lost(call_result))
+        self._observed = result.observed or self._observed
+        if result.lost:
+            self._dissolve(PoolState.BROKEN, message_texts.why_lost(result))
 
-    def _judgement(self, call_result: TaskResult) -> BaseException | None:
+    def _judgement(self, result: TaskResult) -> BaseException | None:
         """What a task has to raise, if it did not end well."""
-        if call_result.interrupted:
-            return outcome.stopped_error(message_texts.stopped_message(call_result), call_result)
-        closing_lines = message_texts.closing_lines(call_result, self._namespace_sync.reasons)
-        return outcome.call_error(call_result, self.plan, closing_lines=closing_lines)
+        if result.interrupted:
+            return outcome.stopped_error(message_texts.stopped_message(result), result)
+        lines = message_texts.closing_lines(result, self._namespace_sync.reasons)
+        return outcome.call_error(result, self.plan, closing_lines=lines)
 
-    def _raise_failure(self, call_result: TaskResult) -> None:
+    def _raise_failure(self, result: TaskResult) -> None:
         """Raise if a task that is not a cell did not end well."""
         __tracebackhide__ = True
-        task_error = self._judgement(call_result)
-        self._note_lost(call_result)
-        if task_error is not None:
-            raise task_error
+        error = self._judgement(result)
+        self._note_lost(result)
+        if error is not None:
+            raise error
 
     # ---- names
 
@@ -434,7 +432,7 @@ class Pool:
             return
         tell_of_edits()
         with contextlib.closing(prepared_update):
-            rank_tasks = {
+            tasks = {
                 rank: (
                     pool_messages.BindNames(update=prepared_update.message, wanted=names),
                     prepared_update.fds,
@@ -442,7 +440,7 @@ class Pool:
                 for rank, names in prepared_update.wanted.items()
             }
             with uninterrupted():
-                self._raise_failure(self._workers.run_tasks(rank_tasks))
+                self._raise_failure(self._workers.run_tasks(tasks))
                 self._namespace_sync.taken(prepared_update)
 
     def _fetch(
@@ -482,18 +480,16 @@ class Pool:
         if self._state is not PoolState.IDLE or not self._lock.acquire(blocking=False):
             return None
         try:
-            live_group = self._workers
-            call_result = (
+            group = self._workers
+            result = (
                 # A completion that takes longer is of no use, and the lock is held meanwhile.
-                live_group.run_tasks({0: (task_body, ())}, timeout_s=1.0)
-                if live_group is not None
-                else None
+                group.run_tasks({0: (task_body, ())}, timeout_s=1.0) if group is not None else None
             )
         finally:
             self._lock.release()
-        if call_result is not None:
-            self._note_lost(call_result)
-        return call_result.shown.get(0) if call_result is not None else None
+        if result is not None:
+            self._note_lost(result)
+        return result.shown.get(0) if result is not None else None
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:

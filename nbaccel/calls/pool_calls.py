@@ -44,10 +44,10 @@ class PoolCall:
     def conclude(self, call_result: TaskResult) -> CallOutcome:
         """Copy the weights back and open the values, or raise what went wrong."""
         was_stopped = "the call was stopped; the model is as it was, and the workers live on"
-        closing_lines = "The notebook's model is as it was before the call; the workers live on."
+        lines = "The notebook's model is as it was before the call; the workers live on."
         if call_result.lost:
             was_stopped = "the call was stopped, and the workers were ended; the model is as it was"
-            closing_lines = (
+            lines = (
                 "The notebook's model is as it was before the call; all workers have been ended, "
                 "and their variables are lost. The next cell starts new ones."
             )
@@ -56,7 +56,7 @@ class PoolCall:
             call_result,
             self.weight_receiver,
             was_stopped=was_stopped,
-            closing_lines=closing_lines,
+            closing_lines=lines,
         )
 
 

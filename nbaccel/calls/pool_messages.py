@@ -99,11 +99,9 @@ class BindNames:
     def file_hints(self) -> messaging.FileHints:
         """What it means for memory files."""
         return messaging.FileHints(
-            arenas=tuple(arena_key for arena_key, _ in self.update.arenas),
+            arenas=tuple(key for key, _ in self.update.arenas),
             reads_arenas=self.update.reads_arenas,
-            forgets=tuple(
-                {arena_key for part in self.update.parts for arena_key in part.forget_arenas}
-            ),
+            forgets=tuple({key for part in self.update.parts for key in part.forget_arenas}),
         )
 
 

@@ -49,7 +49,7 @@ class TaskResult(CallResult):
     @property
     def shown(self) -> dict[int, Any]:
         """What the task gives the user to see, by rank."""
-        return {worker_rank: idle_answer.shown for worker_rank, idle_answer in self.idle.items()}
+        return {rank: answer.shown for rank, answer in self.idle.items()}
 
     def take_files(self) -> list[int]:
         """The descriptors of `whole_files`; they are the caller's to close."""
@@ -65,14 +65,12 @@ class TaskResult(CallResult):
         of them: the next one would meet the wrong partner.
         """
         collective_counts: dict[str, set[int]] = {}
-        for group_name, collective_count in (
-            group_entry
-            for idle_answer in self.idle.values()
-            for group_entry in idle_answer.sequence
+        for name, collective_count in (
+            entry for answer in self.idle.values() for entry in answer.sequence
         ):
             # By name, because not all ranks need be in a group: absent ranks are no difference.
-            collective_counts.setdefault(group_name, set()).add(collective_count)
-        in_groups = {idle_answer.in_groups for idle_answer in self.idle.values()}
+            collective_counts.setdefault(name, set()).add(collective_count)
+        in_groups = {answer.in_groups for answer in self.idle.values()}
         differing_groups = len(in_groups) > 1 or any(
             len(counts) > 1 for counts in collective_counts.values()
         )
@@ -153,16 +151,16 @@ class TaskSupervisor(Supervisor):
         # Ranks mostly have the very same task, which is pickled once.
         for worker_ranks in ranks_by_body.values():
             task_body, _ = self._tasks[worker_ranks[0]]
-            packet_bytes, spill_files = messaging.pack_message(
+            packet_bytes, files = messaging.pack_message(
                 pool_messages.Task(number=self._number, body=task_body)
             )
-            with memfd.closing_files(*spill_files):
+            with memfd.closing_files(*files):
                 for worker_rank in worker_ranks:
                     _, file_descriptors = self._tasks[worker_rank]
                     # The worker may have ended meanwhile; its sentinel says so.
                     with contextlib.suppress(OSError):
                         self.members[worker_rank].channel.send_packed(
-                            packet_bytes, [*file_descriptors, *spill_files]
+                            packet_bytes, [*file_descriptors, *files]
                         )
         if self._make_show is not None:
             self._show = self._make_show()
@@ -192,11 +190,11 @@ class TaskSupervisor(Supervisor):
 
     def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
         """A worker is lost: ask the others where they are, then end them."""
-        failure_record = member.record or member.record_of_stop()
+        record = member.record or member.record_of_stop()
         if not member.is_stopped:
-            failure_record = member.record_of_death(exit_status, self._group.oom_kills)
+            record = member.record_of_death(exit_status, self._group.oom_kills)
         # Even a finished rank loses its result: without its worker the task has failed.
-        member.end(failure_record, loses_result=True)
+        member.end(record, loses_result=True)
         self._ranks.add(member.rank)
         self._open.discard(member.rank)
         self._lost.append(member.rank)
@@ -238,20 +236,20 @@ class TaskSupervisor(Supervisor):
             memfd.close_all(file_descriptors)
 
     def _on_idle(self, member: WorkerHandle, worker_message: pool_messages.Idle) -> None:
-        worker_rank = member.rank
+        rank = member.rank
         if worker_message.number == self._number:
             member.finish_call()
-            self._open.discard(worker_rank)
+            self._open.discard(rank)
             self.drain_output(member)
-            self._console.close(worker_rank)
-            self._idle[worker_rank] = worker_message
+            self._console.close(rank)
+            self._idle[rank] = worker_message
             # A rank that has finished must join too, or the others would wait until the timeout.
             if self._group_wanted is not None and self._open:
                 self._ask_to_join(member, self._group_wanted)
         else:
-            self._joining.discard(worker_rank)
+            self._joining.discard(rank)
         # After a loss a finished worker is ended too, so it stays on the ladder.
-        if self._ladder is not None and worker_rank not in self._open and not self._lost:
+        if self._ladder is not None and rank not in self._open and not self._lost:
             self._ladder.finished(member)
 
     def _on_group_wanted(self, worker_message: pool_messages.GroupWanted) -> None:

@@ -63,8 +63,8 @@ def serve_cells(
     if worker_inheritance is not None:
         # A module that was imported before the fork may hold a model of the notebook.
         arena.make_arenas_private()
-    cell_worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
-    cell_worker.loop()
+    worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
+    worker.loop()
 
 
 _MAX_NAMES = 100
@@ -195,12 +195,10 @@ class _CellWorker:
 
     def _pull(self, task: pool_messages.Pull, file_descriptors: list[int]) -> None:
         self._busy = True
-        packed_values, payload_fd = self._names.pack(task.names)
+        values, fd = self._names.pack(task.names)
         self._busy = False
-        with memfd.closing_files(payload_fd):
-            self._channel.send(
-                messaging.Returned(time.monotonic(), packed_values, None, None), [payload_fd]
-            )
+        with memfd.closing_files(fd):
+            self._channel.send(messaging.Returned(time.monotonic(), values, None, None), [fd])
 
     def _write_weights(self, task: pool_messages.WriteWeights, file_descriptors: list[int]) -> None:
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
@@ -252,7 +250,7 @@ class _CellWorker:
         explained_error.__cause__ = error
         return explained_error.with_traceback(error.__traceback__)
 
-    def _on_interrupt(self, signal_number: int, frame: Any) -> None:
+    def _on_interrupt(self, number: int, frame: Any) -> None:
         # While the worker waits for a task, or sends an answer, an interrupt has nothing to stop.
         if not self._busy:
             return
@@ -278,12 +276,12 @@ class _CellWorker:
     def _answer(self) -> None:
         while True:
             try:
-                answer_message, _ = self._control.receive()
+                message, _ = self._control.receive()
             except (EOFError, OSError):
                 return
-            if isinstance(answer_message, messaging.Look):
+            if isinstance(message, messaging.Look):
                 self._channel.send(self._whereabouts())
-            elif isinstance(answer_message, messaging.Break):
+            elif isinstance(message, messaging.Break):
                 self._groups.cut()
 
     def _whereabouts(self) -> messaging.Whereabouts:

@@ -49,10 +49,10 @@ class TaskTrouble:
             return outcome.weights_unread(self.unread, self.weights_text)
         if self.result is None:
             return WorkerFailed(message_texts.no_room(self.weights_text, self.no_room))
-        closing_lines = message_texts.after_cell(self.result, self.weights_text)
+        lines = message_texts.after_cell(self.result, self.weights_text)
         if self.result.interrupted:
-            return LaunchInterrupted(f"the notebook was interrupted. {closing_lines}")
-        return outcome.call_error(self.result, plan, closing_lines=closing_lines)
+            return LaunchInterrupted(f"the notebook was interrupted. {lines}")
+        return outcome.call_error(self.result, plan, closing_lines=lines)
 
 
 class PostTask:
@@ -100,9 +100,9 @@ class PostTask:
         # Taken first, because the next task makes the members forget this one.
         ended_well = all(member.returned is not None for member in call_result.members)
         self._generation += 1
-        regroup_reason = "a cell was ended while ranks were waiting for each other"
+        reason = "a cell was ended while ranks were waiting for each other"
         group_result = self._workers.everyone(
-            pool_messages.CloseGroups(generation=self._generation, reason=regroup_reason)
+            pool_messages.CloseGroups(generation=self._generation, reason=reason)
         )
         if ended_well:
             write_notice(f"nbaccel: {message_texts.UNEVEN_COLLECTIVES}\n")
@@ -189,14 +189,14 @@ class PostTask:
         for module_path, told_line in told_lines:
             self._tell((module_path, module_keys.get(module_path, "")), told_line)
 
-    def _tell(self, module_name: tuple[str, str], report_line: str) -> None:
+    def _tell(self, name: tuple[str, str], line: str) -> None:
         """Write a line out, unless it was the last one about this module.
 
         The next module of the same path is another one: a cell that makes it is run again.
         """
-        if self._reported_lines.get(module_name) != report_line:
-            write_notice(report_line)
-        self._reported_lines[module_name] = report_line
+        if self._reported_lines.get(name) != line:
+            write_notice(line)
+        self._reported_lines[name] = line
 
 
 @contextlib.contextmanager

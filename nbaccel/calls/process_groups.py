@@ -135,9 +135,9 @@ class ProcessGroups:
         if not dist.is_initialized():
             timeout_seconds = timeout_s or distributed.timeout_s(None)
             group_timeout = timedelta(seconds=timeout_seconds)
-            group_settings = InitProcessGroupKwargs(backend=group_backend, timeout=group_timeout)
+            settings = InitProcessGroupKwargs(backend=group_backend, timeout=group_timeout)
             if self._place.world_size > 1:
-                distributed.init_process(settings=group_settings)
+                distributed.init_process(settings=settings)
             # `init_process` makes no group for one process, but a collective in a cell needs one.
             else:
                 dist.init_process_group(group_backend or "gloo", timeout=group_timeout)
@@ -146,27 +146,27 @@ class ProcessGroups:
         """How many collectives each group has begun: equal on all ranks that are in step."""
         # Most of nbaccel's own are none of torch's: they are made in shared memory.
         group_counts = [("calls of nbaccel", call_check.calls_begun())]
-        for process_group, group_name in torch_private.process_group_names().items():
+        for process_group, name in torch_private.process_group_names().items():
             # Raised by a backend that does not count its collectives.
             with contextlib.suppress(RuntimeError):
-                group_counts.append((group_name, torch_private.collectives_begun(process_group)))
+                group_counts.append((name, torch_private.collectives_begun(process_group)))
         return tuple(sorted(group_counts))
 
     def cut(self) -> None:
         """Let a collective that will never complete fail. For the second thread."""
         for process_group in torch_private.process_groups():
-            for group_backend in torch_private.device_backends(process_group):
+            for backend in torch_private.device_backends(process_group):
                 # gloo's own `abort` does not reach a wait that has begun (torch 2.13).
-                if group_backend.name() != "gloo" and hasattr(group_backend, "abort"):
-                    group_backend.abort()
+                if backend.name() != "gloo" and hasattr(backend, "abort"):
+                    backend.abort()
         # A copy: this is the second thread, and the main one may add sockets meanwhile.
         sockets = set(self._sockets)
         # A rank may also hang while a group is being made; its sockets are not recorded yet.
         if self._before is not None:
             sockets |= set(_own_sockets()) - self._before
-        for socket_inode, socket_fd in _own_sockets().items():
+        for socket_inode, fd in _own_sockets().items():
             if socket_inode in sockets:
-                _shut_connection(socket_fd, spared_port=self._place.master_port)
+                _shut_connection(fd, spared_port=self._place.master_port)
 
     def close(self, generation: int, leave_reason: str) -> None:
         """Drop every group; the next one is made in this generation.
@@ -259,7 +259,7 @@ def _own_sockets() -> dict[int, int]:
     }
 
 
-def _shut_connection(socket_fd: int, *, spared_port: int) -> bool:
+def _shut_connection(fd: int, *, spared_port: int) -> bool:
     """Shut a TCP connection down, unless this process serves the store over it.
 
     Returns:
@@ -268,7 +268,7 @@ def _shut_connection(socket_fd: int, *, spared_port: int) -> bool:
     # The descriptor may have been closed meanwhile. A duplicate, because closing the socket object
     # would close gloo's descriptor.
     with contextlib.suppress(OSError):
-        duplicate_socket = socket.socket(fileno=os.dup(socket_fd))
+        duplicate_socket = socket.socket(fileno=os.dup(fd))
         with duplicate_socket:
             is_internet = duplicate_socket.family in (socket.AF_INET, socket.AF_INET6)
             is_listening = duplicate_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -335,11 +335,11 @@ def _attach_to_new_group(ddp_model: DistributedDataParallel) -> None:
 @torch.no_grad()
 def _send_weights(ddp_model: DistributedDataParallel) -> None:
     """Give all ranks the weights and buffers of rank 0; a collective."""
-    for tensor_name, tensor in (
+    for name, tensor in (
         *ddp_model.module.named_parameters(),
         *ddp_model.module.named_buffers(),
     ):
-        if tensor_name not in ddp_model.parameters_to_ignore:
+        if name not in ddp_model.parameters_to_ignore:
             # gloo refuses tensors that are not contiguous.
             dense = tensor.detach().contiguous()
             dist.broadcast(dense, 0, group=ddp_model.process_group)
@@ -348,14 +348,14 @@ def _send_weights(ddp_model: DistributedDataParallel) -> None:
 
 
 def _reattached_message(states_were_equal: bool) -> str:
-    state_words = (
+    words = (
         "their state"
         if states_were_equal
         else "rank 0's state, since ranks were at different steps"
     )
     return (
         "nbaccel: the DDP model goes on in new process groups, with rank 0's weights; "
-        f"optimizers keep {state_words}. The step that was cut short is left out.\n"
+        f"optimizers keep {words}. The step that was cut short is left out.\n"
     )
 
 
@@ -427,9 +427,7 @@ def _comparable(state_value: Any) -> Any:
     if isinstance(state_value, torch.Tensor):
         return str(state_value.dtype), tuple(state_value.shape), tensor_fingerprint(state_value)
     if isinstance(state_value, dict):
-        return {
-            state_key: _comparable(inner_value) for state_key, inner_value in state_value.items()
-        }
+        return {key: _comparable(inner_value) for key, inner_value in state_value.items()}
     if isinstance(state_value, (list, tuple)):
         return [_comparable(inner_value) for inner_value in state_value]
     return (

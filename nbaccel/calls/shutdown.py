@@ -162,8 +162,8 @@ class ShutdownLadder:
     def answered(self, member: WorkerHandle) -> None:
         """This worker has said where it is. Once all have, waiting for answers ends."""
         members = {
-            worker_rank: member_course
-            for worker_rank, member_course in self._courses.items()
+            rank: member_course
+            for rank, member_course in self._courses.items()
             if member_course.step is ShutdownStep.ASK
         }
         if member.rank in members:
@@ -218,8 +218,8 @@ class ShutdownLadder:
         # Also true when no course is left: then those whose work is over may leave.
         if all(member_course.is_given_up for member_course in self._courses.values()):
             current_time = time.monotonic()
-            for worker_rank, member in self._finished.items():
-                self._courses[worker_rank] = _begun(member, self._leaving, current_time)
+            for rank, member in self._finished.items():
+                self._courses[rank] = _begun(member, self._leaving, current_time)
             self._finished.clear()
         for member_course in self._courses.values():
             while not member_course.is_given_up and time.monotonic() >= member_course.until:

@@ -264,10 +264,10 @@ class Supervisor(WorkerListener):
         ):
             # Its stack may still be in the pipe, and the record needs it.
             self.drain_output(member)
-            failure_record = member.record_of_stop()
+            record = member.record_of_stop()
         else:
-            failure_record = worker_message.record
-        member.take_failure(worker_message, file_descriptors, failure_record)
+            record = worker_message.record
+        member.take_failure(worker_message, file_descriptors, record)
         if self._ladder is None:
             self.give_up(failed=True)
 

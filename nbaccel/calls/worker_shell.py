@@ -358,15 +358,15 @@ class WorkerShell(InteractiveShell):
         """Run a cell with `await` in it. Tasks that it leaves go on in the next such cell."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        cell_task = self._loop.create_task(cell_coroutine)
+        task = self._loop.create_task(cell_coroutine)
         try:
-            return self._loop.run_until_complete(cell_task)
+            return self._loop.run_until_complete(task)
         # Such as an interrupt while every task was waiting, which is not raised in the task.
         except BaseException as error:  # whatever it is, the task must end
-            if not cell_task.done():
-                cell_task.cancel()
+            if not task.done():
+                task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    self._loop.run_until_complete(cell_task)
+                    self._loop.run_until_complete(task)
             self._raised = error
             raise
 
@@ -384,10 +384,8 @@ class WorkerShell(InteractiveShell):
         if error is self._raised or isinstance(error, (SyntaxError, asyncio.CancelledError)):
             return
         frame = inspect.currentframe()
-        calling_module = (
-            frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
-        )
-        if error is not None and calling_module.startswith("IPython.core.magics."):
+        module = frame.f_back.f_globals.get("__name__", "") if frame and frame.f_back else ""
+        if error is not None and module.startswith("IPython.core.magics."):
             # IPython 8's %%time prints the error of its cell and reports success.
             self._errors.append(error)
         else:
@@ -403,12 +401,10 @@ def _from_the_cell(error: BaseException) -> BaseException:
         if not error.text and error.filename and error.lineno:
             error.text = linecache.getline(error.filename, error.lineno) or None
         return error.with_traceback(None)
-    traceback_entry = error.__traceback__
-    while traceback_entry is not None and _is_machinery(
-        traceback_entry.tb_frame.f_code.co_filename
-    ):
-        traceback_entry = traceback_entry.tb_next
-    return error.with_traceback(traceback_entry)
+    entry = error.__traceback__
+    while entry is not None and _is_machinery(entry.tb_frame.f_code.co_filename):
+        entry = entry.tb_next
+    return error.with_traceback(entry)
 
 
 def _is_machinery(file: str) -> bool:

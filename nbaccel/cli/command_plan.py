@@ -19,7 +19,7 @@ def plan_of_command(config: RunConfig) -> Plan:
     Raises:
         ConfigError: Nothing answers there, or the machines cannot serve the settings.
     """
-    engine_name, _ = chosen_engine(config)
-    if engine_row(engine_name).starts_agents:
-        registry.engine(engine_name).connect()
+    name, _ = chosen_engine(config)
+    if engine_row(name).starts_agents:
+        registry.engine(name).connect()
     return resolve(config)

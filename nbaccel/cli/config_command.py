@@ -171,8 +171,8 @@ def _accelerate_path() -> Path:
     from nbaccel.base import env
     from nbaccel.base.errors import ConfigError
 
-    cache_folder = Path(env.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    path = Path(env.read("HF_HOME") or cache_folder).expanduser() / "accelerate/default_config.yaml"
+    folder = Path(env.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    path = Path(env.read("HF_HOME") or folder).expanduser() / "accelerate/default_config.yaml"
     if not path.is_file():
         raise ConfigError(
             f"Accelerate has no configuration file {path}. There is nothing to take over. Give "
@@ -250,14 +250,14 @@ def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
     table.add_column("Accelerate's key", overflow="fold")
     table.add_column("value", overflow="fold")
     table.add_column("what it became", overflow="fold")
-    for mapped_key in loaded.mapped_keys:
-        if mapped_key.outcome != "empty":
+    for key in loaded.mapped_keys:
+        if key.outcome != "empty":
             table.add_row(
-                mapped_key.key,
-                str(mapped_key.value),
-                mapped_key.outcome if mapped_key.is_used else f"[dim]- {mapped_key.outcome}[/dim]",
+                key.key,
+                str(key.value),
+                key.outcome if key.is_used else f"[dim]- {key.outcome}[/dim]",
             )
     console.print(table)
-    num_empty = sum(mapped_key.outcome == "empty" for mapped_key in loaded.mapped_keys)
+    num_empty = sum(key.outcome == "empty" for key in loaded.mapped_keys)
     if num_empty:
         console.print(f"[dim]Empty, and left out: {num_empty} more.[/dim]")

@@ -359,10 +359,10 @@ def _host_names() -> list[str]:
 # ------------------------------------------------------------------------------ readers
 def _checked(setting_name: str, answer: Any) -> Any:
     annotation = get_type_hints(RunConfig, include_extras=True)[setting_name]
-    model_field = RunConfig.model_fields[setting_name]
+    field = RunConfig.model_fields[setting_name]
     if not get_args(annotation):
         return answer
-    return FieldCheck(annotation).read(setting_name, answer) if model_field.metadata else answer
+    return FieldCheck(annotation).read(setting_name, answer) if field.metadata else answer
 
 
 def _word_of(words: Sequence[str]) -> Callable[[str], str]:

@@ -54,11 +54,11 @@ def show_peer_options() -> None:
 
 def _settings_table(request: LaunchRequest) -> Table:
     table = plain_table("Settings", "setting", "value", "from")
-    for setting_name in RunConfig.model_fields:
-        source = request.source_of(setting_name)
+    for name in RunConfig.model_fields:
+        source = request.source_of(name)
         table.add_row(
-            setting_name,
-            _shortened_value(getattr(request.config, setting_name)),
+            name,
+            _shortened_value(getattr(request.config, name)),
             source,
             style="dim" if source == "default" else None,
         )
@@ -67,8 +67,8 @@ def _settings_table(request: LaunchRequest) -> Table:
 
 def _variables_table(request: LaunchRequest) -> Table:
     table = plain_table("Environment of workers", "variable", "value", "from")
-    for variable_name, value in request.variables.items():
-        table.add_row(variable_name, value, request.variable_sources[variable_name])
+    for name, value in request.variables.items():
+        table.add_row(name, value, request.variable_sources[name])
     return table
 
 

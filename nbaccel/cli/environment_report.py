@@ -120,17 +120,17 @@ def _own_facts(inventory: Inventory) -> dict[str, Any]:
 def _torch_build() -> dict[str, Any]:
     """What torch was built for, from a file of it, since its import takes seconds."""
     try:
-        version_file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
-        build_text = version_file.read_text(encoding="utf-8")
+        file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+        text = file.read_text(encoding="utf-8")
     except (metadata.PackageNotFoundError, OSError):
         return {}
-    found = {name: value.strip("'\" ") for name, value in _TORCH_BUILD.findall(build_text)}
+    found = {name: value.strip("'\" ") for name, value in _TORCH_BUILD.findall(text)}
     return {name: value for name, value in found.items() if value not in ("None", "False")}
 
 
 # ----------------------------------------------------------------------------- machine
 def _machine_facts(inventory: Inventory) -> dict[str, Any]:
-    memory_text = (
+    text = (
         f"{format_bytes(inventory.host_total_bytes)}, "
         f"{format_bytes(inventory.host_available_bytes)} available"
     )
@@ -139,7 +139,7 @@ def _machine_facts(inventory: Inventory) -> dict[str, Any]:
         "surroundings": _surroundings(),
         "CPU cores": inventory.cpu_cores,
         "CPU": _processor_name(),
-        "memory": memory_text,
+        "memory": text,
         "shared memory": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
         "fork": inventory.fork_supported,
         "memfd": inventory.memfd_supported,
@@ -213,11 +213,11 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def _config_facts(config_file: str | None) -> dict[str, Any]:
     path = Path(config_file).expanduser() if config_file else default_config_path()
     try:
-        file_text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         is_missing = isinstance(error, FileNotFoundError)
         return {"path": str(path), "content": "not there" if is_missing else str(error)}
-    return {"path": str(path), "content": _without_secrets(file_text)}
+    return {"path": str(path), "content": _without_secrets(text)}
 
 
 def _without_secrets(file_text: str) -> str:

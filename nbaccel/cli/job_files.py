@@ -72,10 +72,9 @@ def _variables_of(config: RunConfig) -> dict[str, str]:
 
 def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
     flags = [
-        flag_of(config, setting_name)
-        for setting_name, model_field in RunConfig.model_fields.items()
-        if getattr(config, setting_name) != model_field.default
-        and setting_name not in _PLACE_SETTINGS
+        flag_of(config, name)
+        for name, model_field in RunConfig.model_fields.items()
+        if getattr(config, name) != model_field.default and name not in _PLACE_SETTINGS
     ]
     # An engine that finds the machines counts the workers on all of them.
     count_flag = "--nproc-per-node" if config.engine == "auto" else "--num-processes"

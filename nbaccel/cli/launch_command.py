@@ -175,9 +175,9 @@ def _find_script(
 def _check_module(module_name: str) -> None:
     top_name = module_name.partition(".")[0]
     # Not find_spec of the whole name, which imports the packages above it.
-    search_path = [str(Path.cwd()), *sys.path]
+    path = [str(Path.cwd()), *sys.path]
     if top_name not in sys.builtin_module_names and not importlib.machinery.PathFinder.find_spec(
-        top_name, search_path
+        top_name, path
     ):
         raise ConfigError(
             f"-m {module_name!r}: there is no module {top_name!r} here or among the installed "

@@ -103,8 +103,7 @@ def _with_all_options(own_function: Callable[..., None]) -> Callable[..., None]:
     signature = launch_signature(own_function)
     with_all_options.__signature__ = signature  # type: ignore[attr-defined]
     with_all_options.__annotations__ = {
-        parameter_name: parameter.annotation
-        for parameter_name, parameter in signature.parameters.items()
+        name: parameter.annotation for name, parameter in signature.parameters.items()
     }
     return with_all_options
 

@@ -198,19 +198,19 @@ class _OptionReader:
     def _read_nodes(self, given: Mapping[str, Any]) -> None:
         if given.get("standalone"):
             self._put("num_nodes", 1, "--standalone")
-        if (node_text := given.get("nnodes")) is None:
+        if (text := given.get("nnodes")) is None:
             return
-        least_nodes, _, most_nodes = str(node_text).partition(":")
+        least_nodes, _, most_nodes = str(text).partition(":")
         if not least_nodes.isdecimal() or (most_nodes and not most_nodes.isdecimal()):
             self.mistakes.append(
-                f"--nnodes={node_text!r} is no number of machines: the launch waits for so many. "
+                f"--nnodes={text!r} is no number of machines: the launch waits for so many. "
                 "Write 2, or 1:2 for at least one and at most two."
             )
             return
         self._put("num_nodes", most_nodes or least_nodes, "--nnodes")
         if most_nodes and least_nodes != most_nodes:
-            rendezvous_settings = self.settings.get("rdzv_conf") or {}
-            self.settings["rdzv_conf"] = {**rendezvous_settings, "min_nodes": int(least_nodes)}
+            settings = self.settings.get("rdzv_conf") or {}
+            self.settings["rdzv_conf"] = {**settings, "min_nodes": int(least_nodes)}
             self.flags.setdefault("rdzv_conf", "--nnodes")
 
     def _read_processes(self, given: Mapping[str, Any]) -> None:
@@ -222,11 +222,11 @@ class _OptionReader:
             self._put_total(str(total))
 
     def _put_local_count(self, count_text: str, flag: str) -> None:
-        device_name = _COUNTED_DEVICES.get(count_text)
-        if device_name is not None:
-            self._put("device", device_name, flag)
+        name = _COUNTED_DEVICES.get(count_text)
+        if name is not None:
+            self._put("device", name, flag)
             # One worker per device, as the plan counts them; of cores as many as there are.
-            if device_row(device_name).in_host_memory:
+            if device_row(name).in_host_memory:
                 self._put("num_processes", inspect_machine().cpu_cores, flag)
         elif count_text not in ("auto", "-1"):
             self._put("num_processes", count_text, flag)
@@ -255,9 +255,9 @@ class _OptionReader:
         if "hostfile" not in self.settings or not host_count.isdecimal():
             return
         del self.settings["num_nodes"]
-        count_text = str(self.settings.get("num_processes", ""))
-        if count_text.isdecimal():
-            self.settings["num_processes"] = int(count_text) * int(host_count)
+        text = str(self.settings.get("num_processes", ""))
+        if text.isdecimal():
+            self.settings["num_processes"] = int(text) * int(host_count)
         else:
             self.notes.append(
                 f"{self.flags['num_nodes']} has no effect: the hosts of the hostfile are taken, in "
@@ -266,14 +266,14 @@ class _OptionReader:
 
     def _read_devices(self, given: Mapping[str, Any]) -> None:
         has_hosts = bool(self.settings.get("hostfile") or self.file_config.hostfile)
-        device_choice = choose_devices(given, has_hosts=has_hosts)
-        self.mistakes += device_choice.mistakes
-        if device_choice.visible is not None:
-            self._choose_visible(device_choice.visible, device_choice.flag)
-        if device_choice.count and "num_processes" not in self.settings:
-            self._put("num_processes", device_choice.count, device_choice.flag)
-        for setting_name, filter_text in device_choice.host_filters.items():
-            self._put(setting_name, filter_text, device_choice.flag)
+        choice = choose_devices(given, has_hosts=has_hosts)
+        self.mistakes += choice.mistakes
+        if choice.visible is not None:
+            self._choose_visible(choice.visible, choice.flag)
+        if choice.count and "num_processes" not in self.settings:
+            self._put("num_processes", choice.count, choice.flag)
+        for name, text in choice.host_filters.items():
+            self._put(name, text, choice.flag)
 
     def _choose_visible(self, visible_devices: str, flag: str) -> None:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
@@ -287,14 +287,14 @@ class _OptionReader:
 
     def _read_environment(self, given: Mapping[str, Any]) -> None:
         for assignment in given.get("env") or ():
-            variable_name, equals_sign, value = assignment.partition("=")
-            if not equals_sign or not variable_name:
+            name, equals_sign, value = assignment.partition("=")
+            if not equals_sign or not name:
                 self.mistakes.append(
                     f"--env must be NAME=VALUE: got {assignment!r}. It is set in all workers. "
                     "Write for example --env NCCL_DEBUG=INFO."
                 )
             else:
-                self._put_variable(variable_name, value, "--env")
+                self._put_variable(name, value, "--env")
         if given.get("debug"):
             self._put_variable("ACCELERATE_DEBUG_MODE", "true", "--debug")
 
@@ -355,14 +355,14 @@ class _OptionReader:
 
     def _sources(self, launch_config: RunConfig) -> dict[str, str]:
         sources = {}
-        for setting_name, model_field in RunConfig.model_fields.items():
-            if setting_name in self.flags:
-                sources[setting_name] = self.flags[setting_name]
-            elif getattr(self.file_config, setting_name) != model_field.default:
-                sources[setting_name] = self.file_name
-            elif getattr(launch_config, setting_name) != model_field.default:
+        for name, model_field in RunConfig.model_fields.items():
+            if name in self.flags:
+                sources[name] = self.flags[name]
+            elif getattr(self.file_config, name) != model_field.default:
+                sources[name] = self.file_name
+            elif getattr(launch_config, name) != model_field.default:
                 # A DeepSpeed configuration decides stage, precision and accumulation.
-                sources[setting_name] = self.flags.get("deepspeed", "DeepSpeed configuration")
+                sources[name] = self.flags.get("deepspeed", "DeepSpeed configuration")
         return sources
 
 

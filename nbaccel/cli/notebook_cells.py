@@ -131,8 +131,8 @@ def _without_magics(source: str) -> tuple[str, int]:
             if line_magic or goes_on:
                 # An indented magic may be all that its block has.
                 indent = line_magic["indent"] if line_magic else ""
-                keeps_block = f"{indent}pass  # " if indent else "# "
-                lines[position] = f"{keeps_block}{line.strip()}"
+                block = f"{indent}pass  # " if indent else "# "
+                lines[position] = f"{block}{line.strip()}"
                 goes_on = line.rstrip().endswith("\\")
                 num_magics += 1
     return "\n".join(lines), num_magics
@@ -152,10 +152,10 @@ def _syntax_mistake(cell: NotebookCell) -> str:
     except (SyntaxError, ValueError) as error:
         line_number = getattr(error, "lineno", None) or 1
         lines = cell.code.splitlines()
-        line_text = lines[line_number - 1].strip() if line_number <= len(lines) else ""
+        text = lines[line_number - 1].strip() if line_number <= len(lines) else ""
         return (
             f"Code cell {cell.number}, line {line_number} is no Python: {error.args[0]}: got "
-            f"{line_text[:60]!r}. The script would not run. Correct it, or give the cell the tag "
+            f"{text[:60]!r}. The script would not run. Correct it, or give the cell the tag "
             f"{SKIP_TAG}."
         )
     return ""

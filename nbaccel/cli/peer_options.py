@@ -75,9 +75,9 @@ def _row(
     peer: str, effect: Effect, written: str, target: str = "", **more: str | bool
 ) -> PeerOption:
     """A row; `written` has the flags, and ``=value`` behind those of a switch."""
-    flag_text, equals_sign, constant = written.partition("=")
+    text, equals_sign, constant = written.partition("=")
     return PeerOption(
-        flags=tuple(flag_text.split("/")),
+        flags=tuple(text.split("/")),
         peer=peer,
         effect=effect,
         target=target,

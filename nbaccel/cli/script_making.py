@@ -220,13 +220,13 @@ def _of_tagged_cells(
     launched = None
     parts = [_heading(notebook_name)]
     for cell in cells:
-        cell_text = cell.code
+        text = cell.code
         for launch in launches:
             if launch.statement.cell_number == cell.number:
                 # Its place, in a script, is where nothing imports it.
-                cell_text = cell_text.replace(launch.statement.text, _guarded_call(launch))
+                text = text.replace(launch.statement.text, _guarded_call(launch))
                 launched = launches_by_node.get(id(launch.statement.node), launched)
-        parts.append(f"# Cell {cell.number}\n{cell_text}")
+        parts.append(f"# Cell {cell.number}\n{text}")
     return MadeScript(
         text=_joined(parts),
         cell_numbers=tuple(cell.number for cell in cells),
@@ -338,12 +338,12 @@ def _without_launchers(statement: Statement) -> str:
     node = statement.node
     if not isinstance(node, ast.ImportFrom):
         return statement.text
-    kept_names = [alias for alias in node.names if alias.name not in _LAUNCHERS]
-    if len(kept_names) == len(node.names):
+    names = [alias for alias in node.names if alias.name not in _LAUNCHERS]
+    if len(names) == len(node.names):
         return statement.text
-    if not kept_names:
+    if not names:
         return ""
-    return ast.unparse(ast.ImportFrom(module=node.module, names=kept_names, level=node.level))
+    return ast.unparse(ast.ImportFrom(module=node.module, names=names, level=node.level))
 
 
 def _main_function(launch: LaunchCall, in_main: Sequence[Statement]) -> str:

@@ -120,9 +120,9 @@ def _tell_failure(report_text: str, record: FailureRecord | None, shows_tracebac
 
 
 def _tell_interruption(interruption: KeyboardInterrupt, is_quiet: bool) -> None:
-    interruption_text = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
+    text = str(interruption) if isinstance(interruption, LaunchInterrupted) else ""
     if not is_quiet:
-        print(f"nbaccel: {interruption_text or 'interrupted'}", file=sys.stderr)
+        print(f"nbaccel: {text or 'interrupted'}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,10 @@ def _signals_as_interrupts(received_signals: list[int]) -> Iterator[None]:
         return
     handled_signals = (signal.SIGTERM, signal.SIGHUP)
     handlers_before = [
-        signal.signal(signal_number, _SignalNotes(received_signals))
-        for signal_number in handled_signals
+        signal.signal(number, _SignalNotes(received_signals)) for number in handled_signals
     ]
     try:
         yield
     finally:
-        for signal_number, handler_before in zip(handled_signals, handlers_before, strict=True):
-            signal.signal(signal_number, handler_before)
+        for number, handler_before in zip(handled_signals, handlers_before, strict=True):
+            signal.signal(number, handler_before)

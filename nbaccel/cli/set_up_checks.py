@@ -203,10 +203,10 @@ def _check_training(training: _CheckedTraining) -> str:
 
 def _check_checkpoint(training: _CheckedTraining) -> str:
     outputs_before = _outputs_of(training)
-    checkpoint_folder = training.folder / "checkpoint"
-    training.accelerator.save_state(str(checkpoint_folder))
+    folder = training.folder / "checkpoint"
+    training.accelerator.save_state(str(folder))
     _train(training)
-    training.accelerator.load_state(str(checkpoint_folder))
+    training.accelerator.load_state(str(folder))
     difference = (_outputs_of(training) - outputs_before).abs().max().item()
     _require(
         difference <= 1e-4, f"outputs of the loaded model differ by {difference:.3g} from the saved"

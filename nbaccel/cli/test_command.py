@@ -107,9 +107,9 @@ def _tell_failure(error: NbaccelError) -> int:
     failed_check = named_check if named_check in CHECK_NAMES else ""
     _show_checks({}, failed_check)
     print(f"\n{error}", file=sys.stderr)
-    remedy_text = _REMEDIES.get(failed_check, _AT_START)
+    text = _REMEDIES.get(failed_check, _AT_START)
     print(
-        f"\nThis set-up does not train: {failed_check or 'the start'} failed. {remedy_text}",
+        f"\nThis set-up does not train: {failed_check or 'the start'} failed. {text}",
         file=sys.stderr,
     )
     return 1
@@ -121,12 +121,12 @@ def _show_checks(found_by_check: dict[str, tuple[str, float]], failed_check: str
 
     table = plain_table("", "check", "result", "found", "seconds")
     num_passed = CHECK_NAMES.index(failed_check) if failed_check else 0
-    for position, check_name in enumerate(CHECK_NAMES):
-        if check_name in found_by_check:
-            text, seconds = found_by_check[check_name]
-            table.add_row(check_name, "OK", text, f"{seconds:.1f}", style="green")
-        elif check_name == failed_check:
-            table.add_row(check_name, "failed", "see below", "", style="bold red")
+    for position, name in enumerate(CHECK_NAMES):
+        if name in found_by_check:
+            text, seconds = found_by_check[name]
+            table.add_row(name, "OK", text, f"{seconds:.1f}", style="green")
+        elif name == failed_check:
+            table.add_row(name, "failed", "see below", "", style="bold red")
         else:
-            table.add_row(check_name, "OK" if position < num_passed else "not run", "", "")
+            table.add_row(name, "OK" if position < num_passed else "not run", "", "")
     terminal_console().print(table)

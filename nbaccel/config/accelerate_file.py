@@ -104,9 +104,9 @@ class FileReading:
 
     def origin_of(self, mistake: str) -> str:
         """Where in the file a setting comes from that has another name there."""
-        setting_name = setting_of(mistake)
-        file_key = self.origins.get(setting_name, setting_name)
-        return f" In this file it is {file_key}." if file_key != setting_name else ""
+        name = setting_of(mistake)
+        key = self.origins.get(name, name)
+        return f" In this file it is {key}." if key != name else ""
 
 
 def setting_of(mistake: str) -> str:

@@ -93,12 +93,12 @@ def _read_hostfile(reading: FileReading, key: str, section: dict[str, Any]) -> N
     del section["deepspeed_hostfile"]
     reading.settings["hostfile"] = hostfile
     reading.use(f"{key}.deepspeed_hostfile", hostfile, f"hostfile={hostfile}")
-    for setting_name, file_key in _HOST_FILTERS.items():
-        filter_text = section.get(file_key)
-        if filter_text not in _NO_DOCUMENT:
+    for name, file_key in _HOST_FILTERS.items():
+        text = section.get(file_key)
+        if text not in _NO_DOCUMENT:
             del section[file_key]
-            reading.settings[setting_name] = filter_text
-            reading.use(f"{key}.{file_key}", filter_text, f"{setting_name}={filter_text}")
+            reading.settings[name] = text
+            reading.use(f"{key}.{file_key}", text, f"{name}={text}")
 
 
 def _document_path(reading: FileReading, document: str) -> str:
@@ -208,32 +208,32 @@ def _read_fsdp_key(
         reading.use(dotted_key, value, f"fsdp: {setting_name}={setting_value}")
 
 
-def _fsdp_setting(entry_key: str, value: Any) -> tuple[str, Any]:
-    setting_name = _FSDP_SETTINGS[entry_key]
+def _fsdp_setting(key: str, value: Any) -> tuple[str, Any]:
+    name = _FSDP_SETTINGS[key]
     # `accelerate config` writes FSDP1's words under the name that FSDP2 has for it.
-    if setting_name == "reshard_after_forward" and not isinstance(value, bool):
+    if name == "reshard_after_forward" and not isinstance(value, bool):
         is_truth = str(value).strip().lower() in ("true", "false")
         if is_truth:
-            return setting_name, str(value).strip().lower() == "true"
-        setting_name = "sharding_strategy"
-    if setting_name == "sharding_strategy":
-        return setting_name, sharding_word(value)
-    if setting_name == "auto_wrap_policy":
-        return setting_name, str(value).lower()
+            return name, str(value).strip().lower() == "true"
+        name = "sharding_strategy"
+    if name == "sharding_strategy":
+        return name, sharding_word(value)
+    if name == "auto_wrap_policy":
+        return name, str(value).lower()
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return setting_name, value.strip().lower() == "true"
-    return setting_name, value
+        return name, value.strip().lower() == "true"
+    return name, value
 
 
-def _read_activation_offload(reading: FileReading, dotted_key: str, value: Any) -> None:
-    if reading.truth(dotted_key, value):
+def _read_activation_offload(reading: FileReading, key: str, value: Any) -> None:
+    if reading.truth(key, value):
         reading.refuse(
-            dotted_key,
-            f"{dotted_key}=true is not supported: this version recomputes activations and does "
+            key,
+            f"{key}=true is not supported: this version recomputes activations and does "
             "not move them to host memory, so it would need more. Set it to false.",
         )
     else:
-        reading.note_unused(dotted_key, value, "the default")
+        reading.note_unused(key, value, "the default")
 
 
 # ------------------------------------------------------------------------ torch.compile

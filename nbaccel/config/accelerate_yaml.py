@@ -292,13 +292,13 @@ def _read_tpu_env(reading: FileReading, key: str, value: Any) -> None:
     reading.use(key, value, "variables")
 
 
-def _as_setting(setting_name: str) -> Callable[[FileReading, str, Any], None]:
+def _as_setting(name: str) -> Callable[[FileReading, str, Any], None]:
     """A reader of a key that is a setting of `RunConfig` under another name."""
 
     def read(reading: FileReading, key: str, value: Any) -> None:
-        reading.settings[setting_name] = value
-        reading.origins[setting_name] = key
-        reading.use(key, value, f"{setting_name}={value}")
+        reading.settings[name] = value
+        reading.origins[name] = key
+        reading.use(key, value, f"{name}={value}")
 
     return read
 

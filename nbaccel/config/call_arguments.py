@@ -95,13 +95,13 @@ def _unknown_keywords(
     kwargs: Mapping[str, Any],
 ) -> list[str]:
     """A message about each keyword that the launcher does not have."""
-    launched_function = args[0] if args else kwargs.get("function")
-    function_parameters = _parameters_of(launched_function)
+    function = args[0] if args else kwargs.get("function")
+    parameters = _parameters_of(function)
     return [
         f"{function_name}() has no argument {argument_name!r}: got "
-        f"{argument_name}={shown(argument_value)}. "
-        + _meant_keyword(argument_name, call_signature, function_parameters, launched_function)
-        for argument_name, argument_value in kwargs.items()
+        f"{argument_name}={shown(value)}. "
+        + _meant_keyword(argument_name, call_signature, parameters, function)
+        for argument_name, value in kwargs.items()
         if argument_name not in call_signature.parameters
     ]
 
@@ -109,14 +109,14 @@ def _unknown_keywords(
 def _meant_keyword(
     name: str,
     call_signature: inspect.Signature,
-    function_parameters: Mapping[str, Any],
-    launched_function: Any,
+    parameters: Mapping[str, Any],
+    function: Any,
 ) -> str:
     # The most likely mistake first: an argument of the function, passed as to the function itself.
-    if name in function_parameters:
+    if name in parameters:
         return (
-            f"It is an argument of {_function_name(launched_function)}(): these go into a tuple, "
-            f"in their order. Write args=({', '.join(function_parameters)},)."
+            f"It is an argument of {_function_name(function)}(): these go into a tuple, "
+            f"in their order. Write args=({', '.join(parameters)},)."
         )
     if name in RunConfig.model_fields and "config" in call_signature.parameters:
         return f"It is a setting of RunConfig. Write config=RunConfig({name}=…)."
@@ -124,15 +124,15 @@ def _meant_keyword(
     return near_names or f"The arguments are: {', '.join(call_signature.parameters)}."
 
 
-def _call_refusal(function_name: str, error: TypeError, has_function: bool) -> str:
+def _call_refusal(name: str, error: TypeError, has_function: bool) -> str:
     if not has_function:
         return (
-            f"{function_name}() got no function: each worker calls one. Write "
-            f"{function_name}(train, (model,)), with the function itself and a tuple of its "
+            f"{name}() got no function: each worker calls one. Write "
+            f"{name}(train, (model,)), with the function itself and a tuple of its "
             "arguments."
         )
     return (
-        f"{function_name}() cannot be called like this: {error}. Write {function_name}(train, "
+        f"{name}() cannot be called like this: {error}. Write {name}(train, "
         "(model,), num_processes=2), for example."
     )
 
@@ -151,17 +151,17 @@ def check_call(called_function: Any, args: Any) -> None:
         raise WrongArguments(*call_mistakes)
 
 
-def _swapped_argument_mistakes(called_function: Any, args: Any) -> list[str]:
-    if _are_swapped(called_function, args):
+def _swapped_argument_mistakes(function: Any, args: Any) -> list[str]:
+    if _are_swapped(function, args):
         return [
-            f"function is {_kind_of_value(called_function)} and args is {_function_name(args)}(): "
+            f"function is {_kind_of_value(function)} and args is {_function_name(args)}(): "
             f"they are swapped. The function comes first: write ({_function_name(args)}, (…,)), "
             "with its arguments in a tuple."
         ]
     call_mistakes = []
-    if not callable(called_function):
+    if not callable(function):
         call_mistakes.append(
-            f"function={shown(called_function)} is not callable: each worker calls it. Pass the "
+            f"function={shown(function)} is not callable: each worker calls it. Pass the "
             "function itself, train, not its result, train()."
         )
     if not isinstance(args, (tuple, list)):
@@ -169,46 +169,46 @@ def _swapped_argument_mistakes(called_function: Any, args: Any) -> list[str]:
             f"args is {_kind_of_value(args)}, not a tuple: it is unpacked into the call. For one "
             "argument write args=(model,), with the comma."
         )
-    return call_mistakes or _binding_mistakes(called_function, tuple(args))
+    return call_mistakes or _binding_mistakes(function, tuple(args))
 
 
-def _are_swapped(called_function: Any, args: Any) -> bool:
+def _are_swapped(function: Any, args: Any) -> bool:
     # Not `callable`: a module passed as an argument is callable, too.
-    return inspect.isroutine(args) and not inspect.isroutine(called_function)
+    return inspect.isroutine(args) and not inspect.isroutine(function)
 
 
 def _kind_of_value(argument_value: Any) -> str:
-    type_name = type(argument_value).__name__
-    return f"{'an' if type_name[:1].lower() in 'aeiou' else 'a'} {type_name}"
+    name = type(argument_value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _function_name(called_function: Any) -> str:
-    return str(getattr(called_function, "__name__", type(called_function).__name__))
+def _function_name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _signature_of(called_function: Any) -> inspect.Signature | None:
+def _signature_of(function: Any) -> inspect.Signature | None:
     # A decorator may pass further arguments to the function that it wraps, so its own signature
     # counts, not the wrapped one's.
     try:
-        return inspect.signature(called_function, follow_wrapped=False)
+        return inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return None
 
 
-def _parameters_of(called_function: Any) -> Mapping[str, inspect.Parameter]:
-    call_signature = _signature_of(called_function)
+def _parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    call_signature = _signature_of(function)
     return call_signature.parameters if call_signature is not None else {}
 
 
-def _binding_mistakes(called_function: Any, args: tuple[Any, ...]) -> list[str]:
+def _binding_mistakes(function: Any, args: tuple[Any, ...]) -> list[str]:
     """The message about arguments that are missing in a call, or too many."""
-    call_signature = _signature_of(called_function)
+    call_signature = _signature_of(function)
     if call_signature is None:
         return []
     try:
         call_signature.bind(*args)
     except TypeError:
-        return [_binding_message(_function_name(called_function), call_signature, args)]
+        return [_binding_message(_function_name(function), call_signature, args)]
     return []
 
 

@@ -541,8 +541,8 @@ def computes_in(device: DeviceRow, precision: PrecisionRow | Fp8Row) -> bool:
 
 def strategy_fits(strategy: StrategyRow, other_row: DeviceRow | PrecisionRow | Fp8Row) -> bool:
     """Whether a strategy trains on a device, or in a precision."""
-    fitting_names = strategy.devices if isinstance(other_row, DeviceRow) else strategy.precisions
-    return other_row.name in fitting_names or strategy.name in other_row.strategies
+    names = strategy.devices if isinstance(other_row, DeviceRow) else strategy.precisions
+    return other_row.name in names or strategy.name in other_row.strategies
 
 
 def fp8_backend(
@@ -584,29 +584,27 @@ def fp8_backend(
     return Fp8Choice(row=first_row, problem="; ".join(passed_over))
 
 
-def _auto_package(backend_row: Fp8Row) -> str:
+def _auto_package(row: Fp8Row) -> str:
     """The module with which ``auto`` takes a library; empty where it needs none."""
-    return backend_row.auto_with or backend_row.package
+    return row.auto_with or row.package
 
 
-def _missing_package(backend_row: Fp8Row) -> str:
-    if not backend_row.package or is_installed(backend_row.package):
+def _missing_package(row: Fp8Row) -> str:
+    if not row.package or is_installed(row.package):
         return ""
-    return (
-        f"the FP8 backend {backend_row.name!r} needs {backend_row.package}, which is not installed"
-    )
+    return f"the FP8 backend {row.name!r} needs {row.package}, which is not installed"
 
 
 def _auto_obstacle(
-    backend_row: Fp8Row, device: DeviceRow | None, compute_capability: tuple[int, int] | None
+    row: Fp8Row, device: DeviceRow | None, compute_capability: tuple[int, int] | None
 ) -> str:
     """Why ``auto`` passes over a library; empty where it does not."""
-    if (package := _auto_package(backend_row)) and not is_installed(package):
+    if (package := _auto_package(row)) and not is_installed(package):
         return f"{package} is not installed"
-    if device is not None and not computes_in(device, backend_row):
+    if device is not None and not computes_in(device, row):
         return f"it does not compute on {device.name}"
-    if compute_capability is not None and compute_capability < backend_row.refused_below:
-        return f"it needs {backend_row.needs}"
+    if compute_capability is not None and compute_capability < row.refused_below:
+        return f"it needs {row.needs}"
     return ""
 
 
@@ -625,10 +623,10 @@ def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
     return row.group_backend if num_local <= num_devices else row.shared_group_backend
 
 
-def _check_row_exists(row_name: str, named_row: _CapabilityRow | None) -> _CapabilityRow:
-    if named_row is None:
+def _check_row_exists(name: str, row: _CapabilityRow | None) -> _CapabilityRow:
+    if row is None:
         raise InternalError(
-            f"nbaccel has no capability row named {row_name!r}. "
+            f"nbaccel has no capability row named {name!r}. "
             "Nothing can be decided about it. Please report this as a bug."
         )
-    return named_row
+    return row

@@ -56,8 +56,8 @@ def default_config_path() -> Path:
     """Where the command keeps its file: ``NBACCEL_CONFIG``, or in the user's cache folder."""
     if named_path := env.read(CONFIG_VARIABLE):
         return Path(named_path).expanduser()
-    cache_folder = env.read("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache_folder).expanduser() / "nbaccel" / "default_config.yaml"
+    folder = env.read("XDG_CACHE_HOME") or "~/.cache"
+    return Path(folder).expanduser() / "nbaccel" / "default_config.yaml"
 
 
 def load_config_file(
@@ -116,29 +116,28 @@ def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
     if is_accelerate:
         settings = unjudged_settings(settings, file_path)
     known_settings = {
-        setting_name: settings[setting_name]
-        for setting_name in RunConfig.model_fields.keys() & settings.keys()
+        name: settings[name] for name in RunConfig.model_fields.keys() & settings.keys()
     }
     config = RunConfig.model_construct(**known_settings)
     return LoadedConfig(config=config, path=file_path, is_accelerate=is_accelerate)
 
 
-def _read_settings(file_path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        file_text = file_path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The configuration file {file_path} cannot be read: {error}. Nothing would be "
+            f"The configuration file {path} cannot be read: {error}. Nothing would be "
             "launched as it says. Give the path of a file that is there, or write one with "
             "nbaccel config."
         ) from error
     try:
-        file_settings = read_yaml(file_text)
+        file_settings = read_yaml(text)
     except ValueError as error:
-        raise unreadable(f"The configuration file {file_path}", "YAML", error) from error
+        raise unreadable(f"The configuration file {path}", "YAML", error) from error
     if file_settings is not None and not isinstance(file_settings, dict):
         raise ConfigError(
-            f"{file_path}: it holds no settings: got {shown(file_settings)}. Settings need names. "
+            f"{path}: it holds no settings: got {shown(file_settings)}. Settings need names. "
             "Write names and values: num_processes: 2, for example."
         )
     return {str(name): value for name, value in (file_settings or {}).items()}

@@ -26,12 +26,12 @@ def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tupl
     Returns:
         One message each.
     """
-    contradiction_texts = (
+    texts = (
         contradiction_check(config)
         for involved_names, contradiction_check in _CONTRADICTION_CHECKS
         if not any(setting_name in ignoring for setting_name in involved_names)
     )
-    return tuple(contradiction for contradiction in contradiction_texts if contradiction)
+    return tuple(contradiction for contradiction in texts if contradiction)
 
 
 def _node_in_range(run_config: _Settings) -> str:
@@ -70,11 +70,11 @@ def _nodes_need_a_real_address(run_config: _Settings) -> str:
 
 
 def _endpoint_has_a_port(run_config: _Settings) -> str:
-    port_text = run_config.rdzv_endpoint.rpartition(":")[2]
+    text = run_config.rdzv_endpoint.rpartition(":")[2]
     # Only static rendezvous needs the port; other backends have a default port.
     if not run_config.rdzv_endpoint or run_config.rdzv_backend != "static":
         return ""
-    if port_text.isdecimal() and 1 <= int(port_text) <= 65535:
+    if text.isdecimal() and 1 <= int(text) <= 65535:
         return ""
     return (
         f'rdzv_endpoint must be "host:port": got {run_config.rdzv_endpoint!r}. '
@@ -92,8 +92,8 @@ def _etcd_needs_an_endpoint(run_config: _Settings) -> str:
 
 
 def _fsdp_by_its_strategy(run_config: _Settings) -> str:
-    sharding_names = [row.name for row in STRATEGIES if row.argument == "fsdp_plugin"]
-    if run_config.fsdp is None or run_config.strategy in sharding_names:
+    names = [row.name for row in STRATEGIES if row.argument == "fsdp_plugin"]
+    if run_config.fsdp is None or run_config.strategy in names:
         return ""
     return (
         f"fsdp cannot go with strategy={run_config.strategy!r}: its settings would have no effect. "
@@ -116,23 +116,23 @@ def _inline_is_alone(run_config: _Settings) -> str:
         ("num_nodes", run_config.num_nodes, 1),
         ("max_restarts", run_config.max_restarts, 0),
     )
-    exceeding_settings = [
-        f"{setting_name}={setting_value}"
-        for setting_name, setting_value, largest_value in upper_limits
+    settings = [
+        f"{name}={setting_value}"
+        for name, setting_value, largest_value in upper_limits
         if setting_value > largest_value
     ]
-    if run_config.start_method != "inline" or not exceeding_settings:
+    if run_config.start_method != "inline" or not settings:
         return ""
     return (
-        f'start_method="inline" cannot go with {" and ".join(exceeding_settings)}. '
+        f'start_method="inline" cannot go with {" and ".join(settings)}. '
         "Inline is this very process: it meets no other node and cannot be started again. "
-        f'Give start_method="auto", or leave out {exceeding_settings[0].partition("=")[0]}.'
+        f'Give start_method="auto", or leave out {settings[0].partition("=")[0]}.'
     )
 
 
-def _host_of(endpoint_text: str) -> str:
-    host_name, separator, _ = endpoint_text.rpartition(":")
-    return (host_name if separator else endpoint_text).strip("[]")
+def _host_of(text: str) -> str:
+    name, separator, _ = text.rpartition(":")
+    return (name if separator else text).strip("[]")
 
 
 def _is_loopback(host_name: str) -> bool:

@@ -107,18 +107,16 @@ def read_document(given_value: Any) -> Any:
     return config_document
 
 
-def _infinite_keys(value: Any, key_path: str = "") -> Iterator[str]:
+def _infinite_keys(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for entry_key, inner_value in value.items():
-            yield from _infinite_keys(
-                inner_value, f"{key_path}.{entry_key}" if key_path else entry_key
-            )
+            yield from _infinite_keys(inner_value, f"{path}.{entry_key}" if path else entry_key)
     elif isinstance(value, list):
         for inner_value in value:
-            yield from _infinite_keys(inner_value, key_path)
+            yield from _infinite_keys(inner_value, path)
     # NaN has been refused by the reader.
     elif isinstance(value, float) and math.isinf(value):
-        yield key_path
+        yield path
 
 
 def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
@@ -177,23 +175,23 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     return config_settings
 
 
-def _read_enabled(format_section: Any, enabled_key: str) -> list[FieldMistake]:
+def _read_enabled(section: Any, key: str) -> list[FieldMistake]:
     """Replace the text of a truth value by the value; mistakes where it is none."""
-    if not isinstance(format_section, dict) or (value := format_section.get("enabled")) in (
+    if not isinstance(section, dict) or (value := section.get("enabled")) in (
         None,
         _AUTO_WORD,
     ):
         return []
-    enabled_word = value.strip().lower() if isinstance(value, str) else value
-    if enabled_word in ("true", "false"):
-        format_section["enabled"] = enabled_word = enabled_word == "true"
-    if isinstance(enabled_word, bool):
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in ("true", "false"):
+        section["enabled"] = word = word == "true"
+    if isinstance(word, bool):
         return []
-    return [FieldMistake(_ENABLED_RULE.refusal(enabled_key, value), enabled_key)]
+    return [FieldMistake(_ENABLED_RULE.refusal(key, value), key)]
 
 
-def _is_on(format_section: Any) -> bool:
-    return isinstance(format_section, dict) and format_section.get("enabled") is True
+def _is_on(section: Any) -> bool:
+    return isinstance(section, dict) and section.get("enabled") is True
 
 
 def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:
@@ -242,12 +240,8 @@ def stage_left_open(config_document: Mapping[str, Any]) -> int:
     Args:
         config_document: The configuration.
     """
-    zero_section = config_document.get(_ZERO_SECTION)
-    return (
-        _AUTO_STAGE
-        if isinstance(zero_section, Mapping) and zero_section.get("stage") == _AUTO_WORD
-        else 0
-    )
+    section = config_document.get(_ZERO_SECTION)
+    return _AUTO_STAGE if isinstance(section, Mapping) and section.get("stage") == _AUTO_WORD else 0
 
 
 def disagreements(

@@ -45,8 +45,8 @@ def chosen_engine(config: _EngineSettings) -> tuple[str, str]:
     for row in ENGINES:
         if row.setting and (value := getattr(config, row.setting)) is not None:
             return row.name, f"{row.setting}={value!r} names the hosts"
-    if elastic_text := elastic_reason(config):
-        return _meeting_engine(), f"{elastic_text}: the nodes agree again on who takes part"
+    if text := elastic_reason(config):
+        return _meeting_engine(), f"{text}: the nodes agree again on who takes part"
     if config.num_nodes > 1:
         return ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
     return ENGINES[0].name, "this machine"
@@ -98,20 +98,20 @@ def _hostfile_has_its_engine(run_config: _EngineSettings) -> str:
 
 
 def _agents_fork_from_templates(run_config: _EngineSettings) -> str:
-    engine_name = chosen_engine(run_config)[0]
+    name = chosen_engine(run_config)[0]
     if run_config.start_method in ("auto", "template"):
         return ""
-    if not engine_row(engine_name).starts_agents:
+    if not engine_row(name).starts_agents:
         return ""
     return (
-        f"start_method={run_config.start_method!r} contradicts engine={engine_name!r}: workers on "
+        f"start_method={run_config.start_method!r} contradicts engine={name!r}: workers on "
         "other machines cannot be forked from this process. Leave start_method out."
     )
 
 
-def _owner_of(setting_name: str) -> str:
+def _owner_of(name: str) -> str:
     """The engine whose hosts a setting names."""
-    return next(row.name for row in ENGINES if row.setting == setting_name)
+    return next(row.name for row in ENGINES if row.setting == name)
 
 
 ENGINE_CONTRADICTIONS = (

@@ -169,11 +169,7 @@ def rule_of(model_field: FieldInfo) -> FieldRule:
     Args:
         model_field: A field of a model; every field has a rule, which tests check.
     """
-    return next(
-        metadata_item
-        for metadata_item in model_field.metadata
-        if isinstance(metadata_item, FieldRule)
-    )
+    return next(item for item in model_field.metadata if isinstance(item, FieldRule))
 
 
 def explain_mistakes(
@@ -231,19 +227,17 @@ def explain_mistakes(
     )
 
 
-def _unknown_setting(
-    model: type[BaseModel], setting_name: str, value: object, unknown_remedy: str
-) -> str:
+def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_remedy: str) -> str:
     owner_settings = tuple(model.model_fields)
-    advice_text = (
-        closest(setting_name, owner_settings).lstrip()
+    text = (
+        closest(name, owner_settings).lstrip()
         or unknown_remedy
         or f"The settings are: {', '.join(owner_settings)}."
     )
     return (
-        f"{setting_name} is no setting of {model.__name__}: got "
-        f"{setting_name}={shown(value)}. It would be silently ignored. "
-        f"{advice_text}"
+        f"{name} is no setting of {model.__name__}: got "
+        f"{name}={shown(value)}. It would be silently ignored. "
+        f"{text}"
     )
 
 
@@ -255,10 +249,8 @@ def mistakes_in(error: ConfigError) -> tuple[FieldMistake, ...]:
     """
     # `ConfigError.mistakes` are plain texts; the messages that were raised are in `args`.
     return tuple(
-        error_argument
-        if isinstance(error_argument, FieldMistake)
-        else FieldMistake(str(error_argument))
-        for error_argument in error.args
+        argument if isinstance(argument, FieldMistake) else FieldMistake(str(argument))
+        for argument in error.args
     )
 
 
@@ -272,9 +264,7 @@ class FieldCheck:
     def __init__(self, annotated_type: Any) -> None:
         self.annotated = annotated_type
         self.rule: FieldRule = next(
-            metadata_item
-            for metadata_item in get_args(annotated_type)
-            if isinstance(metadata_item, FieldRule)
+            item for item in get_args(annotated_type) if isinstance(item, FieldRule)
         )
 
     @cached_property

@@ -235,9 +235,7 @@ class Fp8Config(Plain):
 
         def __init__(self, **settings: Any) -> None:
             try:
-                super().__init__(
-                    **{setting_name: plain_value(value) for setting_name, value in settings.items()}
-                )
+                super().__init__(**{name: plain_value(value) for name, value in settings.items()})
             except ValidationError as error:
                 raise ConfigError(*explain_mistakes(type(self), error, settings)) from error
 

@@ -71,9 +71,9 @@ def sharding_word(given_value: Any) -> Any:
     Args:
         given_value: ``1``, ``"1"`` or ``"FULL_SHARD"``.
     """
-    number_text = str(given_value).strip()
-    if number_text.isdecimal() and 1 <= int(number_text) <= len(_SHARDING_WORDS):
-        return _SHARDING_WORDS[int(number_text) - 1]
+    text = str(given_value).strip()
+    if text.isdecimal() and 1 <= int(text) <= len(_SHARDING_WORDS):
+        return _SHARDING_WORDS[int(text) - 1]
     return given_value
 
 
@@ -290,10 +290,10 @@ class FullyShardedDataParallelPlugin(Settings):
             return []
         return [
             f"{_PLUGIN_NAME}(state_dict_type={self.state_dict_type!r}) contradicts "
-            f"{setting_name}={getattr(self, setting_name)!r}: checkpoints would be written as only "
+            f"{name}={getattr(self, name)!r}: checkpoints would be written as only "
             "one of them says. Leave one of them out."
-            for setting_name in ("state_dict_config", "optim_state_dict_config")
-            if _kind_of(getattr(self, setting_name)) not in (None, self.state_dict_type)
+            for name in ("state_dict_config", "optim_state_dict_config")
+            if _kind_of(getattr(self, name)) not in (None, self.state_dict_type)
         ]
 
     def _unfollowed(self) -> list[str]:
@@ -324,14 +324,12 @@ class FullyShardedDataParallelPlugin(Settings):
         """Warn once of settings that are FSDP1's and change no number."""
         fsdp1_settings = ["fsdp_version=1"] * (self.fsdp_version == 1)
         fsdp1_settings += [
-            f"{setting_name}={value!r} ({behaviour})"
-            for setting_name, behaviour in _OWN_WAY.items()
-            if (value := self._of(setting_name))
+            f"{name}={value!r} ({behaviour})"
+            for name, behaviour in _OWN_WAY.items()
+            if (value := self._of(name))
         ]
         fsdp1_settings += [
-            f"{setting_name}=False (it always does it)"
-            for setting_name in _ALWAYS_DONE
-            if self._of(setting_name) is False
+            f"{name}=False (it always does it)" for name in _ALWAYS_DONE if self._of(name) is False
         ]
         if fsdp1_settings:
             warnings.warn(
@@ -341,16 +339,16 @@ class FullyShardedDataParallelPlugin(Settings):
                 stacklevel=4,  # past __post_init__ and the __init__ that dataclass made
             )
 
-    def _of(self, setting_name: str) -> Any:
-        return getattr(self, setting_name)
+    def _of(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 def _kind_of(state_dict_config: Any) -> str | None:
     """Which `state_dict_type` one of torch's configurations belongs to."""
-    class_name = type(state_dict_config).__name__
-    if state_dict_config is None or not class_name.endswith("StateDictConfig"):
+    name = type(state_dict_config).__name__
+    if state_dict_config is None or not name.endswith("StateDictConfig"):
         return None
-    return "FULL_STATE_DICT" if class_name.startswith("Full") else "SHARDED_STATE_DICT"
+    return "FULL_STATE_DICT" if name.startswith("Full") else "SHARDED_STATE_DICT"
 
 
 def _offloads_shards(value: Any) -> bool:

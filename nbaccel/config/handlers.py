@@ -365,8 +365,8 @@ class TorchDynamoPlugin(Handler):
         """Every setting by name; the backend in lower case, as torch has it."""
         # The enum's values are in upper case, and torch's names in lower case.
         is_known_backend = isinstance(self.backend, DynamoBackend)
-        backend_name = str(self.backend).lower() if is_known_backend else self.backend
-        return {**super().to_dict(), "backend": backend_name}
+        name = str(self.backend).lower() if is_known_backend else self.backend
+        return {**super().to_dict(), "backend": name}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of ``torch.compile``."""
@@ -375,17 +375,13 @@ class TorchDynamoPlugin(Handler):
         # Arguments with torch's default are left out: torch refuses `mode` beside `options`.
         default_arguments = {"mode": "default", "fullgraph": False, "disable": False}
         return {
-            argument_name: argument_value
-            for argument_name, argument_value in compile_arguments.items()
-            if argument_value is not None and argument_value != default_arguments.get(argument_name)
+            name: value
+            for name, value in compile_arguments.items()
+            if value is not None and value != default_arguments.get(name)
         }
 
 
 def _dynamo_backend(backend: Any) -> DynamoBackend | str:
-    backend_name = str(getattr(backend, "value", backend))
+    name = str(getattr(backend, "value", backend))
     # A package may register a further backend with torch, whose name is case-sensitive.
-    return (
-        DynamoBackend(backend_name.upper())
-        if backend_name.upper() in DynamoBackend
-        else backend_name
-    )
+    return DynamoBackend(name.upper()) if name.upper() in DynamoBackend else name

@@ -54,20 +54,20 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
     return {host_name: tuple(sorted(numbers)) for host_name, numbers in found_slots.items()}
 
 
-def _slot_mistakes(host_name: str, words: list[str]) -> Iterator[str]:
+def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
     for word in words:
         if not (word.isascii() and word.isdecimal()):
             yield (
-                f"slot {word!r} of host {host_name!r} is no number. It would be unclear which "
+                f"slot {word!r} of host {name!r} is no number. It would be unclear which "
                 f"device is meant. {_SLOT_HELP}."
             )
         elif [int(other) for other in words if other.isdecimal()].count(int(word)) > 1:
-            yield _slot_twice(host_name, int(word))
+            yield _slot_twice(name, int(word))
 
 
-def _slot_twice(host_name: str, number: int) -> str:
+def _slot_twice(name: str, number: int) -> str:
     return (
-        f"slot {number} of host {host_name!r} is named twice. It takes one worker, so one of them "
+        f"slot {number} of host {name!r} is named twice. It takes one worker, so one of them "
         "is a mistake. Name it once."
     )
 
@@ -157,12 +157,12 @@ def _one_filter(run_config: Any) -> str:
 
 
 def _filters_need_hosts(run_config: Any) -> str:
-    setting_name = "include" if run_config.include is not None else "exclude"
-    filter_text = getattr(run_config, setting_name)
-    if filter_text is None or run_config.hostfile is not None:
+    name = "include" if run_config.include is not None else "exclude"
+    text = getattr(run_config, name)
+    if text is None or run_config.hostfile is not None:
         return ""
     return (
-        f"{setting_name}={filter_text!r} needs hostfile=...: it chooses among the hosts of that "
+        f"{name}={text!r} needs hostfile=...: it chooses among the hosts of that "
         "file. Nothing would be chosen. Give the file; devices of this machine alone are chosen "
         'by variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
     )

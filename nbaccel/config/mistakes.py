@@ -46,10 +46,10 @@ def shown(value: object) -> str:
     short_repr = reprlib.Repr()
     short_repr.maxstring = short_repr.maxother = _MAX_SHOWN_CHARS
     try:
-        value_text = " ".join(short_repr.repr(value).split())
+        text = " ".join(short_repr.repr(value).split())
     except ValueError:  # Python refuses to write numbers of thousands of digits
         return f"a {type(value).__name__} too large to show"
     # A few entries on each of several levels are still thousands of characters.
-    if len(value_text) > _MAX_TEXT_CHARS:
-        value_text = f"{value_text[:_MAX_TEXT_CHARS]}…"
-    return value_text
+    if len(text) > _MAX_TEXT_CHARS:
+        text = f"{text[:_MAX_TEXT_CHARS]}…"
+    return text

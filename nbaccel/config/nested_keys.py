@@ -22,10 +22,10 @@ def value_at(
         The value.
     """
     value: Any = nested_settings
-    for key_step in dotted_key.split("."):
-        if not isinstance(value, Mapping) or key_step not in value:
+    for step in dotted_key.split("."):
+        if not isinstance(value, Mapping) or step not in value:
             return default
-        value = value[key_step]
+        value = value[step]
     return value
 
 

@@ -54,17 +54,17 @@ _PLACE_VARIABLES = frozenset(
 def _read_fsdp(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    read_settings = _checked_names(value, FSDP_VARIABLES)
-    if isinstance(class_names := read_settings.get("transformer_cls_names_to_wrap"), str):
-        read_settings["transformer_cls_names_to_wrap"] = split_names(class_names)
+    settings = _checked_names(value, FSDP_VARIABLES)
+    if isinstance(class_names := settings.get("transformer_cls_names_to_wrap"), str):
+        settings["transformer_cls_names_to_wrap"] = split_names(class_names)
     with warnings.catch_warnings():
         # The plugin is built for its checks alone; the worker's says what it does otherwise.
         warnings.simplefilter("ignore")
-        plugin = _built_from(FullyShardedDataParallelPlugin, read_settings)
-    if "min_num_params" in read_settings:
+        plugin = _built_from(FullyShardedDataParallelPlugin, settings)
+    if "min_num_params" in settings:
         # It may have been text; others are kept as given, since the plugin translates FSDP1's.
-        read_settings["min_num_params"] = plugin.min_num_params
-    return read_settings
+        settings["min_num_params"] = plugin.min_num_params
+    return settings
 
 
 def _read_dynamo(value: Any) -> Any:
@@ -72,9 +72,9 @@ def _read_dynamo(value: Any) -> Any:
         value = {"backend": value}
     if not isinstance(value, Mapping):
         return value
-    read_settings = _checked_names(value, DYNAMO_VARIABLES)
-    _built_from(TorchDynamoPlugin, read_settings)
-    return read_settings
+    settings = _checked_names(value, DYNAMO_VARIABLES)
+    _built_from(TorchDynamoPlugin, settings)
+    return settings
 
 
 def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) -> dict[str, Any]:
@@ -103,9 +103,9 @@ def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) 
     return {name: value for name, value in plain_settings.items() if value is not None}
 
 
-def _built_from(plugin_class: Callable[..., Any], read_settings: Mapping[str, Any]) -> Any:
+def _built_from(plugin_class: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
     try:
-        return plugin_class(**read_settings)
+        return plugin_class(**settings)
     except ConfigError as error:
         # Without their paths, since the messages name the class that was called.
         raise ConfigError(*map(FieldMistake, error.mistakes)) from error

@@ -518,9 +518,7 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
     decided_settings = zero_engine.taken_out(config_document)[1]
     # Otherwise the old values would contradict the new configuration.
     kept_settings = {
-        setting_name: setting_value
-        for setting_name, setting_value in kept_settings.items()
-        if setting_name not in decided_settings
+        name: value for name, value in kept_settings.items() if name not in decided_settings
     }
     return {**kept_settings, **changes, "deepspeed": config_document}
 
@@ -602,12 +600,12 @@ def _tidy_signature() -> Signature:
     return Signature(
         [
             Parameter(
-                setting_name,
+                name,
                 Parameter.KEYWORD_ONLY,
-                default=model_field.default,
-                annotation=field_types[setting_name],
+                default=field.default,
+                annotation=field_types[name],
             )
-            for setting_name, model_field in RunConfig.model_fields.items()
+            for name, field in RunConfig.model_fields.items()
         ]
     )
 

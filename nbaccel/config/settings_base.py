@@ -25,11 +25,11 @@ class Settings:
     def to_kwargs(self) -> dict[str, Any]:
         """Only the settings that differ from their defaults."""
         # A new object, because defaults may depend on the environment.
-        default_settings = type(self)()
+        settings = type(self)()
         return {
-            setting_name: setting_value
-            for setting_name, setting_value in self.to_dict().items()
-            if setting_value != getattr(default_settings, setting_name)
+            name: value
+            for name, value in self.to_dict().items()
+            if value != getattr(settings, name)
         }
 
 

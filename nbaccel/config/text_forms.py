@@ -169,13 +169,13 @@ def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str
         ConfigError: JSON cannot hold it.
     """
     try:
-        read_values: dict[str, Any] = json_like(read_settings)
+        values: dict[str, Any] = json_like(read_settings)
     except ValueError as error:
         raise ConfigError(
             f"{source_name} cannot be read from {shown(read_settings)}: {error}. "
             "DeepSpeed reads JSON. Give names as text, and plain values."
         ) from error
-    return read_values
+    return values
 
 
 def read_source(given_value: Any, source_name: str) -> Any:
@@ -204,12 +204,12 @@ def read_source(given_value: Any, source_name: str) -> Any:
     )
 
 
-def _read_constant(constant_name: str) -> float:
+def _read_constant(name: str) -> float:
     # Python's reader takes NaN and Infinity, which JSON does not have. DeepSpeed's users write
     # Infinity, for "never".
-    if constant_name == "NaN":
-        raise ValueError(f"{constant_name} is no number, and JSON has no word for it")
-    return float(constant_name)
+    if name == "NaN":
+        raise ValueError(f"{name} is no number, and JSON has no word for it")
+    return float(name)
 
 
 def _line_of(searched_word: str, source_text: str) -> str:
@@ -218,9 +218,9 @@ def _line_of(searched_word: str, source_text: str) -> str:
     return f": line {line_number}" if matched_word else ""
 
 
-def _unreadable_json(source_name: str, reader_message: str, likely_cause: str = "") -> ConfigError:
+def _unreadable_json(source_name: str, message: str, likely_cause: str = "") -> ConfigError:
     return ConfigError(
-        f"{source_name} cannot be read from JSON: {reader_message.rstrip('.')}. {likely_cause}"
+        f"{source_name} cannot be read from JSON: {message.rstrip('.')}. {likely_cause}"
         "A setting half read would train something else. Correct the text there."
     )
 
@@ -375,10 +375,10 @@ class Plain(BaseModel):
     """A model whose `repr` is code with the settings that differ from the defaults."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for setting_name, model_field in type(self).model_fields.items():
-            value = getattr(self, setting_name)
-            if value != model_field.default:
-                yield setting_name, value
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value != field.default:
+                yield name, value
 
     def __str__(self) -> str:
         return repr(self)
@@ -409,10 +409,10 @@ class Exchangeable(Plain):
             ConfigError: The text is no JSON object, or its settings are wrong.
         """
         try:
-            read_settings = json.loads(text)
+            settings = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise unreadable(f"A {cls.__name__}", "JSON", error) from error
-        return cls._from_mapping(read_settings, "JSON")
+        return cls._from_mapping(settings, "JSON")
 
     def to_yaml(self) -> str:
         """The settings that differ from the defaults as YAML, for a file that people read.
@@ -422,8 +422,8 @@ class Exchangeable(Plain):
         """
         yaml = require("yaml", extra="", why="Writing a configuration file")
         # By way of JSON, so that YAML gets plain values: no tuples, enums or paths.
-        read_settings = json.loads(self.model_dump_json(exclude_defaults=True))
-        return str(yaml.safe_dump(read_settings, sort_keys=False, allow_unicode=True))
+        settings = json.loads(self.model_dump_json(exclude_defaults=True))
+        return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
@@ -439,10 +439,10 @@ class Exchangeable(Plain):
             ConfigError: The text is no YAML mapping, or its settings are wrong.
         """
         try:
-            read_settings = read_yaml(text)
+            settings = read_yaml(text)
         except ValueError as error:
             raise unreadable(f"A {cls.__name__}", "YAML", error) from error
-        return cls._from_mapping({} if read_settings is None else read_settings, "YAML")
+        return cls._from_mapping({} if settings is None else settings, "YAML")
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -461,4 +461,4 @@ class Exchangeable(Plain):
                 f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
                 "names. Write names and values: num_processes and 2, for example."
             )
-        return cls(**{str(setting_name): value for setting_name, value in read_settings.items()})
+        return cls(**{str(name): value for name, value in read_settings.items()})

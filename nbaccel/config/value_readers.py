@@ -130,12 +130,8 @@ def read_port(given_value: Any) -> Any:
     Returns:
         None for a free port, otherwise what the validator goes on with.
     """
-    port_text = given_value.strip() if isinstance(given_value, str) else given_value
-    return (
-        None
-        if port_text in (0, "0", "") and not isinstance(port_text, bool)
-        else read_number(port_text)
-    )
+    text = given_value.strip() if isinstance(given_value, str) else given_value
+    return None if text in (0, "0", "") and not isinstance(text, bool) else read_number(text)
 
 
 def read_word(given_value: Any) -> Any:

@@ -30,16 +30,14 @@ def wanted(said: Said) -> Wanted | None:
         said: What was said.
     """
     # From the most explicit source to the least: the first one decides, and is named as the reason.
-    for argument_name in ("deepspeed_plugin", "deepspeed_plugins"):
-        if (plugin := said.arguments.get(argument_name)) is not None:
-            return _wanted_choice("argument", argument_name, given_plugin=plugin)
-    run_config = said.run
-    if run_config is not None and run_config.uses_deepspeed:
-        return _wanted_choice(
-            "config", f"zero_stage={run_config.zero_stage}", run_config=run_config
-        )
-    if (setting_source := said.source_of_name(_STRATEGY_NAME)) is not None:
-        return _wanted_choice(setting_source, 'strategy="deepspeed"')
+    for name in ("deepspeed_plugin", "deepspeed_plugins"):
+        if (plugin := said.arguments.get(name)) is not None:
+            return _wanted_choice("argument", name, given_plugin=plugin)
+    config = said.run
+    if config is not None and config.uses_deepspeed:
+        return _wanted_choice("config", f"zero_stage={config.zero_stage}", run_config=config)
+    if (source := said.source_of_name(_STRATEGY_NAME)) is not None:
+        return _wanted_choice(source, 'strategy="deepspeed"')
     if said.flag("ACCELERATE_USE_DEEPSPEED"):
         return _wanted_choice("environment", "ACCELERATE_USE_DEEPSPEED")
     return None

@@ -90,38 +90,38 @@ class _KnownValues:
 
     @property
     def stage(self) -> int:
-        decided_value = value_at(self.settings, f"{ZERO}.stage")
-        return decided_value if isinstance(decided_value, int) else 0
+        value = value_at(self.settings, f"{ZERO}.stage")
+        return value if isinstance(value, int) else 0
 
 
 _AutoAnswer = tuple[Any, str]
 
 
 def _said_by_run(
-    fact_name: str, fact_text: str, default_value: Any = None, value_reason: str = ""
+    name: str, text: str, default_value: Any = None, reason: str = ""
 ) -> Callable[[_KnownValues], _AutoAnswer]:
     """A rule: the run's value, or a published default."""
 
     def rule(known_values: _KnownValues) -> _AutoAnswer:
-        decided_value = getattr(known_values.facts, fact_name)
+        decided_value = getattr(known_values.facts, name)
         if decided_value is not None:
             # JSON has no tuples, so that betas of a file are a list.
             return list(decided_value) if isinstance(
                 decided_value, tuple
-            ) else decided_value, f"the run's {fact_text}"
-        if value_reason:
-            return default_value, value_reason
-        raise _UnknownValue(f"nothing says the {fact_text}; give {fact_name}")
+            ) else decided_value, f"the run's {text}"
+        if reason:
+            return default_value, reason
+        raise _UnknownValue(f"nothing says the {text}; give {name}")
 
     return rule
 
 
-def _micro_batch_size(known_values: _KnownValues) -> _AutoAnswer:
-    facts = known_values.facts
+def _micro_batch_size(values: _KnownValues) -> _AutoAnswer:
+    facts = values.facts
     if facts.micro_batch_size is not None:
         return facts.micro_batch_size, "the run's batch size per process"
-    total_batch = value_at(known_values.settings, "train_batch_size")
-    accumulation_steps, _ = _accumulation_steps(known_values)
+    total_batch = value_at(values.settings, "train_batch_size")
+    accumulation_steps, _ = _accumulation_steps(values)
     if isinstance(total_batch, int) and total_batch % (accumulation_steps * facts.world_size) == 0:
         batch_share = total_batch // (accumulation_steps * facts.world_size)
         return (
@@ -155,7 +155,7 @@ def _total_batch_size(known_values: _KnownValues) -> _AutoAnswer:
     )
 
 
-def _from_nothing(known_values: _KnownValues) -> _AutoAnswer:
+def _from_nothing(values: _KnownValues) -> _AutoAnswer:
     return 0, "a warm-up starts from nothing"
 
 
@@ -170,43 +170,41 @@ def _precision_rule(section_name: str) -> Callable[[_KnownValues], _AutoAnswer]:
 
 
 def _from_width(
-    width_formula: Callable[[int], int], formula_text: str
+    width_formula: Callable[[int], int], text: str
 ) -> Callable[[_KnownValues], _AutoAnswer]:
     def rule(known_values: _KnownValues) -> _AutoAnswer:
         if known_values.model is None:
-            raise _UnknownValue(f"it is {formula_text}, by the model's hidden size; give the model")
-        hidden_width, width_source = hidden_size(known_values.model)
+            raise _UnknownValue(f"it is {text}, by the model's hidden size; give the model")
+        hidden_width, source = hidden_size(known_values.model)
         if hidden_width is None:
             raise _UnknownValue(
                 f"{type(known_values.model).__name__} has no hidden size and no linear layer"
             )
-        return width_formula(
-            hidden_width
-        ), f"{formula_text}, hidden size {hidden_width} from {width_source}"
+        return width_formula(hidden_width), f"{text}, hidden size {hidden_width} from {source}"
 
     return rule
 
 
-def _warmup_peak_rate(known_values: _KnownValues) -> _AutoAnswer:
+def _warmup_peak_rate(values: _KnownValues) -> _AutoAnswer:
     """The end of a warm-up: the file's learning rate takes precedence over a stand-in's default."""
-    file_rate = value_at(known_values.settings, "optimizer.params.lr")
+    file_rate = value_at(values.settings, "optimizer.params.lr")
     # A DummyOptim's default rate is not the file's, with which the optimizer is made.
-    if isinstance(file_rate, float) and "learning_rate" in known_values.defaults:
+    if isinstance(file_rate, float) and "learning_rate" in values.defaults:
         return file_rate, "the file's learning rate"
-    return _said_by_run("learning_rate", "learning rate")(known_values)
+    return _said_by_run("learning_rate", "learning rate")(values)
 
 
-def _warmup_steps(known_values: _KnownValues) -> _AutoAnswer:
-    steps = known_values.facts.warmup_steps
-    total_steps = known_values.facts.total_steps
+def _warmup_steps(values: _KnownValues) -> _AutoAnswer:
+    steps = values.facts.warmup_steps
+    total_steps = values.facts.total_steps
     if steps is None:
         return 1, "no warm-up; DeepSpeed takes no 0"
     if steps < 1 and steps > 0:
         if total_steps is None:
             raise _UnknownValue(f"warmup_steps={steps} is a share of all steps; give total_steps")
         return max(1, math.ceil(total_steps * steps)), f"{steps} of {total_steps} steps"
-    value_reason = "the run's warm-up" if steps >= 1 else "no warm-up; DeepSpeed takes no 0"
-    return max(1, int(steps)), value_reason
+    reason = "the run's warm-up" if steps >= 1 else "no warm-up; DeepSpeed takes no 0"
+    return max(1, int(steps)), reason
 
 
 # Key by key: the rule, and whether a value in the file must agree with what the run says.
@@ -339,24 +337,22 @@ def resolve_auto(
     return Resolved(ZeroConfig.from_dict(file_settings), tuple(auto_choices))
 
 
-def _left_open(config_key: str, file_settings: dict[str, Any]) -> Choice | None:
+def _left_open(key: str, settings: dict[str, Any]) -> Choice | None:
     """DeepSpeed's models replace ``"auto"`` by their default; so it is left out here."""
     key_schema = _installed_schema()
-    default_value = None if key_schema is None else key_schema.default(config_key)
-    if default_value is None:
+    value = None if key_schema is None else key_schema.default(key)
+    if value is None:
         return None
-    drop_at(file_settings, config_key)
-    return Choice(config_key, _plain_choice(default_value.value), "DeepSpeed's own default")
+    drop_at(settings, key)
+    return Choice(key, _plain_choice(value.value), "DeepSpeed's own default")
 
 
-def _unfillable_key(config_key: str, file_settings: Mapping[str, Any]) -> FieldMistake:
+def _unfillable_key(config_key: str, settings: Mapping[str, Any]) -> FieldMistake:
     # A section that DeepSpeed has removed is the mistake, not its "auto".
     key_schema = _installed_schema()
-    section_name = config_key.partition(".")[0]
-    if key_schema is not None and section_name in key_schema.removed:
-        return FieldMistake(
-            removed_text(section_name, file_settings[section_name], key_schema), section_name
-        )
+    name = config_key.partition(".")[0]
+    if key_schema is not None and name in key_schema.removed:
+        return FieldMistake(removed_text(name, settings[name], key_schema), name)
     message_text = (
         f'{config_key}="auto" is not filled in by any library: transformers and Accelerate do not '
         "accept it there. Give a value, or leave it out."
@@ -372,20 +368,17 @@ def _installed_schema() -> Schema | None:
         return None
 
 
-def _added_precision(known_values: _KnownValues) -> Iterator[Choice]:
+def _added_precision(values: _KnownValues) -> Iterator[Choice]:
     """The section of the run's precision, where the file has none, which would mean float32."""
-    precision = known_values.facts.mixed_precision
-    section_name = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(precision or "")
-    if section_name and section_name not in known_values.settings:
-        value_reason = (
-            f"the run's mixed precision is {precision!r}, and the file has no "
-            f"{section_name} section"
-        )
-        known_values.settings[section_name] = {"enabled": True}
-        yield Choice(f"{section_name}.enabled", "True", value_reason)
-        if section_name == "fp16":  # as Accelerate does
-            known_values.settings[section_name]["auto_cast"] = True
-            yield Choice("fp16.auto_cast", "True", value_reason)
+    precision = values.facts.mixed_precision
+    name = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(precision or "")
+    if name and name not in values.settings:
+        reason = f"the run's mixed precision is {precision!r}, and the file has no {name} section"
+        values.settings[name] = {"enabled": True}
+        yield Choice(f"{name}.enabled", "True", reason)
+        if name == "fp16":  # as Accelerate does
+            values.settings[name]["auto_cast"] = True
+            yield Choice("fp16.auto_cast", "True", reason)
 
 
 def _file_contradictions(known_values: _KnownValues) -> Iterator[str]:
@@ -425,23 +418,15 @@ def _file_contradictions(known_values: _KnownValues) -> Iterator[str]:
             )
 
 
-def _open_sizes(file_settings: dict[str, Any]) -> dict[str, Any]:
+def _open_sizes(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings in which the run alone decides the batch."""
-    return {
-        config_key: decided_value
-        for config_key, decided_value in file_settings.items()
-        if config_key not in BATCH_SIZES
-    }
+    return {key: value for key, value in settings.items() if key not in BATCH_SIZES}
 
 
-def _is_share(known_values: _KnownValues) -> bool:
-    return known_values.facts.warmup_steps is not None and 0 < known_values.facts.warmup_steps < 1
+def _is_share(values: _KnownValues) -> bool:
+    return values.facts.warmup_steps is not None and 0 < values.facts.warmup_steps < 1
 
 
-def _plain_choice(decided_value: Any) -> str | int:
+def _plain_choice(value: Any) -> str | int:
     # A `bool` is an `int`, and should be shown as a word.
-    return (
-        decided_value
-        if isinstance(decided_value, int) and not isinstance(decided_value, bool)
-        else str(decided_value)
-    )
+    return value if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -33,7 +33,7 @@ def folder(environ: Mapping[str, str]) -> Path:
     """
     if chosen_folder := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen_folder)
-    cpp_extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
     version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
     device_kind = "cpu"
     if version.hip is not None:
@@ -41,7 +41,7 @@ def folder(environ: Mapping[str, str]) -> Path:
     elif version.cuda is not None:
         device_kind = f"cu{version.cuda.replace('.', '')}"
     python_tag = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return Path(cpp_extension.get_default_build_root()) / f"{python_tag}_{device_kind}"
+    return Path(extension.get_default_build_root()) / f"{python_tag}_{device_kind}"
 
 
 def is_built(operation_name: str, environ: Mapping[str, str]) -> bool:

@@ -166,20 +166,20 @@ def _typed_config(config_settings: dict[str, Any]) -> tuple[ZeroConfig, list[Fie
         # The other checks go on without the wrong values, so that all mistakes are reported at
         # once.
         remaining_settings = copy.deepcopy(config_settings)
-        wrong_values = mistakes_in(error)
+        values = mistakes_in(error)
         taken_out = [
-            _without_key(remaining_settings, field_mistake.path) for field_mistake in wrong_values
+            _without_key(remaining_settings, field_mistake.path) for field_mistake in values
         ]
         # A mistake whose key cannot be found would be met again, without end.
         if not all(taken_out):
             remaining_settings = {}
         zero_config, later_mistakes = _typed_config(remaining_settings)
-        return zero_config, [*wrong_values, *later_mistakes]
+        return zero_config, [*values, *later_mistakes]
 
 
-def _without_key(config_settings: dict[str, Any], key_path: str) -> bool:
-    *holder_keys, last_key = key_path.split(".")
-    inner_section: Any = config_settings
+def _without_key(settings: dict[str, Any], path: str) -> bool:
+    *holder_keys, last_key = path.split(".")
+    inner_section: Any = settings
     for holder_key in holder_keys:
         inner_section = inner_section.get(holder_key) if isinstance(inner_section, dict) else None
     return (
@@ -255,23 +255,23 @@ def _model_mistakes(
                     )
 
 
-def _refused_by_deepspeed(zero_config: ZeroConfig) -> Iterator[str]:
+def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
     """What DeepSpeed's reader refuses, which counts one process here."""
-    config_settings = zero_config.to_dict()
-    if zero_config.stage == AUTO:  # what depends on it is judged when it is resolved
-        del config_settings[ZERO]
-    for config_key in tuple(auto_keys(config_settings)):
-        _without_key(config_settings, config_key)
+    settings = config.to_dict()
+    if config.stage == AUTO:  # what depends on it is judged when it is resolved
+        del settings[ZERO]
+    for config_key in tuple(auto_keys(settings)):
+        _without_key(settings, config_key)
     # Sizes that are right for several processes do not multiply out for the one it counts.
     for config_key in ("train_batch_size", "gradient_accumulation_steps"):
-        config_settings.pop(config_key, None)
-    config_settings.setdefault("train_micro_batch_size_per_gpu", 1)
+        settings.pop(config_key, None)
+    settings.setdefault("train_micro_batch_size_per_gpu", 1)
     config_reader = library.load_module("deepspeed.runtime.config", why="DeepSpeed")
     try:
         with quiet_logger():
-            config_reader.DeepSpeedConfig(config_settings)
+            config_reader.DeepSpeedConfig(settings)
     except Exception as error:  # whatever it raises is what the user would meet later
         yield (
             f"DeepSpeed refuses this configuration: {' '.join(str(error).split())}. "
-            f"Training could not start. It read {shown(config_settings)}; change what it names."
+            f"Training could not start. It read {shown(settings)}; change what it names."
         )

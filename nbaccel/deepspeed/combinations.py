@@ -36,9 +36,9 @@ _WarmupShape = Literal["log", "linear"]
 
 
 def _parameter_check(annotated_type: Any, must_be: str, what_to_do: str) -> FieldCheck:
-    refusal_reason = "DeepSpeed passes it on unchecked, and training would fail or diverge"
-    allowed_words = get_args(_WarmupShape) if annotated_type is _WarmupShape else ()
-    field_rule = FieldRule(must=must_be, do=what_to_do, why=refusal_reason, allowed=allowed_words)
+    reason = "DeepSpeed passes it on unchecked, and training would fail or diverge"
+    words = get_args(_WarmupShape) if annotated_type is _WarmupShape else ()
+    field_rule = FieldRule(must=must_be, do=what_to_do, why=reason, allowed=words)
     return FieldCheck(Annotated[annotated_type, field_rule])
 
 
@@ -199,12 +199,12 @@ def _offload_mistakes(zero_config: ZeroConfig, device: str) -> Iterator[str]:
             )
 
 
-def _aborts_on_disk(key_path: str) -> Iterator[str]:
+def _aborts_on_disk(path: str) -> Iterator[str]:
     # Before that release no host memory counted as pinned without a GPU, so that nothing was
     # submitted, and waiting for writes that do not exist fails.
     if old_version := library.older_than(0, 19, 6):
         yield (
-            f"{key_path} needs DeepSpeed 0.19.6 or newer where there is no GPU: got {old_version}. "
+            f"{path} needs DeepSpeed 0.19.6 or newer where there is no GPU: got {old_version}. "
             "It would end the process with a failed assertion in C++ (_num_pending_ops > 0). "
             'Install a newer one (pip install "deepspeed>=0.19.6"), or give device="cpu".'
         )
@@ -412,9 +412,9 @@ def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator
     yield from value_mistakes("scheduler", given_params)
 
 
-def _missing_type(section_name: str, found_section: Any, example_type: str) -> str:
+def _missing_type(section_name: str, section: Any, example_type: str) -> str:
     return (
-        f"{section_name}.type is missing: got {section_name}={found_section!r}. Without a name "
+        f"{section_name}.type is missing: got {section_name}={section!r}. Without a name "
         f'DeepSpeed would silently make none. Give for example "type": "{example_type}".'
     )
 
@@ -477,10 +477,10 @@ def doubts(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
 def _cpu_has_fp16() -> bool:
     """DeepSpeed's test of a CPU before it trains in float16, and before it allocates weights."""
     # The class itself: `get_accelerator` would choose a device for the life of this process.
-    cpu_module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
-    return bool(cpu_module.CPU_Accelerator().is_fp16_supported())
+    module = library.load_module("deepspeed.accelerator.cpu_accelerator", why="float16")
+    return bool(module.CPU_Accelerator().is_fp16_supported())
 
 
-def _is_turned_on(zero_config: ZeroConfig, section_name: str) -> bool:
-    config_section = getattr(zero_config, section_name)
-    return config_section is not None and config_section.enabled is True
+def _is_turned_on(config: ZeroConfig, section_name: str) -> bool:
+    section = getattr(config, section_name)
+    return section is not None and section.enabled is True

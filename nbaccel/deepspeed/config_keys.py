@@ -36,12 +36,8 @@ def missing_monitors(zero_config: ZeroConfig) -> Iterator[str]:
         A message each.
     """
     for section_name, package_name in _MONITOR_PACKAGES.items():
-        config_section = getattr(zero_config, section_name)
-        if (
-            config_section is not None
-            and config_section.enabled is True
-            and not is_installed(package_name)
-        ):
+        section = getattr(zero_config, section_name)
+        if section is not None and section.enabled is True and not is_installed(package_name):
             yield (
                 f"{section_name}.enabled cannot be true without the package {package_name}, which "
                 "is not installed. Every process would fail when DeepSpeed makes its engine. "
@@ -162,8 +158,8 @@ def _unknown_key(
     return meant_key, Finding(FieldMistake(message_text, key_path))
 
 
-def _is_comment(config_key: str) -> bool:
-    return config_key.startswith(_COMMENT_STARTS) or config_key.lower() in ("comment", "comments")
+def _is_comment(key: str) -> bool:
+    return key.startswith(_COMMENT_STARTS) or key.lower() in ("comment", "comments")
 
 
 def _key_advice(
@@ -208,50 +204,44 @@ def _key_advice(
     return config_key, ""
 
 
-def _listed_keys(key_schema: Schema, section_path: str) -> str:
-    return ", ".join(sorted(key_schema.sections.get(section_path, ())))
+def _listed_keys(key_schema: Schema, path: str) -> str:
+    return ", ".join(sorted(key_schema.sections.get(path, ())))
 
 
 def _meant_at_the_top(config_key: str, known_keys: Any) -> str:
     """As `closest`, for keys that are ignored: only what is near, or a known word, is a mistake."""
-    lower_word = config_key.strip().lower()
+    word = config_key.strip().lower()
     names_by_lower = {key.lower(): key for key in known_keys}
-    meaning = _MEANT_KEYS.get(lower_word)
+    meaning = _MEANT_KEYS.get(word)
     if meaning in names_by_lower.values():
         return f" Did you mean {meaning!r}?"
     # A name that shares whole words is nearer than one that only has similar letters.
-    containing_names = [key for key in names_by_lower if _is_part_of(lower_word, key)]
+    names = [key for key in names_by_lower if _is_part_of(word, key)]
     near_keys = difflib.get_close_matches(
-        lower_word,
-        containing_names or names_by_lower,
+        word,
+        names or names_by_lower,
         n=1,
-        cutoff=0.0 if containing_names else _NEAR_ENOUGH,
+        cutoff=0.0 if names else _NEAR_ENOUGH,
     )
     return f" Did you mean {names_by_lower[near_keys[0]]!r}?" if near_keys else ""
 
 
-def _is_part_of(word: str, known_key: str) -> bool:
+def _is_part_of(word: str, key: str) -> bool:
     """``batch_size`` of ``train_batch_size``, ``zero_opt`` of ``zero_optimization``."""
     key_parts = [key_part for key_part in word.split("_") if key_part]
     return bool(key_parts) and all(
-        any(whole_part.startswith(key_part) for whole_part in known_key.split("_"))
+        any(whole_part.startswith(key_part) for whole_part in key.split("_"))
         for key_part in key_parts
     )
 
 
-def _maker_of(config_key: str, config_settings: Mapping[str, Any], key_schema: Schema) -> str:
+def _maker_of(key: str, settings: Mapping[str, Any], key_schema: Schema) -> str:
     """The section whose ``params`` a key at the top level was meant for."""
-    if config_key in ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum"):
+    if key in ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum"):
         return "optimizer"
     schedules = [
-        schedule_name
-        for schedule_name in key_schema.schedulers
-        if schedule_name.startswith(("Warmup", "OneCycle", "LRR"))
+        name for name in key_schema.schedulers if name.startswith(("Warmup", "OneCycle", "LRR"))
     ]
     return (
-        "scheduler"
-        if any(
-            config_key in key_schema.schedulers[schedule_name].known for schedule_name in schedules
-        )
-        else ""
+        "scheduler" if any(key in key_schema.schedulers[name].known for name in schedules) else ""
     )

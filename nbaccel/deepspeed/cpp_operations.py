@@ -123,9 +123,9 @@ def compiler_of(environ: Mapping[str, str]) -> list[str] | None:
     Returns:
         Its path and the options that `CXX` gives it; None where it is not on PATH.
     """
-    compiler_name, *compiler_options = _compiler_words(environ)
-    compiler_path = shutil.which(compiler_name, path=environ.get("PATH", os.defpath))
-    return [compiler_path, *compiler_options] if compiler_path else None
+    name, *options = _compiler_words(environ)
+    path = shutil.which(name, path=environ.get("PATH", os.defpath))
+    return [path, *options] if path else None
 
 
 def no_compiler(environ: Mapping[str, str], missing_operations: Sequence[str]) -> str:
@@ -172,11 +172,7 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
     Raises:
         UnsafeMoment: No process here holds a lock, but one on another machine may.
     """
-    return tuple(
-        lock_path
-        for lock_path in _lock_files()
-        if is_forgotten(lock_path) and _was_removed(lock_path)
-    )
+    return tuple(path for path in _lock_files() if is_forgotten(path) and _was_removed(path))
 
 
 def is_forgotten(lock_path: Path) -> bool:
@@ -212,22 +208,20 @@ def is_forgotten(lock_path: Path) -> bool:
     return True
 
 
-def _file_identity(lock_path: Path) -> tuple[int, int] | None:
+def _file_identity(path: Path) -> tuple[int, int] | None:
     """Distinguishes a file from a later one of the same name; None where there is none."""
     try:
-        lock_status = lock_path.stat()
+        lock_status = path.stat()
     except OSError:
         return None
     # The time, too, because a file system may give the number of a removed file to the next one.
     return lock_status.st_ino, lock_status.st_ctime_ns
 
 
-def _was_removed(lock_path: Path) -> bool:
+def _was_removed(path: Path) -> bool:
     # A warning, since it changes a folder that other environments of this user share.
-    _log.warning(
-        "removing %s: the process that was building %s is gone", lock_path, lock_path.parent.name
-    )
-    lock_path.unlink(missing_ok=True)
+    _log.warning("removing %s: the process that was building %s is gone", path, path.parent.name)
+    path.unlink(missing_ok=True)
     return True
 
 
@@ -241,24 +235,24 @@ def holder_of(lock_path: Path) -> int | None:
         Its process id; None where no process that can be seen from here has.
     """
     path = str(lock_path.resolve())
-    for running_process in psutil.process_iter():
+    for process in psutil.process_iter():
         try:
-            if any(open_file.path == path for open_file in running_process.open_files()):
-                return running_process.pid
+            if any(file.path == path for file in process.open_files()):
+                return process.pid
         except (psutil.Error, OSError):  # gone meanwhile, or of another user
             continue
     return None
 
 
-def _would_be_seen(lock_path: Path) -> bool:
+def _would_be_seen(path: Path) -> bool:
     """Whether a holder of this file must be a process whose files can be listed."""
     # A lock of another user is held by a process of that user, whose files only root can list.
-    if hasattr(os, "geteuid") and os.geteuid() not in (0, lock_path.stat().st_uid):
+    if hasattr(os, "geteuid") and os.geteuid() not in (0, path.stat().st_uid):
         return False
     file_mounts = [
         disk_partition
         for disk_partition in psutil.disk_partitions(all=True)
-        if lock_path.resolve().is_relative_to(disk_partition.mountpoint)
+        if path.resolve().is_relative_to(disk_partition.mountpoint)
     ]
     # The longest of the mount points that contain the file is the one it is on.
     mount_type = (
@@ -287,12 +281,8 @@ def offloads_optimizer(zero_config: ZeroConfig) -> bool:
     Returns:
         True where its state is on the host or on disk.
     """
-    config_section = zero_config.offload_optimizer
-    return (
-        zero_config.zero_stage > 0
-        and config_section is not None
-        and config_section.device in ("cpu", "nvme")
-    )
+    section = zero_config.offload_optimizer
+    return zero_config.zero_stage > 0 and section is not None and section.device in ("cpu", "nvme")
 
 
 def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
@@ -390,13 +380,13 @@ def _as_it_will_be() -> Mapping[str, str]:
     return {**environ, "PATH": os.pathsep.join([search_path, str(ninja_path.parent)])}
 
 
-def _no_toolkit(purpose_text: str) -> Iterator[str]:
+def _no_toolkit(text: str) -> Iterator[str]:
     # torch has looked for it as the build will, without initialising CUDA.
-    cpp_extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
-    if cpp_extension.CUDA_HOME is None:
+    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+    if extension.CUDA_HOME is None:
         yield (
             "The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
-            f"{cpp_extension.CUDA_HOME}. {purpose_text} and needs it. Install the toolkit of "
+            f"{extension.CUDA_HOME}. {text} and needs it. Install the toolkit of "
             "torch's CUDA version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
         )
 
@@ -414,12 +404,12 @@ def _no_ninja(purpose_text: str) -> str:
     )
 
 
-def _links_aio(compiler_command: list[str], environ: Mapping[str, str]) -> bool:
+def _links_aio(command: list[str], environ: Mapping[str, str]) -> bool:
     compiler_flags = [*shlex.split(environ.get("CFLAGS", "")), "-x", "c++", "-", "-o", os.devnull]
     compiler_flags += [*shlex.split(environ.get("LDFLAGS", "")), "-laio"]
     try:
-        finished_process = subprocess.run(
-            [*compiler_command, *compiler_flags],
+        process = subprocess.run(
+            [*command, *compiler_flags],
             input=_AIO_PROGRAM.encode(),
             capture_output=True,
             timeout=_COMPILE_S,
@@ -428,14 +418,14 @@ def _links_aio(compiler_command: list[str], environ: Mapping[str, str]) -> bool:
     # A compiler that cannot be started, or hangs, links nothing either.
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return finished_process.returncode == 0
+    return process.returncode == 0
 
 
 def _stale_locks(operation_names: list[str], environ: Mapping[str, str]) -> Iterator[str]:
     for operation_name in operation_names:
-        lock_path = build_notice.folder(environ) / operation_name / "lock"
+        path = build_notice.folder(environ) / operation_name / "lock"
         try:
-            forgotten_lock = is_forgotten(lock_path)
+            forgotten_lock = is_forgotten(path)
         # Here it is one mistake among others, all of which are reported at once.
         except UnsafeMoment as error:
             yield str(error)
@@ -443,6 +433,6 @@ def _stale_locks(operation_names: list[str], environ: Mapping[str, str]) -> Iter
         if forgotten_lock:
             yield (
                 f"A build of {operation_name} was interrupted and left its lock "
-                f"{str(lock_path)!r}. The next process that needs it would silently wait for ever. "
+                f"{str(path)!r}. The next process that needs it would silently wait for ever. "
                 "Delete that file."
             )

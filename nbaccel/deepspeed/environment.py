@@ -128,24 +128,22 @@ def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "")
         nvml_module.nvmlShutdown()
 
 
-def _check_gpu_memory(nvml_module: ModuleType, chosen_gpu: Gpu) -> None:
+def _check_gpu_memory(module: ModuleType, chosen_gpu: Gpu) -> None:
     # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
-    device_handle = nvml_module.nvmlDeviceGetHandleByUUID(chosen_gpu.uuid)
-    running_processes = _ask_nvml(
-        nvml_module, [], nvml_module.nvmlDeviceGetComputeRunningProcesses, device_handle
-    )
-    process_ids = [running_process.pid for running_process in running_processes]
+    handle = module.nvmlDeviceGetHandleByUUID(chosen_gpu.uuid)
+    running_processes = _ask_nvml(module, [], module.nvmlDeviceGetComputeRunningProcesses, handle)
+    process_ids = [process.pid for process in running_processes]
     compute_mode = _ask_nvml(
-        nvml_module,
-        nvml_module.NVML_COMPUTEMODE_DEFAULT,
-        nvml_module.nvmlDeviceGetComputeMode,
-        device_handle,
+        module,
+        module.NVML_COMPUTEMODE_DEFAULT,
+        module.nvmlDeviceGetComputeMode,
+        handle,
     )
     refuse_busy(
         chosen_gpu,
         holder_pids=process_ids,
-        is_exclusive=compute_mode == nvml_module.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-        is_prohibited=compute_mode == nvml_module.NVML_COMPUTEMODE_PROHIBITED,
+        is_exclusive=compute_mode == module.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+        is_prohibited=compute_mode == module.NVML_COMPUTEMODE_PROHIBITED,
     )
 
 
@@ -197,13 +195,11 @@ def _held_by(other_pids: Sequence[int]) -> str:
     return "; held by " + ", ".join(map(describe_process, other_pids))
 
 
-def _ask_nvml(
-    nvml_module: ModuleType, default_answer: Any, nvml_question: Any, device_handle: Any
-) -> Any:
+def _ask_nvml(module: ModuleType, answer: Any, question: Any, handle: Any) -> Any:
     try:
-        return nvml_question(device_handle)
-    except nvml_module.NVMLError:  # not supported by this GPU or driver
-        return default_answer
+        return question(handle)
+    except module.NVMLError:  # not supported by this GPU or driver
+        return answer
 
 
 _LOOPBACK_ADDRESS = "127.0.0.1"
@@ -290,8 +286,8 @@ class DeepSpeedEnvironment:
         self.close()
 
     def __repr__(self) -> str:
-        state_text = f"{_LOOPBACK_ADDRESS}:{self.port}" if self._is_open else "closed"
-        return f"<DeepSpeedEnvironment {self.device}, {self.backend}, {state_text}>"
+        text = f"{_LOOPBACK_ADDRESS}:{self.port}" if self._is_open else "closed"
+        return f"<DeepSpeedEnvironment {self.device}, {self.backend}, {text}>"
 
 
 _OPEN_ENVIRONMENTS: set[DeepSpeedEnvironment] = set()
@@ -401,8 +397,8 @@ def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None
         "PATH": cpp_operations.path_with_ninja(),
     }
     # Groups open further ports, on the interface of the machine's name unless these name another.
-    for variable_name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        changed_variables[variable_name] = env.read(variable_name) or _loopback_interface()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        changed_variables[name] = env.read(name) or _loopback_interface()
     if device_wish.kind is not None:
         # DeepSpeed reads it once, when it is imported.
         changed_variables["DS_ACCELERATOR"] = device_wish.kind
@@ -411,32 +407,30 @@ def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None
 
 def _loopback_interface() -> str | None:
     """The interface that no other machine can reach: ``lo`` or ``lo0``."""
-    for interface_name, interface_addresses in psutil.net_if_addrs().items():
-        if any(
-            network_address.address == _LOOPBACK_ADDRESS for network_address in interface_addresses
-        ):
-            return interface_name
+    for name, interface_addresses in psutil.net_if_addrs().items():
+        if any(address.address == _LOOPBACK_ADDRESS for address in interface_addresses):
+            return name
     return None
 
 
 def _close_current() -> None:
-    for opened_environment in tuple(_OPEN_ENVIRONMENTS):
+    for environment in tuple(_OPEN_ENVIRONMENTS):
         # A block's owner still works in it; one of a plain call belongs to an earlier run of a
         # cell.
-        if opened_environment.is_block:
+        if environment.is_block:
             raise UnsafeMoment(
-                f"{opened_environment!r} is in force, from a `with` block that has not ended. A "
+                f"{environment!r} is in force, from a `with` block that has not ended. A "
                 "process has one environment at a time. Use that one, or leave the block first."
             )
-        opened_environment.close()
+        environment.close()
 
 
 def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
     listed_names = [
         f"{variable_name}={environ[variable_name]}"
-        for variable_name, single_value in _SINGLE_PROCESS_VALUES.items()
-        if environ.get(variable_name, "").strip() not in ("", "-1", str(single_value))
+        for variable_name, value in _SINGLE_PROCESS_VALUES.items()
+        if environ.get(variable_name, "").strip() not in ("", "-1", str(value))
     ]
     if listed_names:
         raise UnsafeMoment(
@@ -453,26 +447,22 @@ def _variable_names(variable_texts: list[str]) -> str:
 
 def _check_group() -> None:
     """DeepSpeed would silently join a group that was made elsewhere."""
-    distributed_module = sys.modules.get("torch.distributed")
-    if (
-        distributed_module is None
-        or not distributed_module.is_available()
-        or not distributed_module.is_initialized()
-    ):
+    module = sys.modules.get("torch.distributed")
+    if module is None or not module.is_available() or not module.is_initialized():
         return
-    world_size = distributed_module.get_world_size()
-    backend_name = distributed_module.get_backend()
+    world_size = module.get_world_size()
+    name = module.get_backend()
     raise UnsafeMoment(
-        f"This process has a process group already: {backend_name}, rank "
-        f"{distributed_module.get_rank()} of {world_size}. DeepSpeed would train in it, and "
+        f"This process has a process group already: {name}, rank "
+        f"{module.get_rank()} of {world_size}. DeepSpeed would train in it, and "
         "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
         f"end it first: {_way_to_end_group()}()"
     )
 
 
 def _way_to_end_group() -> str:
-    comm_module = sys.modules.get("deepspeed.comm.comm")
-    is_known = comm_module is not None and comm_module.cdb is not None
+    module = sys.modules.get("deepspeed.comm.comm")
+    is_known = module is not None and module.cdb is not None
     return f"{'deepspeed.comm' if is_known else 'torch.distributed'}.destroy_process_group"
 
 
@@ -488,12 +478,12 @@ def _chosen_device(deepspeed: ModuleType, device_wish: Wish) -> str:
     return device_kind
 
 
-def _check_gpu(gpu_index: int) -> None:
+def _check_gpu(index: int) -> None:
     inventory = inspect_machine()
-    check_gpu(gpu_index, inventory.gpus, inventory.gpu_note)
+    check_gpu(index, inventory.gpus, inventory.gpu_note)
 
 
-def _begin_group(backend_name: str, listener_fd: int, port: int, timeout_s: float) -> None:
+def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
     import torch.distributed as dist
 
     # Its functions have the default group, as it is at the moment of this import, as a default
@@ -508,8 +498,8 @@ def _begin_group(backend_name: str, listener_fd: int, port: int, timeout_s: floa
         is_master=True,
         wait_for_workers=False,
         timeout=store_timeout,
-        **ports.store_options(listener_fd),
+        **ports.store_options(fd),
     )
     dist.init_process_group(
-        backend_name, store=rendezvous_store, rank=0, world_size=1, timeout=store_timeout
+        name, store=rendezvous_store, rank=0, world_size=1, timeout=store_timeout
     )

@@ -67,8 +67,8 @@ def _number_or_auto(value: Any) -> Any:
 
 def _read_truth(value: Any) -> Any:
     value = plain_value(value)
-    truth_word = value.strip().lower() if isinstance(value, str) else value
-    return truth_word == "true" if truth_word in ("true", "false") else value
+    word = value.strip().lower() if isinstance(value, str) else value
+    return word == "true" if word in ("true", "false") else value
 
 
 def _read_text(value: Any) -> Any:
@@ -352,21 +352,21 @@ class Section(BaseModel):
         return type(self)(**{**dict(self), **settings})
 
     def _given(self) -> Iterator[tuple[str, Any]]:
-        for field_name in type(self).model_fields:
-            field_value = getattr(self, field_name)
-            if field_value is not None and field_name != _EXTRA_FIELD:
+        for name in type(self).model_fields:
+            field_value = getattr(self, name)
+            if field_value is not None and name != _EXTRA_FIELD:
                 plain_value = (
                     field_value.to_dict()
                     if isinstance(field_value, Section)
                     else copy.deepcopy(field_value)
                 )
-                yield field_name, plain_value
+                yield name, plain_value
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for field_name in type(self).model_fields:
-            field_value = getattr(self, field_name)
-            if field_value is not None and field_value != {}:
-                yield field_name, field_value
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if value is not None and value != {}:
+                yield name, value
 
     def __str__(self) -> str:
         # pydantic's text has the fields alone, without the name of the class.
@@ -389,13 +389,13 @@ def merged_mappings(
     Returns:
         The first mapping.
     """
-    for config_key, second_value in second_mapping.items():
-        value = first_mapping.get(config_key)
+    for key, second_value in second_mapping.items():
+        value = first_mapping.get(key)
         # A section that is in both must keep the keys of both.
         if isinstance(value, dict) and isinstance(second_value, Mapping):
             merged_mappings(value, second_value)
         else:
-            first_mapping[config_key] = copy.deepcopy(second_value)
+            first_mapping[key] = copy.deepcopy(second_value)
     return first_mapping
 
 

@@ -36,10 +36,10 @@ def enter_worker(device: str) -> None:
         device: Type of the device that the worker computes on.
     """
     module_changes = _MODULE_CHANGES | (_CHANGES_ON_CPU if device == "cpu" else {})
-    for module_name, module_change in module_changes.items():
+    for name, module_change in module_changes.items():
         # A forked worker has the modules that the notebook had imported.
-        if module_name in sys.modules:
-            module_change(sys.modules[module_name])
+        if name in sys.modules:
+            module_change(sys.modules[name])
     # In place: the import system holds this very list. An earlier finder is from the process that
     # was forked, perhaps for another device.
     sys.meta_path[:] = [
@@ -81,9 +81,9 @@ _OF_ACCELERATOR = {
 """Arguments of `AcceleratorState` that are not passed on to the process group."""
 
 
-def _change_plugin(changed_module: Any) -> None:
+def _change_plugin(module: Any) -> None:
     """Let DeepSpeed find the processes once there is a plugin: `zero.Init` may come next."""
-    changed_class = changed_module.DeepSpeedPlugin
+    changed_class = module.DeepSpeedPlugin
     original_init = changed_class.__post_init__
     if hasattr(original_init, "__wrapped__"):
         return
@@ -99,12 +99,8 @@ def _change_plugin(changed_module: Any) -> None:
 
 def _join_process_group() -> None:
     """Let DeepSpeed take up the process group, if there is one; else it counts one process."""
-    distributed_module = sys.modules.get("torch.distributed")
-    if (
-        distributed_module is None
-        or not distributed_module.is_available()
-        or not distributed_module.is_initialized()
-    ):
+    module = sys.modules.get("torch.distributed")
+    if module is None or not module.is_available() or not module.is_initialized():
         return
     # Here, because this module is imported in every worker, also in those without DeepSpeed.
     from nbaccel.deepspeed.strategy.engines import begin_comm

@@ -55,9 +55,9 @@ def misspelt_keys(
             yield from misspelt_keys(key_value, f"{path_prefix}{meant_key}")
 
 
-def _meant_key(config_key: str, section_path: str, known_keys: frozenset[str]) -> tuple[str, str]:
+def _meant_key(config_key: str, path: str, known_keys: frozenset[str]) -> tuple[str, str]:
     """The key that was probably meant, and the sentence that says so; empty where none is near."""
-    if not section_path and config_key in ZERO_KEYS:
+    if not path and config_key in ZERO_KEYS:
         return config_key, f"It belongs in {ZERO}."
     near_keys = difflib.get_close_matches(
         config_key.strip().lower(), known_keys, n=1, cutoff=_NEAR_ENOUGH
@@ -72,14 +72,12 @@ def _known_sections() -> dict[str, frozenset[str]]:
     top_keys = sections[""]
     # `ZeroConfig` has the keys of this section at the top level.
     zero_sections = {
-        f"{ZERO}.{section_path}": keys
-        for section_path, keys in sections.items()
-        if section_path.partition(".")[0] in ZERO_KEYS
+        f"{ZERO}.{path}": keys
+        for path, keys in sections.items()
+        if path.partition(".")[0] in ZERO_KEYS
     }
     other_sections = {
-        section_path: keys
-        for section_path, keys in sections.items()
-        if section_path.partition(".")[0] not in ZERO_KEYS
+        path: keys for path, keys in sections.items() if path.partition(".")[0] not in ZERO_KEYS
     }
     return {
         **other_sections,

@@ -102,11 +102,11 @@ def remove(worker_places: Iterable[Topology]) -> None:
             the same port, and would be taken for theirs.
     """
     for worker_place in worker_places:
-        place_words = (worker_place.master_addr, worker_place.master_port, worker_place.rank)
-        file_name = "_".join(map(str, (f"{_SEGMENT_PREFIX}{os.getuid()}", *place_words)))
+        words = (worker_place.master_addr, worker_place.master_port, worker_place.rank)
+        name = "_".join(map(str, (f"{_SEGMENT_PREFIX}{os.getuid()}", *words)))
         # Most often there is none.
         with contextlib.suppress(OSError):
-            (FOLDER / file_name).unlink()
+            (FOLDER / name).unlink()
 
 
 def remove_orphans() -> None:
@@ -115,18 +115,16 @@ def remove_orphans() -> None:
     They are of launches whose notebook was killed before it could remove them.
     """
     old_files = [
-        file_path
-        for file_path in _segment_files()
-        if time.time() - file_path.stat().st_mtime > _MIN_AGE_S
+        path for path in _segment_files() if time.time() - path.stat().st_mtime > _MIN_AGE_S
     ]
     if not old_files:
         return
     # Once for all files: it reads the memory maps of every process.
-    mapped_names = _mapped_segments()
-    for file_path in old_files:
-        if str(file_path) not in mapped_names:
+    names = _mapped_segments()
+    for path in old_files:
+        if str(path) not in names:
             with contextlib.suppress(OSError):
-                file_path.unlink()
+                path.unlink()
 
 
 def _segment_files() -> Sequence[Path]:
@@ -145,12 +143,12 @@ def _mapped_segments() -> frozenset[str]:
     )
 
 
-def _segment_names(maps_path: Path) -> Iterator[str]:
+def _segment_names(path: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):  # the process has ended, or is another user's
-        for map_line in maps_path.read_text().splitlines():
-            if _SEGMENT_PREFIX in map_line:
+        for line in path.read_text().splitlines():
+            if _SEGMENT_PREFIX in line:
                 # The sixth field is the path, which may have blanks.
-                yield map_line.split(maxsplit=5)[5]
+                yield line.split(maxsplit=5)[5]
 
 
 def _free_bytes() -> int:
@@ -197,9 +195,9 @@ def _folder_problem(swap_folder: Path) -> str:
         if not nearest_parent.is_dir():
             return f"{str(nearest_parent)!r} is a file"
         # By writing: permissions alone do not tell of a file system that is read-only or full.
-        with tempfile.TemporaryFile(dir=nearest_parent) as probe_file:
-            probe_file.write(b"nbaccel")
-            probe_file.flush()
+        with tempfile.TemporaryFile(dir=nearest_parent) as file:
+            file.write(b"nbaccel")
+            file.flush()
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
     return ""
@@ -259,4 +257,4 @@ def check_room(
 def _free_room(swap_folder: Path, in_use: Collection[Path]) -> int:
     """What is free, and what an earlier run has left there, which will be overwritten."""
     old_folder = () if swap_folder in in_use else swap_folder.glob("zero_stage_3/*/rank*/*.swp")
-    return free_bytes(swap_folder) + sum(file_path.stat().st_size for file_path in old_folder)
+    return free_bytes(swap_folder) + sum(path.stat().st_size for path in old_folder)

@@ -21,8 +21,8 @@ OLDEST = (0, 18, 5)
 _GREETING_TEXT = "Setting accelerator to CPU."
 
 
-def _is_no_greeting(log_record: logging.LogRecord) -> bool:
-    return not log_record.getMessage().startswith(_GREETING_TEXT)
+def _is_no_greeting(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_GREETING_TEXT)
 
 
 def row() -> StrategyRow:
@@ -60,8 +60,8 @@ def check_version() -> None:
         MissingBackend: The one that is installed is too old.
     """
     installed_version = _installed_version()
-    if installed_version is not None and (refusal_text := refusal(installed_version)):
-        raise MissingBackend(refusal_text, name="deepspeed")
+    if installed_version is not None and (text := refusal(installed_version)):
+        raise MissingBackend(text, name="deepspeed")
 
 
 def refusal(version: str) -> str:
@@ -98,9 +98,9 @@ def older_than(*numbers: int) -> str:
     )
 
 
-def _version_numbers(version_text: str) -> tuple[int, ...] | None:
+def _version_numbers(text: str) -> tuple[int, ...] | None:
     # A suffix, as of a build from source (0.19.8+abc), does not matter.
-    version_match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version_text)
+    version_match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     return (
         None
         if version_match is None

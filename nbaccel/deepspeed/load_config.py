@@ -54,9 +54,9 @@ def auto_keys(config_settings: Mapping[str, Any], section_path: str = "") -> Ite
     Yields:
         Dotted paths.
     """
-    for config_key, key_value in config_settings.items():
+    for config_key, value in config_settings.items():
         key_path = f"{section_path}{config_key}"
-        if isinstance(key_value, Mapping):
-            yield from auto_keys(key_value, f"{key_path}.")
-        elif key_value == AUTO and isinstance(key_value, str) and key_path not in _OWN_AUTO:
+        if isinstance(value, Mapping):
+            yield from auto_keys(value, f"{key_path}.")
+        elif value == AUTO and isinstance(value, str) and key_path not in _OWN_AUTO:
             yield key_path

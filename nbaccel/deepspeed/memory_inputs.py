@@ -81,12 +81,12 @@ class _MemoryInputsReader:
         self._unknown = unknown_keys
 
     def get(self, section_key: str, default: Any) -> Any:
-        key_value = self._section.get(section_key, default)
-        if key_value == "auto":
+        value = self._section.get(section_key, default)
+        if value == "auto":
             self._unknown.append(f"{self._path}{section_key}")
             return default
         # A key that is null in the file is left to DeepSpeed, as one that is not there.
-        return default if key_value is None else key_value
+        return default if value is None else value
 
     def section(self, section_key: str) -> _MemoryInputsReader:
         inner_value = self._section.get(section_key)
@@ -163,8 +163,8 @@ def _is_torchs(top_reader: _MemoryInputsReader, stage: int) -> bool:
         "zero_force_ds_cpu_optimizer", True
     ):
         return False
-    optimizer_name = optimizer.get("type", None)
-    return optimizer_name is None or bool(optimizer.section("params").get("torch_adam", False))
+    name = optimizer.get("type", None)
+    return name is None or bool(optimizer.section("params").get("torch_adam", False))
 
 
 def _stage_of(zero_reader: _MemoryInputsReader) -> int:

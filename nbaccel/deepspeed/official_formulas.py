@@ -37,12 +37,10 @@ class Row:
     options: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        row_options = ", ".join(
-            f"{option_name}={option_value:<4}" for option_name, option_value in self.options
-        )
+        options = ", ".join(f"{name}={value:<4}" for name, value in self.options)
         host_gib = self.host_bytes / _BYTES_PER_GIB
         device_gib = self.device_bytes / _BYTES_PER_GIB
-        return f"{host_gib:8.2f} | {device_gib:8.2f} | {row_options}".rstrip()
+        return f"{host_gib:8.2f} | {device_gib:8.2f} | {options}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,14 +143,14 @@ def _zero3_rows(
 def _zero2_rows(
     shape: Shape, device_counts: tuple[int, int], buffer_factor: float
 ) -> Iterator[Row]:
-    formula_module = library.load_module(
+    module = library.load_module(
         "deepspeed.runtime.zero.stage_1_and_2", why="DeepSpeed's memory estimator"
     )
-    estimate_bytes = formula_module.estimate_zero2_model_states_mem_needs
+    estimate_bytes = module.estimate_zero2_model_states_mem_needs
     for optimizer in (True, False):
         host_bytes, device = estimate_bytes(shape.total, *device_counts, optimizer, buffer_factor)
-        row_options = (("offload_optimizer", _place_word(optimizer)),)
-        yield Row(host_bytes=host_bytes, device_bytes=device, options=row_options)
+        options = (("offload_optimizer", _place_word(optimizer)),)
+        yield Row(host_bytes=host_bytes, device_bytes=device, options=options)
 
 
 def _place_word(is_offloaded: bool) -> str:

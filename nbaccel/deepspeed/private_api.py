@@ -68,8 +68,8 @@ class PrivatePart:
         if part_module is None:
             return True
         part_holder: Any = part_module
-        for attribute_name in self.holder.split("."):
-            part_holder = getattr(part_holder, attribute_name, None)
+        for name in self.holder.split("."):
+            part_holder = getattr(part_holder, name, None)
         # There is no engine yet to look at, so the code that sets or reads the attribute is
         # searched.
         if self.is_on_instances:
@@ -78,11 +78,9 @@ class PrivatePart:
 
     def message(self) -> str:
         """What is missing, what is lost by it, and which DeepSpeed has it."""
-        loaded_version = getattr(
-            sys.modules.get("deepspeed"), "__version__", "(of unknown version)"
-        )
+        version = getattr(sys.modules.get("deepspeed"), "__version__", "(of unknown version)")
         return (
-            f"DeepSpeed {loaded_version} has no private attribute {self.name} ({self.module}."
+            f"DeepSpeed {version} has no private attribute {self.name} ({self.module}."
             f"{self.holder}), which nbaccel reads: {self.lost}. It was there from {_FIRST_SEEN} to "
             f"{_LAST_SEEN}. "
             f'Install one of these: pip install "deepspeed>={_FIRST_SEEN},<={_LAST_SEEN}"'
@@ -100,9 +98,9 @@ class PrivatePart:
             raise MissingBackend(self.message(), name="deepspeed") from error
 
 
-def _names_in(inspected_function: Any) -> frozenset[str]:
+def _names_in(function: Any) -> frozenset[str]:
     """The attributes that a function's code uses, also those that it looks for by ``hasattr``."""
-    code_object = getattr(inspected_function, "__code__", None)
+    code_object = getattr(function, "__code__", None)
     if code_object is None:
         return frozenset()
     # `co_names` has attributes that are accessed, `co_consts` the texts that `hasattr` is given.
@@ -201,11 +199,11 @@ def refuse_missing() -> None:
     Raises:
         MissingBackend: A part is missing without which trained weights would stay behind.
     """
-    silent_messages = [
+    messages = [
         private_part.message() for private_part in missing_parts() if private_part.is_silent
     ]
-    if silent_messages:
-        raise MissingBackend("\n".join(silent_messages), name="deepspeed")
+    if messages:
+        raise MissingBackend("\n".join(messages), name="deepspeed")
 
 
 # ------------------------------------------------------------------------------ parameters
@@ -253,8 +251,8 @@ def is_swapped_out(tensor: Any) -> bool:
     if optimizer is None or not tensor.requires_grad:
         return False
     # The optimizer swaps by sub-groups, each of which is in memory or on disk as a whole.
-    subgroup_index = optimizer.grad_position[optimizer.get_param_id(tensor)][0]
-    return bool(_IS_SWAPPABLE.read(optimizer)(subgroup_index))
+    index = optimizer.grad_position[optimizer.get_param_id(tensor)][0]
+    return bool(_IS_SWAPPABLE.read(optimizer)(index))
 
 
 def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
@@ -274,10 +272,10 @@ def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
     # Both are looked up before the first is called: a group that is read must be written back.
     read_partition = _FP32_PARTITION.read(optimizer)
     swap_out = _SWAP_OUT.read(optimizer)
-    partition_values, subgroup_index = read_partition(tensor, release_swap_buffers=False)
+    values, index = read_partition(tensor, release_swap_buffers=False)
     # The buffers are kept from reading to writing; `swap_out` releases them.
-    write(partition_values.detach().view(-1))
-    swap_out(subgroup_index)
+    write(values.detach().view(-1))
+    swap_out(index)
 
 
 # ------------------------------------------------------------------------------ modules, engines
@@ -333,16 +331,16 @@ def forget_group_references(groups_module: Any) -> None:
     """
     # DeepSpeed's own function, from 0.19.8 on, knows the variables of its release; the table below
     # those of the earlier ones.
-    release_groups = getattr(groups_module, "_release_process_group_references", None)
-    if release_groups is not None:
-        release_groups()
+    groups = getattr(groups_module, "_release_process_group_references", None)
+    if groups is not None:
+        groups()
         return
-    for attribute_name, empty_value in _GROUP_VARIABLES.items():
-        value = getattr(groups_module, attribute_name, None)
+    for name, empty_value in _GROUP_VARIABLES.items():
+        value = getattr(groups_module, name, None)
         if isinstance(value, dict):
             value.clear()
         elif value is not None:
-            setattr(groups_module, attribute_name, empty_value)
+            setattr(groups_module, name, empty_value)
 
 
 # ------------------------------------------------------------------------------ configuration
@@ -357,10 +355,7 @@ def removed_keys(config_reader: Any) -> Mapping[str, str]:
     zero_keys: Mapping[str, str] = getattr(config_reader, "_REMOVED_ZERO_CONFIG_KEYS", {})
     return {
         **getattr(config_reader, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
-        **{
-            f"zero_optimization.{key_name}": removal_text
-            for key_name, removal_text in zero_keys.items()
-        },
+        **{f"zero_optimization.{name}": text for name, text in zero_keys.items()},
     }
 
 

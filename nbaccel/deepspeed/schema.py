@@ -100,9 +100,7 @@ class Schema:
         Returns:
             Paths of the sections that know it.
         """
-        return tuple(
-            section_path for section_path, keys in self.sections.items() if config_key in keys
-        )
+        return tuple(path for path, keys in self.sections.items() if config_key in keys)
 
     def default(self, config_key: str) -> Default | None:
         """DeepSpeed's default for a key of one of its models, which replace ``"auto"`` by it.
@@ -206,15 +204,13 @@ def quiet_logger() -> Iterator[None]:
         logger.setLevel(level_before)
 
 
-def _nested_settings(
-    section_path: tuple[str, ...], inner_settings: dict[str, Any]
-) -> dict[str, Any]:
-    for config_key in reversed(section_path):
-        inner_settings = {config_key: inner_settings}
+def _nested_settings(path: tuple[str, ...], inner_settings: dict[str, Any]) -> dict[str, Any]:
+    for key in reversed(path):
+        inner_settings = {key: inner_settings}
     return {**_ENOUGH_SETTINGS, **inner_settings}
 
 
-def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]) -> set[str]:
+def _asked_keys(config_reader: Callable[..., Any], path: tuple[str, ...]) -> set[str]:
     """The keys that DeepSpeed looks up in a plain section."""
     keys: set[str] = set()
     # Some sections are read on only where they have a type, or are turned on.
@@ -226,13 +222,11 @@ def _asked_keys(config_reader: Callable[..., Any], section_path: tuple[str, ...]
         # Each try is a run of DeepSpeed's reader, and useless for a section without such a key.
         if config_key and config_key not in keys:
             continue
-        key_recorder = _KeyRecorder(section_content if section_path else _ENOUGH_SETTINGS)
+        key_recorder = _KeyRecorder(section_content if path else _ENOUGH_SETTINGS)
         # The reader fails on most of these settings, in many ways: what it had looked up until then
         # is the answer.
         with contextlib.suppress(Exception):
-            config_reader(
-                _nested_settings(section_path, key_recorder) if section_path else key_recorder
-            )
+            config_reader(_nested_settings(path, key_recorder) if path else key_recorder)
         keys |= key_recorder.asked
     return keys
 
@@ -286,8 +280,8 @@ def _model_behind(
 
 
 def _all_models() -> Iterator[type[BaseModel]]:
-    base_module = library.load_module("deepspeed.runtime.config_utils", why="A DeepSpeed model")
-    waiting_models: list[type[BaseModel]] = list(base_module.DeepSpeedConfigModel.__subclasses__())
+    module = library.load_module("deepspeed.runtime.config_utils", why="A DeepSpeed model")
+    waiting_models: list[type[BaseModel]] = list(module.DeepSpeedConfigModel.__subclasses__())
     # Without a list of its models, DeepSpeed's base class has them as subclasses, at any depth.
     while waiting_models:
         model = waiting_models.pop()
@@ -296,11 +290,11 @@ def _all_models() -> Iterator[type[BaseModel]]:
 
 
 def _inner_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    for field_name, model_field in model.model_fields.items():
+    for name, model_field in model.model_fields.items():
         field_annotation = model_field.annotation
         for annotation_part in (field_annotation, *getattr(field_annotation, "__args__", ())):
             if isinstance(annotation_part, type) and issubclass(annotation_part, BaseModel):
-                yield model_field.alias or field_name, annotation_part
+                yield model_field.alias or name, annotation_part
 
 
 def _spread_model(
@@ -315,29 +309,27 @@ def _spread_model(
     }
     keys_by_path[".".join(section_path)] = frozenset(key_names | set(model.model_fields))
     model_by_path[".".join(section_path)] = model
-    for config_key, inner_model in _inner_models(model):
-        _spread_model((*section_path, config_key), inner_model, keys_by_path, model_by_path)
+    for key, inner_model in _inner_models(model):
+        _spread_model((*section_path, key), inner_model, keys_by_path, model_by_path)
 
 
 def _torch_optimizers() -> list[str]:
-    optim_module = require("torch.optim", extra="", why="A list of optimizers")
+    module = require("torch.optim", extra="", why="A list of optimizers")
     return sorted(
-        class_name
-        for class_name, module_item in vars(optim_module).items()
-        if isinstance(module_item, type)
-        and issubclass(module_item, optim_module.Optimizer)
-        and class_name != "Optimizer"
+        name
+        for name, item in vars(module).items()
+        if isinstance(item, type) and issubclass(item, module.Optimizer) and name != "Optimizer"
     )
 
 
 def _known_schedulers() -> Iterator[tuple[str, Arguments]]:
-    schedule_module = library.load_module("deepspeed.runtime.lr_schedules", why="A schedule")
+    module = library.load_module("deepspeed.runtime.lr_schedules", why="A schedule")
     torch_own = require("torch.optim.lr_scheduler", extra="", why="A schedule")
-    for schedule_name in schedule_module.VALID_LR_SCHEDULES:
-        yield schedule_name, _arguments_of(getattr(schedule_module, schedule_name))
-    for schedule_name, module_item in sorted(vars(torch_own).items()):
-        if isinstance(module_item, type) and issubclass(module_item, torch_own.LRScheduler):
-            yield schedule_name, _arguments_of(module_item)
+    for name in module.VALID_LR_SCHEDULES:
+        yield name, _arguments_of(getattr(module, name))
+    for name, item in sorted(vars(torch_own).items()):
+        if isinstance(item, type) and issubclass(item, torch_own.LRScheduler):
+            yield name, _arguments_of(item)
 
 
 def _arguments_of(made_class: type, *, further_names: tuple[str, ...] = ()) -> Arguments:
@@ -403,8 +395,8 @@ def _muon_arguments() -> Arguments | None:
     half_keys = private_api.muon_argument_names(engine.DeepSpeedEngine)
     if not half_keys:
         return None
-    further_names = ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")
-    return Arguments(owner="Muon", known=half_keys | frozenset(further_names))
+    names = ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")
+    return Arguments(owner="Muon", known=half_keys | frozenset(names))
 
 
 def missing_arguments(

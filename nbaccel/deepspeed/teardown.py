@@ -113,11 +113,11 @@ def _do_nothing() -> None:
 
 def live_engines() -> list[Any]:
     """All engines of this process, also those that no Accelerator made."""
-    engine_module = sys.modules.get("deepspeed.runtime.engine")
-    if engine_module is None:
+    module = sys.modules.get("deepspeed.runtime.engine")
+    if module is None:
         return []
     # DeepSpeed has no list of its engines; the garbage collector tracks all of them.
-    engine_class = engine_module.DeepSpeedEngine
+    engine_class = module.DeepSpeedEngine
     # By type: `isinstance` reads `__class__` of each object, and some objects of torch warn then.
     return [
         live_object
@@ -136,21 +136,21 @@ def forget_modules() -> None:
     if coordinator_module is not None:
         # A cache on a method: its keys are the coordinator and the submodules.
         for class_attribute in vars(coordinator_module.PartitionedParameterCoordinator).values():
-            for cached_function in _cached_inside(class_attribute):
-                cached_function.cache_clear()
+            for function in _cached_inside(class_attribute):
+                function.cache_clear()
 
 
-def _cached_inside(inspected_function: Any, search_depth: int = 3) -> Iterator[Any]:
+def _cached_inside(function: Any, search_depth: int = 3) -> Iterator[Any]:
     """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`."""
-    if hasattr(inspected_function, "cache_clear"):
-        yield inspected_function
+    if hasattr(function, "cache_clear"):
+        yield function
     # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
-    if hasattr(inspected_function, "cache_clear") or not search_depth:
+    if hasattr(function, "cache_clear") or not search_depth:
         return
-    for closure_cell in getattr(inspected_function, "__closure__", None) or ():
+    for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell
-            if callable(closure_cell.cell_contents):
-                yield from _cached_inside(closure_cell.cell_contents, search_depth - 1)
+            if callable(cell.cell_contents):
+                yield from _cached_inside(cell.cell_contents, search_depth - 1)
 
 
 def _end_groups() -> None:
@@ -203,9 +203,7 @@ def _group_backends() -> list[Any]:
 
 def _library_variables() -> dict[str, str]:
     return {
-        variable_name: variable_value
-        for variable_name, variable_value in env.snapshot().items()
-        if variable_name.startswith(_VARIABLE_PREFIXES)
+        name: value for name, value in env.snapshot().items() if name.startswith(_VARIABLE_PREFIXES)
     }
 
 
@@ -214,7 +212,7 @@ def _restore_variables(state_before: Before) -> None:
     env.update(
         {
             # None, which unsets, for a variable that was not there before.
-            variable_name: state_before.environ.get(variable_name)
-            for variable_name in variables.keys() | state_before.environ.keys()
+            name: state_before.environ.get(name)
+            for name in variables.keys() | state_before.environ.keys()
         }
     )

@@ -76,11 +76,11 @@ def _convert(
 
 
 def _result_text(written_files: Written, elapsed_seconds: float) -> str:
-    file_names = [file_path.name for file_path in written_files.files]
-    listed_files = file_names[0] if len(file_names) == 1 else f"{file_names[0]} … {file_names[-1]}"
+    names = [path.name for path in written_files.files]
+    listed_files = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     return (
         f"{count_noun(written_files.num_tensors, 'tensor')}, "
-        f"{format_bytes(written_files.num_bytes)}, in {count_noun(len(file_names), 'file')} "
+        f"{format_bytes(written_files.num_bytes)}, in {count_noun(len(names), 'file')} "
         f"({listed_files}) in {written_files.files[0].parent}: "
         f"{format_seconds(elapsed_seconds)}{_peak_memory()}{_tied_text(written_files.tied)}"
     )
@@ -104,10 +104,8 @@ def _peak_memory() -> str:
 
     The maximum of `getrusage` includes the memory of the process that started this one.
     """
-    status_path = Path("/proc/self/status")
-    status_lines = (
-        status_path.read_text(encoding="utf-8").splitlines() if status_path.exists() else []
-    )
+    path = Path("/proc/self/status")
+    status_lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     peak_bytes = [
         int(status_line.split()[1]) * 1024
         for status_line in status_lines

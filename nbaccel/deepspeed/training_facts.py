@@ -158,12 +158,12 @@ def made_in(model: Any) -> str | None:
     Args:
         model: For example one of transformers, whose configuration says it.
     """
-    model_config = getattr(model, "config", None)
-    model_dtype = getattr(model_config, "dtype", None)
+    config = getattr(model, "config", None)
+    model_dtype = getattr(config, "dtype", None)
     # The name before transformers 5, whose attribute of that name warns when it is read: so only
     # the instance's dictionary is looked at.
     if model_dtype is None:
-        model_dtype = getattr(model_config, "__dict__", {}).get("torch_dtype")
+        model_dtype = getattr(config, "__dict__", {}).get("torch_dtype")
     return None if model_dtype is None else str(model_dtype).removeprefix("torch.")
 
 

@@ -572,14 +572,8 @@ class ZeroConfig(_ZeroSection):
             What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
         """
         settings = dict(self._given())
-        zero_section = {
-            config_key: settings.pop(config_key)
-            for config_key in ZERO_KEYS
-            if config_key in settings
-        }
-        return merged_mappings(
-            {**({ZERO: zero_section} if zero_section else {}), **settings}, self.extra
-        )
+        section = {key: settings.pop(key) for key in ZERO_KEYS if key in settings}
+        return merged_mappings({**({ZERO: section} if section else {}), **settings}, self.extra)
 
     def to_file(self, path: str | Path) -> None:
         """Write the configuration as a JSON file.
@@ -655,10 +649,6 @@ def old_forms(old_settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[st
     return new_settings, tuple(change_notes)
 
 
-def _in_its_section(field_mistake: FieldMistake) -> FieldMistake:
+def _in_its_section(mistake: FieldMistake) -> FieldMistake:
     """A mistake with the path that its setting has in JSON."""
-    return (
-        field_mistake.under(ZERO)
-        if field_mistake.path.partition(".")[0] in ZERO_KEYS
-        else field_mistake
-    )
+    return mistake.under(ZERO) if mistake.path.partition(".")[0] in ZERO_KEYS else mistake

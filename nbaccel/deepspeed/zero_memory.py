@@ -149,7 +149,7 @@ def nvme_folders(config_settings: Mapping[str, Any] | None) -> list[Path]:
     Returns:
         Those that are named, the optimizer's first; ``"auto"`` names none.
     """
-    folders = (value_at(config_settings, folder_key) for folder_key in _NVME_PATH_KEYS)
+    folders = (value_at(config_settings, key) for key in _NVME_PATH_KEYS)
     return [Path(nvme_folder) for nvme_folder in folders if nvme_folder not in (None, "", "auto")]
 
 
@@ -485,24 +485,24 @@ def _in_words(memory_inputs: MemoryInputs) -> str:
 def _check_arguments(
     model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
 ) -> None:
-    argument_mistakes = []
+    mistakes = []
     if num_processes < 1 or num_nodes < 1:
-        argument_mistakes.append(
+        mistakes.append(
             f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
             "divided among them. Use 1 or more of each."
         )
     if sample_batch is not None and not callable(getattr(model, "modules", None)):
-        argument_mistakes.append(
+        mistakes.append(
             f"sample_batch needs the model itself: got {model!r}, with which nothing can be "
             "measured. Give the module (it may be on meta), or activation_bytes."
         )
     if sample_batch is not None and activation_bytes:
-        argument_mistakes.append(
+        mistakes.append(
             f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
             "silently override the other. Give one of them."
         )
-    if argument_mistakes:
-        raise ConfigError(*argument_mistakes)
+    if mistakes:
+        raise ConfigError(*mistakes)
 
 
 def _cut_batch(sample_batch: Any, sample_count: int | None) -> Any:
@@ -511,14 +511,12 @@ def _cut_batch(sample_batch: Any, sample_count: int | None) -> Any:
     return sample_batch if sample_count is None else resized(sample_batch, sample_count)
 
 
-def _activation_bytes(
-    model: Any, sized_batch: Any, precision_name: str, with_checkpointing: bool
-) -> int:
+def _activation_bytes(model: Any, batch: Any, name: str, with_checkpointing: bool) -> int:
     # Here, since importing torch's fake tensors takes about a second.
     from nbaccel.memory.activations import measure_activations
 
     return measure_activations(
-        model, sized_batch, precision=precision_name, gradient_checkpointing=with_checkpointing
+        model, batch, precision=name, gradient_checkpointing=with_checkpointing
     ).peak
 
 
@@ -528,8 +526,8 @@ def _estimate_notes(
     estimate_notes = common_notes(activation_bytes, on_cpu=on_cpu)
     if not memory_inputs.unknown:
         return estimate_notes
-    unknown_names = ", ".join(memory_inputs.unknown)
+    names = ", ".join(memory_inputs.unknown)
     return (
         *estimate_notes,
-        f'Counted with DeepSpeed\'s defaults, since they are "auto": {unknown_names}.',
+        f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.',
     )

@@ -55,9 +55,7 @@ def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
     if setting is None:
         # CUDA prefers whole GPUs, and shows a process one MIG device at most.
         whole_gpus = [card.gpu for card in cards if not card.partitioned]
-        return _renumber_gpus(
-            whole_gpus or [mig_device for card in cards for mig_device in card.parts][:1]
-        )
+        return _renumber_gpus(whole_gpus or [device for card in cards for device in card.parts][:1])
     if setting.startswith(("GPU-", "MIG-")):
         return _renumber_gpus(_gpus_by_uuid(cards, setting))
     return _renumber_gpus(_gpus_by_number(cards, setting))
@@ -100,11 +98,11 @@ def driver_versions() -> tuple[str, str]:
     try:
         driver_version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
         # CUDA's number for 12.4 is 12040.
-        cuda_number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
+        number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
     finally:
         nvml.nvmlShutdown()
-    cuda_text = f"{cuda_number // 1000}.{cuda_number % 1000 // 10}" if cuda_number else ""
-    return str(driver_version), cuda_text
+    text = f"{number // 1000}.{number % 1000 // 10}" if number else ""
+    return str(driver_version), text
 
 
 class Meter:
@@ -132,10 +130,10 @@ class Meter:
         held_bytes: dict[int, int] = {}
         nvml = self._nvml
         for index in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetCount)):
-            card_handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
+            handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
             running_processes = (
-                _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, card_handle)
-                if card_handle
+                _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+                if handle
                 else ()
             )
             for process in running_processes:
@@ -183,7 +181,7 @@ def _gpus_by_uuid(cards: Sequence[Card], setting: str) -> list[Gpu]:
 
 def _nameable_gpus(cards: Sequence[Card], entry: str) -> list[Gpu]:
     if entry.startswith("MIG-"):
-        return [mig_device for card in cards for mig_device in card.parts]
+        return [device for card in cards for device in card.parts]
     return [card.gpu for card in cards if not card.partitioned]
 
 
@@ -205,12 +203,12 @@ def _read_cards(nvml: ModuleType) -> Iterator[Card]:
 
 
 def _read_mig_devices(nvml: ModuleType, card_handle: Any, whole_gpu: Gpu) -> Iterator[Gpu]:
-    for mig_slot in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, card_handle)):
+    for slot in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, card_handle)):
         handle = _ask_driver(
-            nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card_handle, mig_slot
+            nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card_handle, slot
         )
         if handle is not None:  # slots may be empty
-            yield _gpu_of_handle(nvml, handle, mig_slot, whole_gpu.compute_capability)
+            yield _gpu_of_handle(nvml, handle, slot, whole_gpu.compute_capability)
 
 
 def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[int, int]) -> Gpu:
@@ -232,13 +230,13 @@ def _compute_capability(nvml: ModuleType, handle: Any) -> tuple[int, int]:
 
 
 def _ask_driver(
-    nvml: ModuleType, fallback_answer: _Answer, nvml_function: Callable[..., Any], *args: Any
+    nvml: ModuleType, answer: _Answer, function: Callable[..., Any], *args: Any
 ) -> _Answer | Any:
-    """Answer of NVML, or ``fallback_answer`` where this card does not know."""
+    """Answer of NVML, or ``answer`` where this card does not know."""
     try:
-        return nvml_function(*args)
+        return function(*args)
     except nvml.NVMLError:
-        return fallback_answer
+        return answer
 
 
 def _decode_text(any_text: str | bytes) -> str:

@@ -66,11 +66,11 @@ class _AgentProcess:
         if exit_status is None:
             return ""
         self._errors.seek(0)
-        error_text = self._errors.read().decode(errors="replace").strip()[-_ERROR_CHARS:]
+        text = self._errors.read().decode(errors="replace").strip()[-_ERROR_CHARS:]
         how = f"exit code {exit_status}"
         if exit_status < 0:
             how = f"signal {signal.Signals(-exit_status).name}"
-        return f"{self.command[0]} has ended ({how})" + (f": {error_text}" if error_text else "")
+        return f"{self.command[0]} has ended ({how})" + (f": {text}" if text else "")
 
     def close(self) -> None:
         """Close its error file."""
@@ -93,33 +93,33 @@ class ProcessCrew(AgentCrew):
     ) -> None:
         self._processes: dict[tuple[str, ...], _AgentProcess] = {}
         self._unstarted: dict[str, str] = {}
-        for host_names, (command, hello) in commands.items():
+        for names, (command, hello) in commands.items():
             try:
-                self._processes[host_names] = _AgentProcess(command, hello.to_line(), environment)
+                self._processes[names] = _AgentProcess(command, hello.to_line(), environment)
             except OSError as error:
                 problem = f"{command[0]} cannot be started: {error.strerror or error}"
-                self._unstarted |= dict.fromkeys(host_names, problem)
+                self._unstarted |= dict.fromkeys(names, problem)
 
     def problems(self) -> Mapping[str, str]:
         """See :meth:`AgentCrew.problems`."""
         return self._unstarted | {
             host_name: problem
-            for host_names, agent_process in self._processes.items()
-            if (problem := agent_process.problem())
+            for host_names, process in self._processes.items()
+            if (problem := process.problem())
             for host_name in host_names
         }
 
     def end(self, grace_s: float) -> None:
         """See :meth:`AgentCrew.end`."""
         deadline = time.monotonic() + grace_s
-        for agent_process in self._processes.values():
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                agent_process.process.wait(max(0.0, deadline - time.monotonic()))
-        for agent_process in self._processes.values():
-            if agent_process.process.poll() is None:
+                process.process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            if process.process.poll() is None:
                 # Its group: a command such as srun has children.
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(agent_process.process.pid, signal.SIGKILL)
-                agent_process.process.wait()
-            agent_process.close()
+                    os.killpg(process.process.pid, signal.SIGKILL)
+                process.process.wait()
+            process.close()
         self._processes.clear()

@@ -278,22 +278,22 @@ class _Agent:
 
     # ---- what workers print
 
-    def _listen_to(self, worker: _AgentWorker, stream_number: int) -> None:
-        stream = worker.streams[stream_number]
+    def _listen_to(self, worker: _AgentWorker, number: int) -> None:
+        stream = worker.streams[number]
         self._events.on_readable(
             stream.read_end, (lambda: self._pump(worker)) if stream.has_room else None
         )
 
     def _pump(self, worker: _AgentWorker) -> None:
         """Send what the worker has printed and said, as far as the notebook keeps up."""
-        for stream_number in tuple(worker.streams):
-            self._pump_stream(worker, stream_number)
+        for number in tuple(worker.streams):
+            self._pump_stream(worker, number)
         while worker.held and worker.is_drained:
             self._send_packet(worker, *worker.held.popleft())
         self._finish(worker)
 
-    def _pump_stream(self, worker: _AgentWorker, stream_number: int) -> None:
-        stream = worker.streams[stream_number]
+    def _pump_stream(self, worker: _AgentWorker, number: int) -> None:
+        stream = worker.streams[number]
         stream.is_empty = False
         while stream.has_room:
             try:
@@ -301,14 +301,14 @@ class _Agent:
             except BlockingIOError:
                 stream.is_empty = True
                 break
-            self._link.send(wire_frames.Output(worker.number, stream_number, content))
+            self._link.send(wire_frames.Output(worker.number, number, content))
             if not content:
                 self._events.forget(stream.read_end)
                 os.close(stream.read_end)
-                del worker.streams[stream_number]
+                del worker.streams[number]
                 return
             stream.num_underway += len(content)
-        self._listen_to(worker, stream_number)
+        self._listen_to(worker, number)
 
     def _on_output_taken(self, frame: wire_frames.OutputTaken) -> None:
         worker = self._workers.get(frame.worker)
@@ -320,10 +320,10 @@ class _Agent:
 
     # ---- what workers say
 
-    def _open_port(self, number: int, socket_fd: int) -> ChannelPort:
+    def _open_port(self, number: int, fd: int) -> ChannelPort:
         return ChannelPort(
             self._events,
-            socket_fd,
+            fd,
             on_packet=lambda packet_bytes, file_descriptors: self._receive(
                 number, packet_bytes, file_descriptors
             ),
@@ -361,9 +361,9 @@ class _Agent:
         attached = []
         for file_descriptor in file_descriptors:
             self._num_sent_files += 1
-            file_number = 2 * self._num_sent_files + 1
-            attached.append(wire_frames.FileCopy(file_number))
-            sending.append(passing_frames(file_number, file_descriptor))
+            number = 2 * self._num_sent_files + 1
+            attached.append(wire_frames.FileCopy(number))
+            sending.append(passing_frames(number, file_descriptor))
         packet = wire_frames.Packet(
             channel=worker.number, content=packet_bytes, attached=tuple(attached)
         )
@@ -378,12 +378,10 @@ class _Agent:
     def _weight_frames(self, worker: _AgentWorker, message: Any) -> Iterator[Iterator[Any]]:
         """What the worker has written into staging files, by its own report."""
         report = getattr(message, "home", None) or getattr(message, "report", None)
-        for arena_key, byte_ranges in report.own_bytes.items() if report is not None else ():
-            file_number = worker.staging.get(arena_key)
-            if file_number is not None:
-                yield range_frames(
-                    file_number, os.dup(self._files.descriptor(file_number)), byte_ranges
-                )
+        for key, byte_ranges in report.own_bytes.items() if report is not None else ():
+            number = worker.staging.get(key)
+            if number is not None:
+                yield range_frames(number, os.dup(self._files.descriptor(number)), byte_ranges)
 
     def _on_packet(self, frame: wire_frames.Packet) -> None:
         """Pass a message on to a worker."""
@@ -449,9 +447,9 @@ class _Agent:
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this host's shared memory for these workers."""
         worker_places = [Topology.from_json(topology) for topology in self._topologies]
-        for memory_module in registry.shared_memory_modules():
-            memory_module.remove(worker_places)
-            memory_module.remove_orphans()
+        for module in registry.shared_memory_modules():
+            module.remove(worker_places)
+            module.remove_orphans()
 
 
 _FRAME_TAKERS: dict[type, Callable[[_Agent, Any], None]] = {
@@ -478,8 +476,8 @@ def _fork_worker(worker_ends: tuple[int, ...]) -> int:
     if process_id:
         return process_id
     # One that is left open would hide the end of another worker, or of this agent.
-    for entry_name in os.listdir("/proc/self/fd"):
-        file_descriptor = int(entry_name)
+    for name in os.listdir("/proc/self/fd"):
+        file_descriptor = int(name)
         if file_descriptor > 2 and file_descriptor not in worker_ends:
             with contextlib.suppress(OSError):  # that of the listing itself
                 os.close(file_descriptor)
@@ -497,5 +495,5 @@ def _peek(packet_bytes: bytes, file_descriptors: list[int]) -> Any:
 
 
 def _remove_leftovers(worker: _AgentWorker) -> None:
-    for leftover_folders in worker.leftovers:
-        leftover_folders.remove()
+    for folders in worker.leftovers:
+        folders.remove()

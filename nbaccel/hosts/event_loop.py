@@ -42,13 +42,13 @@ class EventLoop:
 
     def run_once(self, timeout_s: float | None = None) -> None:
         """Wait until something is ready, at most so long, and do what is to be done."""
-        for selector_key, ready_events in self._selector.select(timeout_s):
+        for key, ready_events in self._selector.select(timeout_s):
             # Looked up again: an earlier callback of this round may have forgotten it.
             for event, callbacks in (
                 (selectors.EVENT_READ, self._readers),
                 (selectors.EVENT_WRITE, self._writers),
             ):
-                callback = callbacks.get(selector_key.fd) if ready_events & event else None
+                callback = callbacks.get(key.fd) if ready_events & event else None
                 if callback is not None:
                     callback()
 

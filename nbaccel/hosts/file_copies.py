@@ -38,9 +38,9 @@ _MEMORY_FILE = re.compile(r"/memfd:nbaccel-(\S+) \(deleted\)$")
 
 def file_kind(file_descriptor: int) -> str:
     """What a file is for: `arena`, `staging`, `payload`, `message`."""
-    memory_file = _MEMORY_FILE.match(str(Path(f"/proc/self/fd/{file_descriptor}").readlink()))
+    file = _MEMORY_FILE.match(str(Path(f"/proc/self/fd/{file_descriptor}").readlink()))
     # A file on disk is a checkpoint whose tensors are mapped: an arena like any other.
-    return memory_file[1] if memory_file else ARENA
+    return file[1] if file else ARENA
 
 
 @dataclass
@@ -134,7 +134,7 @@ class SentFiles:
         """What the notebook has written to its arenas since they were sent."""
         # Those of now: what is shared later is not there yet when these frames are sent.
         return itertools.chain.from_iterable(
-            [sent_file.changed_frames() for sent_file in self._of_kind(ARENA)]
+            [file.changed_frames() for file in self._of_kind(ARENA)]
         )
 
     def kind(self, file_number: int) -> str:
@@ -147,20 +147,20 @@ class SentFiles:
         Raises:
             ConnectionError: It is of no such file.
         """
-        sent_file = self._by_number(piece.file)
+        file = self._by_number(piece.file)
         # Other files are the notebook's own, which no host may write to.
-        if sent_file.kind != STAGING or piece.offset + len(piece.content) > sent_file.num_bytes:
+        if file.kind != STAGING or piece.offset + len(piece.content) > file.num_bytes:
             raise ConnectionError(f"bytes came for file {piece.file}, which no host may write to")
-        memfd.write_at(sent_file.descriptor, piece.content, piece.offset)
+        memfd.write_at(file.descriptor, piece.content, piece.offset)
 
     def forget_arenas(self, arena_keys: Iterable[str]) -> tuple[int, ...]:
         """Drop arenas; returns their numbers."""
-        file_numbers = {
+        numbers = {
             self._arena_keys.pop(arena_key)
             for arena_key in arena_keys
             if arena_key in self._arena_keys
         }
-        return self._drop(file for file in self._files.values() if file.number in file_numbers)
+        return self._drop(file for file in self._files.values() if file.number in numbers)
 
     def forget_staging(self) -> tuple[int, ...]:
         """Drop all staging files; returns their numbers."""
@@ -168,11 +168,7 @@ class SentFiles:
 
     def forget_old_payloads(self) -> tuple[int, ...]:
         """Drop payloads that no rank will be sent again; returns their numbers."""
-        payloads = [
-            sent_file
-            for sent_file in self._files.values()
-            if sent_file.kind not in (ARENA, STAGING)
-        ]
+        payloads = [file for file in self._files.values() if file.kind not in (ARENA, STAGING)]
         return self._drop(payloads[:-_KEPT_PAYLOADS])
 
     def close(self) -> None:
@@ -180,25 +176,25 @@ class SentFiles:
         self._drop(self._files.values())
 
     def _of_kind(self, kind: str) -> list[_SentFile]:
-        return [sent_file for sent_file in self._files.values() if sent_file.kind == kind]
+        return [file for file in self._files.values() if file.kind == kind]
 
     def _by_number(self, file_number: int) -> _SentFile:
-        for sent_file in self._files.values():
-            if sent_file.number == file_number:
-                return sent_file
+        for file in self._files.values():
+            if file.number == file_number:
+                return file
         raise ConnectionError(f"bytes came for file {file_number}, which is not known")
 
     def _drop(self, dropped_files: Iterable[_SentFile]) -> tuple[int, ...]:
-        file_numbers = []
+        numbers = []
         for sent_file in list(dropped_files):
-            file_numbers.append(sent_file.number)
+            numbers.append(sent_file.number)
             self._files = {
                 identity: kept_file
                 for identity, kept_file in self._files.items()
                 if kept_file is not sent_file
             }
             os.close(sent_file.descriptor)
-        return tuple(file_numbers)
+        return tuple(numbers)
 
 
 class ReceivedFiles:
@@ -291,13 +287,13 @@ def _pieces(
     if not num_bytes:
         return
     with contextlib.suppress(BufferError):  # a piece is on its way: unmapped with the last one
-        with mmap.mmap(file_descriptor, num_bytes, access=mmap.ACCESS_READ) as mapped_file:
+        with mmap.mmap(file_descriptor, num_bytes, access=mmap.ACCESS_READ) as file:
             for first_byte, end_byte in byte_ranges:
                 piece_start = first_byte
                 while piece_start < end_byte:
                     next_chunk = piece_start // CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES
                     piece_end = min(end_byte, next_chunk)
-                    yield piece_start, memoryview(mapped_file)[piece_start:piece_end]
+                    yield piece_start, memoryview(file)[piece_start:piece_end]
                     piece_start = piece_end
 
 

@@ -134,12 +134,12 @@ class HostSession:
 
     def _start_relay_and_agents(self, engine: Engine, plan: Plan) -> RelayConnection:
         addresses = addresses_towards(self._hosts)
-        listening_address = addresses[0]
+        address = addresses[0]
         if len(addresses) > 1:
             # Hosts in several networks: each reaches this machine by another address.
-            listening_address = "::" if any(":" in one for one in addresses) else "0.0.0.0"  # noqa: S104
+            address = "::" if any(":" in one for one in addresses) else "0.0.0.0"  # noqa: S104
         token = secrets.token_hex(32)
-        with listen(listening_address, None) as listener:
+        with listen(address, None) as listener:
             connection = self._start_relay(listener, token, plan)
             self._crew = engine.start_agents(
                 self._hosts,
@@ -311,10 +311,10 @@ def _check_places(
     ]
     num_places = sum(places.values())
     if num_wanted is not None and num_wanted > num_places:
-        places_text = first_few([f"{name}: {number}" for name, number in places.items()], 4)
+        text = first_few([f"{name}: {number}" for name, number in places.items()], 4)
         mistakes.append(
             f"num_processes={num_wanted} on hosts with {count_noun(num_places, 'place')} "
-            f"({places_text}): some workers would have nowhere to run. Ask for fewer, or add hosts."
+            f"({text}): some workers would have nowhere to run. Ask for fewer, or add hosts."
         )
     if mistakes:
         raise ConfigError(*mistakes)

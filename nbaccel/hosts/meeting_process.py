@@ -295,8 +295,7 @@ class _Meeting:
         store = self._round.store
         store.set(f"nbaccel/node/{self._round.rank}", json.dumps(facts))
         nodes = [
-            json.loads(store.get(f"nbaccel/node/{node_rank}"))
-            for node_rank in range(self._round.world_size)
+            json.loads(store.get(f"nbaccel/node/{rank}")) for rank in range(self._round.world_size)
         ]
         if len({versions for _, versions, _ in nodes}) > 1:
             told = ", ".join(f"{address}: {versions}" for address, versions, _ in nodes)

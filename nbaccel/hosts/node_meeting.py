@@ -160,10 +160,10 @@ class NodeMeeting:
                 return message
 
     def _gone(self) -> StartupFailed:
-        error_text = self._helper.error_text()
+        text = self._helper.error_text()
         return StartupFailed(
             "The process that meets the other nodes has ended"
-            f" ({error_text.rpartition(chr(10))[2] or 'it was killed'}).\n{error_text}\n"
+            f" ({text.rpartition(chr(10))[2] or 'it was killed'}).\n{text}\n"
             "Start all nodes again."
         )
 

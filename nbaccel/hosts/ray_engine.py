@@ -129,17 +129,17 @@ class RayEngine(Engine):
         return RayCrew(group, hosts, bundles, hello)
 
 
-def _check_answers(cluster_address: str) -> None:
+def _check_answers(address: str) -> None:
     """Refuse an address at which nothing listens: Ray tries it for minutes."""
-    host_name, _, port_text = cluster_address.rpartition(":")
-    if not host_name or not port_text.isdecimal():  # none, or one of another form, which Ray reads
+    name, _, text = address.rpartition(":")
+    if not name or not text.isdecimal():  # none, or one of another form, which Ray reads
         return
     try:
-        socket.create_connection((host_name, int(port_text)), timeout=_ANSWER_S).close()
+        socket.create_connection((name, int(text)), timeout=_ANSWER_S).close()
     except OSError as error:
         raise ConfigError(
             f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS="
-            f"{cluster_address!r} ({error}). Nothing was started. Correct the address, or start "
+            f"{address!r} ({error}). Nothing was started. Correct the address, or start "
             "the cluster."
         ) from error
 

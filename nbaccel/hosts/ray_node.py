@@ -52,7 +52,7 @@ class HostActor:
             f": {' / '.join(last_lines)}" if last_lines else ""
         )
 
-    def _start(self, hello_line: str, output: Any) -> subprocess.Popen[bytes]:
+    def _start(self, line: str, output: Any) -> subprocess.Popen[bytes]:
         # Ray's workers block it, and whatever they start inherits that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         environment = {
@@ -68,7 +68,7 @@ class HostActor:
         )
         os.close(self._agent_end)
         stdin: Any = process.stdin
-        stdin.write(hello_line.encode())
+        stdin.write(line.encode())
         # Not closed: the agent ends when this process does, which closes it.
         stdin.flush()
         return process

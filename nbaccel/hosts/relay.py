@@ -69,8 +69,8 @@ def serve_hosts(
         file_descriptors: The socket at which agents will connect.
         inherited: What came with a fork from the notebook: nothing.
     """
-    (listener_fd,) = file_descriptors
-    relay = _Relay(notebook_channel, serve_message, socket.socket(fileno=listener_fd))
+    (fd,) = file_descriptors
+    relay = _Relay(notebook_channel, serve_message, socket.socket(fileno=fd))
     try:
         relay.loop()
     finally:
@@ -425,8 +425,8 @@ class _RemoteHost:
             ticket: By which the notebook asked for it.
             file_descriptors: Its channel, stdout, stderr and stack pipe.
         """
-        channel_fd, *pipes = file_descriptors
-        port = self._open_port(number, channel_fd)
+        fd, *pipes = file_descriptors
+        port = self._open_port(number, fd)
         self._workers[number] = _RemoteWorker(number, ticket, pipes, port, self)
         self.link.send(wire_frames.ForkWorker(number))
 
@@ -475,10 +475,10 @@ class _RemoteHost:
 
     # ---- packets
 
-    def _open_port(self, number: int, socket_fd: int) -> ChannelPort:
+    def _open_port(self, number: int, fd: int) -> ChannelPort:
         return ChannelPort(
             self.events,
-            socket_fd,
+            fd,
             on_packet=lambda packet_bytes, file_descriptors: self._send_packet(
                 number, packet_bytes, file_descriptors
             ),
@@ -552,8 +552,8 @@ class _RemoteHost:
             return
         if is_urgent and worker.port.try_put(packet_bytes, file_descriptors):
             return
-        port_fd = worker.port.fileno()
-        worker.put(lambda: None if worker.port.try_put(packet_bytes, file_descriptors) else port_fd)
+        fd = worker.port.fileno()
+        worker.put(lambda: None if worker.port.try_put(packet_bytes, file_descriptors) else fd)
 
     def _convert(self, packet_bytes: bytes, file_descriptors: list[int]) -> tuple[bytes, bool]:
         """The packet with its time in this machine's clock, and whether it overtakes output."""
@@ -570,8 +570,8 @@ class _RemoteHost:
             changes["record"] = dataclasses.replace(record, time=record.time - ahead_s)
         if packet_bytes[:1] == messaging.IN_FILE:
             os.close(file_descriptors.pop())
-        packet_bytes, spill_files = messaging.pack_message(dataclasses.replace(message, **changes))
-        file_descriptors += spill_files
+        packet_bytes, files = messaging.pack_message(dataclasses.replace(message, **changes))
+        file_descriptors += files
         return packet_bytes, isinstance(message, messaging.Interrupting)
 
     def _on_packets_taken(self, frame: wire_frames.PacketsTaken) -> None:

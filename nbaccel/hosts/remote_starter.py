@@ -140,9 +140,9 @@ class RelayConnection:
             self._use_asked_at = time.monotonic()
             self.send(relay_messages.AskUse())
 
-    def _engine_says(self, host_name: str) -> str:
+    def _engine_says(self, name: str) -> str:
         deadline = time.monotonic() + _REPORT_S
-        while not (known := self._explain().get(host_name, "")) and time.monotonic() < deadline:
+        while not (known := self._explain().get(name, "")) and time.monotonic() < deadline:
             time.sleep(_REPORT_S / 10)
         return known
 
@@ -153,12 +153,12 @@ class RelayConnection:
         self._relay.close()
 
     def _relay_gone(self) -> StartupFailed:
-        error_text = self._relay.error_text()
-        last_line = error_text.rpartition("\n")[2] or "it may have been killed for lack of memory"
+        text = self._relay.error_text()
+        last_line = text.rpartition("\n")[2] or "it may have been killed for lack of memory"
         return StartupFailed(
             "The process that connects this notebook with its hosts has ended, and the workers "
             f"with it ({last_line}).\n"
-            + (f"It said: {error_text}\n" if error_text else "")
+            + (f"It said: {text}\n" if text else "")
             + "Run the cell again."
         )
 
@@ -199,17 +199,17 @@ class RemoteStarter:
 
     def start(self, ends: WorkerEnds) -> int:
         """See :meth:`Starter.start`."""
-        host_name = self._places[self._num_started]
+        name = self._places[self._num_started]
         self._num_started += 1
         ticket = self._num_started
-        self._connection.send(relay_messages.StartWorker(ticket, host_name), ends.all())
+        self._connection.send(relay_messages.StartWorker(ticket, name), ends.all())
         answer = self._connection.next((messaging.Forked,), time_limits.FORK_S)
         if not isinstance(answer, messaging.Forked):
             raise StartupFailed(
-                f"Host {host_name} did not fork a worker within {time_limits.FORK_S:.0f} s. It may "
+                f"Host {name} did not fork a worker within {time_limits.FORK_S:.0f} s. It may "
                 "be overloaded or swapping; all workers have been ended."
             )
-        self._hosts_of[answer.pid] = host_name
+        self._hosts_of[answer.pid] = name
         return answer.pid
 
     def prepare_files(self, file_descriptors: Sequence[int]) -> None:
@@ -248,13 +248,13 @@ class RemoteStarter:
                 return exit_statuses
             if message is None:
                 return exit_statuses
-            host_name = self._hosts_of.pop(message.pid, None)
-            if host_name is not None:
-                exit_statuses.append(self._explained(message, host_name))
+            name = self._hosts_of.pop(message.pid, None)
+            if name is not None:
+                exit_statuses.append(self._explained(message, name))
 
-    def _explained(self, ended: messaging.Ended, host_name: str) -> messaging.Ended:
+    def _explained(self, ended: messaging.Ended, name: str) -> messaging.Ended:
         """The report, with what the engine knows of a host that was lost."""
-        known = self._connection.lost_hosts.get(host_name, "")
+        known = self._connection.lost_hosts.get(name, "")
         if not known:
             return ended
         return dataclasses.replace(ended, because=f"{ended.because}: {known}")

@@ -58,12 +58,12 @@ def measure(model: nn.Module, *, trains: bool = True) -> Shape:
         Its shape.
     """
     # By id, not by address: all tensors on `meta` have the address 0.
-    distinct_parameters = {id(p): p for p in model.parameters()}.values()
+    parameters = {id(p): p for p in model.parameters()}.values()
     return Shape(
-        total=_count(distinct_parameters),
+        total=_count(parameters),
         largest_layer=max(_count(module.parameters(recurse=False)) for module in model.modules()),
-        trainable=_count(p for p in distinct_parameters if p.requires_grad) if trains else 0,
-        sizes=tuple(_numel(p) for p in distinct_parameters),
+        trainable=_count(p for p in parameters if p.requires_grad) if trains else 0,
+        sizes=tuple(_numel(p) for p in parameters),
     )
 
 

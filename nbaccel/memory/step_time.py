@@ -224,8 +224,8 @@ def _device_speed(gpus: Sequence[Gpu], precision: str) -> float:
 
 
 def _card_speed(gpu: Gpu, precision: str) -> float:
-    for card_name, full_speed, half_speed in _TERAFLOPS:
-        if card_name in gpu.name:
+    for name, full_speed, half_speed in _TERAFLOPS:
+        if name in gpu.name:
             has_backends = precision_row(precision).has_backends
             # What is not computed in 8 bits is computed in bfloat16.
             native_from = precision_row("bf16" if has_backends else precision).imitated_below

@@ -79,14 +79,14 @@ class Cells:
         # name that the running cell was compiled under has the right number in both.
         user_lines = self._stack or _user_lines()
         self._stack = None
-        cell_numbers = (cell_number(file_name) for file_name, _ in user_lines)
+        cell_numbers = (cell_number(name) for name, _ in user_lines)
         numbers = (cell_number_ for cell_number_ in cell_numbers if cell_number_ is not None)
         return next(numbers, int(self._shell.execution_count))
 
-    def _lines(self, magic_arguments: str, code_text: str) -> tuple[list[str], int]:
+    def _lines(self, arguments: str, text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""
         raw_lines = self._raw.splitlines()
-        code_lines = code_text.splitlines()
+        code_lines = text.splitlines()
         while code_lines and not code_lines[-1].strip():
             code_lines.pop()
         while raw_lines and not raw_lines[-1].strip():
@@ -98,17 +98,17 @@ class Cells:
             code_line.strip() for code_line in code_lines
         ]:
             return raw_lines, lines_above
-        return [f"{CELL_MAGIC} {magic_arguments}".rstrip(), *code_lines], 1
+        return [f"{CELL_MAGIC} {arguments}".rstrip(), *code_lines], 1
 
     def as_written(self) -> None:
         """Let errors show the magic's line as written, not the call that IPython makes of it."""
         self._stack = list(_user_lines())
-        for file_name, line_number in self._stack:
-            cache_entry = linecache.cache.get(file_name)
+        for name, line_number in self._stack:
+            entry = linecache.cache.get(name)
             # An entry that linecache fills in later has one item and no lines yet.
-            if cache_entry is None or len(cache_entry) != 4 or line_number > len(cache_entry[2]):
+            if entry is None or len(entry) != 4 or line_number > len(entry[2]):
                 continue
-            lines = list(cache_entry[2])
+            lines = list(entry[2])
             raw_lines = self._raw.strip("\n").splitlines()
             call = lines[line_number - 1]
             if "run_cell_magic(" in call and any(map(is_for_us, raw_lines)):
@@ -116,9 +116,9 @@ class Cells:
             elif "run_line_magic(" in call and len(lines) == len(raw_lines):
                 lines[line_number - 1] = f"{raw_lines[line_number - 1]}\n"
             # Without a time of change, or `linecache.checkcache` drops an entry that has no file.
-            cache_entry = (sum(map(len, lines)), None, lines, file_name)
-            linecache.cache[file_name] = cache_entry
-            ipython_private.keep_cell_lines(file_name, cache_entry)
+            entry = (sum(map(len, lines)), None, lines, name)
+            linecache.cache[name] = entry
+            ipython_private.keep_cell_lines(name, entry)
 
 
 def below_comments(cell_lines: list[str]) -> list[str]:
@@ -155,14 +155,14 @@ def with_a_body(cell_lines: list[str]) -> list[str]:
 
 def _user_lines() -> Iterator[tuple[str, int]]:
     """File and line of each top-level frame of the user's code in the present call stack."""
-    user_frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
-    while user_frame is not None:
-        frame_code = user_frame.f_code
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
+    while frame is not None:
+        frame_code = frame.f_code
         # First the sign that all names of such code have: a stack has dozens of functions.
         if (
             frame_code.co_name[0] == "<"
             and is_module(frame_code.co_name)
             and not Frame(file=frame_code.co_filename, line=0, function="").is_library
         ):
-            yield frame_code.co_filename, user_frame.f_lineno
-        user_frame = user_frame.f_back
+            yield frame_code.co_filename, frame.f_lineno
+        frame = frame.f_back

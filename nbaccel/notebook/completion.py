@@ -64,10 +64,8 @@ def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
         our_matches = ask_matches(context.full_text, context.cursor_line, context.cursor_position)
         return completer.SimpleMatcherResult(
             completions=[
-                completer.SimpleCompletion(text=matched_word, type=word_kind or None)
-                for matched_word, word_kind in zip(
-                    our_matches.words, our_matches.kinds, strict=False
-                )
+                completer.SimpleCompletion(text=word, type=word_kind or None)
+                for word, word_kind in zip(our_matches.words, our_matches.kinds, strict=False)
             ],
             matched_fragment=our_matches.part,
             suppress=our_matches.are_all,
@@ -82,18 +80,18 @@ def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]
 
     def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
         def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
-            cell_text = more.get("full_text")
+            text = more.get("full_text")
             our_matches = Matches()
-            if cell_text and cursor_pos is not None:
-                our_matches = ask_matches(cell_text, cursor_line, cursor_pos)
-            our_words = list(our_matches.words)
+            if text and cursor_pos is not None:
+                our_matches = ask_matches(text, cursor_line, cursor_pos)
+            words = list(our_matches.words)
             # IPython and Jedi would add Python names, which mean nothing on a magic's line.
             if our_matches.are_all:
-                return our_matches.part, our_words, ["nbaccel"] * len(our_words), ()
+                return our_matches.part, words, ["nbaccel"] * len(words), ()
             their_matches: tuple[Any, ...] = earlier_complete(
                 cursor_line=cursor_line, cursor_pos=cursor_pos, **more
             )
-            return _join_replacements(our_matches, *their_matches) if our_words else their_matches
+            return _join_replacements(our_matches, *their_matches) if words else their_matches
 
         return complete
 
@@ -216,19 +214,19 @@ class Completion:
             _words_beginning(open_flags, last_word), last_word, word_kind="option"
         )
 
-    def _values(self, magic_option: MagicOption, typed_part: str) -> Matches:
-        if magic_option.name == "config":
+    def _values(self, option: MagicOption, typed_part: str) -> Matches:
+        if option.name == "config":
             return _final_matches(
                 _words_beginning(config_names(self._session.shell.user_ns), typed_part), typed_part
             )
-        if magic_option.name == "out":
+        if option.name == "out":
             typed_part = typed_part.rpartition(",")[2]
             return _final_matches(
                 _words_beginning(self._worker_names(typed_part), typed_part),
                 typed_part,
                 word_kind="variable",
             )
-        return _final_matches(_words_beginning(magic_option.choices, typed_part), typed_part)
+        return _final_matches(_words_beginning(option.choices, typed_part), typed_part)
 
     def _own_names(self) -> list[str]:
         ipython_shell = self._session.shell
@@ -240,38 +238,32 @@ class Completion:
         ]
 
     def _worker_names(self, typed_part: str) -> list[str]:
-        live_pool = self._session.pool
-        worker_matches = (
-            live_pool.complete(typed_part, len(typed_part))
-            if live_pool is not None and typed_part
-            else None
+        pool = self._session.pool
+        matches = (
+            pool.complete(typed_part, len(typed_part)) if pool is not None and typed_part else None
         )
         return (
             # Whole variables are copied, so attributes and magics are left out.
-            [worker_match for worker_match in worker_matches.matches if worker_match.isidentifier()]
-            if worker_matches
+            [worker_match for worker_match in matches.matches if worker_match.isidentifier()]
+            if matches
             else []
         )
 
-    def _in_workers(
-        self, code_lines: Sequence[str], cursor_line: int, cursor_column: int
-    ) -> Matches:
-        live_pool = self._session.pool
-        if live_pool is None or not self._session.is_live():
+    def _in_workers(self, code_lines: Sequence[str], cursor_line: int, column: int) -> Matches:
+        pool = self._session.pool
+        if pool is None or not self._session.is_live():
             return Matches()
-        code_text = "\n".join(code_lines)
-        cursor_offset = (
-            sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + cursor_column
-        )
+        text = "\n".join(code_lines)
+        cursor_offset = sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + column
         # None while the workers run a cell: completion must not wait for its end.
-        worker_matches = live_pool.complete(code_text, cursor_offset)
-        if worker_matches is None:
+        matches = pool.complete(text, cursor_offset)
+        if matches is None:
             return Matches()
-        match_kinds = tuple(worker_matches.types or [""] * len(worker_matches.matches))
+        match_kinds = tuple(matches.types or [""] * len(matches.matches))
         return Matches(
-            words=tuple(worker_matches.matches),
+            words=tuple(matches.matches),
             kinds=match_kinds,
-            part=code_text[worker_matches.start : cursor_offset],
+            part=text[matches.start : cursor_offset],
         )
 
 
@@ -289,16 +281,14 @@ def _words_beginning(candidate_words: Iterable[str], typed_part: str) -> list[st
     ]
 
 
-def _final_matches(
-    matched_words: Sequence[str], typed_part: str, *, word_kind: str = "text"
-) -> Matches:
+def _final_matches(words: Sequence[str], typed_part: str, *, word_kind: str = "text") -> Matches:
     """Matches on a magic's line, where those of other matchers make no sense."""
     return Matches(
-        words=tuple(matched_words),
-        kinds=(word_kind,) * len(matched_words),
+        words=tuple(words),
+        kinds=(word_kind,) * len(words),
         part=typed_part,
         # Without a match other matchers may still know what is meant.
-        are_all=bool(matched_words),
+        are_all=bool(words),
     )
 
 
@@ -346,17 +336,17 @@ class Inspection:
 
         return inspect
 
-    def _ask(self, variable_name: str, detail_level: int) -> dict[str, str] | None:
-        live_pool = self._session.pool
-        if live_pool is None or not self._session.is_live() or not variable_name:
+    def _ask(self, name: str, detail_level: int) -> dict[str, str] | None:
+        pool = self._session.pool
+        if pool is None or not self._session.is_live() or not name:
             return None
-        mime_bundle = live_pool.inspect(variable_name, detail_level)
+        mime_bundle = pool.inspect(name, detail_level)
         if mime_bundle is None:
             return None
-        plain_text = mime_bundle.get("text/plain", "")
+        text = mime_bundle.get("text/plain", "")
         # ipykernel removes the key `text/html` where it is not wanted, so it must exist.
         return {
-            "text/html": f"<pre>{html.escape(plain_text)}</pre>",
+            "text/html": f"<pre>{html.escape(text)}</pre>",
             **mime_bundle,
-            "text/plain": plain_text,
+            "text/plain": text,
         }

@@ -33,29 +33,21 @@ class Hints:
         """Undo :meth:`load`."""
         self._session.shell.events.unregister("post_run_cell", self._on_cell_end)
 
-    def _on_cell_end(self, cell_result: Any = None) -> None:
-        cell_error = getattr(cell_result, "error_in_exec", None)
+    def _on_cell_end(self, result: Any = None) -> None:
+        error = getattr(result, "error_in_exec", None)
         # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
         # of workers raises an error of both classes; there a worker lacks the name.
-        if isinstance(cell_error, NameError) and not isinstance(cell_error, WorkerFailed):
-            missing_name = getattr(cell_error, "name", None)
-            if (
-                missing_name
-                and missing_name not in self._session.shell.user_ns
-                and self._workers_have(missing_name)
-            ):
+        if isinstance(error, NameError) and not isinstance(error, WorkerFailed):
+            name = getattr(error, "name", None)
+            if name and name not in self._session.shell.user_ns and self._workers_have(name):
                 write_notice(
-                    f"nbaccel: {missing_name} exists in the workers of %%accelerate. To copy it "
-                    f"here: %accelerate pull {missing_name}\n"
+                    f"nbaccel: {name} exists in the workers of %%accelerate. To copy it "
+                    f"here: %accelerate pull {name}\n"
                 )
 
-    def _workers_have(self, variable_name: str) -> bool:
-        live_pool = self._session.pool
-        return (
-            live_pool is not None
-            and self._session.is_live()
-            and live_pool.inspect(variable_name) is not None
-        )
+    def _workers_have(self, name: str) -> bool:
+        pool = self._session.pool
+        return pool is not None and self._session.is_live() and pool.inspect(name) is not None
 
 
 _Line = tuple[str, bool]
@@ -84,15 +76,15 @@ def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool
     )
 
 
-def _of_rank(failure_record: FailureRecord) -> Iterator[_Line]:
-    yield f"rank {failure_record.rank}:", True
-    if failure_record.raised is not None:
-        yield from _of_error(failure_record.raised)
+def _of_rank(record: FailureRecord) -> Iterator[_Line]:
+    yield f"rank {record.rank}:", True
+    if record.raised is not None:
+        yield from _of_error(record.raised)
         return
-    if failure_record.stack:
+    if record.stack:
         yield "Stack (most recent call last):", False
-    yield from _of_frames(reversed(failure_record.stack))
-    yield failure_record.headline, True
+    yield from _of_frames(reversed(record.stack))
+    yield record.headline, True
 
 
 def _of_error(error: RaisedError) -> Iterator[_Line]:
@@ -107,7 +99,7 @@ def _of_error(error: RaisedError) -> Iterator[_Line]:
     yield from ((error_line, False) for error_line in (*other_lines, *error.notes))
     for part_number, group_part in enumerate(error.parts, 1):
         yield f"which has, as number {part_number}:", False
-        yield from ((f"  {line_text}", is_bold) for line_text, is_bold in _of_error(group_part))
+        yield from ((f"  {text}", is_bold) for text, is_bold in _of_error(group_part))
 
 
 def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:

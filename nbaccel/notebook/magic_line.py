@@ -209,43 +209,42 @@ class _LineReader:
             if next_word is not None and _is_flag(next_word):
                 self._flag(next_word, line_words)
 
-    def _switch(self, magic_option: MagicOption, flag_name: str, flag_value: str | None) -> None:
-        is_opposite = flag_name.replace("_", "-") == magic_option.negative
-        if flag_value is not None and (is_opposite or not magic_option.is_setting):
+    def _switch(self, option: MagicOption, name: str, value: str | None) -> None:
+        is_opposite = name.replace("_", "-") == option.negative
+        if value is not None and (is_opposite or not option.is_setting):
             self.mistakes.append(
-                f"{flag_name} takes no value: got {flag_value!r}. It would mean nothing. Write "
-                f"{flag_name} alone."
+                f"{name} takes no value: got {value!r}. It would mean nothing. Write {name} alone."
             )
         # A value such as `=false` is left to the setting's own validator.
-        self.found[magic_option.name] = flag_value if flag_value is not None else not is_opposite
+        self.found[option.name] = value if value is not None else not is_opposite
 
-    def _keep(self, magic_option: MagicOption, value_text: str) -> None:
+    def _keep(self, option: MagicOption, text: str) -> None:
         # The braces of JSON would be taken for expressions to replace.
-        value_text = value_text if magic_option.is_json else self._expanded(value_text)
-        option_value: Any = value_text
-        if magic_option.none and value_text.strip().lower() == "none":
+        text = text if option.is_json else self._expanded(text)
+        option_value: Any = text
+        if option.none and text.strip().lower() == "none":
             option_value = None
-        elif magic_option.is_json:
-            option_value = _from_json(value_text)
-        elif magic_option.name == "autoreload":
-            option_value = self._on_off(magic_option, value_text)
-        earlier_value = self.found.get(magic_option.name, option_value)
+        elif option.is_json:
+            option_value = _from_json(text)
+        elif option.name == "autoreload":
+            option_value = self._on_off(option, text)
+        earlier_value = self.found.get(option.name, option_value)
         if earlier_value != option_value:
             self.mistakes.append(
-                f"{magic_option.flag} was given twice: got {shown(earlier_value)} and "
+                f"{option.flag} was given twice: got {shown(earlier_value)} and "
                 f"{shown(option_value)}. One would silently override the other. Write it once."
             )
-        self.found[magic_option.name] = option_value
+        self.found[option.name] = option_value
 
-    def _on_off(self, magic_option: MagicOption, value_text: str) -> bool:
-        if value_text.lower() not in magic_option.choices:
+    def _on_off(self, option: MagicOption, text: str) -> bool:
+        if text.lower() not in option.choices:
             self.mistakes.append(
-                f"{magic_option.flag} must be on or off: got {value_text!r}. "
-                f"{magic_option.meaning}{closest(value_text, magic_option.choices)}"
+                f"{option.flag} must be on or off: got {text!r}. "
+                f"{option.meaning}{closest(text, option.choices)}"
             )
-        return value_text.lower() == "on"
+        return text.lower() == "on"
 
-    def _unknown(self, flag_name: str, line_words: Iterator[str]) -> None:
+    def _unknown(self, flag_name: str, words: Iterator[str]) -> None:
         magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
         flags = [
             flag_name
@@ -254,16 +253,15 @@ class _LineReader:
         ]
         other_option = find_option(options_of(), flag_name)
         if other_option is not None:
-            remedy_text = f" {other_option.flag} is for {_where_used(other_option)}."
+            text = f" {other_option.flag} is for {_where_used(other_option)}."
         else:
-            remedy_text = closest(flag_name.replace("_", "-"), filter(None, flags)) or (
+            text = closest(flag_name.replace("_", "-"), filter(None, flags)) or (
                 f" Its options are shown by {magic_name} --help."
             )
         self.mistakes.append(
-            f"{magic_name} has no option {flag_name!r}: it would silently have no "
-            f"effect.{remedy_text}"
+            f"{magic_name} has no option {flag_name!r}: it would silently have no effect.{text}"
         )
-        self._skip_value(line_words)
+        self._skip_value(words)
 
     def _skip_value(self, line_words: Iterator[str]) -> None:
         """A word behind an unknown option is its value, and no mistake of its own."""
@@ -297,18 +295,18 @@ class _LineReader:
                 f"Code belongs on the cell's next line; {magic_name} --help shows the options."
             )
 
-    def _ranks(self, ranks_text: str | None) -> tuple[int, ...] | None:
-        if ranks_text is None:
+    def _ranks(self, text: str | None) -> tuple[int, ...] | None:
+        if text is None:
             return None
         ranks: set[int] = set()
-        for range_part in ranks_text.split(","):
+        for range_part in text.split(","):
             first_rank, range_dash, last_rank = range_part.strip().partition("-")
             range_ends = (first_rank, last_rank if range_dash else first_rank)
             if not all(range_end.isdecimal() for range_end in range_ends) or int(
                 range_ends[0]
             ) > int(range_ends[1]):
                 self.mistakes.append(
-                    f"--ranks must be rank numbers and ranges of them: got {ranks_text!r}. They "
+                    f"--ranks must be rank numbers and ranges of them: got {text!r}. They "
                     "say which workers run the cell. Write for example --ranks 0,2-3."
                 )
                 return None
@@ -319,9 +317,9 @@ class _LineReader:
             ranks.add(int(range_ends[1]))
         return tuple(sorted(ranks))
 
-    def _out(self, names_text: str | None) -> tuple[str, ...]:
+    def _out(self, text: str | None) -> tuple[str, ...]:
         out_names = tuple(
-            name_part.strip() for name_part in (names_text or "").split(",") if name_part.strip()
+            name_part.strip() for name_part in (text or "").split(",") if name_part.strip()
         )
         if wrong_names := [out_name for out_name in out_names if not out_name.isidentifier()]:
             self.mistakes.append(
@@ -329,9 +327,9 @@ class _LineReader:
                 "They are bound in the notebook after the cell. Write for example --out "
                 "loss,accuracy."
             )
-        elif names_text is not None and not out_names:
+        elif text is not None and not out_names:
             self.mistakes.append(
-                f"--out must be names of variables: got {names_text!r}. They are bound in the "
+                f"--out must be names of variables: got {text!r}. They are bound in the "
                 "notebook after the cell. Write for example --out loss,accuracy."
             )
         return out_names
@@ -339,22 +337,20 @@ class _LineReader:
     def _config(self, variable_name: str | None) -> RunConfig | None:
         if variable_name is None:
             return None
-        variable_value = self.namespace.get(variable_name)
-        if isinstance(named_config := getattr(variable_value, "config", variable_value), RunConfig):
+        value = self.namespace.get(variable_name)
+        if isinstance(named_config := getattr(value, "config", value), RunConfig):
             return named_config
-        config_variables = config_names(self.namespace)
+        variables = config_names(self.namespace)
         got_instead = (
-            f"a {type(variable_value).__name__}"
-            if variable_name in self.namespace
-            else "no such variable"
+            f"a {type(value).__name__}" if variable_name in self.namespace else "no such variable"
         )
-        remedy_text = (
-            closest(variable_name, config_variables)
+        text = (
+            closest(variable_name, variables)
             or f" Make one: {variable_name} = nbaccel.RunConfig(...)."
         )
         self.mistakes.append(
             "--config must name a RunConfig of the notebook, or what has one as .config: "
-            f"{variable_name} is {got_instead}. All settings are taken from it.{remedy_text}"
+            f"{variable_name} is {got_instead}. All settings are taken from it.{text}"
         )
         return None
 
@@ -371,85 +367,77 @@ class _LineReader:
     def _compare(
         self, named_config: RunConfig, wanted_config: RunConfig, settings: dict[str, Any]
     ) -> None:
-        for setting_name in settings:
-            line_value = getattr(wanted_config, setting_name)
-            config_value = getattr(named_config, setting_name)
+        for name in settings:
+            line_value = getattr(wanted_config, name)
+            config_value = getattr(named_config, name)
             # Either of the two could be meant.
             if line_value != config_value:
-                config_variable = self.found["config"]
+                variable = self.found["config"]
                 self.mistakes.append(
-                    f"{setting_name} is {config_value!r} in {config_variable} and {line_value!r} "
+                    f"{name} is {config_value!r} in {variable} and {line_value!r} "
                     "on the line: one would silently override the other. Leave it out here, or "
-                    f"change it there: {config_variable} = "
-                    f"{config_variable}.changed({setting_name}={line_value!r})."
+                    f"change it there: {variable} = "
+                    f"{variable}.changed({name}={line_value!r})."
                 )
 
-    def _expanded(self, line_word: str) -> str:
+    def _expanded(self, word: str) -> str:
         """The word with `$name` and `{expression}` replaced, as IPython does in magic lines."""
         # "${rank}" is a template's own; IPython knows no such form.
-        if "${" in line_word or not set("${") & set(line_word):
-            return line_word
+        if "${" in word or not set("${") & set(word):
+            return word
         try:
-            return DollarFormatter().vformat(line_word, (), dict(self.namespace))
+            return DollarFormatter().vformat(word, (), dict(self.namespace))
         except Exception:  # as IPython: what cannot be evaluated stays as written
-            return line_word
+            return word
 
 
 def config_names(namespace: Mapping[str, Any]) -> list[str]:
     """Variables that `--config` can name."""
     return [
         variable_name
-        for variable_name, variable_value in namespace.items()
-        if not variable_name.startswith("_") and _has_config(variable_value)
+        for variable_name, value in namespace.items()
+        if not variable_name.startswith("_") and _has_config(value)
     ]
 
 
-def _has_config(variable_value: Any) -> bool:
-    if isinstance(variable_value, RunConfig):
+def _has_config(value: Any) -> bool:
+    if isinstance(value, RunConfig):
         return True
     # Of other packages' objects only plain attributes are read: a property may run any code.
-    is_ours = type(variable_value).__module__.partition(".")[0] == "nbaccel" and not isinstance(
-        variable_value, type
-    )
+    is_ours = type(value).__module__.partition(".")[0] == "nbaccel" and not isinstance(value, type)
     return isinstance(
-        getattr(variable_value, "config", None)
-        if is_ours
-        else getattr(variable_value, "__dict__", {}).get("config"),
+        getattr(value, "config", None) if is_ours else getattr(value, "__dict__", {}).get("config"),
         RunConfig,
     )
 
 
-def _split_words(line_text: str) -> Iterator[str]:
+def _split_words(text: str) -> Iterator[str]:
     try:
         # As in a shell: values may be quoted, and a comment may follow the options.
-        return iter(shlex.split(line_text, comments=True))
+        return iter(shlex.split(text, comments=True))
     except ValueError as error:  # a quotation that is not closed
         raise ConfigError(
-            f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. "
+            f"The line cannot be split into words: {str(error).lower()} in {text!r}. "
             "Its options would be guesses. Close the quotation mark."
         ) from error
 
 
-def _is_flag(line_word: str) -> bool:
+def _is_flag(word: str) -> bool:
     """Whether a word is an option; a lone dash and a negative number are values."""
-    return line_word.startswith("-") and line_word != "-" and not line_word[1].isdecimal()
+    return word.startswith("-") and word != "-" and not word[1].isdecimal()
 
 
-def _from_json(json_text: str) -> Any:
+def _from_json(text: str) -> Any:
     try:
-        return json.loads(json_text)
+        return json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        return json_text  # the setting itself says what it must be
+        return text  # the setting itself says what it must be
 
 
-def _where_used(magic_option: MagicOption) -> str:
-    if magic_option.is_setting or magic_option.name in ("config", "dist"):
+def _where_used(option: MagicOption) -> str:
+    if option.is_setting or option.name in ("config", "dist"):
         return "%%accelerate, %accelerate restart and %accelerate config"
-    return (
-        "%%accelerate, %accelerate pull and push"
-        if magic_option.name == "ranks"
-        else "%%accelerate"
-    )
+    return "%%accelerate, %accelerate pull and push" if option.name == "ranks" else "%%accelerate"
 
 
 def _are_or_is(count: int) -> str:
@@ -539,8 +527,8 @@ _VALUES_MANUAL = """\
 "none" leaves a choice to the plan. $name and {expression} are replaced by the notebook's values."""
 
 
-def _manual_section(title: str, manual_rows: Iterable[str]) -> str:
-    return "\n".join([title, *manual_rows, ""])
+def _manual_section(title: str, rows: Iterable[str]) -> str:
+    return "\n".join([title, *rows, ""])
 
 
 def _usage_of(subcommand: Subcommand) -> str:
@@ -554,37 +542,35 @@ def _usage_of(subcommand: Subcommand) -> str:
 
 def _manual_rows(magic_options: Iterable[MagicOption]) -> list[str]:
     return [
-        manual_line
+        line
         for magic_option in magic_options
-        for manual_line in _manual_row(_option_head(magic_option), _option_meaning(magic_option))
+        for line in _manual_row(_option_head(magic_option), _option_meaning(magic_option))
     ]
 
 
-def _option_head(magic_option: MagicOption) -> str:
-    flag_names = ", ".join(magic_option.flags)
-    if magic_option.negative:
-        return f"{flag_names}, {magic_option.negative}"
-    return f"{flag_names} {magic_option.value}".rstrip()
+def _option_head(option: MagicOption) -> str:
+    names = ", ".join(option.flags)
+    if option.negative:
+        return f"{names}, {option.negative}"
+    return f"{names} {option.value}".rstrip()
 
 
-def _option_meaning(magic_option: MagicOption) -> str:
-    if not magic_option.is_setting:
-        return magic_option.meaning
-    default_value = RunConfig.model_fields[magic_option.name].default
-    if default_value in (None, ""):
-        return magic_option.meaning
-    if magic_option.negative:
-        return f"{magic_option.meaning} (default {'yes' if default_value else 'no'})"
-    return f"{magic_option.meaning} (default {default_value})"
+def _option_meaning(option: MagicOption) -> str:
+    if not option.is_setting:
+        return option.meaning
+    value = RunConfig.model_fields[option.name].default
+    if value in (None, ""):
+        return option.meaning
+    if option.negative:
+        return f"{option.meaning} (default {'yes' if value else 'no'})"
+    return f"{option.meaning} (default {value})"
 
 
 def _manual_row(option_head: str, option_meaning: str) -> list[str]:
     """One entry: what is written, and next to it or below what it means."""
-    indent_text = " " * (_COLUMN_CHARS + 2)
-    wrapped_lines = textwrap.wrap(
-        option_meaning, _MANUAL_CHARS - len(indent_text), break_on_hyphens=False
-    )
+    text = " " * (_COLUMN_CHARS + 2)
+    wrapped_lines = textwrap.wrap(option_meaning, _MANUAL_CHARS - len(text), break_on_hyphens=False)
     if len(option_head) > _COLUMN_CHARS - 2:
-        return [f"  {option_head}", *(indent_text + wrapped_line for wrapped_line in wrapped_lines)]
+        return [f"  {option_head}", *(text + wrapped_line for wrapped_line in wrapped_lines)]
     first_line = f"  {option_head:<{_COLUMN_CHARS}}{wrapped_lines[0]}"
-    return [first_line, *(indent_text + wrapped_line for wrapped_line in wrapped_lines[1:])]
+    return [first_line, *(text + wrapped_line for wrapped_line in wrapped_lines[1:])]

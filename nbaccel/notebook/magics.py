@@ -99,9 +99,9 @@ def line_magic(
     return accelerate
 
 
-def _run_cell(session: Session, magic_line: MagicLine, cell_source: CellSource) -> None:
+def _run_cell(session: Session, magic_line: MagicLine, source: CellSource) -> None:
     try:
-        session.run(magic_line, cell_source)
+        session.run(magic_line, source)
     except WorkerFailed as error:
         if not isinstance(error, SyntaxError):
             raise
@@ -112,14 +112,14 @@ def _run_cell(session: Session, magic_line: MagicLine, cell_source: CellSource) 
         ) from error.__cause__
 
 
-def _read_line(session: Session, line_text: str, subcommand: str = "") -> MagicLine:
+def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
     # A cell's options are compared with the settings of the running workers; those of a restart
     # are laid over what `%accelerate config` has set for it.
-    live_pool = session.pool
-    keeps_workers = live_pool is not None and session.is_live() and not subcommand
-    base_config = live_pool.config if live_pool is not None and keeps_workers else session.config
+    pool = session.pool
+    workers = pool is not None and session.is_live() and not subcommand
+    config = pool.config if pool is not None and workers else session.config
     return read_magic_line(
-        line_text, base_config=base_config, namespace=session.shell.user_ns, subcommand=subcommand
+        text, base_config=config, namespace=session.shell.user_ns, subcommand=subcommand
     )
 
 
@@ -170,13 +170,13 @@ def _print_traceback(session: Session, magic_line: MagicLine) -> None:
     from nbaccel.calls import outcome  # imports torch, which a notebook may not need
     from nbaccel.notebook.hints import failure_text
 
-    failure_records = outcome.latest_failure()
-    if not failure_records:
+    records = outcome.latest_failure()
+    if not records:
         print("No launch and no cell of %%accelerate has failed in this notebook.")
         return
     # IPython 9 writes `nocolor`, earlier versions `NoColor`.
     with_colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
-    print(failure_text(failure_records, with_colours=with_colours))
+    print(failure_text(records, with_colours=with_colours))
 
 
 def _print_help(session: Session, magic_line: MagicLine) -> None:
@@ -194,17 +194,13 @@ def _required_names(
     )
 
 
-def _unknown_subcommand(typed_word: str, typed_options: str) -> ConfigError:
-    if typed_word.startswith("-"):
+def _unknown_subcommand(word: str, options: str) -> ConfigError:
+    if word.startswith("-"):
         return ConfigError(
-            f"%accelerate needs a subcommand before its options: got {typed_word!r}. It is "
-            f"unclear what to do. Write %accelerate restart {typed_word} {typed_options}".rstrip()
+            f"%accelerate needs a subcommand before its options: got {word!r}. It is "
+            f"unclear what to do. Write %accelerate restart {word} {options}".rstrip()
             + ", or %%accelerate above the code of a cell."
         )
-    subcommand_names = [subcommand.name for subcommand in SUBCOMMANDS]
-    remedy_text = (
-        closest(typed_word, subcommand_names) or f" They are: {', '.join(subcommand_names)}."
-    )
-    return ConfigError(
-        f"%accelerate has no subcommand {typed_word!r}: nothing was done.{remedy_text}"
-    )
+    names = [subcommand.name for subcommand in SUBCOMMANDS]
+    text = closest(word, names) or f" They are: {', '.join(names)}."
+    return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{text}")

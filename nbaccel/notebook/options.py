@@ -174,7 +174,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
 @cache
 def setting_options() -> tuple[MagicOption, ...]:
     """An option for each setting of `RunConfig`, in its order."""
-    return tuple(_setting_option(field_name) for field_name in RunConfig.model_fields)
+    return tuple(_setting_option(name) for name in RunConfig.model_fields)
 
 
 def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
@@ -188,15 +188,15 @@ def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
     """
     if not subcommand:
         return (*setting_options(), *OWN_OPTIONS)
-    option_names = next(
+    names = next(
         each_subcommand.options
         for each_subcommand in SUBCOMMANDS
         if each_subcommand.name == subcommand
     )
     options = tuple(
-        magic_option for magic_option in OWN_OPTIONS if magic_option.name in (*option_names, "help")
+        magic_option for magic_option in OWN_OPTIONS if magic_option.name in (*names, "help")
     )
-    return (*(setting_options() if "*" in option_names else ()), *options)
+    return (*(setting_options() if "*" in names else ()), *options)
 
 
 def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
@@ -264,7 +264,7 @@ def words_of(annotation: Any) -> tuple[Any, ...]:
         for field_kind in kinds_of(annotation)
         if get_origin(field_kind) is Literal
     ]
-    return tuple(allowed_word for word_list in word_lists for allowed_word in word_list)
+    return tuple(word for word_list in word_lists for word in word_list)
 
 
 def _all_kinds(annotation: Any) -> tuple[Any, ...]:

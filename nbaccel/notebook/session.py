@@ -56,13 +56,13 @@ class Readiness:
             self._listens = False
             self._shell.events.unregister("post_run_cell", self._poll)
 
-    def _poll(self, _cell_result: object = None) -> None:
+    def _poll(self, _result: object = None) -> None:
         if "torch" in sys.modules:
             self.unload()
             # A missing package is reported by the cell that needs it.
             with contextlib.suppress(ImportError):
-                for module_name in _NEEDED_MODULES:
-                    importlib.import_module(module_name)
+                for name in _NEEDED_MODULES:
+                    importlib.import_module(name)
 
 
 _LIVE_STATES = (PoolState.STARTING, PoolState.IDLE, PoolState.RUNNING)
@@ -112,23 +112,23 @@ class Session:
             magic_line: Its line.
             cell_source: The cell.
         """
-        ready_pool = self._ready(magic_line)
-        check_ranks(magic_line.ranks, ready_pool.num_processes)
-        self._autoreload(ready_pool, magic_line.autoreload)
-        cell_result = ready_pool.run(cell_source, ranks=magic_line.ranks, out=magic_line.out)
+        pool = self._ready(magic_line)
+        check_ranks(magic_line.ranks, pool.num_processes)
+        self._autoreload(pool, magic_line.autoreload)
+        result = pool.run(cell_source, ranks=magic_line.ranks, out=magic_line.out)
         if magic_line.out:
-            self._bind(ready_pool, cell_result.out)
+            self._bind(pool, result.out)
 
     def restart(self, magic_line: MagicLine) -> None:
         """Start new workers in the place of the old ones."""
         old_pool = self.pool
-        joins_group = self.dist or magic_line.dist
+        group = self.dist or magic_line.dist
         plan_pool(magic_line.wanted)  # a refusal must leave the old ones running
         self._reloading = None
         # `Pool.restart` takes new settings, but whether workers join a group is fixed per pool.
-        if old_pool is None or old_pool.state is PoolState.STOPPED or joins_group != self.dist:
+        if old_pool is None or old_pool.state is PoolState.STOPPED or group != self.dist:
             self.stop()
-            self._start(magic_line.wanted, joins_group=joins_group)
+            self._start(magic_line.wanted, joins_group=group)
         else:
             old_pool.restart(magic_line.wanted)
             self.config = magic_line.wanted
@@ -153,10 +153,10 @@ class Session:
         Returns:
             What was done.
         """
-        live_pool = self._living("pulled from", variable_names)
-        check_ranks(ranks, live_pool.num_processes)
-        self._bind(live_pool, live_pool.pull(*variable_names, ranks=ranks))
-        asked_ranks = tuple(range(live_pool.num_processes)) if ranks is None else ranks
+        pool = self._living("pulled from", variable_names)
+        check_ranks(ranks, pool.num_processes)
+        self._bind(pool, pool.pull(*variable_names, ranks=ranks))
+        asked_ranks = tuple(range(pool.num_processes)) if ranks is None else ranks
         is_value = ranks is not None and len(ranks) == 1
         shape_text = (
             "" if is_value else ", a list by rank" + (" each" if len(variable_names) > 1 else "")
@@ -169,11 +169,11 @@ class Session:
         Returns:
             What was done.
         """
-        live_pool = self._living("pushed to", variable_names)
-        check_ranks(ranks, live_pool.num_processes)
+        pool = self._living("pushed to", variable_names)
+        check_ranks(ranks, pool.num_processes)
         missing_names(variable_names, self.shell.user_ns)
-        copied_bytes = live_pool.push(*variable_names, ranks=ranks)
-        asked_ranks = tuple(range(live_pool.num_processes)) if ranks is None else ranks
+        copied_bytes = pool.push(*variable_names, ranks=ranks)
+        asked_ranks = tuple(range(pool.num_processes)) if ranks is None else ranks
         sent_names = f"{', '.join(variable_names)} to {ranks_as_text(asked_ranks)}"
         return f"Pushed {sent_names}: {format_bytes(copied_bytes)} copied."
 
@@ -225,14 +225,14 @@ class Session:
     def config_text(self) -> str:
         """The settings for the next start, and the plan of the present or future workers."""
         is_live = self.pool is not None and self.is_live()
-        pool_plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
-        return f"{self.settings_text()}\n\n{pool_plan.explain()}"
+        plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
+        return f"{self.settings_text()}\n\n{plan.explain()}"
 
     def settings_text(self) -> str:
         """The settings for the next start, and those in which the present workers differ."""
-        text_lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
+        lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
         if self.pool is None or not self.is_live():
-            return text_lines[0]
+            return lines[0]
         if differing_names := self._differing(
             self.pool, self.config, tuple(RunConfig.model_fields)
         ):
@@ -240,8 +240,8 @@ class Session:
                 f"{setting_name}={_effective_value(self.pool.plan, setting_name)!r}"
                 for setting_name in differing_names
             )
-            text_lines.append(f"The workers run with {values} until %accelerate restart.")
-        return "\n".join(text_lines)
+            lines.append(f"The workers run with {values} until %accelerate restart.")
+        return "\n".join(lines)
 
     def absence_text(self) -> str:
         """The text where there are no workers."""
@@ -331,32 +331,32 @@ class Session:
             != _effective_value(live_pool.plan, setting_name)
         ]
 
-    def _bind(self, live_pool: Pool, worker_values: dict[str, Any]) -> None:
+    def _bind(self, pool: Pool, values: dict[str, Any]) -> None:
         """Bind what came from the workers, without sending it back as a change of the notebook."""
-        self.shell.push(worker_values)  # type: ignore[no-untyped-call]
-        live_pool.bound_here(tuple(worker_values))
+        self.shell.push(values)  # type: ignore[no-untyped-call]
+        pool.bound_here(tuple(values))
 
-    def _living(self, wanted_action: str, variable_names: Sequence[str]) -> Pool:
+    def _living(self, wanted_action: str, names: Sequence[str]) -> Pool:
         if self.pool is not None and self.is_live():
             return self.pool
-        reason_text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
+        text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
-            f"{', '.join(variable_names)} cannot be {wanted_action} workers: there are "
-            f"none{reason_text}. Run a %%accelerate cell first, or start them with "
+            f"{', '.join(names)} cannot be {wanted_action} workers: there are "
+            f"none{text}. Run a %%accelerate cell first, or start them with "
             "%accelerate restart."
         )
 
-    def _autoreload(self, live_pool: Pool, wanted_state: bool | None) -> None:
+    def _autoreload(self, pool: Pool, state: bool | None) -> None:
         """Switch IPython's autoreload in the workers, once for as long as they live."""
-        self._reloads = self._reloads if wanted_state is None else wanted_state
-        is_running = self._reloading is live_pool
+        self._reloads = self._reloads if state is None else state
+        is_running = self._reloading is pool
         if self._reloads == is_running:
             return
-        live_pool.run(_AUTORELOAD.format(mode=2 if self._reloads else 0))
-        self._reloading = live_pool if self._reloads else None
+        pool.run(_AUTORELOAD.format(mode=2 if self._reloads else 0))
+        self._reloading = pool if self._reloads else None
 
 
-def _effective_value(plan: Plan, setting_name: str) -> Any:
+def _effective_value(plan: Plan, name: str) -> Any:
     """The value of a setting in a plan."""
-    decided_values = {plan_choice.name: plan_choice.value for plan_choice in plan.choices}
-    return decided_values.get(setting_name, getattr(plan.config, setting_name))
+    decided_values = {choice.name: choice.value for choice in plan.choices}
+    return decided_values.get(name, getattr(plan.config, name))

@@ -14,8 +14,8 @@ __all__ = ["register_stand_in"]
 
 def register_stand_in() -> None:
     """Register the stand-in in the shell of this process, if it has one and lacks the magic."""
-    ipython_module = sys.modules.get("IPython")
-    get_ipython = getattr(ipython_module, "get_ipython", None)
+    module = sys.modules.get("IPython")
+    get_ipython = getattr(module, "get_ipython", None)
     ipython_shell = get_ipython() if get_ipython is not None else None
     magics_manager = getattr(ipython_shell, "magics_manager", None)
     # The real magic, where it is loaded already, must not be replaced.
@@ -23,11 +23,11 @@ def register_stand_in() -> None:
         magics_manager.register_function(_stand_in_magic, "line_cell", "accelerate")
 
 
-def _stand_in_magic(magic_line: str, cell_text: str | None = None) -> None:
+def _stand_in_magic(magic_line: str, text: str | None = None) -> None:
     """A magic of nbaccel, which `%load_ext nbaccel` brings."""
-    magic_name = "%accelerate" if cell_text is None else "%%accelerate"
+    name = "%accelerate" if text is None else "%%accelerate"
     raise UserMistake(
-        f"{magic_name} is a magic of nbaccel's extension, which this notebook has not loaded: "
+        f"{name} is a magic of nbaccel's extension, which this notebook has not loaded: "
         "`import nbaccel` alone does not bring it. Run %load_ext nbaccel in a cell of its own, "
         "then this cell again."
     )

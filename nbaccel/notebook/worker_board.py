@@ -91,7 +91,7 @@ class WorkerBoard:
     def _is_captured(self) -> bool:
         return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
 
-    def _after_cell(self, _cell_result: object = None) -> None:
+    def _after_cell(self, _result: object = None) -> None:
         # The cell that shows it has just done so.
         is_new = self._is_new
         self._is_new = False

@@ -177,9 +177,9 @@ def short_number(shown_value: float) -> str:
     return _without_zeros(f"{shown_value:.4g}")
 
 
-def _without_zeros(number_text: str) -> str:
+def _without_zeros(text: str) -> str:
     """`1e+06` as `1e6`."""
-    mantissa, has_exponent, exponent = number_text.partition("e")
+    mantissa, has_exponent, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if has_exponent else mantissa
 
 
@@ -387,21 +387,21 @@ class _Svg:
 
     def of(self, elements: Iterable[str]) -> str:
         """The whole element."""
-        spoken_text = html.escape(self.spoken)
+        text = html.escape(self.spoken)
         size = f'width="{self.width}" height="{self.height}"'
         style = 'style="max-width:100%;height:auto"'
         view = f'{size} viewBox="0 0 {self.width} {self.height}" fill="none" {_FONT}'
-        title = f"<title>{spoken_text}</title>"
+        title = f"<title>{text}</title>"
         drawn = "".join(elements)
         if not self.is_image:
-            return f'<svg role="img" aria-label="{spoken_text}" {style} {view}>{title}{drawn}</svg>'
+            return f'<svg role="img" aria-label="{text}" {style} {view}>{title}{drawn}</svg>'
         # In an image a style sheet disturbs nothing else; labels that are grey need no opacity.
         image = (
             f'<svg xmlns="http://www.w3.org/2000/svg" color="{_IMAGE_GREY}" {view}>{title}'
             f"<style>text{{fill-opacity:1}}</style>{drawn}</svg>"
         )
         address = f"data:image/svg+xml;base64,{base64.b64encode(image.encode()).decode()}"
-        return f'<img src="{address}" alt="{spoken_text}" {size} {style}>'
+        return f'<img src="{address}" alt="{text}" {size} {style}>'
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", opacity: float = 0.75) -> str:
@@ -479,8 +479,8 @@ def _mark_elements(area: _PlotArea, marks: Sequence[tuple[float, str]]) -> list[
 def _line_elements(area: _PlotArea, lines: Sequence[ChartLine]) -> list[str]:
     elements = []
     # Later elements cover earlier ones.
-    for rank_number, line in enumerate(sorted(lines, key=_drawing_order)):
-        attributes = _line_attributes(line, rank_number)
+    for number, line in enumerate(sorted(lines, key=_drawing_order)):
+        attributes = _line_attributes(line, number)
         for stretch in _stretches(area, line.points):
             if len(stretch) > 1:
                 elements.append(_stroke(stretch, attributes))
@@ -500,10 +500,10 @@ def _drawing_order(line: ChartLine) -> int:
     return ("raw", "rank", "mean").index(line.role)
 
 
-def _line_attributes(line: ChartLine, rank_number: int) -> str:
+def _line_attributes(line: ChartLine, number: int) -> str:
     line_width, opacity, dashes = {
         "mean": (2.2, 1.0, ""),
-        "rank": (1.0, 0.7, _RANK_DASHES[rank_number % len(_RANK_DASHES)]),
+        "rank": (1.0, 0.7, _RANK_DASHES[number % len(_RANK_DASHES)]),
         "raw": (1.0, 0.6, ""),
     }[line.role]
     dash_attribute = f' stroke-dasharray="{dashes}"' if dashes else ""
@@ -542,7 +542,7 @@ def _legend_lines(lines: Sequence[ChartLine]) -> list[tuple[ChartLine, int]]:
     if len(lines) < 2:
         return []
     numbered_lines = [
-        (line, rank_number) for rank_number, line in enumerate(sorted(lines, key=_drawing_order))
+        (line, number) for number, line in enumerate(sorted(lines, key=_drawing_order))
     ]
     return sorted(numbered_lines, key=lambda numbered: numbered[0].role != "mean")
 
@@ -555,8 +555,8 @@ def _legend_elements(area: _PlotArea, legend_lines: Sequence[tuple[ChartLine, in
         name = line.name if len(line.name) <= 24 else f"{line.name[:23]}…"
         is_too_long = next_x + 100 + _CHAR_WIDTH * len(name) > area.right
         if line_number == _MOST_LEGEND_LINES or is_too_long:
-            more_words = f"and {len(legend_lines) - line_number} more"
-            elements.append(_text(next_x, 12, more_words))
+            words = f"and {len(legend_lines) - line_number} more"
+            elements.append(_text(next_x, 12, words))
             break
         elements += [
             _stroke([(next_x, 8), (next_x + 18, 8)], _line_attributes(line, rank_number)),

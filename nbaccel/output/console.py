@@ -256,10 +256,10 @@ class Console:
             problem := self._rank_logs.write(worker_rank, stream, output_bytes)
         ):
             self.notice(problem)
-        rank_source = self._sources[worker_rank, stream]
+        source = self._sources[worker_rank, stream]
         output_pace = self._pace
         at_most = None if output_pace is None or output_pace.waits else output_pace.backlog.lines
-        output_lines, dropped_lines = rank_source.feed(output_bytes, at_most=at_most)
+        output_lines, dropped_lines = source.feed(output_bytes, at_most=at_most)
         self._queue(worker_rank, stream, output_lines)
         self._note_dropped(worker_rank, dropped_lines)
         if output_pace is not None and output_pace.most.is_exceeded_by(
@@ -290,43 +290,43 @@ class Console:
             self._finish(worker_rank, stream)
         self._waiting.close(worker_rank)
 
-    def _held_lines(self, worker_rank: int, stream: str) -> list[str]:
-        rank_source = self._sources.get((worker_rank, stream))
-        return [] if rank_source is None else rank_source.held_lines()
+    def _held_lines(self, rank: int, stream: str) -> list[str]:
+        source = self._sources.get((rank, stream))
+        return [] if source is None else source.held_lines()
 
-    def _finish(self, worker_rank: int, stream: str) -> None:
-        rank_source = self._sources.get((worker_rank, stream))
-        rest_line = rank_source.finish() if rank_source is not None else None
-        if rest_line is not None:
-            self._queue(worker_rank, stream, [rest_line])
+    def _finish(self, rank: int, stream: str) -> None:
+        source = self._sources.get((rank, stream))
+        line = source.finish() if source is not None else None
+        if line is not None:
+            self._queue(rank, stream, [line])
 
-    def _queue(self, worker_rank: int, stream: str, output_lines: Sequence[str]) -> None:
-        output_lines = self.library_messages.take_from(worker_rank, output_lines)
-        self.warnings.count(worker_rank, output_lines)
+    def _queue(self, rank: int, stream: str, output_lines: Sequence[str]) -> None:
+        output_lines = self.library_messages.take_from(rank, output_lines)
+        self.warnings.count(rank, output_lines)
         if self._place is not None:
-            output_lines = self._take_bars(worker_rank, output_lines)
-        if (worker_rank, stream) not in self._hidden:
+            output_lines = self._take_bars(rank, output_lines)
+        if (rank, stream) not in self._hidden:
             arrival_time = time.monotonic()
             for on, line_run in itertools.groupby(
                 output_lines, key=functools.partial(self._stream_for, stream)
             ):
-                self._waiting.add_lines(worker_rank, arrival_time, on, line_run)
+                self._waiting.add_lines(rank, arrival_time, on, line_run)
         # From the end, because a chunk may hold thousands of lines and only the last few are kept.
         last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
-        self._tails[worker_rank].extend(
+        self._tails[rank].extend(
             shorten_text(output_line, _TAIL_CHARS) for output_line in reversed([*last_lines])
         )
 
-    def _stream_for(self, stream: str, output_line: str) -> str:
+    def _stream_for(self, stream: str, line: str) -> str:
         """A bar and a worker's own notice are no errors; other lines stay where they were."""
         if self._own_stream in (stream, "stderr"):
             return stream
-        is_error = not output_line.startswith(_OWN_PREFIX) and read_bar(output_line) is None
+        is_error = not line.startswith(_OWN_PREFIX) and read_bar(line) is None
         return stream if is_error else self._own_stream
 
     # ---- what a panel shows
 
-    def _take_bars(self, worker_rank: int, output_lines: Sequence[str]) -> Sequence[str]:
+    def _take_bars(self, rank: int, output_lines: Sequence[str]) -> Sequence[str]:
         """Take out finished bars, whose last state the panel shows; returns the other lines."""
         # First what nearly all lines lack: thousands of lines a second are asked.
         if not any("]" in output_line for output_line in output_lines):
@@ -335,7 +335,7 @@ class Console:
         for output_line in output_lines:
             bar, text_behind = split_bar(output_line)
             if bar is not None:
-                self._bars[worker_rank].note(bar)
+                self._bars[rank].note(bar)
             if bar is None or text_behind:
                 other_lines.append(text_behind)
         return other_lines
@@ -343,15 +343,15 @@ class Console:
     def bars(self) -> dict[int, tuple[BarText, ...]]:
         """The progress bars of each rank that has some."""
         found_bars = {}
-        for worker_rank in self._ranks:
+        for rank in self._ranks:
             unfinished_lines = [
                 unfinished_line
-                for source_key in ((worker_rank, "stdout"), (worker_rank, "stderr"))
+                for source_key in ((rank, "stdout"), (rank, "stderr"))
                 if source_key in self._sources and source_key not in self._hidden
                 for unfinished_line in self._sources[source_key].bars
             ]
-            if worker_rank in self._bars or any(unfinished_lines):
-                found_bars[worker_rank] = self._bars[worker_rank].shown(unfinished_lines)
+            if rank in self._bars or any(unfinished_lines):
+                found_bars[rank] = self._bars[rank].shown(unfinished_lines)
         return found_bars
 
     @property
@@ -373,7 +373,7 @@ class Console:
     @property
     def is_behind(self) -> bool:
         """Whether more is waiting than should be shown at once."""
-        waiting_amount = sum(self._waiting.size(worker_rank)[1] for worker_rank in self._ranks)
+        waiting_amount = sum(self._waiting.size(rank)[1] for rank in self._ranks)
         return self._pace is not None and self._pace.waits and waiting_amount > AT_THE_END_CHARS
 
     def end_is_near(self) -> None:
@@ -384,35 +384,31 @@ class Console:
         if self._pace is not None:
             self._pace.end()
 
-    def _shorten(self, worker_rank: int, backlog_limit: OutputAmount) -> None:
-        dropped_lines = self._waiting.shorten(
-            worker_rank, output_lines=backlog_limit.lines, num_chars=backlog_limit.chars
+    def _shorten(self, rank: int, backlog_limit: OutputAmount) -> None:
+        lines = self._waiting.shorten(
+            rank, output_lines=backlog_limit.lines, num_chars=backlog_limit.chars
         )
-        self._note_dropped(worker_rank, dropped_lines)
+        self._note_dropped(rank, lines)
 
-    def _note_dropped(self, worker_rank: int, num_lines: int) -> None:
+    def _note_dropped(self, rank: int, num_lines: int) -> None:
         if num_lines:
-            self._dropped[worker_rank] = self._dropped.get(worker_rank, 0) + num_lines
+            self._dropped[rank] = self._dropped.get(rank, 0) + num_lines
 
     def _tell_dropped(self) -> None:
         if self._dropped:
-            rank_names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
+            names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
             num_lines = sum(self._dropped.values())
-            dropped_words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
+            words = f"{num_lines:,} line{'s' * (num_lines != 1)}"
             self._dropped.clear()
-            self._write(self._own_stream, f"{_OWN_PREFIX}… {dropped_words}{rank_names} not shown\n")
+            self._write(self._own_stream, f"{_OWN_PREFIX}… {words}{names} not shown\n")
 
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
-        return {worker_rank: list(tail_lines) for worker_rank, tail_lines in self._tails.items()}
+        return {rank: list(lines) for rank, lines in self._tails.items()}
 
     def last_lines(self) -> dict[int, str]:
         """The last line of each rank that has printed one."""
-        return {
-            worker_rank: tail_lines[-1]
-            for worker_rank, tail_lines in self._tails.items()
-            if tail_lines
-        }
+        return {rank: tail_lines[-1] for rank, tail_lines in self._tails.items() if tail_lines}
 
     def due_in(self) -> float | None:
         """Seconds until `tick` has something to do; None if nothing is waiting."""
@@ -427,21 +423,19 @@ class Console:
         if current_time < self._next_tick and not is_final:
             return
         self._next_tick = current_time + TICK_S
-        due_entries = self._due(current_time, is_final)
-        has_gap = bool(self._dropped) and (is_final or bool(due_entries))
-        progress_bar, bar_stream = self._bar()
-        if not due_entries and not has_gap and progress_bar == self._drawn:
+        entries = self._due(current_time, is_final)
+        has_gap = bool(self._dropped) and (is_final or bool(entries))
+        bar, bar_stream = self._bar()
+        if not entries and not has_gap and bar == self._drawn:
             return
         self._erase(
             # Without new lines the bar is overwritten in place, with no blank line in between.
-            keep_bar=progress_bar
-            if not (due_entries or has_gap) and bar_stream == self._drawn_on
-            else ""
+            keep_bar=bar if not (entries or has_gap) and bar_stream == self._drawn_on else ""
         )
         if has_gap:
             self._tell_dropped()
-        self._show(due_entries)
-        self._draw(progress_bar, bar_stream)
+        self._show(entries)
+        self._draw(bar, bar_stream)
 
     def show_last(self) -> None:
         """The call is over: show what is left."""
@@ -499,12 +493,12 @@ class Console:
         if self._place is not None:
             return "", self._drawn_on
         # The lowest rank's.
-        for worker_rank in self._ranks if self._sources else ():
+        for rank in self._ranks if self._sources else ():
             for stream in ("stdout", "stderr"):
-                rank_source = self._sources.get((worker_rank, stream))
-                if rank_source and rank_source.bar and (worker_rank, stream) not in self._hidden:
+                source = self._sources.get((rank, stream))
+                if source and source.bar and (rank, stream) not in self._hidden:
                     bar_stream = "stdout" if self._own_stream == "stdout" else stream
-                    return self._prefix([worker_rank]) + rank_source.bar, bar_stream
+                    return self._prefix([rank]) + source.bar, bar_stream
         return "", self._drawn_on
 
     def _erase(self, keep_bar: str = "") -> None:
@@ -512,11 +506,11 @@ class Console:
             self._write(self._drawn_on, "\r" + " " * len(self._drawn) + "\r")
             self._drawn = ""
 
-    def _draw(self, progress_bar: str, stream: str) -> None:
-        if progress_bar and progress_bar != self._drawn:
+    def _draw(self, bar: str, stream: str) -> None:
+        if bar and bar != self._drawn:
             # Padded, because a shorter bar would leave the end of the old one.
-            self._write(stream, "\r" + progress_bar.ljust(len(self._drawn)))
-            self._drawn = progress_bar
+            self._write(stream, "\r" + bar.ljust(len(self._drawn)))
+            self._drawn = bar
             self._drawn_on = stream
 
     def _show(self, due_entries: list[_ShownEntry]) -> None:
@@ -549,23 +543,18 @@ class Console:
                 ):
                     self._publish(ranks, queued_item)
 
-    def _publish(self, ranks: list[int], queued_item: RichOutput) -> None:
+    def _publish(self, ranks: list[int], item: RichOutput) -> None:
         rank = min(ranks)
-        if not self._live.may_show(rank, queued_item):
+        if not self._live.may_show(rank, item):
             return
-        self.clears += queued_item.clears
-        prefix_label = self._prefix(ranks).rstrip()
-        if (
-            prefix_label
-            and not queued_item.clears
-            and not queued_item.updates
-            and len(ranks) < len(self._ranks)
-        ):
-            self._write("stdout", prefix_label + "\n")
-        if self._place is not None and not queued_item.clears:
+        self.clears += item.clears
+        label = self._prefix(ranks).rstrip()
+        if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
+            self._write("stdout", label + "\n")
+        if self._place is not None and not item.clears:
             self._place.hold()
-        publish.show_message(queued_item.message)
-        if self._place is not None and queued_item.clears:
+        publish.show_message(item.message)
+        if self._place is not None and item.clears:
             self._place.note_cleared()
 
     def _write(self, stream: str, text: str) -> None:
@@ -577,11 +566,11 @@ class Console:
         target_stream.flush()
 
     def _prefix(self, ranks: Sequence[int]) -> str:
-        prefix_key = tuple(ranks)
+        key = tuple(ranks)
         # Cached: thousands of lines a second have the same few prefixes.
-        if prefix_key not in self._prefixes:
-            self._prefixes[prefix_key] = self._prefix_of(prefix_key)
-        return self._prefixes[prefix_key]
+        if key not in self._prefixes:
+            self._prefixes[key] = self._prefix_of(key)
+        return self._prefixes[key]
 
     def _prefix_of(self, ranks: tuple[int, ...]) -> str:
         if not ranks:
@@ -589,12 +578,12 @@ class Console:
         if self._template is None:
             return f"[{number_ranges(ranks)}] "
         local_rank = {worker_rank: position for position, worker_rank in enumerate(self._ranks)}
-        template_values = {
+        values = {
             "rank": ranks[0],
             "local_rank": local_rank[ranks[0]],
             "role_name": "worker",
         }
-        return Template(self._template).safe_substitute(template_values)
+        return Template(self._template).safe_substitute(values)
 
 
 class _LiveConsole:
@@ -623,10 +612,10 @@ class _LiveConsole:
         """Whether this rank's item is the one that counts."""
         if queued_item.clears:
             return worker_rank == self._clearer
-        display_handle = queued_item.handle
-        return display_handle is None or (
-            (worker_rank, display_handle) not in self._folded
-            and self._owners.get(display_handle, worker_rank) == worker_rank
+        handle = queued_item.handle
+        return handle is None or (
+            (worker_rank, handle) not in self._folded
+            and self._owners.get(handle, worker_rank) == worker_rank
         )
 
     def key(self, ranks: list[int], queued_item: RichOutput) -> object:
@@ -636,5 +625,5 @@ class _LiveConsole:
         return id(queued_item)
 
 
-def _entry_text(queued_item: OutputItem) -> str:
-    return queued_item.text if isinstance(queued_item, PrintedLine) else ""
+def _entry_text(item: OutputItem) -> str:
+    return item.text if isinstance(item, PrintedLine) else ""

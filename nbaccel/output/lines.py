@@ -127,35 +127,35 @@ class LineAssembler:
         return output_lines[num_dropped:], num_dropped
 
     def _decode(self, output_bytes: bytes) -> str:
-        line_text = self._decoder.decode(output_bytes)
+        text = self._decoder.decode(output_bytes)
         if not self._parts_bars:
-            return line_text
-        line_text = self._held_back + line_text
+            return text
+        text = self._held_back + text
         self._held_back = ""
-        if "\x1b" in line_text:
-            if unfinished := _UNFINISHED_SEQUENCE.search(line_text):
-                line_text = line_text[: unfinished.start()]
+        if "\x1b" in text:
+            if unfinished := _UNFINISHED_SEQUENCE.search(text):
+                text = text[: unfinished.start()]
                 self._held_back = unfinished[0]
             # tqdm goes down a line, draws an inner bar there, and comes up again: the inner bar is
             # a line, and where it comes up to a bar stands already.
-            line_text = line_text.replace(_LINE_UP, "\n\r")
+            text = text.replace(_LINE_UP, "\n\r")
         is_line_start = not (self._last or self._under or self._is_rewritten)
-        if "\n\n" in line_text or (is_line_start and line_text[:1] == "\n"):
-            line_text = self._without_way_down(line_text, is_line_start=is_line_start)
-        return line_text
+        if "\n\n" in text or (is_line_start and text[:1] == "\n"):
+            text = self._without_way_down(text, is_line_start=is_line_start)
+        return text
 
-    def _without_way_down(self, line_text: str, *, is_line_start: bool) -> str:
+    def _without_way_down(self, text: str, *, is_line_start: bool) -> str:
         """The text without empty lines that a bar follows: the way down to an inner bar.
 
         An empty line at the end is held back until it is known what follows; the last one of all
         is not shown.
         """
         above = "\n" if is_line_start else ""
-        line_text = _WAY_DOWN.sub("", above + line_text)
-        if line_text.endswith("\n\n"):
-            line_text = line_text[:-1]
+        text = _WAY_DOWN.sub("", above + text)
+        if text.endswith("\n\n"):
+            text = text[:-1]
             self._held_back = "\n" + self._held_back
-        return line_text.removeprefix(above)
+        return text.removeprefix(above)
 
     def held_lines(self) -> list[str]:
         """Finished lines that were held back because they might be drawn anew; they are removed."""
@@ -163,17 +163,17 @@ class LineAssembler:
 
     def finish(self) -> str | None:
         """The line that has no end yet, if there is one; it is removed."""
-        rest_text = self._held_back.strip("\n") + self._decoder.decode(b"", final=True)
+        text = self._held_back.strip("\n") + self._decoder.decode(b"", final=True)
         self._held_back = ""
-        if not (rest_text or self._last or self._under or self._is_rewritten):
+        if not (text or self._last or self._under or self._is_rewritten):
             self.bar = ""
             return None
-        self._add(rest_text)
+        self._add(text)
         is_empty = not self._last and not self._under
         drops_blank = self._parts_bars and self._is_rewritten
-        output_line = self._take()
+        line = self._take()
         self.bar = ""
-        return None if is_empty or (drops_blank and not output_line) else output_line
+        return None if is_empty or (drops_blank and not line) else line
 
     def _add(self, line_text: str) -> None:
         if "\r" in line_text:
@@ -185,12 +185,12 @@ class LineAssembler:
         self._last.add(line_text)
 
     def _take(self) -> str:
-        output_line = self._last.text()
+        line = self._last.text()
         if self._is_rewritten:
             # Blanks with which a bar has erased a longer one are not part of the line.
-            output_line = _overlay_parts([self._under, output_line]).rstrip()
+            line = _overlay_parts([self._under, line]).rstrip()
         self._begin()
-        return output_line
+        return line
 
     def _bar(self) -> str:
         bar = [self._under[:_BAR_CHARS], self._last.start(_BAR_CHARS)]
@@ -300,8 +300,8 @@ class _PendingText:
         )
 
 
-def _rewrite_line(line_text: str) -> str:
-    return _overlay_parts(line_text.split("\r")).rstrip() if "\r" in line_text else line_text
+def _rewrite_line(text: str) -> str:
+    return _overlay_parts(text.split("\r")).rstrip() if "\r" in text else text
 
 
 def _overlay_parts(text_parts: Sequence[str]) -> str:
@@ -352,10 +352,8 @@ class RichOutput(NamedTuple):
     @property
     def updates(self) -> bool:
         """Whether it replaces an output that was shown before."""
-        display_message = self.message
-        return isinstance(display_message, messaging.Display) and bool(
-            display_message.content.get("update")
-        )
+        message = self.message
+        return isinstance(message, messaging.Display) and bool(message.content.get("update"))
 
     @property
     def stands_alone(self) -> bool:
@@ -500,20 +498,16 @@ class LineMerger:
                     for worker_rank, position in sorted(arrive_together.items())
                 }
 
-    def _is_alone(self, worker_rank: int, queued_item: OutputItem) -> bool:
+    def _is_alone(self, rank: int, item: OutputItem) -> bool:
         """Whether no other rank has this line, as far as is known."""
-        if not isinstance(queued_item, PrintedLine):
+        if not isinstance(item, PrintedLine):
             return False
-        return not self._folds_any or self._holders[queued_item.stream, queued_item.text] == 1
+        return not self._folds_any or self._holders[item.stream, item.text] == 1
 
-    def _is_awaited(
-        self, worker_ranks: Iterable[int], queued_item: OutputItem, waiting_since: float
-    ) -> bool:
+    def _is_awaited(self, ranks: Iterable[int], item: OutputItem, waiting_since: float) -> bool:
         """Whether other ranks may still write the same."""
         return (
-            queued_item.time > waiting_since
-            and self._folds(queued_item)
-            and bool(self._open.difference(worker_ranks))
+            item.time > waiting_since and self._folds(item) and bool(self._open.difference(ranks))
         )
 
     def _together(
@@ -525,32 +519,32 @@ class LineMerger:
             return {}
         return self._before(twin_items, queued_item) if len(twin_items) < num_heads else twin_items
 
-    def _take(self, worker_rank: int, position: int) -> OutputItem:
-        rank_queue = self._queues[worker_rank]
+    def _take(self, rank: int, position: int) -> OutputItem:
+        rank_queue = self._queues[rank]
         if position:
-            queued_item = rank_queue[position]
+            item = rank_queue[position]
             del rank_queue[position]
         else:
-            queued_item = rank_queue.popleft()
-        self._count(worker_rank, queued_item, -1)
-        if isinstance(queued_item, PrintedLine):
-            self._forget(worker_rank, queued_item)
-        return queued_item
+            item = rank_queue.popleft()
+        self._count(rank, item, -1)
+        if isinstance(item, PrintedLine):
+            self._forget(rank, item)
+        return item
 
-    def _count(self, worker_rank: int, queued_item: OutputItem, change_sign: int) -> None:
+    def _count(self, rank: int, item: OutputItem, change_sign: int) -> None:
         """Displays count as lines do, except for those that cannot be dropped."""
-        if isinstance(queued_item, PrintedLine):
-            num_chars = len(queued_item.text) + 1
-        elif queued_item.stands_alone:
+        if isinstance(item, PrintedLine):
+            num_chars = len(item.text) + 1
+        elif item.stands_alone:
             num_chars = _DISPLAY_CHARS
         else:
             return
-        self._lines[worker_rank] += change_sign
-        self._chars[worker_rank] += change_sign * num_chars
+        self._lines[rank] += change_sign
+        self._chars[rank] += change_sign * num_chars
 
-    def _forget(self, worker_rank: int, output_line: PrintedLine) -> None:
-        line_key = (output_line.stream, output_line.text)
-        keys = self._known[worker_rank]
+    def _forget(self, rank: int, line: PrintedLine) -> None:
+        line_key = (line.stream, line.text)
+        keys = self._known[rank]
         # A count, because a rank may have the same line in its queue several times.
         if keys[line_key] > 1:
             keys[line_key] -= 1
@@ -563,27 +557,19 @@ class LineMerger:
 
     # ---- twins
 
-    def _twins(self, queued_item: OutputItem) -> dict[int, int]:
+    def _twins(self, item: OutputItem) -> dict[int, int]:
         """Rank → where in its queue the item's twin is, of ranks where it may come out now."""
-        twin_places = {
-            worker_rank: self._reach(worker_rank, queued_item) for worker_rank in self._queues
-        }
-        return {
-            worker_rank: position
-            for worker_rank, position in twin_places.items()
-            if position is not None
-        }
+        twin_places = {rank: self._reach(rank, item) for rank in self._queues}
+        return {rank: position for rank, position in twin_places.items() if position is not None}
 
-    def _reach(self, worker_rank: int, queued_item: OutputItem) -> int | None:
+    def _reach(self, rank: int, queued_item: OutputItem) -> int | None:
         """Lines of the other stream do not block it: the order between two pipes is not known."""
         if (
             isinstance(queued_item, PrintedLine)
-            and (queued_item.stream, queued_item.text) not in self._known[worker_rank]
+            and (queued_item.stream, queued_item.text) not in self._known[rank]
         ):
             return None
-        for position, other_item in enumerate(
-            itertools.islice(self._queues[worker_rank], _LOOK_AHEAD)
-        ):
+        for position, other_item in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
             if self._same(other_item, queued_item):
                 return position
             if (
@@ -595,12 +581,12 @@ class LineMerger:
 
     def _before(self, twin_items: dict[int, int], queued_item: OutputItem) -> dict[int, int]:
         """Whose heads have to come out first, if a missing twin is only held up behind one."""
-        for worker_rank, rank_queue in self._queues.items():
-            if worker_rank in twin_items:
+        for rank, rank_queue in self._queues.items():
+            if rank in twin_items:
                 continue
             if (
                 isinstance(queued_item, PrintedLine)
-                and (queued_item.stream, queued_item.text) not in self._known[worker_rank]
+                and (queued_item.stream, queued_item.text) not in self._known[rank]
             ):
                 continue
             deeper_items = itertools.islice(rank_queue, 1, _LOOK_AHEAD)
@@ -608,9 +594,9 @@ class LineMerger:
                 return self._twins(rank_queue[0])
         return twin_items
 
-    def _folds(self, queued_item: OutputItem) -> bool:
+    def _folds(self, item: OutputItem) -> bool:
         """Whether it may be shown once for several ranks, and is worth waiting for them."""
-        return self._folds_any and not (isinstance(queued_item, RichOutput) and queued_item.updates)
+        return self._folds_any and not (isinstance(item, RichOutput) and item.updates)
 
     def _same(self, queued_item: OutputItem, other_item: OutputItem) -> bool:
         if queued_item is other_item:

@@ -46,8 +46,8 @@ def publish_display(display_content: Mapping[str, Any]) -> None:
     running_shell = frames.running_shell()
     if running_shell is not None:
         ipython_private.publish_display(running_shell.display_pub, display_content)
-    elif (plain_text := display_content["data"].get("text/plain")) is not None:
-        sys.stdout.write(f"{plain_text}\n")
+    elif (text := display_content["data"].get("text/plain")) is not None:
+        sys.stdout.write(f"{text}\n")
 
 
 def clear(*, wait_for_new: bool) -> None:
@@ -142,13 +142,11 @@ def show_results(
 
 
 def _equal_groups(
-    rank_results: Mapping[int, Mapping[str, Any] | None],
+    results: Mapping[int, Mapping[str, Any] | None],
 ) -> list[tuple[list[int], Mapping[str, Any]]]:
     """Ranks with the same bundle, by their lowest; ranks without one are left out."""
     result_groups: list[tuple[list[int], Mapping[str, Any]]] = []
-    for worker_rank, mime_bundle in sorted(
-        rank_results.items(), key=lambda mime_bundle: mime_bundle[0]
-    ):
+    for worker_rank, mime_bundle in sorted(results.items(), key=lambda mime_bundle: mime_bundle[0]):
         if not mime_bundle or not mime_bundle["data"]:
             continue
         # Compared one by one: bundles are dicts, which cannot be keys.
@@ -166,5 +164,5 @@ def _is_one_line(mime_bundle: Mapping[str, Any]) -> bool:
     return set(mime_data) == {"text/plain"} and "\n" not in mime_data["text/plain"]
 
 
-def _plain_text(text_lines: list[str]) -> dict[str, Any]:
-    return {"data": {"text/plain": "\n".join(text_lines)}, "metadata": {}}
+def _plain_text(lines: list[str]) -> dict[str, Any]:
+    return {"data": {"text/plain": "\n".join(lines)}, "metadata": {}}

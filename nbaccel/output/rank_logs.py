@@ -52,10 +52,10 @@ class RankLogs:
         try:
             self.folder = _make_folder(Path(log_dir).expanduser())
             for rank in ranks:
-                for stream_name in STREAM_NAMES:
-                    log_path = self.folder / f"rank_{rank}.{stream_name}.log"
-                    self._files[rank, stream_name] = os.open(
-                        log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                for name in STREAM_NAMES:
+                    path = self.folder / f"rank_{rank}.{name}.log"
+                    self._files[rank, name] = os.open(
+                        path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
                     )
         except OSError as error:
             self.close()
@@ -93,13 +93,13 @@ class RankLogs:
 
     def close(self) -> None:
         """Close all files."""
-        for rank, stream_name in tuple(self._files):
-            self._drop(rank, stream_name)
+        for rank, name in tuple(self._files):
+            self._drop(rank, name)
 
-    def _drop(self, rank: int, stream_name: str) -> None:
+    def _drop(self, rank: int, name: str) -> None:
         # Network file systems report a failed write when the file is closed.
         with contextlib.suppress(OSError):
-            os.close(self._files.pop((rank, stream_name)))
+            os.close(self._files.pop((rank, name)))
 
 
 @contextlib.contextmanager
@@ -129,10 +129,10 @@ def hidden_streams(shown_output: str | None, ranks: Sequence[int]) -> frozenset[
         return frozenset()
     numbers_by_rank = _numbers_by_rank(shown_output)
     return frozenset(
-        (rank, stream_name)
+        (rank, name)
         for local_rank, rank in enumerate(ranks)
-        for stream_name in STREAM_NAMES
-        if stream_name
+        for name in STREAM_NAMES
+        if name
         not in _STREAMS_BY_NUMBER[numbers_by_rank.get(local_rank, numbers_by_rank.get(None, "0"))]
     )
 
@@ -140,14 +140,14 @@ def hidden_streams(shown_output: str | None, ranks: Sequence[int]) -> frozenset[
 def _numbers_by_rank(shown_output: str) -> dict[int | None, str]:
     """``0:3,1:2`` by local rank; a number alone stands for all other ranks, under None."""
     parts = [part.rpartition(":") for part in shown_output.replace(" ", "").split(",")]
-    return {int(rank_text) if rank_text else None: number for rank_text, _, number in parts}
+    return {int(text) if text else None: number for text, _, number in parts}
 
 
 def _make_folder(log_dir: Path) -> Path:
-    run_name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
+    name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
     # Two starts of one process within a second: restarts of workers that fail at once.
-    for attempt_number in range(1000):
-        run_folder = log_dir / (f"{run_name}_{attempt_number}" if attempt_number else run_name)
+    for number in range(1000):
+        run_folder = log_dir / (f"{name}_{number}" if number else name)
         with contextlib.suppress(FileExistsError):
             log_dir.mkdir(parents=True, exist_ok=True)
             run_folder.mkdir()

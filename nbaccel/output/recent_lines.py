@@ -43,11 +43,11 @@ class RecentLines:
             ranks: The ranks that have printed it.
             line_text: The line, without its end.
         """
-        recent_line = RecentLine(self.num_shown, tuple(ranks), shorten_text(line_text, _MAX_CHARS))
+        line = RecentLine(self.num_shown, tuple(ranks), shorten_text(line_text, _MAX_CHARS))
         self.num_shown += 1
         for worker_rank in ranks:
-            self._lines[worker_rank].append(recent_line)
+            self._lines[worker_rank].append(line)
 
     def by_rank(self) -> dict[int, list[RecentLine]]:
         """The newest lines of each rank that has printed some."""
-        return {worker_rank: list(rank_lines) for worker_rank, rank_lines in self._lines.items()}
+        return {worker_rank: list(lines) for worker_rank, lines in self._lines.items()}

@@ -51,8 +51,8 @@ class SeenWarnings:
             if "Warning: " in output_line:
                 self._count(worker_rank, output_line)
 
-    def _count(self, worker_rank: int, output_line: str) -> None:
-        warning_match = _WARNING_LINE.search(output_line)
+    def _count(self, rank: int, line: str) -> None:
+        warning_match = _WARNING_LINE.search(line)
         if warning_match is None:
             return
         text = shorten_text(warning_match["text"].strip(), _MOST_CHARS)
@@ -61,4 +61,4 @@ class SeenWarnings:
             return
         warning_count = self.by_text.setdefault(text, WarningCount())
         warning_count.count += 1
-        warning_count.ranks.add(worker_rank)
+        warning_count.ranks.add(rank)

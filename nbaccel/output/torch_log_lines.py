@@ -57,24 +57,24 @@ class LibraryMessages:
             output_lines: Finished lines.
         """
         # First what nearly all lines lack: thousands of lines a second are asked.
-        if not any(line_text[:1] == "[" for line_text in output_lines):
+        if not any(text[:1] == "[" for text in output_lines):
             return output_lines
         other_lines = []
-        for line_text in output_lines:
-            if line_text[:1] == "[" and _IS_HARMLESS.fullmatch(line_text):
-                self._note(worker_rank, line_text)
+        for text in output_lines:
+            if text[:1] == "[" and _IS_HARMLESS.fullmatch(text):
+                self._note(worker_rank, text)
             else:
-                other_lines.append(line_text)
+                other_lines.append(text)
         return other_lines
 
-    def _note(self, worker_rank: int, line_text: str) -> None:
+    def _note(self, rank: int, line_text: str) -> None:
         self.count += 1
         text = line_text[:_MAX_MESSAGE_CHARS]
         message = self._messages.get(text)
         if message is not None:
-            message.ranks.append(worker_rank)
+            message.ranks.append(rank)
         elif len(self._messages) < _MAX_MESSAGES:
-            self._messages[text] = _FoldedMessage([worker_rank], text)
+            self._messages[text] = _FoldedMessage([rank], text)
 
     def lines(self) -> list[str]:
         """`[0-1] text`, each different one once."""

@@ -153,12 +153,12 @@ def outer_bar_of(bars: tuple[BarText, ...]) -> BarText | None:
     return next((bar for bar in bars if BATCH_UNIT not in bar.rate), None)
 
 
-def _clock_seconds(clock_text: str) -> float | None:
+def _clock_seconds(text: str) -> float | None:
     """`1:02:03` in seconds."""
-    if not clock_text or "?" in clock_text:
+    if not text or "?" in text:
         return None
     seconds = 0.0
-    for clock_part in clock_text.split(":"):
+    for clock_part in text.split(":"):
         seconds = 60 * seconds + int(clock_part or 0)
     return seconds
 

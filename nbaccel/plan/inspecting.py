@@ -83,23 +83,23 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             continue
         # Version 2 has one tree for all controllers; hosts may mount both versions.
         if filesystem_fields[0] == "cgroup2":
-            group_path = groups_by_controller.get("")
+            path = groups_by_controller.get("")
         elif filesystem_fields[0] == "cgroup" and controller in filesystem_fields[2].split(","):
-            group_path = groups_by_controller.get(controller)
+            path = groups_by_controller.get(controller)
         else:
             continue
-        if group_path is not None:
+        if path is not None:
             mount_folder = root / mount_fields[4].lstrip("/")
-            yield from _walk_up(mount_folder, _path_below_mount(group_path, mount_fields[3]))
+            yield from _walk_up(mount_folder, _path_below_mount(path, mount_fields[3]))
 
 
 def _process_groups_of_host(root: Path) -> Iterator[tuple[str, str]]:
     """Each controller and the group of this process; version 2 has no controller's name."""
     for group_line in _read_lines(root / "proc/self/cgroup"):
-        _, _, rest_text = group_line.partition(":")
-        controllers, _, group_path = rest_text.partition(":")
+        _, _, text = group_line.partition(":")
+        controllers, _, path = text.partition(":")
         for controller in controllers.split(","):
-            yield controller, group_path
+            yield controller, path
 
 
 def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
@@ -112,10 +112,10 @@ def _path_below_mount(group_path: str, mounted_path: str) -> PurePosixPath:
         return PurePosixPath()
 
 
-def _walk_up(mount_folder: Path, group_path: PurePosixPath) -> Iterator[Path]:
-    yield mount_folder / group_path
-    for parent in group_path.parents:
-        yield mount_folder / parent
+def _walk_up(folder: Path, path: PurePosixPath) -> Iterator[Path]:
+    yield folder / path
+    for parent in path.parents:
+        yield folder / parent
 
 
 def _cgroup_cpu_cores(folder: Path) -> float | None:
@@ -129,10 +129,10 @@ def _cgroup_cpu_cores(folder: Path) -> float | None:
 
 
 def _cgroup_memory_limit(folder: Path) -> int | None:
-    for file_name in ("memory.max", "memory.limit_in_bytes"):
-        limit_text = _read_cgroup(folder / file_name)
-        if limit_text.isdecimal() and int(limit_text) < _NO_LIMIT_BYTES:
-            return int(limit_text)
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        text = _read_cgroup(folder / name)
+        if text.isdecimal() and int(text) < _NO_LIMIT_BYTES:
+            return int(text)
     return None
 
 
@@ -153,8 +153,8 @@ def _droppable_bytes(folder: Path) -> int:
         line.split()[:2] for line in _read_lines(folder / "memory.stat") if " " in line
     )
     # Version 1 has both; the total includes groups below, as the limit does.
-    cache_text = memory_stat.get("total_inactive_file") or memory_stat.get("inactive_file") or "0"
-    return int(cache_text) if cache_text.isdecimal() else 0
+    text = memory_stat.get("total_inactive_file") or memory_stat.get("inactive_file") or "0"
+    return int(text) if text.isdecimal() else 0
 
 
 def _smallest_limit(values: Iterable[_LimitNumber | None]) -> _LimitNumber | None:
@@ -219,9 +219,9 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
         try:
             detected = registry.known_device(row.name).detect(environ)
         except Exception as error:  # code of another package must not prevent every launch
-            error_text = f"{type(error).__name__}: {error}".removesuffix(".")
+            text = f"{type(error).__name__}: {error}".removesuffix(".")
             problems.append(
-                f"device={row.name!r} could not be looked for: {error_text}. It is taken as "
+                f"device={row.name!r} could not be looked for: {text}. It is taken as "
                 "missing. Repair or uninstall the package that adds it."
             )
             continue

@@ -170,14 +170,13 @@ class Inventory:
             ) from error
 
 
-def _read_gpu(gpu_entry: dict[str, Any]) -> Gpu:
-    major, minor = gpu_entry["compute_capability"]
-    return Gpu(**{**gpu_entry, "compute_capability": (major, minor)})
+def _read_gpu(entry: dict[str, Any]) -> Gpu:
+    major, minor = entry["compute_capability"]
+    return Gpu(**{**entry, "compute_capability": (major, minor)})
 
 
-def _read_tpu_host(host_entry: dict[str, Any]) -> TpuHost:
+def _read_tpu_host(entry: dict[str, Any]) -> TpuHost:
     facts: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in host_entry.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
     }
     return TpuHost(**facts)

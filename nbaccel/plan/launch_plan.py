@@ -182,13 +182,11 @@ def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[s
     return "\n".join(table_lines)
 
 
-def _hanging_lines(line_head: str, wrapped_text: str) -> Iterator[str]:
+def _hanging_lines(line_head: str, text: str) -> Iterator[str]:
     """The text beside a head, with its further lines indented to the same column."""
     # Beside a long value a reason still gets a readable width, beyond the line's limit.
     text_width = max(_TABLE_LINE_CHARS - len(line_head), 30)
-    first_line, *other_lines = textwrap.wrap(wrapped_text, text_width, break_long_words=False) or [
-        ""
-    ]
+    first_line, *other_lines = textwrap.wrap(text, text_width, break_long_words=False) or [""]
     yield f"{line_head}{first_line}".rstrip()
     for line in other_lines:
         yield f"{' ' * len(line_head)}{line}"

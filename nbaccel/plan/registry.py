@@ -104,7 +104,7 @@ def device_runtime(device_name: str) -> DeviceRuntime:
     Args:
         device_name: As in its capability row, or as torch calls one that no row names.
     """
-    if any(capability_row.name == device_name for capability_row in DEVICES):
+    if any(row.name == device_name for row in DEVICES):
         return known_device(device_name)
     return UnlistedDevice(device_name)
 
@@ -116,17 +116,17 @@ def known_devices() -> tuple[Device, ...]:
     raises the error.
     """
     loaded_devices = []
-    for capability_row in DEVICES:
+    for row in DEVICES:
         # Another package's module may raise anything, and must not disable the other devices.
         with contextlib.suppress(Exception):
-            loaded_devices.append(known_device(capability_row.name))
+            loaded_devices.append(known_device(row.name))
     return tuple(loaded_devices)
 
 
 def devices() -> tuple[Device, ...]:
     """Of these the ones that workers can compute on."""
-    driven_names = {capability_row.name for capability_row in driven_devices()}
-    return tuple(device for device in known_devices() if device.name in driven_names)
+    names = {row.name for row in driven_devices()}
+    return tuple(device for device in known_devices() if device.name in names)
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
@@ -203,9 +203,7 @@ def precision(
 def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
     """What gives a module its own layers back, of each FP8 library that this process has used."""
     paths = {
-        backend_row.restore: None
-        for backend_row in FP8_BACKENDS
-        if backend_row.restore and backend_row.library in sys.modules
+        row.restore: None for row in FP8_BACKENDS if row.restore and row.library in sys.modules
     }
     return (load_object(path) for path in paths)
 
@@ -256,25 +254,25 @@ def wanted_strategy(said: Said) -> Wanted | None:
     return None
 
 
-def _request_of(capability_row: StrategyRow, said: Said) -> Wanted | None:
+def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
     """What a strategy says itself; any other is requested by its name or settings."""
-    if capability_row.wanted:
-        answer: Wanted | None = load_object(capability_row.wanted)(said)
+    if row.wanted:
+        answer: Wanted | None = load_object(row.wanted)(said)
         return answer
-    settings = next(_settings_among(capability_row, said.handlers), None)
-    source: Source | None = said.source_of_name(capability_row.name)
-    request_text = f"strategy={capability_row.name!r}"
-    if settings is not None and not capability_row.is_default:
+    settings = next(_settings_among(row, said.handlers), None)
+    source: Source | None = said.source_of_name(row.name)
+    text = f"strategy={row.name!r}"
+    if settings is not None and not row.is_default:
         source = "argument"
-        request_text = type(settings).__name__
+        text = type(settings).__name__
     if source is None:
         return None
     return Wanted(
-        strategy=capability_row.name,
+        strategy=row.name,
         source=source,
-        what=request_text,
-        reason=f"{request_text} was given: {capability_row.meaning}",
-        settings=lambda: strategy_settings(capability_row.name, said.handlers),
+        what=text,
+        reason=f"{text} was given: {row.meaning}",
+        settings=lambda: strategy_settings(row.name, said.handlers),
     )
 
 
@@ -295,14 +293,13 @@ def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
     return load_object(capability_row.settings)()
 
 
-def _settings_among(capability_row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
+def _settings_among(row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any]:
     """Found by the names of classes, so that classes without an object here are not imported."""
     for handler in handlers:
         handler_class = type(handler)
         if (
-            capability_row.settings
-            and capability_row.settings
-            == f"{handler_class.__module__}:{handler_class.__qualname__}"
+            row.settings
+            and row.settings == f"{handler_class.__module__}:{handler_class.__qualname__}"
         ):
             yield handler
 
@@ -337,9 +334,9 @@ def enter_worker(device_type: str) -> None:
     Args:
         device_type: Type of the device that it computes on.
     """
-    for capability_row in STRATEGIES:
-        if capability_row.enter:
-            load_object(capability_row.enter)(device_type)
+    for row in STRATEGIES:
+        if row.enter:
+            load_object(row.enter)(device_type)
 
 
 def load_advisor() -> Any:
@@ -351,16 +348,14 @@ def load_advisor() -> Any:
     Raises:
         MissingBackend: No strategy here has an advisor.
     """
-    advisor_path = next(
-        (capability_row.advisor for capability_row in STRATEGIES if capability_row.advisor), ""
-    )
-    if not advisor_path:
+    path = next((row.advisor for row in STRATEGIES if row.advisor), "")
+    if not path:
         raise MissingBackend(
             "advise finds configurations of strategies that have an advisor, and of "
-            f"{', '.join(capability_row.name for capability_row in STRATEGIES)} none has one. "
+            f"{', '.join(row.name for row in STRATEGIES)} none has one. "
             "Nothing can be compared. Install nbaccel with its DeepSpeed backend."
         )
-    return load_object(advisor_path)
+    return load_object(path)
 
 
 def plugin_class(class_name: str) -> Any:
@@ -372,11 +367,7 @@ def plugin_class(class_name: str) -> Any:
     Returns:
         The class; one that says what is missing where no strategy here has it.
     """
-    class_paths = (
-        capability_row.settings
-        for capability_row in STRATEGIES
-        if capability_row.settings.endswith(f":{class_name}")
-    )
+    class_paths = (row.settings for row in STRATEGIES if row.settings.endswith(f":{class_name}"))
     class_path = next(class_paths, "")
     return (
         load_object(class_path)
@@ -387,16 +378,12 @@ def plugin_class(class_name: str) -> Any:
 
 def settings_forms() -> tuple[Any, ...]:
     """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
-    return tuple(
-        load_object(capability_row.form)() for capability_row in STRATEGIES if capability_row.form
-    )
+    return tuple(load_object(row.form)() for row in STRATEGIES if row.form)
 
 
 def shared_memory_modules() -> list[Any]:
     """The modules that know the shared memory which strategies' libraries make in workers."""
-    return [
-        load_object(capability_row.memory) for capability_row in STRATEGIES if capability_row.memory
-    ]
+    return [load_object(row.memory) for row in STRATEGIES if row.memory]
 
 
 # ------------------------------------------------------------------------------- engines
@@ -414,11 +401,11 @@ def engine(engine_name: str) -> Engine:
 
 
 # ------------------------------------------------------------------------------- loading
-def _load_class(class_path: str, contract: type[object]) -> Any:
-    loaded_class = load_object(class_path)
+def _load_class(path: str, contract: type[object]) -> Any:
+    loaded_class = load_object(path)
     if not (isinstance(loaded_class, type) and issubclass(loaded_class, contract)):
         raise InternalError(
-            f"{class_path} is no {contract.__name__}: got {loaded_class!r}. "
+            f"{path} is no {contract.__name__}: got {loaded_class!r}. "
             "The capability row names the wrong thing. Please report this as a bug."
         )
     return loaded_class

@@ -227,21 +227,21 @@ def _check_device(
 ) -> tuple[Choice, ...]:
     """What the device itself decides, refuses and warns of."""
     chosen_device = registry.known_device(str(device.value))
-    if problem_text := chosen_device.launch_problem(found, config, int(count.value)):
-        findings.mistakes.append(problem_text)
+    if text := chosen_device.launch_problem(found, config, int(count.value)):
+        findings.mistakes.append(text)
     findings.warnings.extend(chosen_device.plan_warnings(found, config))
     return tuple(Choice(*decision) for decision in chosen_device.plan_choices(found, config))
 
 
 def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
-    engine_name, reason = chosen_engine(config)
-    if engine_row(engine_name).starts_agents:
-        unavailable_reason = registry.engine(engine_name).unavailable_reason(config)
+    name, reason = chosen_engine(config)
+    if engine_row(name).starts_agents:
+        unavailable_reason = registry.engine(name).unavailable_reason(config)
         if unavailable_reason:
             findings.mistakes.append(unavailable_reason)
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
         _check_added_rendezvous(config.rdzv_backend, findings)
-    return Choice("engine", engine_name, reason)
+    return Choice("engine", name, reason)
 
 
 def _check_added_rendezvous(rdzv_backend: str, findings: _Findings) -> None:
@@ -302,25 +302,21 @@ def _choose_start_method(
 
 def _cannot_choose_gpus(device: Choice) -> bool:
     """Whether this process has begun to use GPUs, and no variable changes which."""
-    device_name = str(device.value)
-    is_accelerator = not device_row(device_name).in_host_memory
-    return is_accelerator and bool(registry.known_device(device_name).hazards())
+    name = str(device.value)
+    is_accelerator = not device_row(name).in_host_memory
+    return is_accelerator and bool(registry.known_device(name).hazards())
 
 
 def _needs_pipes(config: RunConfig) -> str:
     """The setting that has no effect on what this process itself prints."""
-    settings = (
-        setting_name
-        for setting_name in ("log_dir", "shown_output")
-        if getattr(config, setting_name) is not None
-    )
+    settings = (name for name in ("log_dir", "shown_output") if getattr(config, name) is not None)
     return next(settings, "")
 
 
 def _choose_threads(
     config: RunConfig, found: Inventory, count: Choice, findings: _Findings
 ) -> Choice:
-    setting_name = "threads_per_process"
+    name = "threads_per_process"
     num_workers = int(count.value)
     num_cores = found.cpu_cores
     threads = config.threads_per_process
@@ -336,7 +332,7 @@ def _choose_threads(
         if threads is None
         else _AS_REQUESTED
     )
-    return Choice(setting_name, num_threads, reason)
+    return Choice(name, num_threads, reason)
 
 
 def _choose_backend(
@@ -455,29 +451,29 @@ def _choose_precision(
 
 
 def _precision_problem(device: DeviceRow, precision: PrecisionRow, fp8_choice: Fp8Choice) -> str:
-    precision_name = precision.name
-    computing_row = fp8_choice.row or precision
+    name = precision.name
+    row = fp8_choice.row or precision
     if fp8_choice.problem:
         return (
-            f'mixed_precision="{precision_name}" is not available here: {fp8_choice.problem}. '
+            f'mixed_precision="{name}" is not available here: {fp8_choice.problem}. '
             "Training would fail before its first step. Install it, give fp8 another backend, or "
             'give "bf16".'
         )
-    if not computing_row.path:
-        return _unserved_precision(precision_name)
-    if device.precisions and not computes_in(device, computing_row):
-        reason = dict(device.refused).get(precision_name, f"it needs {computing_row.needs}")
+    if not row.path:
+        return _unserved_precision(name)
+    if device.precisions and not computes_in(device, row):
+        reason = dict(device.refused).get(name, f"it needs {row.needs}")
         return (
-            f'mixed_precision="{precision_name}" is not supported on {device.name}: '
+            f'mixed_precision="{name}" is not supported on {device.name}: '
             f"{reason}. Training would fail in its first step. Give "
             f'"{device.precisions[-1]}" or "no", or another device.'
         )
     return ""
 
 
-def _unserved_precision(precision_name: str) -> str:
+def _unserved_precision(name: str) -> str:
     return (
-        f'mixed_precision="{precision_name}" is not supported in this version, which computes '
+        f'mixed_precision="{name}" is not supported in this version, which computes '
         "nothing in it. Training would silently go on in float32. Give "
         '"bf16" or "no".'
     )
@@ -594,10 +590,8 @@ def _refuse_mistakes(findings: _Findings, platform_problem: str) -> None:
 
 
 def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:
-    unit_names = sorted({unit.name for unit in device_units} - {device.noun})
-    return count_noun(len(device_units), device.noun) + (
-        f" ({', '.join(unit_names)})" if unit_names else ""
-    )
+    names = sorted({unit.name for unit in device_units} - {device.noun})
+    return count_noun(len(device_units), device.noun) + (f" ({', '.join(names)})" if names else "")
 
 
 def _describe_gpus(gpus: list[Gpu]) -> str:

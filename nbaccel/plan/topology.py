@@ -205,11 +205,7 @@ class Topology:
         # (containers, VPNs): gloo would then hang in its first connection.
         if self.num_nodes > 1:
             return {}
-        return {
-            variable_name: _LOOPBACK_INTERFACE
-            for variable_name in _INTERFACE_VARIABLES
-            if not environ.get(variable_name)
-        }
+        return {name: _LOOPBACK_INTERFACE for name in _INTERFACE_VARIABLES if not environ.get(name)}
 
 
 def _mistakes(topology: Topology) -> tuple[str, ...]:

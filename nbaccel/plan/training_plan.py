@@ -112,11 +112,11 @@ class TrainingPlan:
     def headline(self) -> str:
         """The plan in one line."""
         row = strategy_row(self.strategy)
-        precision_text = "float32" if self.mixed_precision == "no" else self.mixed_precision
+        text = "float32" if self.mixed_precision == "no" else self.mixed_precision
         headline_parts = [
             row.headline or row.name,
             f"on {self.device.upper()}",
-            precision_text,
+            text,
         ]
         if self.num_processes > 1:
             headline_parts.insert(1, f"{self.num_processes} processes")
@@ -185,22 +185,22 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     )
 
 
-def _strategy_choice(requested_strategy: Wanted | None, found: ProcessFacts) -> Choice:
-    if requested_strategy is not None and _takes_effect(requested_strategy, found):
-        row = strategy_row(requested_strategy.strategy)
-        if count_problem := unfit_count(row, requested_strategy.what, found.world_size):
+def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
+    if strategy is not None and _takes_effect(strategy, found):
+        row = strategy_row(strategy.strategy)
+        if count_problem := unfit_count(row, strategy.what, found.world_size):
             raise ConfigError(count_problem)
-        return Choice("strategy", row.name, requested_strategy.reason)
-    process_word = "one" if found.world_size == 1 else "several"
+        return Choice("strategy", row.name, strategy.reason)
+    word = "one" if found.world_size == 1 else "several"
     row = next(
         default_row
         for default_row in STRATEGIES
         if default_row.is_default
-        and default_row.processes == process_word
+        and default_row.processes == word
         and strategy_fits(default_row, device_row(found.device))
     )
-    default_reason = row.default_reason.format(world_size=found.world_size)
-    return Choice("strategy", row.name, default_reason)
+    reason = row.default_reason.format(world_size=found.world_size)
+    return Choice("strategy", row.name, reason)
 
 
 def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
@@ -224,15 +224,15 @@ def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
     )
 
 
-def _takes_effect(requested_strategy: Wanted, found: ProcessFacts) -> bool:
+def _takes_effect(strategy: Wanted, found: ProcessFacts) -> bool:
     # A strategy that shards needs a group, which a process without a launcher cannot make.
-    return found.can_join or not strategy_row(requested_strategy.strategy).needs_group
+    return found.can_join or not strategy_row(strategy.strategy).needs_group
 
 
-def _effect_warnings(requested_strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:
-    if requested_strategy is not None and not _takes_effect(requested_strategy, found):
+def _effect_warnings(strategy: Wanted | None, found: ProcessFacts) -> Iterator[str]:
+    if strategy is not None and not _takes_effect(strategy, found):
         yield (
-            f"{requested_strategy.what} has no effect: this process was started without a "
+            f"{strategy.what} has no effect: this process was started without a "
             "launcher, so models are trained whole. Use notebook_launcher or torchrun to shard "
             "them."
         )
@@ -260,13 +260,13 @@ def _precision_reason(asked: TrainingRequest) -> str:
     return _source_text(asked.precision_source, "float32, as nothing was asked")
 
 
-def _source_text(value_source: Source, default_text: str) -> str:
+def _source_text(source: Source, default_text: str) -> str:
     return {
         "argument": "asked for",
         "config": "from the configuration",
         "environment": "from the environment (the launcher's request)",
         "default": default_text,
-    }[value_source]
+    }[source]
 
 
 def _fp8_choice(asked: TrainingRequest, found: ProcessFacts) -> Fp8Choice:
@@ -333,17 +333,17 @@ def _backend_text(fp8: Fp8Choice) -> str:
 
 def _refuse_device(
     precision: PrecisionRow,
-    computing_row: PrecisionRow | Fp8Row,
+    row: PrecisionRow | Fp8Row,
     device: DeviceRow,
     found: ProcessFacts,
 ) -> None:
-    is_too_old = (found.compute_capability or _NEWEST) < computing_row.refused_below
-    if computes_in(device, computing_row) and not is_too_old:
+    is_too_old = (found.compute_capability or _NEWEST) < row.refused_below
+    if computes_in(device, row) and not is_too_old:
         return
-    reason = dict(device.refused).get(precision.name, f"it needs {computing_row.needs}")
+    reason = dict(device.refused).get(precision.name, f"it needs {row.needs}")
     remedy = (
         'Give fp8={"backend": "native"}, which emulates it, or "bf16".'
-        if isinstance(computing_row, Fp8Row)
+        if isinstance(row, Fp8Row)
         else 'Give "bf16" or "no".'
     )
     raise ConfigError(

@@ -191,29 +191,27 @@ def _has_short_tensors(tree: Any) -> bool:
     if isinstance(tree, torch.Tensor):
         return tree.dtype in _SHORT_DTYPES
     if isinstance(tree, Mapping):
-        return any(_has_short_tensors(tree_item) for tree_item in tree.values())
+        return any(_has_short_tensors(item) for item in tree.values())
     if isinstance(tree, (list, tuple)):
-        return any(_has_short_tensors(tree_item) for tree_item in tree)
+        return any(_has_short_tensors(item) for item in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return any(
-            _has_short_tensors(getattr(tree, field_name)) for field_name in _set_fields(tree)
-        )
+        return any(_has_short_tensors(getattr(tree, name)) for name in _set_fields(tree))
     return False
 
 
 def _cast_mapping(tree: Mapping[Any, Any]) -> Any:
-    cast_items = {item_key: as_float32(item_value) for item_key, item_value in tree.items()}
+    items = {key: as_float32(value) for key, value in tree.items()}
     if type(tree) is dict:
-        return cast_items
+        return items
     mapping_type: Callable[..., Any] = type(tree)
     if hasattr(tree, "__dataclass_fields__"):  # outputs of transformers
-        return mapping_type(**cast_items)
+        return mapping_type(**items)
     if not isinstance(tree, MutableMapping):
-        return mapping_type(cast_items)
+        return mapping_type(items)
     # A copy keeps what a new one would lose, such as `default_factory`.
     mapping_copy = copy.copy(tree)
-    for item_key, item_value in cast_items.items():
-        mapping_copy[item_key] = item_value
+    for key, value in items.items():
+        mapping_copy[key] = value
     return mapping_copy
 
 
@@ -226,9 +224,9 @@ def _cast_sequence(tree: list[Any] | tuple[Any, ...]) -> Any:
 
 def _cast_dataclass(tree: Any) -> Any:
     dataclass_copy = copy.copy(tree)
-    for field_name in _set_fields(tree):
+    for name in _set_fields(tree):
         # Frozen dataclasses refuse a plain assignment.
-        object.__setattr__(dataclass_copy, field_name, as_float32(getattr(tree, field_name)))
+        object.__setattr__(dataclass_copy, name, as_float32(getattr(tree, name)))
     return dataclass_copy
 
 

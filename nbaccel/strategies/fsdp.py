@@ -255,8 +255,8 @@ class FsdpStrategy(Strategy):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
-        state_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(model, options=state_options)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(model, options=options)
         # Gathering is a collective, so every process has called it; only process 0 keeps the
         # result.
         if not self.place.is_main:
@@ -267,11 +267,8 @@ class FsdpStrategy(Strategy):
             first_name = first_name_by_id.setdefault(id(parameter), tensor_name)
             if tensor_name in state and first_name in state:
                 state[tensor_name] = state[first_name]
-        whole_by_id = {id(tensor_value): _whole(tensor_value) for tensor_value in state.values()}
-        return {
-            tensor_name: whole_by_id[id(tensor_value)]
-            for tensor_name, tensor_value in state.items()
-        }
+        whole_by_id = {id(value): _whole(value) for value in state.values()}
+        return {tensor_name: whole_by_id[id(value)] for tensor_name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
         """See :meth:`Strategy.load_model_state`.
@@ -383,7 +380,7 @@ def _precision_policies(
         return policy, policy
     if isinstance(policy, Mapping):
         shared_policy = MixedPrecisionPolicy(
-            **{field_name: _policy_dtype(field_value) for field_name, field_value in policy.items()}
+            **{name: _policy_dtype(value) for name, value in policy.items()}
         )
         return shared_policy, shared_policy
     compute_dtype = dtype if policy is None else _policy_dtype(policy)
@@ -397,14 +394,14 @@ def _precision_policies(
 def _policy_dtype(dtype: Any) -> Any:
     if not isinstance(dtype, str):
         return dtype
-    dtype_name = dtype.removeprefix("torch.")
-    if dtype_name not in _DTYPES_BY_NAME:
+    name = dtype.removeprefix("torch.")
+    if name not in _DTYPES_BY_NAME:
         raise ConfigError(
             f"mixed_precision_policy names {dtype!r}, which is no format that layers "
             f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
             "torch.distributed.fsdp.MixedPrecisionPolicy."
         )
-    return _DTYPES_BY_NAME[dtype_name]
+    return _DTYPES_BY_NAME[name]
 
 
 def _refuse_old_torch(device: torch.device) -> None:
@@ -417,10 +414,10 @@ def _refuse_old_torch(device: torch.device) -> None:
 
 
 def _refuse_meta_tensors(model: nn.Module) -> None:
-    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
-                f"{type(model).__name__}.{tensor_name} is on the meta device: it has no values "
+                f"{type(model).__name__}.{name} is on the meta device: it has no values "
                 "to shard. Load the weights first: load_checkpoint_in_model(model, path) maps "
                 "them, and each process reads its own shard. (Workers share one copy of a model "
                 "that is passed to the launch.)"

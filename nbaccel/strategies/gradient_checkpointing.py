@@ -72,5 +72,5 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 def _enabling_method(model: Any) -> Any:
-    methods = (getattr(model, method_name, None) for method_name in _ENABLING_METHODS)
+    methods = (getattr(model, name, None) for name in _ENABLING_METHODS)
     return next((method for method in methods if callable(method)), None)

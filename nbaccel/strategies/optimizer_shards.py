@@ -68,31 +68,31 @@ def _new_parameter(old_parameter: torch.Tensor, became: WeakTensorKeyDictionary)
     return new_parameter
 
 
-def _disable_mixed_foreach(param_group: dict[str, Any]) -> None:
+def _disable_mixed_foreach(group: dict[str, Any]) -> None:
     # torch's foreach kernels take sharded tensors, or plain ones, never both in one list.
-    is_sharded_values = {isinstance(parameter, DTensor) for parameter in param_group["params"]}
+    is_sharded_values = {isinstance(parameter, DTensor) for parameter in group["params"]}
     # None leaves the choice to torch; a choice of the user's is kept.
-    if len(is_sharded_values) > 1 and param_group.get("foreach", False) is None:
-        param_group["foreach"] = False
+    if len(is_sharded_values) > 1 and group.get("foreach", False) is None:
+        group["foreach"] = False
 
 
 def _shard_state(
-    state_name: str,
-    state_value: torch.Tensor,
+    name: str,
+    value: torch.Tensor,
     old_parameter: torch.Tensor,
     new_parameter: torch.Tensor,
 ) -> torch.Tensor:
     # Such as Adam's step: the same on every process.
-    if state_value.dim() == 0:
-        return state_value
-    if state_value.shape != old_parameter.shape:
+    if value.dim() == 0:
+        return value
+    if value.shape != old_parameter.shape:
         raise ConfigError(
-            f"The optimizer already holds {state_name!r} of shape {tuple(state_value.shape)} for "
+            f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for "
             f"a parameter of shape {tuple(old_parameter.shape)}: it is unknown which part of it "
             "belongs to which shard. Call prepare before the first step, or load its state after "
             "prepare."
         )
-    return place_like(state_value, new_parameter)
+    return place_like(value, new_parameter)
 
 
 def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -153,11 +153,11 @@ def gather_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any
     """
     optimizer_state = optimizer.state_dict()
     whole_state = {
-        parameter_number: {
-            state_name: _whole_value(state_value, keep=keep)
-            for state_name, state_value in parameter_state.items()
+        number: {
+            name: _whole_value(state_value, keep=keep)
+            for name, state_value in parameter_state.items()
         }
-        for parameter_number, parameter_state in optimizer_state["state"].items()
+        for number, parameter_state in optimizer_state["state"].items()
     }
     return {**optimizer_state, "state": whole_state} if keep else {}
 
@@ -218,32 +218,28 @@ def _outline_state(optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
     """The state with shape and dtype in place of each tensor worth sending on its own."""
     # A tensor on `meta` pickles as shape and dtype alone, which is all that the others need.
     outlined_state = {
-        parameter_number: {
-            state_name: state_value.to("meta")
-            if isinstance(state_value, torch.Tensor) and state_value.dim()
-            else state_value
-            for state_name, state_value in parameter_state.items()
+        number: {
+            name: value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value
+            for name, value in parameter_state.items()
         }
-        for parameter_number, parameter_state in optimizer_state["state"].items()
+        for number, parameter_state in optimizer_state["state"].items()
     }
     return {**optimizer_state, "state": outlined_state}
 
 
 def _placed_value(
     outlined_value: Any,
-    optimizer_state: Mapping[str, Any],
-    state_key: tuple[Any, str],
+    state: Mapping[str, Any],
+    key: tuple[Any, str],
     parameter: torch.Tensor,
     *,
     source: bool,
 ) -> Any:
     if not isinstance(outlined_value, torch.Tensor) or not outlined_value.is_meta:
         return outlined_value
-    parameter_number, state_name = state_key
+    number, name = key
     return place_like(
-        optimizer_state["state"][parameter_number][state_name]
-        if source
-        else _empty_like_outline(outlined_value),
+        state["state"][number][name] if source else _empty_like_outline(outlined_value),
         parameter,
     )
 

@@ -160,9 +160,9 @@ def _take_weights_of_first(model: nn.Module) -> None:
             # The usual case: all of them took the notebook's model.
             if all(digests.get(name) == first_digests[name] for digests in digests_by_rank):
                 continue
-            on_host = tensor.cpu().contiguous()
-            dist.broadcast(on_host, 0)
-            tensor.copy_(on_host.to(tensor.device))
+            host = tensor.cpu().contiguous()
+            dist.broadcast(host, 0)
+            tensor.copy_(host.to(tensor.device))
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,5 +173,5 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _digest(tensor: torch.Tensor) -> str:
     import xxhash
 
-    on_host = tensor.detach().cpu().contiguous()
-    return xxhash.xxh3_128_hexdigest(on_host.reshape(-1).view(torch.uint8).numpy().data)
+    host = tensor.detach().cpu().contiguous()
+    return xxhash.xxh3_128_hexdigest(host.reshape(-1).view(torch.uint8).numpy().data)

@@ -117,8 +117,8 @@ class _NoteUnpickler(pickle.Unpickler):
         fields = self._fields(self.load(), "Metadata")
         return Metadata(
             state_dict_metadata={
-                _exact(entry_key, str): self._entry(entry_note)
-                for entry_key, entry_note in _exact(fields["state_dict_metadata"], dict).items()
+                _exact(key, str): self._entry(entry_note)
+                for key, entry_note in _exact(fields["state_dict_metadata"], dict).items()
             },
             storage_data={
                 self._index(index_note): self._place(place_note)
@@ -165,12 +165,12 @@ class _NoteUnpickler(pickle.Unpickler):
     def _place(self, note: Any) -> _StoredPlace:
         fields = self._fields(note, "_StorageInfo")
         descriptors = fields.get("transform_descriptors") or ()
-        file_name = _exact(fields["relative_path"], str)
+        name = _exact(fields["relative_path"], str)
         # A crafted file could otherwise make this process open files anywhere.
-        if Path(file_name).name != file_name:
-            raise pickle.UnpicklingError(f"{file_name!r} is not in the folder, as shards are")
+        if Path(name).name != name:
+            raise pickle.UnpicklingError(f"{name!r} is not in the folder, as shards are")
         return _StoredPlace(
-            relative_path=file_name,
+            relative_path=name,
             offset=_exact(fields["offset"], int),
             length=_exact(fields["length"], int),
             transform_descriptors=tuple(_exact(descriptor, str) for descriptor in descriptors),
@@ -262,8 +262,8 @@ class _PlainPlanner(DefaultLoadPlanner):
         try:
             torch.save(plain_object(value), plain_stream)
         except ValueError as error:
-            entry_name = read_item.storage_index.fqn
-            raise CheckpointDamaged(f"{self._folder} holds {error} as {entry_name}") from error
+            name = read_item.storage_index.fqn
+            raise CheckpointDamaged(f"{self._folder} holds {error} as {name}") from error
         plain_stream.seek(0)
         # torch's own method puts the object in its place, and unpickles what was just written.
         super().load_bytes(read_item, plain_stream)

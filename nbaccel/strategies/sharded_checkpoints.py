@@ -108,11 +108,11 @@ def _problems_of_file(
     if not path.is_file():
         yield "is missing"
     else:
-        file_size = path.stat().st_size
+        size = path.stat().st_size
         last_byte = max(offset + length for _, offset, length, _ in entries)
-        if file_size < last_byte:
+        if size < last_byte:
             ends = f"its shards end at byte {last_byte:,}"
-            yield f"has {file_size:,} bytes, and {ends}: it is truncated"
+            yield f"has {size:,} bytes, and {ends}: it is truncated"
             return
         with path.open("rb") as file:
             for _, offset, length, entry_name in entries:
@@ -121,18 +121,18 @@ def _problems_of_file(
                 )
 
 
-def _entry_problem(file: IO[bytes], offset: int, length: int, plain_name: str) -> Iterator[str]:
+def _entry_problem(file: IO[bytes], offset: int, length: int, name: str) -> Iterator[str]:
     entry_window = io.BufferedReader(Window(file, offset, length))
-    problem_text = archive_problem(entry_window, length)
-    if problem_text:
-        yield f"{problem_text} (at byte {offset:,})"
-    elif plain_name:
+    text = archive_problem(entry_window, length)
+    if text:
+        yield f"{text} (at byte {offset:,})"
+    elif name:
         entry_window.seek(0)
         # Only tried, so that all processes know it before anything is loaded.
         try:
             plain_object(entry_window)
         except ValueError as error:
-            yield f"holds {error} as {plain_name}"
+            yield f"holds {error} as {name}"
 
 
 _MODEL_PREFIX = "model."
@@ -213,8 +213,8 @@ class _PartPlanner(DefaultSavePlanner):
             planned.update(item.index for item in new_items)
             plans.append(dataclasses.replace(process_plan, items=new_items))
         self.global_plan, metadata = create_default_global_save_plan(plans)
-        name_mappings = dict(ChainMap(*(plan.planner_data for plan in self.global_plan)))
-        self.metadata = dataclasses.replace(metadata, planner_data=name_mappings)
+        mappings = dict(ChainMap(*(plan.planner_data for plan in self.global_plan)))
+        self.metadata = dataclasses.replace(metadata, planner_data=mappings)
         return self.global_plan, self.metadata
 
 
@@ -222,9 +222,7 @@ def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
     """The model's tensors, sharded as they are, without some of them."""
     # torch's function gives names without the prefixes of wrappers.
     return {
-        tensor_name: tensor_value
-        for tensor_name, tensor_value in get_model_state_dict(model).items()
-        if tensor_name not in left_out
+        name: value for name, value in get_model_state_dict(model).items() if name not in left_out
     }
 
 
@@ -324,19 +322,19 @@ def check_shards(
 def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: Metadata) -> None:
     """Refuse a host's part that lacks what this process is to read; DCP would leave it as it is."""
     slots = {
-        f"{_MODEL_PREFIX}{tensor_name}": tensor_value
-        for tensor_name, tensor_value in model_tensors.items()
-        if isinstance(tensor_value, torch.Tensor)
+        f"{_MODEL_PREFIX}{name}": value
+        for name, value in model_tensors.items()
+        if isinstance(value, torch.Tensor)
     }
     num_found: Counter[str] = Counter()
-    for read_item in create_default_local_load_plan(slots, metadata).items:
-        num_found[read_item.dest_index.fqn] += math.prod(read_item.lengths)
-    for entry_key, tensor in slots.items():
+    for item in create_default_local_load_plan(slots, metadata).items:
+        num_found[item.dest_index.fqn] += math.prod(item.lengths)
+    for key, tensor in slots.items():
         shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if num_found[entry_key] != shard.numel():
+        if num_found[key] != shard.numel():
             raise ConfigError(
-                f"{folder} has {num_found[entry_key]} of the {shard.numel()} elements of "
-                f"{entry_key.removeprefix(_MODEL_PREFIX)} that process {dist.get_rank()} holds: "
+                f"{folder} has {num_found[key]} of the {shard.numel()} elements of "
+                f"{key.removeprefix(_MODEL_PREFIX)} that process {dist.get_rank()} holds: "
                 "the other shards are on other hosts' disks. Nothing has been loaded. Shard the "
                 "model over the same processes as when it was saved, or load another checkpoint."
             )
@@ -347,22 +345,22 @@ def _check_optimizer(
 ) -> None:
     _check_has_optimizer(folder, stored_metadata)
     parameters = optimizer_shards.numbered_parameters(optimizer)
-    parameter_numbers = {
-        int(entry_key.removeprefix(_STATE_PREFIX).partition(".")[0])
-        for entry_key in stored_metadata
-        if entry_key.startswith(_STATE_PREFIX)
+    numbers = {
+        int(key.removeprefix(_STATE_PREFIX).partition(".")[0])
+        for key in stored_metadata
+        if key.startswith(_STATE_PREFIX)
     }
     # Parameters that have not stepped have no state, so the numbers need not be complete.
-    if max(parameter_numbers, default=-1) >= len(parameters):
+    if max(numbers, default=-1) >= len(parameters):
         raise ConfigError(
-            f"{folder} has the state of an optimizer of at least {max(parameter_numbers) + 1} "
+            f"{folder} has the state of an optimizer of at least {max(numbers) + 1} "
             f"parameters, and this one has {len(parameters)}. Nothing has been loaded. Build the "
             "optimizer as when it was saved."
         )
 
 
 def _check_has_optimizer(folder: Path, stored_metadata: Mapping[str, Any]) -> None:
-    if not any(entry_key.startswith(_GROUPS_PREFIX) for entry_key in stored_metadata):
+    if not any(key.startswith(_GROUPS_PREFIX) for key in stored_metadata):
         raise ConfigError(
             f"{folder} has no optimizer in it: it holds {len(stored_metadata)} entries of a "
             "model. Training would continue with a new optimizer. Load it "
@@ -372,18 +370,18 @@ def _check_has_optimizer(folder: Path, stored_metadata: Mapping[str, Any]) -> No
 
 def _flatten_entries(key_prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        f"{key_prefix}{entry_number}.{value_name}": entry_value
-        for entry_number, entry in entries.items()
-        for value_name, entry_value in entry.items()
+        f"{key_prefix}{number}.{name}": value
+        for number, entry in entries.items()
+        for name, value in entry.items()
     }
 
 
 def _nest_entries(key_prefix: str, flat_content: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     entries: dict[int, dict[str, Any]] = {}
-    for entry_key, entry_value in flat_content.items():
-        if entry_key.startswith(key_prefix):
-            entry_number, _, value_name = entry_key.removeprefix(key_prefix).partition(".")
-            entries.setdefault(int(entry_number), {})[value_name] = entry_value
+    for key, value in flat_content.items():
+        if key.startswith(key_prefix):
+            number, _, name = key.removeprefix(key_prefix).partition(".")
+            entries.setdefault(int(number), {})[name] = value
     return entries
 
 
@@ -393,18 +391,16 @@ def _optimizer_slots(optimizer: Optimizer, folder: Path, metadata: Metadata) -> 
     _check_has_optimizer(folder, stored_metadata)
     parameters = optimizer_shards.numbered_parameters(optimizer)
     read_slots: dict[str, Any] = {}
-    for entry_key, entry_metadata in stored_metadata.items():
-        if entry_key.startswith(_GROUPS_PREFIX):
-            read_slots[entry_key] = _zeros_like_stored(entry_metadata)
-        elif entry_key.startswith(_STATE_PREFIX):
-            parameter_number = int(entry_key.removeprefix(_STATE_PREFIX).partition(".")[0])
+    for key, entry_metadata in stored_metadata.items():
+        if key.startswith(_GROUPS_PREFIX):
+            read_slots[key] = _zeros_like_stored(entry_metadata)
+        elif key.startswith(_STATE_PREFIX):
+            number = int(key.removeprefix(_STATE_PREFIX).partition(".")[0])
             empty_tensor = _zeros_like_stored(entry_metadata)
             # 0-d state, such as Adam's step, is the same on every process and stays whole.
             if empty_tensor is not None and empty_tensor.dim():
-                empty_tensor = optimizer_shards.place_like(
-                    empty_tensor, parameters[parameter_number]
-                )
-            read_slots[entry_key] = empty_tensor
+                empty_tensor = optimizer_shards.place_like(empty_tensor, parameters[number])
+            read_slots[key] = empty_tensor
     return read_slots
 
 

@@ -32,8 +32,8 @@ class Entry(NamedTuple):
     @classmethod
     def from_json(cls, values: list[Any]) -> Entry:
         """What `as_json` has made."""
-        call_number, call_text, place_text = values
-        return cls(call_number, call_text.encode(), place_text.encode())
+        number, call_text, place_text = values
+        return cls(number, call_text.encode(), place_text.encode())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +61,8 @@ class AnnouncedCall:
         """Name and line of code."""
         if self.call_number < 0:
             return "not seen in any collective of nbaccel yet"
-        code_line = frames.source_line(self.frame)
-        return f"{self.collective_name}, {frames.place(self.frame)}" + (
-            f": {code_line}" if code_line else ""
-        )
+        line = frames.source_line(self.frame)
+        return f"{self.collective_name}, {frames.place(self.frame)}" + (f": {line}" if line else "")
 
 
 def encode_call(collective_name: str, detail: Any) -> bytes:
@@ -90,12 +88,12 @@ def describe_detail(detail: Any) -> str:
 
 def user_place() -> bytes:
     """File, line and function of the innermost code that is not in a library, as JSON."""
-    python_frame = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
+    frame = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
     # The outermost frame is not tested: it is the answer where all code is in libraries.
-    while python_frame.f_back is not None and _is_library(python_frame.f_code.co_filename):
-        python_frame = python_frame.f_back
-    code = python_frame.f_code
-    return _encode_place(code.co_filename, python_frame.f_lineno, code.co_name)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    code = frame.f_code
+    return _encode_place(code.co_filename, frame.f_lineno, code.co_name)
 
 
 # Both are asked for the same few places again and again.

@@ -252,30 +252,26 @@ class _Wait:
         )
 
     def _describe_missing(self, waited_s: float) -> str:
-        call_number = self._own_entry.call_number
-        entries = self._exchange.known_entries(call_number)
-        missing_ranks = [
-            rank for rank, entry in enumerate(entries) if entry.call_number != call_number
-        ]
-        message_lines = [
+        number = self._own_entry.call_number
+        entries = self._exchange.known_entries(number)
+        missing_ranks = [rank for rank, entry in enumerate(entries) if entry.call_number != number]
+        lines = [
             f"process {self._rank} has waited {format_seconds(waited_s)} in "
             f"{AnnouncedCall.of(self._own_entry).describe()}.",
             f"{len(missing_ranks)} of {len(entries)} processes did not come:",
         ]
-        message_lines += [
-            f"  process {rank}: {_last_seen(entries[rank])}" for rank in missing_ranks
-        ]
-        message_lines.append(
+        lines += [f"  process {rank}: {_last_seen(entries[rank])}" for rank in missing_ranks]
+        lines.append(
             "A collective must be called by all processes, equally often. Look for an `if` or a "
             "`break` that only some of them take, or a process that is merely slow (then give "
             "InitProcessGroupKwargs(timeout=...))."
         )
-        return "\n".join(message_lines)
+        return "\n".join(lines)
 
 
 def _last_seen(entry: Entry) -> str:
-    seen_prefix = "last seen in " if entry.call_number >= 0 else ""
-    return seen_prefix + AnnouncedCall.of(entry).describe()
+    prefix = "last seen in " if entry.call_number >= 0 else ""
+    return prefix + AnnouncedCall.of(entry).describe()
 
 
 def _check_names(entries: Sequence[Entry]) -> None:

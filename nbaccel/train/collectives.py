@@ -336,8 +336,8 @@ class Collectives:
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
-        plain_tensors = [leaf for leaf in leaves(tree) if not _is_nested(leaf)]
-        padded = iter(self.pad_across_processes(plain_tensors, *settings))
+        tensors = [leaf for leaf in leaves(tree) if not _is_nested(leaf)]
+        padded = iter(self.pad_across_processes(tensors, *settings))
         return map_leaves(lambda leaf: leaf if _is_nested(leaf) else next(padded), tree)
 
 
@@ -363,17 +363,17 @@ def _pad_tensor(
     tensor: torch.Tensor,
     shapes_by_rank: tuple[list[int], ...],
     dim: int,
-    pad_value: float,
+    value: float,
     pad_first: bool,
 ) -> torch.Tensor:
     if not -tensor.dim() <= dim < tensor.dim():
         return tensor
-    missing_rows = max(shape[dim] for shape in shapes_by_rank) - tensor.shape[dim]
-    if missing_rows == 0:
+    rows = max(shape[dim] for shape in shapes_by_rank) - tensor.shape[dim]
+    if rows == 0:
         return tensor
     pad_widths = [0, 0] * (tensor.dim() - dim % tensor.dim())
-    pad_widths[-2 if pad_first else -1] = missing_rows  # `pad` counts dimensions from the last
-    return functional.pad(tensor, pad_widths, value=pad_value)
+    pad_widths[-2 if pad_first else -1] = rows  # `pad` counts dimensions from the last
+    return functional.pad(tensor, pad_widths, value=value)
 
 
 def _tensor_signature(tree: Any, collective_name: str) -> list[Any]:

@@ -160,20 +160,20 @@ class DispatchLoader(PreparedLoader):
         place = self.settings.place
         return self.slice_fn(batch, rows, process_index=place.rank, num_processes=place.world_size)
 
-    def _joined_batches(self, batch_source: Iterator[Any]) -> Iterator[Any]:
+    def _joined_batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """On process 0: the batches of all processes together."""
         batches_per_round = 1 if self.settings.split_batches else self.settings.place.world_size
-        while round_batches := list(itertools.islice(batch_source, batches_per_round)):
+        while round_batches := list(itertools.islice(source, batches_per_round)):
             if len(round_batches) < batches_per_round and self.settings.drop_last:
                 return
             if self.slice_fn is None:
                 _check_divisible_leaves(round_batches)
             yield _join_batches(round_batches)
 
-    def _exchange_round(self, batch_source: Iterator[Any]) -> Any:
+    def _exchange_round(self, source: Iterator[Any]) -> Any:
         """The next round's batch, on every process; None at the end."""
         settings = self.settings
-        batch, announcement, read_error = _announce_round(batch_source)
+        batch, announcement, read_error = _announce_round(source)
         announcement = settings.collectives.broadcast_object(announcement)
         if announcement.error_text:
             # Process 0 raises the exception itself, with its traceback; the others have only its
@@ -194,16 +194,16 @@ class DispatchLoader(PreparedLoader):
 
 
 def _announce_round(
-    batch_source: Iterator[Any],
+    source: Iterator[Any],
 ) -> tuple[Any, _RoundAnnouncement, Exception | None]:
     """A batch of all processes, its announcement, and the error if reading failed."""
     try:
-        batch = next(batch_source, None)
+        batch = next(source, None)
     except Exception as error:  # of any kind: the others wait for an announcement
-        error_text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
         return (
             None,
-            _RoundAnnouncement(error_text=error_text, is_mistake=isinstance(error, ConfigError)),
+            _RoundAnnouncement(error_text=text, is_mistake=isinstance(error, ConfigError)),
             error,
         )
     if batch is None:
@@ -258,18 +258,18 @@ def _uneven_batch_error(num_rows: int, num_processes: int) -> ConfigError:
     )
 
 
-def _check_divisible_leaves(round_batches: list[Any]) -> None:
+def _check_divisible_leaves(batches: list[Any]) -> None:
     """Refuse leaves that cannot be cut into rows: every process would get all of them."""
-    first_leaves, *other_leaves = [list(leaves(batch)) for batch in round_batches]
+    first_leaves, *other_leaves = [list(leaves(batch)) for batch in batches]
     constant_types = (bool, int, float, type(None))
     indivisible = [
         leaf
-        for leaf_index, leaf in enumerate(first_leaves)
+        for index, leaf in enumerate(first_leaves)
         if not isinstance(leaf, torch.Tensor)
         # A value that is equal in all batches belongs to no sample: every process may have it.
         and not (
             isinstance(leaf, constant_types)
-            and all(leaf == batch_leaves[leaf_index] for batch_leaves in other_leaves)
+            and all(leaf == batch_leaves[index] for batch_leaves in other_leaves)
         )
     ]
     if indivisible:

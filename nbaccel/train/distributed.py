@@ -160,16 +160,16 @@ def name_device(*, cpu: bool = False) -> str:
         What the launcher or ``ACCELERATE_TORCH_DEVICE`` says, else the first device that is there
         and has been run before, else the CPU.
     """
-    host_row = driven_devices()[0]
+    row = driven_devices()[0]
     if wants_cpu(cpu):
-        return host_row.name
-    if device_variable := (env.read(DEVICE_VARIABLE, "") or "").strip():
-        return _check_device_name(device_variable)
+        return row.name
+    if variable := (env.read(DEVICE_VARIABLE, "") or "").strip():
+        return _check_device_name(variable)
     if (asked_device := _asked_device()) is not None:
         return _row_of(asked_device)
     # The first device is the host, which is what remains if none of the others is ready.
     ready_devices = (device.name for device in registry.devices()[1:] if _is_device_ready(device))
-    return next(ready_devices, host_row.name)
+    return next(ready_devices, row.name)
 
 
 def _is_device_ready(device: Device) -> bool:
@@ -179,28 +179,28 @@ def _is_device_ready(device: Device) -> bool:
 
 def _asked_device() -> torch.device | None:
     """What ``ACCELERATE_TORCH_DEVICE`` names, with its number, if it has one."""
-    device_text = (env.read(_TORCH_DEVICE_VARIABLE, "") or "").strip()
-    if not device_text:
+    text = (env.read(_TORCH_DEVICE_VARIABLE, "") or "").strip()
+    if not text:
         return None
     try:
-        return torch.device(device_text)
+        return torch.device(text)
     except RuntimeError as error:
         raise ConfigError(
-            f"Environment variable {_TORCH_DEVICE_VARIABLE}={device_text!r} names no device of "
+            f"Environment variable {_TORCH_DEVICE_VARIABLE}={text!r} names no device of "
             "torch: nothing could be computed on it. Give one such as 'cuda:1' or 'cpu', or unset "
             "it."
         ) from error
 
 
 def _row_of(asked_device: torch.device) -> str:
-    row_names = [device.name for device in registry.devices() if device.kind == asked_device.type]
-    if not row_names:
+    names = [device.name for device in registry.devices() if device.kind == asked_device.type]
+    if not names:
         raise ConfigError(
             f"Environment variable {_TORCH_DEVICE_VARIABLE}={str(asked_device)!r} names a device "
             "that nbaccel does not know: it could not be set up. Unset it, or install the package "
             "that brings the device."
         )
-    return row_names[0]
+    return names[0]
 
 
 def _check_device_name(name: str) -> str:
@@ -237,15 +237,15 @@ def _process_numbers() -> dict[str, int]:
     }
 
 
-def _environment_number(variable_name: str, default: int) -> int:
-    variable_text = env.read(variable_name, "") or ""
-    if not variable_text.strip():
+def _environment_number(name: str, default: int) -> int:
+    text = env.read(name, "") or ""
+    if not text.strip():
         return default
     try:
-        return int(variable_text)
+        return int(text)
     except ValueError:
         raise ConfigError(
-            f"Environment variable {variable_name} must be a whole number: got {variable_text!r}. "
+            f"Environment variable {name} must be a whole number: got {text!r}. "
             "It tells a process its place among the others. Unset it, or start the processes with "
             "a launcher, which sets it."
         ) from None
@@ -258,15 +258,11 @@ def _check_process_numbers(group_numbers: dict[str, int]) -> None:
             "The processes could not connect to each other. Set both, or none to train in this "
             "process alone."
         )
-    missing_variables = [
-        variable_name
-        for variable_name in ("MASTER_ADDR", "MASTER_PORT")
-        if not env.read(variable_name)
-    ]
-    if group_numbers["world_size"] > 1 and missing_variables:
+    variables = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.read(name)]
+    if group_numbers["world_size"] > 1 and variables:
         raise ConfigError(
             f"WORLD_SIZE={group_numbers['world_size']} means several processes, but "
-            f"{' and '.join(missing_variables)} {'is' if len(missing_variables) == 1 else 'are'} "
+            f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} "
             "not set. They could not connect to each other. Start them with notebook_launcher or "
             "torchrun, or unset WORLD_SIZE to train in this process alone."
         )
@@ -274,11 +270,9 @@ def _check_process_numbers(group_numbers: dict[str, int]) -> None:
 
 def _backend_in_use(device: torch.device) -> str:
     """The backend for tensors on this device: the matching part of ``cpu:gloo,cuda:nccl``."""
-    backend_config = str(dist.get_backend_config())
-    backend_parts = [part.partition(":") for part in backend_config.split(",")]
-    return {device_type: backend_name for device_type, _, backend_name in backend_parts}.get(
-        device.type
-    ) or backend_config
+    config = str(dist.get_backend_config())
+    backend_parts = [part.partition(":") for part in config.split(",")]
+    return {device_type: name for device_type, _, name in backend_parts}.get(device.type) or config
 
 
 def leave_process_group(collectives: Collectives) -> None:

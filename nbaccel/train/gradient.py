@@ -154,7 +154,7 @@ class GradientState:
         for loader_stack in (self._loader_stack, _ITERATED_LOADERS):
             # By identity and from the end: `remove` would compare loaders with ==, and take the
             # outermost of two iterations of the same loader.
-            for stack_index in reversed(range(len(loader_stack))):
-                if loader_stack[stack_index] is loader:
-                    del loader_stack[stack_index]
+            for index in reversed(range(len(loader_stack))):
+                if loader_stack[index] is loader:
+                    del loader_stack[index]
                     break

@@ -189,8 +189,8 @@ class HostTensors:
     def _rounds(self) -> Iterator[tuple[list[_Segment], list[memoryview]]]:
         """Of each round what is in it, and the bytes of all processes."""
         yield self._segments(0), self._first_data
-        for round_number in range(1, self._num_rounds):
-            segments = self._segments(round_number)
+        for number in range(1, self._num_rounds):
+            segments = self._segments(number)
             yield segments, self._exchange_again(self._sent_in(segments))
 
     def _exchange_again(self, sent: Sequence[memoryview]) -> list[memoryview]:

@@ -83,11 +83,9 @@ def parameter_facts(models: Iterable[nn.Module]) -> dict[str, list[int]]:
     """Fingerprints by name; sharded parameters are left out, since no two processes share them."""
     all_models = list(models)
     return {
-        (f"model {model_index}: " if len(all_models) > 1 else "") + parameter_name: [
-            tensor_fingerprint(parameter)
-        ]
-        for model_index, model in enumerate(all_models)
-        for parameter_name, parameter in model.named_parameters()
+        (f"model {index}: " if len(all_models) > 1 else "") + name: [tensor_fingerprint(parameter)]
+        for index, model in enumerate(all_models)
+        for name, parameter in model.named_parameters()
         if not hasattr(parameter, "placements")
     }
 

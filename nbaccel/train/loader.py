@@ -104,12 +104,12 @@ class LoaderPosition:
         Returns:
             What was restored; None where nothing was.
         """
-        restored_state = self.restored_state
+        state = self.restored_state
         self.restored_state = None
-        if restored_state is not None:
-            rng.restore_rng_states(_HOST_PLACE, restored_state["start"]["process"])
-            self._set_draw_states(restored_state["start"]["generators"])
-        return restored_state
+        if state is not None:
+            rng.restore_rng_states(_HOST_PLACE, state["start"]["process"])
+            self._set_draw_states(state["start"]["generators"])
+        return state
 
     def state_dict(self, *, is_through: bool = False) -> dict[str, Any]:
         """The position, in plain containers and tensors.
@@ -195,20 +195,17 @@ class LoaderPosition:
     def undisturbed(self) -> Iterator[None]:
         """Restore all generators that draw the order after the block."""
         # A sampler's or dataset's generator is not among the global ones that `rng` preserves.
-        generator_states = self._draw_states()
+        states = self._draw_states()
         with rng.preserve_rng_states():
             yield
-        self._set_draw_states(generator_states)
+        self._set_draw_states(states)
 
     def _draw_states(self) -> dict[str, torch.Tensor]:
-        return {
-            owner_name: generator.get_state()
-            for owner_name, generator in self._owned_generators.items()
-        }
+        return {name: generator.get_state() for name, generator in self._owned_generators.items()}
 
     def _set_draw_states(self, generator_states: Mapping[str, torch.Tensor]) -> None:
-        for owner_name in generator_states.keys() & self._owned_generators.keys():
-            self._owned_generators[owner_name].set_state(generator_states[owner_name])
+        for name in generator_states.keys() & self._owned_generators.keys():
+            self._owned_generators[name].set_state(generator_states[name])
 
 
 _END_OF_EPOCH: Any = object()
@@ -685,11 +682,10 @@ def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
         "dataset": dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset,
     }
     generators_by_owner = {
-        owner_name: getattr(owner, "generator", None)
-        for owner_name, owner in generator_owners.items()
+        name: getattr(owner, "generator", None) for name, owner in generator_owners.items()
     }
     return {
-        owner_name: generator
-        for owner_name, generator in generators_by_owner.items()
+        name: generator
+        for name, generator in generators_by_owner.items()
         if isinstance(generator, torch.Generator)
     }

@@ -111,8 +111,8 @@ def _read_all(store: Any, name: str, ranks: Iterable[int]) -> list[bytes]:
 def _suggest_host() -> str:
     """What is equal where processes can see each other in /proc; empty where that is unknown."""
     with contextlib.suppress(OSError, AttributeError):
-        boot_number = _BOOT_NUMBER.read_text(encoding="ascii").strip()
-        return f"{boot_number} {_OWN_NAMESPACE.readlink()} {os.getuid()}"
+        number = _BOOT_NUMBER.read_text(encoding="ascii").strip()
+        return f"{number} {_OWN_NAMESPACE.readlink()} {os.getuid()}"
     return ""
 
 
@@ -127,9 +127,9 @@ def _try_hosts(rank: int, suggested: list[tuple[int, ...]], store: Any, route: s
     own_host = next(host for host in suggested if rank in host)
     shared_hosts = [host for host in suggested if len(host) > 1]
     page = None
-    with contextlib.ExitStack() as open_files:
+    with contextlib.ExitStack() as files:
         if len(own_host) > 1:
-            page = _try_page(rank, own_host, store, open_files)
+            page = _try_page(rank, own_host, store, files)
             store.set(f"agrees/{rank}", "no" if page is None else "yes")
         # Nobody closes the file before all have said that they have mapped it.
         answers = {host: _read_all(store, "agrees", host) for host in shared_hosts}
@@ -141,14 +141,14 @@ def _try_hosts(rank: int, suggested: list[tuple[int, ...]], store: Any, route: s
 
 
 def _try_page(
-    rank: int, host: tuple[int, ...], store: Any, open_files: contextlib.ExitStack
+    rank: int, host: tuple[int, ...], store: Any, files: contextlib.ExitStack
 ) -> SharedPage | None:
     """The page of a host's processes; None if this process does not see all of them in it."""
     own_token = secrets.token_bytes(TOKEN_BYTES)
     page = None
     # Without memory files, without /proc, or where a sandbox permits neither.
     with contextlib.suppress(OSError, AttributeError):
-        page = _map_page(rank, host, store, open_files)
+        page = _map_page(rank, host, store, files)
     if page is not None:
         page.sign(host.index(rank), own_token)
     store.set(f"token/{rank}", own_token.hex() if page is not None else "")

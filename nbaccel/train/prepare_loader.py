@@ -156,10 +156,10 @@ class _LoaderPreparation:
         return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
 
     def _check_loader(self) -> None:
-        loader_name = type(self.loader).__name__
+        name = type(self.loader).__name__
         batch_size = _loader_batch_size(self.loader)
         if self.settings.split_batches:
-            check_divisible(batch_size, self.place.world_size, loader_name)
+            check_divisible(batch_size, self.place.world_size, name)
         if self._must_rebuild() and _overrides_iteration(self.loader):
             raise ConfigError(
                 f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
@@ -208,8 +208,8 @@ class _LoaderPreparation:
         # Accelerate's dispatcher drops the generator; the order of later epochs depends on it.
         loses_generator = self.dispatches and self.loader.generator is not None
         if self._must_rebuild() or (loses_generator and not _overrides_iteration(self.loader)):
-            changed_options = {"generator": None} if loses_generator else {}
-            return _rebuild_loader(self.loader, stateful=self.stateful, **changed_options)
+            options = {"generator": None} if loses_generator else {}
+            return _rebuild_loader(self.loader, stateful=self.stateful, **options)
         return self.loader
 
     def _own_share(self) -> DataLoader[Any]:
@@ -437,11 +437,7 @@ def _rebuild_loader(
 
 
 def _loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {
-        option_name: getattr(loader, option_name)
-        for option_name in _LOADER_OPTIONS
-        if hasattr(loader, option_name)
-    }
+    return {name: getattr(loader, name) for name in _LOADER_OPTIONS if hasattr(loader, name)}
 
 
 def _size_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -454,14 +450,14 @@ def _loader_class(
     """A class of prepared loaders; one that is also torchdata's where the base is."""
     if not stateful:
         return plain_class
-    stateful_module = importlib.import_module("nbaccel.train.stateful")  # it imports torchdata
-    return cast("type[_PreparedLoaderClass]", stateful_module.KINDS[plain_class])
+    module = importlib.import_module("nbaccel.train.stateful")  # it imports torchdata
+    return cast("type[_PreparedLoaderClass]", module.KINDS[plain_class])
 
 
 def _stateful_class() -> Any:
-    torchdata_module = optional_packages.require(
+    module = optional_packages.require(
         "torchdata.stateful_dataloader",
         extra="stateful",
         why="DataLoaderConfiguration(use_stateful_dataloader=True)",
     )
-    return torchdata_module.StatefulDataLoader
+    return module.StatefulDataLoader

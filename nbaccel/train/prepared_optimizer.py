@@ -88,14 +88,14 @@ class PreparedOptimizer(Optimizer):
                 "optimizer that needs no closure."
             )
         self._has_stepped = False
-        step_result = scaler.step(self.optimizer)
+        result = scaler.step(self.optimizer)
         if self._has_step_hook and not torch_private.scales_gradients_itself(self.optimizer):
             self._is_overflow = not self._has_stepped
         else:
             self._is_overflow = _infinite_gradient_flag(scaler, self.optimizer)
         # Last, because it clears the flags for infinite gradients.
         scaler.update()
-        return step_result
+        return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget gradients, if the current batch ends a group of accumulated ones.
@@ -218,21 +218,21 @@ def _infinite_gradient_flag(
     inf_flags = torch_private.infinity_flags(scaler, optimizer)
     if not inf_flags:
         return False  # no parameter has a gradient
-    flag_device = inf_flags[0].device
+    device = inf_flags[0].device
     # A sum is a new tensor: the scaler adds other optimizers' flags to its own in place.
-    return torch.stack([flag.to(flag_device, non_blocking=True) for flag in inf_flags]).sum()
+    return torch.stack([flag.to(device, non_blocking=True) for flag in inf_flags]).sum()
 
 
 def _move_state_to_parameters(optimizer: Optimizer) -> None:
     """Move state that was made on another device to where its parameters are now."""
     if any(
-        isinstance(state_value, torch.Tensor)
+        isinstance(value, torch.Tensor)
         # Adam's 0-d `step` is on the CPU on purpose, wherever the parameter is.
-        and state_value.dim() > 0
-        and state_value.device != parameter.device
-        for parameter, parameter_state in getattr(optimizer, "state", {}).items()
-        if isinstance(parameter, torch.Tensor) and isinstance(parameter_state, dict)
-        for state_value in parameter_state.values()
+        and value.dim() > 0
+        and value.device != parameter.device
+        for parameter, state in getattr(optimizer, "state", {}).items()
+        if isinstance(parameter, torch.Tensor) and isinstance(state, dict)
+        for value in state.values()
     ):
         # torch moves state to the device of its parameter when it loads it.
         optimizer.load_state_dict(optimizer.state_dict())

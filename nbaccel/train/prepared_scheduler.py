@@ -121,8 +121,8 @@ class PreparedScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own."""
-        scheduler_state: dict[str, Any] = self.scheduler.state_dict()
-        return scheduler_state
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave."""

@@ -260,12 +260,10 @@ def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedF
     return cast("_DecoratedFunction", skip_call)
 
 
-def _check_process_number(
-    process_number: int | None, num_processes: int, argument_name: str
-) -> int:
+def _check_process_number(process_number: int | None, num_processes: int, name: str) -> int:
     if process_number is None or not 0 <= process_number < num_processes:
         raise ConfigError(
-            f"{argument_name}={process_number!r} names no process: there are {num_processes}. The "
+            f"{name}={process_number!r} names no process: there are {num_processes}. The "
             f"function would run nowhere. Give a number from 0 to {num_processes - 1}."
         )
     return process_number

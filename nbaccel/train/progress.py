@@ -109,10 +109,10 @@ class Progress(Generic[_LoaderBatch]):
             yield from self._loader
             return
         with spent_time.reading_data:
-            batch_source = iter(self._loader)
+            source = iter(self._loader)
         while True:
             with spent_time.reading_data:
-                batch = next(batch_source, _NO_BATCH)
+                batch = next(source, _NO_BATCH)
             if batch is _NO_BATCH:
                 return
             yield batch  # type: ignore[misc]
@@ -120,8 +120,8 @@ class Progress(Generic[_LoaderBatch]):
 
     def _show_phase(self) -> None:
         """Say why this step takes long, where a device compiles in it."""
-        gradient_state = getattr(self._loader, "gradient_state", None)
-        phase = getattr(gradient_state, "compile_phase", "")
+        state = getattr(self._loader, "gradient_state", None)
+        phase = getattr(state, "compile_phase", "")
         if phase or self._had_phase:
             self.bar.set_postfix_str(phase)
         self._had_phase = bool(phase)

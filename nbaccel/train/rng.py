@@ -71,16 +71,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def _check_seed(seed: Any) -> int:
     try:
         # `index` accepts numpy's whole numbers, and refuses floats and text.
-        seed_number = operator.index(seed)
+        number = operator.index(seed)
     except TypeError:
-        seed_number = -1
-    if not 0 <= seed_number < _NUM_SEEDS:
+        number = -1
+    if not 0 <= number < _NUM_SEEDS:
         raise ConfigError(
             f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
             "accepts no other seed, and the other generators would be seeded without it. Give such "
             "a number."
         )
-    return seed_number
+    return number
 
 
 # ------------------------------------------------------------------------- keep and give back
@@ -117,12 +117,12 @@ def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
 def preserve_rng_states() -> Iterator[None]:
     """Restore all global generators after the block."""
     # Chosen once: a device that the block initialises has no earlier state to restore.
-    awake_devices = tuple(registry.awake_accelerators())
-    previous_states = _generator_states(*awake_devices)
+    devices = tuple(registry.awake_accelerators())
+    previous_states = _generator_states(*devices)
     try:
         yield
     finally:
-        _set_generator_states(previous_states, *awake_devices)
+        _set_generator_states(previous_states, *devices)
 
 
 def _generator_states(*devices: DeviceRuntime) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def _generator_states(*devices: DeviceRuntime) -> dict[str, Any]:
 
 def _set_generator_states(states_by_name: Mapping[str, Any], *devices: DeviceRuntime) -> None:
     if _PYTHON_KEY in states_by_name:
-        python_version, python_state, next_gauss = states_by_name[_PYTHON_KEY]
-        random.setstate((python_version, tuple(python_state), next_gauss))
+        version, python_state, next_gauss = states_by_name[_PYTHON_KEY]
+        random.setstate((version, tuple(python_state), next_gauss))
     if _NUMPY_KEY in states_by_name:
         np.random.set_state(states_by_name[_NUMPY_KEY])
     if _TORCH_KEY in states_by_name:
@@ -153,8 +153,8 @@ def _set_generator_states(states_by_name: Mapping[str, Any], *devices: DeviceRun
         device_states = (
             states_by_name.get(_device_state_key(device), ()) if device.has_random_state else ()
         )
-        for device_index, device_state in enumerate(device_states[: device.count()]):
-            device.set_random_state(device_state, device_index)
+        for index, device_state in enumerate(device_states[: device.count()]):
+            device.set_random_state(device_state, index)
 
 
 # ------------------------------------------------------------------------- the same everywhere

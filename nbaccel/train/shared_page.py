@@ -174,7 +174,7 @@ class SharedPage:
         """The last entry of a block's even or odd calls; None if there is none that is complete."""
         start = position * _BLOCK_BYTES + _HEADER_BYTES + parity * _ENTRY_BYTES
         *facts, checksum = _ENTRY.unpack_from(self._memory, start)
-        call_number, call_bytes, place_bytes, data_start, data_bytes = facts
+        number, call_bytes, place_bytes, data_start, data_bytes = facts
         texts_end = _FIRST_TEXT_AT + call_bytes + place_bytes
         if not texts_end <= data_start + max(data_bytes, 0) <= _ENTRY_BYTES:
             return None  # half written
@@ -183,7 +183,7 @@ class SharedPage:
         if checksum != _checksum(facts, texts, data):
             return None
         return Entry(
-            call_number, texts[:call_bytes], texts[call_bytes:], None if data_bytes < 0 else data
+            number, texts[:call_bytes], texts[call_bytes:], None if data_bytes < 0 else data
         )
 
     def read_call(self, position: int, call_number: int) -> Entry | None:

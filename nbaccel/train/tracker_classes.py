@@ -84,11 +84,7 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         needed_attributes = () if _blank else ("name", "requires_logging_directory", "tracker")
         # Looked for in the class: on the instance `tracker` would be evaluated before `start`.
-        missing_attributes = [
-            attribute_name
-            for attribute_name in needed_attributes
-            if not hasattr(type(self), attribute_name)
-        ]
+        missing_attributes = [name for name in needed_attributes if not hasattr(type(self), name)]
         if missing_attributes:
             raise NotImplementedError(
                 f"The tracker {type(self).__name__} does not define "
@@ -210,11 +206,11 @@ def flatten_values(
     nested_values: Mapping[str, Any], name_prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """Nested values under names such as ``outer.inner``."""
-    for value_name, nested_value in nested_values.items():
+    for name, nested_value in nested_values.items():
         if isinstance(nested_value, Mapping):
-            yield from flatten_values(nested_value, f"{name_prefix}{value_name}.")
+            yield from flatten_values(nested_value, f"{name_prefix}{name}.")
         else:
-            yield f"{name_prefix}{value_name}", nested_value
+            yield f"{name_prefix}{name}", nested_value
 
 
 class AimTracker(ServiceTracker):
@@ -249,8 +245,8 @@ class AimTracker(ServiceTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; anything that ``Run.track`` takes."""
-        for value_name, logged_value in values.items():
-            self.run.track(logged_value, name=value_name, step=step, **kwargs)
+        for name, logged_value in values.items():
+            self.run.track(logged_value, name=name, step=step, **kwargs)
 
     def log_images(
         self,
@@ -317,8 +313,8 @@ class MLflowTracker(ServiceTracker):
         self.run_id = env.read("MLFLOW_RUN_ID") or run_id
         given_tags = env.read("MLFLOW_TAGS") or tags
         self.tags = json.loads(given_tags) if isinstance(given_tags, str) else given_tags
-        nested_variable = env.flag("MLFLOW_NESTED_RUN")
-        self.nested_run = bool(nested_run if nested_variable is None else nested_variable)
+        variable = env.flag("MLFLOW_NESTED_RUN")
+        self.nested_run = bool(nested_run if variable is None else variable)
         self.description = description
 
     @property
@@ -351,8 +347,8 @@ class MLflowTracker(ServiceTracker):
         # MLflow raised its limits over the years, so those of the installed version are read.
         mlflow_limits: Any = import_module("mlflow.utils.validation")
         fitting_values = {
-            value_name: config_value
-            for value_name, config_value in values.items()
+            name: config_value
+            for name, config_value in values.items()
             if len(str(config_value)) <= mlflow_limits.MAX_PARAM_VAL_LENGTH
         }
         if left_out := sorted(values.keys() - fitting_values.keys()):
@@ -424,8 +420,8 @@ class DVCLiveTracker(ServiceTracker):
         if step is not None:
             # Otherwise dvclive counts steps by itself.
             self.run.step = step
-        for value_name, logged_value in self.shown_values(values, (Real, str)):
-            self.run.log_metric(value_name, logged_value, **kwargs)
+        for name, logged_value in self.shown_values(values, (Real, str)):
+            self.run.log_metric(name, logged_value, **kwargs)
         self.run.next_step()
 
     def finish(self) -> None:
@@ -455,9 +451,9 @@ class WandBTracker(ServiceTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write lists of images, as arrays or of PIL, by name."""
         image_class: Any = import_module("wandb").Image
-        for image_name, images in values.items():
+        for name, images in values.items():
             self.log(
-                {image_name: [image_class(image_data) for image_data in images]},
+                {name: [image_class(image_data) for image_data in images]},
                 step=step,
                 **kwargs,
             )
@@ -497,9 +493,9 @@ class SwanLabTracker(ServiceTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write lists of images, as arrays or of PIL, by name."""
         image_class: Any = import_module("swanlab").Image
-        for image_name, images in values.items():
+        for name, images in values.items():
             self.log(
-                {image_name: [image_class(image_data) for image_data in images]},
+                {name: [image_class(image_data) for image_data in images]},
                 step=step,
                 **kwargs,
             )
@@ -545,13 +541,13 @@ class CometMLTracker(ServiceTracker):
         """See :meth:`GeneralTracker.log`; numbers, texts, and dicts of numbers."""
         if step is not None:
             self.run.set_step(step)
-        for value_name, logged_value in self.shown_values(values, (Real, str, dict)):
+        for name, logged_value in self.shown_values(values, (Real, str, dict)):
             if isinstance(logged_value, str):
-                self.run.log_other(value_name, logged_value, **kwargs)
+                self.run.log_other(name, logged_value, **kwargs)
             elif isinstance(logged_value, dict):
                 self.run.log_metrics(logged_value, step=step, **kwargs)
             else:
-                self.run.log_metric(value_name, logged_value, step=step, **kwargs)
+                self.run.log_metric(name, logged_value, step=step, **kwargs)
 
     def finish(self) -> None:
         """See :meth:`GeneralTracker.finish`."""
@@ -573,11 +569,11 @@ class ClearMLTracker(ServiceTracker):
         task_class: Any = import_module("clearml").Task
         # A task of the user's is not closed in `finish`.
         self._existing_task = task_class.current_task()
-        task_names = {
+        names = {
             "project_name": env.read("CLEARML_PROJECT") or self.run_name,
             "task_name": env.read("CLEARML_TASK") or self.run_name,
         }
-        self.run = self._existing_task or task_class.init(**{**task_names, **self.init_kwargs})
+        self.run = self._existing_task or task_class.init(**{**names, **self.init_kwargs})
 
     @property
     def task(self) -> Any:
@@ -623,8 +619,8 @@ class ClearMLTracker(ServiceTracker):
         **kwargs: Any,
     ) -> None:
         """Write a table, of rows and the names of their columns, or of a data frame."""
-        table_rows = [columns, *(data or ())] if columns else data
-        table_content = table_rows if dataframe is None else dataframe
+        rows = [columns, *(data or ())] if columns else data
+        table_content = rows if dataframe is None else dataframe
         task_logger = self.run.get_logger()
         task_logger.report_table(
             **_plot_names(table_name), table_plot=table_content, iteration=step, **kwargs
@@ -637,9 +633,9 @@ class ClearMLTracker(ServiceTracker):
 
 
 def _plot_names(value_name: str) -> dict[str, str]:
-    series_name, _, plot_title = value_name.partition("_")
-    if plot_title and series_name in ("eval", "test", "train"):
-        return {"title": plot_title, "series": series_name}
+    series_name, _, title = value_name.partition("_")
+    if title and series_name in ("eval", "test", "train"):
+        return {"title": title, "series": series_name}
     return {"title": value_name, "series": "train"}
 
 

@@ -180,23 +180,21 @@ class TensorBoardTracker(GeneralTracker):
         Raises:
             ConfigError: A value is nothing that TensorBoard shows so.
         """
-        for value_name, logged_value in values.items():
-            self._log_one(value_name, plain_value(logged_value, keep_infinite=True), step, kwargs)
+        for name, logged_value in values.items():
+            self._log_one(name, plain_value(logged_value, keep_infinite=True), step, kwargs)
         self.tracker.flush()
 
-    def _log_one(
-        self, value_name: str, logged_value: Any, step: int | None, writer_options: dict[str, Any]
-    ) -> None:
+    def _log_one(self, name: str, value: Any, step: int | None, options: dict[str, Any]) -> None:
         summary_writer: Any = self.tracker
-        if isinstance(logged_value, (int, float)):
-            summary_writer.add_scalar(value_name, logged_value, global_step=step, **writer_options)
-        elif isinstance(logged_value, str):
-            summary_writer.add_text(value_name, logged_value, global_step=step, **writer_options)
-        elif isinstance(logged_value, dict):
-            summary_writer.add_scalars(value_name, logged_value, global_step=step, **writer_options)
-        elif logged_value is not None:
+        if isinstance(value, (int, float)):
+            summary_writer.add_scalar(name, value, global_step=step, **options)
+        elif isinstance(value, str):
+            summary_writer.add_text(name, value, global_step=step, **options)
+        elif isinstance(value, dict):
+            summary_writer.add_scalars(name, value, global_step=step, **options)
+        elif value is not None:
             raise ConfigError(
-                f"log({value_name!r}: {shown(logged_value)}) is no number, text or dict of "
+                f"log({name!r}: {shown(value)}) is no number, text or dict of "
                 "numbers, and TensorBoard shows nothing else this way. Log a number, or use the "
                 "writer's own methods: accelerator.get_tracker('tensorboard', "
                 "unwrap=True).add_histogram(...)."
@@ -211,8 +209,8 @@ class TensorBoardTracker(GeneralTracker):
             **kwargs: Arguments of ``add_images``, such as ``dataformats="NHWC"``.
         """
         summary_writer: Any = self.tracker
-        for image_name, images in values.items():
-            summary_writer.add_images(image_name, images, global_step=step, **kwargs)
+        for name, images in values.items():
+            summary_writer.add_images(name, images, global_step=step, **kwargs)
         self.tracker.flush()
 
     def finish(self) -> None:
@@ -268,11 +266,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 def get_available_trackers() -> list[LoggerType]:
     """The trackers whose packages are installed."""
-    return [
-        LoggerType(tracker_name)
-        for tracker_name, is_there in _tracker_availability().items()
-        if is_there
-    ]
+    return [LoggerType(name) for name, is_there in _tracker_availability().items() if is_there]
 
 
 def _built_in_trackers() -> dict[str, type[GeneralTracker]]:
@@ -280,9 +274,7 @@ def _built_in_trackers() -> dict[str, type[GeneralTracker]]:
 
 
 def _tracker_availability() -> dict[str, bool]:
-    service_availability = {
-        service_name: service.is_there() for service_name, service in TRACKER_SERVICES.items()
-    }
+    service_availability = {name: service.is_there() for name, service in TRACKER_SERVICES.items()}
     return {
         JsonlTracker.name: True,
         TensorBoardTracker.name: _has_tensorboard(),

@@ -37,8 +37,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = 
         return sequence_like(tree, [map_leaves(fn, item, skip_keys) for item in tree])
     if isinstance(tree, Mapping):
         new_items = {
-            item_key: item_value if item_key in skip_keys else map_leaves(fn, item_value, skip_keys)
-            for item_key, item_value in tree.items()
+            item_key: value if item_key in skip_keys else map_leaves(fn, value, skip_keys)
+            for item_key, value in tree.items()
         }
         return _mapping_like(tree, new_items)
     return fn(tree)

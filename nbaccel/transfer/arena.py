@@ -100,8 +100,8 @@ class Finder:
 
     def arena_of(self, tensor_storage: torch.UntypedStorage) -> Arena | None:
         """The arena that a storage lies in, if any."""
-        on_host = tensor_storage.device.type == "cpu"
-        return self(tensor_storage.data_ptr(), tensor_storage.nbytes()) if on_host else None
+        host = tensor_storage.device.type == "cpu"
+        return self(tensor_storage.data_ptr(), tensor_storage.nbytes()) if host else None
 
 
 def living_arenas() -> list[Arena]:
@@ -230,11 +230,7 @@ class Sharing:
     def arenas(self) -> list[Arena]:
         """Every arena that holds a tensor of these modules, once."""
         return list(
-            {
-                id(arena): arena
-                for shared_module in self.modules
-                for arena, _ in shared_module.slots
-            }.values()
+            {id(arena): arena for module in self.modules for arena, _ in module.slots}.values()
         )
 
 
@@ -321,15 +317,13 @@ def refresh_devices(sharing: Sharing, paths_left_out: Collection[str] = ()) -> N
 def _on_devices(
     sharing: Sharing, paths_left_out: Collection[str] = ()
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for shared_module in sharing.modules if sharing.stand_ins else ():
+    for module in sharing.modules if sharing.stand_ins else ():
         module_tensors = (
-            dict(named_tensors(shared_module.module))
-            if shared_module.path not in paths_left_out
-            else {}
+            dict(named_tensors(module.module)) if module.path not in paths_left_out else {}
         )
-        for tensor_arena, slot in shared_module.slots if module_tensors else ():
+        for arena, slot in module.slots if module_tensors else ():
             if module_tensors[slot.name].device.type != "cpu":
-                yield module_tensors[slot.name], slot.view(tensor_arena)
+                yield module_tensors[slot.name], slot.view(arena)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -338,14 +332,14 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _refusals_of(module_path: str, module: nn.Module) -> Iterator[str]:
-    for tensor_name, tensor in named_tensors(module):
-        refusal_reason = _why_not(tensor)
-        if refusal_reason:
-            yield f"  {module_path}.{tensor_name} ({type(module).__name__}): {refusal_reason}"
-    for tensor_name, tensor in _emptied_parameters(module):
+def _refusals_of(path: str, module: nn.Module) -> Iterator[str]:
+    for name, tensor in named_tensors(module):
+        reason = _why_not(tensor)
+        if reason:
+            yield f"  {path}.{name} ({type(module).__name__}): {reason}"
+    for name, tensor in _emptied_parameters(module):
         yield (
-            f"  {module_path}.{tensor_name} ({type(module).__name__}): is an empty parameter of "
+            f"  {path}.{name} ({type(module).__name__}): is an empty parameter of "
             f"shape {tuple(tensor.shape)}, like a placeholder whose values are elsewhere (ZeRO-3, "
             "FSDP). Gather it first."
         )
@@ -389,12 +383,12 @@ def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     """
     named_parameters = module.named_parameters()
     parameters = [
-        (tensor_name, parameter)
-        for tensor_name, parameter in named_parameters
+        (name, parameter)
+        for name, parameter in named_parameters
         if not isinstance(parameter, UninitializedParameter)
     ]
     empty_parameters = [
-        (tensor_name, parameter) for tensor_name, parameter in parameters if parameter.numel() == 0
+        (name, parameter) for name, parameter in parameters if parameter.numel() == 0
     ]
     if any(hasattr(parameter, "ds_id") for _, parameter in empty_parameters) or len(
         empty_parameters
@@ -462,8 +456,8 @@ def _stale_views_message(
 ) -> str:
     """The line about tensors and arrays that were taken from a model before it was moved."""
     stale_names = [
-        f"{module_path}.{tensor_name}"
-        for module_path, module in named_modules
+        f"{path}.{tensor_name}"
+        for path, module in named_modules
         for tensor_name, tensor in named_tensors(module)
         if id(tensor) in viewed_tensors
     ]
@@ -499,8 +493,7 @@ def _storage_spans(module_tensors: Iterable[torch.Tensor]) -> list[_Span]:
 def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one-past-last byte of the storage that the tensor reaches."""
     elements = sum(
-        (dim_size - 1) * stride_step
-        for dim_size, stride_step in zip(tensor.shape, tensor.stride(), strict=True)
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
     item_bytes = tensor.element_size()
     low_byte = int(tensor.storage_offset()) * item_bytes
@@ -508,11 +501,11 @@ def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
     return low_byte // _TENSOR_ALIGNMENT * _TENSOR_ALIGNMENT, low_byte + (elements + 1) * item_bytes
 
 
-def _point_tensors(arena: Arena, storage_span: _Span) -> None:
-    tensor_storage = storage_at(arena, storage_span.start, storage_span.nbytes)
-    for tensor in storage_span.tensors:
+def _point_tensors(arena: Arena, span: _Span) -> None:
+    tensor_storage = storage_at(arena, span.start, span.nbytes)
+    for tensor in span.tensors:
         # The span may start after the first byte of the old storage, so offsets shrink.
-        element_offset = tensor.storage_offset() - storage_span.low // tensor.element_size()
+        element_offset = tensor.storage_offset() - span.low // tensor.element_size()
         empty_tensor = torch.empty(0, dtype=tensor.dtype)
         # Assigning .data keeps the Parameter object, which optimizers hold by identity.
         tensor.data = empty_tensor.set_(
@@ -521,11 +514,11 @@ def _point_tensors(arena: Arena, storage_span: _Span) -> None:
 
 
 def _record_module(
-    module_path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]]
+    path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]]
 ) -> SharedModule:
-    arena_slots = []
+    slots = []
     arena_finder = Finder()
-    for tensor_name, tensor in named_tensors(module):
+    for name, tensor in named_tensors(module):
         # An empty tensor has no address, so no slot; both sides pass over it.
         if tensor.numel() == 0:
             continue
@@ -538,13 +531,13 @@ def _record_module(
             first_byte = address - arena.address
         else:
             arena, first_byte = stand_ins[address]
-        arena_slots.append((arena, _slot_of(tensor_name, tensor, first_byte, num_bytes)))
-    return SharedModule(path=module_path, module=module, slots=tuple(arena_slots))
+        slots.append((arena, _slot_of(name, tensor, first_byte, num_bytes)))
+    return SharedModule(path=path, module=module, slots=tuple(slots))
 
 
-def _slot_of(tensor_name: str, tensor: torch.Tensor, first_byte: int, num_bytes: int) -> Slot:
+def _slot_of(name: str, tensor: torch.Tensor, first_byte: int, num_bytes: int) -> Slot:
     return Slot(
-        name=tensor_name,
+        name=name,
         start=first_byte,
         nbytes=num_bytes,
         dtype=tensor.dtype,

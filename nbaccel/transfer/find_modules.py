@@ -55,9 +55,9 @@ def _walk_arguments(
         return
     if depth_left == 0 or id(holder) in seen_ids or _is_plain_data(holder):
         return
-    for path_step, value in _held_values(holder):
+    for step, value in _held_values(holder):
         seen_ids.add(id(holder))
-        yield from _walk_arguments(value, source_path + path_step, seen_ids, depth_left - 1)
+        yield from _walk_arguments(value, source_path + step, seen_ids, depth_left - 1)
 
 
 def _is_plain_data(holder: Any) -> bool:
@@ -68,15 +68,15 @@ def _is_plain_data(holder: Any) -> bool:
 
 def _held_values(holder: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(holder, Mapping):
-        yield from ((f"[{path_step!r}]", value) for path_step, value in holder.items())
+        yield from ((f"[{step!r}]", value) for step, value in holder.items())
     elif isinstance(holder, (list, tuple)):
         yield from ((f"[{position}]", value) for position, value in enumerate(holder))
     elif isinstance(holder, (set, frozenset)):
         yield from ((f".element{position}", value) for position, value in enumerate(holder))
     elif dataclasses.is_dataclass(holder) and not isinstance(holder, type):
-        for data_field in dataclasses.fields(holder):
-            if hasattr(holder, data_field.name):
-                yield f".{data_field.name}", getattr(holder, data_field.name)
+        for field in dataclasses.fields(holder):
+            if hasattr(holder, field.name):
+                yield f".{field.name}", getattr(holder, field.name)
 
 
 def outermost_modules(
@@ -180,23 +180,23 @@ def _owner_path(source_path: str, bound_method: types.MethodType) -> str:
 
 
 def _instance_attributes(holder: Any) -> Mapping[str, Any]:
-    attribute_table = getattr(holder, "__dict__", None)
-    return dict(attribute_table) if isinstance(attribute_table, dict) else {}
+    table = getattr(holder, "__dict__", None)
+    return dict(table) if isinstance(table, dict) else {}
 
 
 def _outer_variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The variables from outside that a function's body names, and its defaults."""
-    for variable_name, closure_cell in zip(
+    for variable_name, cell in zip(
         function.__code__.co_freevars, function.__closure__ or (), strict=False
     ):
         # An empty closure cell raises ValueError: the variable has no value yet.
         with contextlib.suppress(ValueError):
-            yield variable_name, closure_cell.cell_contents
+            yield variable_name, cell.cell_contents
     for variable_name in _global_names(function.__code__):
         if variable_name in function.__globals__:
             yield variable_name, function.__globals__[variable_name]
-    default_values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    yield from ((f"{function.__name__}'s default", holder) for holder in default_values)
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    yield from ((f"{function.__name__}'s default", holder) for holder in values)
     # A decorator of an imported package hides the cell's function behind one that is passed over.
     wrapped_function = inspect.unwrap(function)
     if wrapped_function is not function:

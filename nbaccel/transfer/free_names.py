@@ -67,17 +67,17 @@ def names_of(cell_text: str) -> Names:
         return Names()
     name_walk = _NameWalk(_postpones_annotations(syntax_tree))
     name_walk.statements(syntax_tree.body)
-    needed_names = frozenset(filter(is_users, name_walk.needed))
-    return Names(needed_names, frozenset(filter(is_users, name_walk.possible)) - needed_names)
+    names = frozenset(filter(is_users, name_walk.needed))
+    return Names(names, frozenset(filter(is_users, name_walk.possible)) - names)
 
 
 def _to_python(cell_text: str) -> str:
     """IPython's `%magic`, `!command` and `name?` as the calls that they stand for."""
-    ipython_module = sys.modules.get("IPython.core.inputtransformer2")
-    if ipython_module is None:
+    module = sys.modules.get("IPython.core.inputtransformer2")
+    if module is None:
         return cell_text
     # Without a shell: transforming looks at the text only.
-    python_text: str = ipython_module.TransformerManager().transform_cell(cell_text)
+    python_text: str = module.TransformerManager().transform_cell(cell_text)
     return python_text
 
 
@@ -116,16 +116,16 @@ class _NameWalk:
         """Take one statement or expression, and what is in it in the order of evaluation."""
         if node is None:
             return
-        node_handler = _NODE_HANDLERS.get(type(node))
-        if node_handler is None:
+        handler = _NODE_HANDLERS.get(type(node))
+        if handler is None:
             for child_node in ast.iter_child_nodes(node):
                 self.visit(child_node)
         else:
-            node_handler(self, node)
+            handler(self, node)
 
-    def _read(self, read_name: str) -> None:
-        if read_name not in self.bound:
-            self.needed.add(read_name)
+    def _read(self, name: str) -> None:
+        if name not in self.bound:
+            self.needed.add(name)
 
     def _branch(self, statement_body: Iterable[ast.stmt], bound_at_start: set[str]) -> set[str]:
         """What is bound at the end of a body that begins with `bound_at_start`."""
@@ -307,8 +307,8 @@ class _NameWalk:
     ) -> set[str]:
         """The body of a loop, whose later rounds begin without what a `del` in it has unbound."""
         bound_at_end = self._branch(body, bound)
-        while unbound_names := bound - bound_at_end - set(rebound):
-            bound = bound - unbound_names
+        while names := bound - bound_at_end - set(rebound):
+            bound = bound - names
             bound_at_end = self._branch(body, bound)
         return bound_at_end
 
@@ -318,14 +318,12 @@ class _NameWalk:
         # An exception may occur anywhere in the body, also after a `del` in it.
         bound_anywhere = bound_at_start & bound_at_end
         bound_at_end = self._branch(node.orelse, bound_at_end)
-        for node_handler in node.handlers:
+        for handler in node.handlers:
             self.bound = set(bound_anywhere)
-            self.visit(node_handler.type)
+            self.visit(handler.type)
             # Python deletes the name of the exception at the end of the handler.
-            handler_names = {node_handler.name} if node_handler.name else set()
-            bound_at_end &= (
-                self._branch(node_handler.body, self.bound | handler_names) - handler_names
-            )
+            handler_names = {handler.name} if handler.name else set()
+            bound_at_end &= self._branch(handler.body, self.bound | handler_names) - handler_names
         self.bound = bound_anywhere & bound_at_end
         # Twice: `finally` also runs when the body has failed, and must not rely on its names.
         added_names = self._branch(node.finalbody, self.bound) - self.bound

@@ -56,8 +56,8 @@ def open_payload(
         namespace: The notebook's, which functions in the payload get as their globals.
     """
     with unpickling_into(namespace):
-        unpacked_values: dict[str, Any] = pickling.unpack(packed_object, file_descriptor, {})
-    return unpacked_values
+        values: dict[str, Any] = pickling.unpack(packed_object, file_descriptor, {})
+    return values
 
 
 # ------------------------------------------------------------------------- at the sender's
@@ -111,24 +111,19 @@ class Reducer:
     def _function(self, cell_function: types.FunctionType) -> Any:
         pickling.note_source(cell_function, self.sources)
         self.names |= globals_read(cell_function.__code__) & self._namespace.keys()
-        cell_stand_ins = [
-            self._cell(closure_cell) for closure_cell in cell_function.__closure__ or ()
-        ]
+        cell_stand_ins = [self._cell(cell) for cell in cell_function.__closure__ or ()]
         cell_contents = []
-        for closure_cell, stand_in in zip(
-            cell_function.__closure__ or (), cell_stand_ins, strict=True
-        ):
+        for cell, stand_in in zip(cell_function.__closure__ or (), cell_stand_ins, strict=True):
             # An empty closure cell raises ValueError: the variable has no value yet.
             with contextlib.suppress(ValueError):
-                cell_contents.append((stand_in, closure_cell.cell_contents))
+                cell_contents.append((stand_in, cell.cell_contents))
         function_attributes = {
-            attribute_name: getattr(cell_function, attribute_name, None)
-            for attribute_name in _FUNCTION_ATTRIBUTES
+            name: getattr(cell_function, name, None) for name in _FUNCTION_ATTRIBUTES
         }
-        function_state = (cell_contents, function_attributes, dict(cell_function.__dict__))
+        state = (cell_contents, function_attributes, dict(cell_function.__dict__))
         made_of = (cell_function.__code__, cell_function.__name__, tuple(cell_stand_ins))
         # The state has its own setter, because functions have no __setstate__.
-        return _make_function, made_of, function_state, None, None, _finish_function
+        return _make_function, made_of, state, None, None, _finish_function
 
     def _cell(self, closure_cell: types.CellType) -> _CellStandIn:
         """The one stand-in of this cell; the cell itself is kept, so that its id stays its own."""
@@ -152,12 +147,8 @@ def globals_read(code_object: types.CodeType) -> frozenset[str]:
 
 def travels_by_value(object_type: type) -> bool:
     """Whether a class is pickled with its code, because no import leads to it: one of a cell."""
-    module_name = object_type.__module__
-    return (
-        module_name == "__main__"
-        or module_name not in sys.modules
-        or "<locals>" in object_type.__qualname__
-    )
+    name = object_type.__module__
+    return name == "__main__" or name not in sys.modules or "<locals>" in object_type.__qualname__
 
 
 # ------------------------------------------------------------------------- at the receiver's
@@ -184,11 +175,11 @@ def unpickling_into(
         namespace: The globals that functions of cells get.
         find_module: Finds the module that a key names.
     """
-    context_token = _CURRENT_UNPICKLING.set(_Unpickling(namespace, find_module))
+    token = _CURRENT_UNPICKLING.set(_Unpickling(namespace, find_module))
     try:
         yield
     finally:
-        _CURRENT_UNPICKLING.reset(context_token)
+        _CURRENT_UNPICKLING.reset(token)
 
 
 # What the pickle calls on the receiving side. The pickle contains their names, so both sides must
@@ -200,34 +191,34 @@ def _empty_cell() -> types.CellType:
 
 
 def _make_function(
-    code_object: types.CodeType, function_name: str, closure_cells: tuple[types.CellType, ...]
+    code_object: types.CodeType, name: str, closure_cells: tuple[types.CellType, ...]
 ) -> types.FunctionType:
     return types.FunctionType(
-        code_object, _CURRENT_UNPICKLING.get().namespace, function_name, None, closure_cells or None
+        code_object, _CURRENT_UNPICKLING.get().namespace, name, None, closure_cells or None
     )
 
 
 def _finish_function(
     cell_function: types.FunctionType,
-    function_state: tuple[list[tuple[types.CellType, Any]], dict[str, Any], dict[str, Any]],
+    state: tuple[list[tuple[types.CellType, Any]], dict[str, Any], dict[str, Any]],
 ) -> None:
-    cell_contents, function_attributes, attributes = function_state
-    for closure_cell, attribute_value in cell_contents:
-        closure_cell.cell_contents = attribute_value
-    for attribute_name, attribute_value in function_attributes.items():
+    cell_contents, function_attributes, attributes = state
+    for cell, value in cell_contents:
+        cell.cell_contents = value
+    for name, value in function_attributes.items():
         # __type_params__ exists from Python 3.12 on.
-        if hasattr(cell_function, attribute_name):
-            setattr(cell_function, attribute_name, attribute_value)
+        if hasattr(cell_function, name):
+            setattr(cell_function, name, value)
     cell_function.__dict__.update(attributes)
 
 
-def _known(module_key: str, part_path: str) -> Any:
-    find_module = _CURRENT_UNPICKLING.get().module
-    if find_module is None:
+def _known(key: str, part_path: str) -> Any:
+    module = _CURRENT_UNPICKLING.get().module
+    if module is None:
         raise InternalError(
-            f"{module_key}.{part_path} was named to a process that has received no modules."
+            f"{key}.{part_path} was named to a process that has received no modules."
         )
-    module_part: Any = find_module(module_key)
-    for attribute_name in part_path.split(".") if part_path else ():
-        module_part = getattr(module_part, attribute_name)
+    module_part: Any = module(key)
+    for name in part_path.split(".") if part_path else ():
+        module_part = getattr(module_part, name)
     return module_part

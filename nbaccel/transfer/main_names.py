@@ -61,9 +61,9 @@ _RECEIVED: dict[str, Any] = {}
 """What was bound, by its name."""
 
 
-def _look_up(qualified_name: str) -> Any:
+def _look_up(name: str) -> Any:
     try:
-        return functools.reduce(getattr, qualified_name.split("."), sys.modules["__main__"])
+        return functools.reduce(getattr, name.split("."), sys.modules["__main__"])
     except AttributeError:
         return None
 

@@ -327,10 +327,10 @@ def _own_pages(start_address: int, num_bytes: int) -> list[ByteRange]:
 
 
 def _own_page_runs(
-    page_entries: np.ndarray[Any, np.dtype[np.uint64]], first_page: int
+    entries: np.ndarray[Any, np.dtype[np.uint64]], first_page: int
 ) -> list[ByteRange]:
     """Ranges of pages that are present or swapped, and no file's."""
-    page_flags = (page_entries >> np.uint64(61)).astype(np.uint8)
+    page_flags = (entries >> np.uint64(61)).astype(np.uint8)
     pages = ((page_flags & 0b110) != 0) & ((page_flags & 0b001) == 0)
     run_edges = np.flatnonzero(np.diff(np.concatenate(([False], pages, [False])).astype(np.int8)))
     return [

@@ -45,33 +45,30 @@ class ModuleSurvey:
     def of(cls, module: nn.Module) -> ModuleSurvey:
         """Look through a module."""
         visited_modules: dict[int, tuple[str, nn.Module]] = {}
-        visited_tensors: list[tuple[str, torch.Tensor]] = []
-        alias_paths: list[tuple[str, str]] = []
-        _visit_submodules(module, "", visited_modules, visited_tensors, alias_paths)
-        return cls(tuple(visited_modules.values()), tuple(visited_tensors), tuple(alias_paths))
+        tensors: list[tuple[str, torch.Tensor]] = []
+        paths: list[tuple[str, str]] = []
+        _visit_submodules(module, "", visited_modules, tensors, paths)
+        return cls(tuple(visited_modules.values()), tuple(tensors), tuple(paths))
 
     def structure(self) -> tuple[Hashable, ...]:
         """Equal as long as a worker's copy can be kept."""
         return (
-            tuple((module_path, type(module)) for module_path, module in self.modules),
+            tuple((path, type(module)) for path, module in self.modules),
             self.aliases,
-            tuple(
-                (module_path, *_tensor_geometry(module_tensor))
-                for module_path, module_tensor in self.tensors
-            ),
+            tuple((path, *_tensor_geometry(tensor)) for path, tensor in self.tensors),
         )
 
     def places(self, module_key: str) -> Iterator[tuple[int, tuple[str, str]]]:
         """By the id of each object: where it is in the module that has this key."""
         # In reverse, because later pairs replace earlier ones: of tied names the first counts.
-        for module_path, module_tensor in reversed(self.tensors):
-            yield id(module_tensor), (module_key, module_path)
-        for module_path, module in reversed(self.modules):
-            yield id(module), (module_key, module_path)
+        for path, tensor in reversed(self.tensors):
+            yield id(tensor), (module_key, path)
+        for path, module in reversed(self.modules):
+            yield id(module), (module_key, path)
 
     def versions(self) -> int:
         """Grows whenever a tensor is written to (by what torch counts as writing)."""
-        return sum(torch_private.tensor_version(module_tensor) for _, module_tensor in self.tensors)
+        return sum(torch_private.tensor_version(tensor) for _, tensor in self.tensors)
 
 
 def _visit_submodules(
@@ -102,16 +99,16 @@ def _visit_submodules(
             )
 
 
-def _tensor_geometry(module_tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    if type(module_tensor) not in arena.PLAIN or module_tensor.layout is not torch.strided:
+def _tensor_geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    if type(tensor) not in arena.PLAIN or tensor.layout is not torch.strided:
         # Such a tensor has no address; another object counts as another structure.
-        return (id(module_tensor),)
+        return (id(tensor),)
     return (
-        module_tensor.data_ptr(),
-        module_tensor.dtype,
-        module_tensor.shape,
-        module_tensor.stride(),
-        module_tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.device,
     )
 
 
@@ -151,9 +148,9 @@ class OpaqueToken:
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes that a class gives its instances, beside tensors and submodules."""
     return (
-        (attribute_name, attribute_value)
-        for attribute_name, attribute_value in vars(module).items()
-        if attribute_name not in torch_private.MODULE_ATTRIBUTES
+        (name, value)
+        for name, value in vars(module).items()
+        if name not in torch_private.MODULE_ATTRIBUTES
     )
 
 
@@ -233,10 +230,8 @@ def _changed_flags(
     named_objects: Iterable[tuple[str, Any]], old_flags: Iterable[bool], new_flags: Iterable[bool]
 ) -> dict[str, bool]:
     return {
-        attribute_name: new_flag
-        for (attribute_name, _), old_flag, new_flag in zip(
-            named_objects, old_flags, new_flags, strict=True
-        )
+        name: new_flag
+        for (name, _), old_flag, new_flag in zip(named_objects, old_flags, new_flags, strict=True)
         if old_flag != new_flag
     }
 
@@ -282,7 +277,7 @@ class ModuleRecord:
         """What a worker must know to write its weights back."""
         return weight_sync.Manifest(
             path=self.path,
-            slots=tuple((owner_arena.key, arena_slot) for owner_arena, arena_slot in self._slots),
+            slots=tuple((owner_arena.key, slot) for owner_arena, slot in self._slots),
         )
 
     def arenas(self) -> dict[str, arena.Arena]:
@@ -328,10 +323,8 @@ class ModuleRegistry:
 
     def record_of(self, module: nn.Module) -> ModuleRecord | None:
         """The record of this very object, if it has one of its own."""
-        module_record = self._by_id.get(id(module))
-        return (
-            module_record if module_record is not None and module_record.module is module else None
-        )
+        record = self._by_id.get(id(module))
+        return record if record is not None and record.module is module else None
 
     def by_key(self, module_key: str) -> ModuleRecord | None:
         """The record with that key, as long as its module lives and has its structure."""
@@ -346,25 +339,25 @@ class ModuleRegistry:
         old_record = self.record_of(module)
         if old_record is not None:
             self._drop(old_record.key, id(module))
-        module_number = next(self._count)
-        module_key = f"module{module_number}"
+        number = next(self._count)
+        key = f"module{number}"
         if any(module_record.path == module_path for module_record in self._records.values()):
             # A report names modules by path, and must not confuse two of them.
-            module_path = f"{module_path} ({module_number})"
+            module_path = f"{module_path} ({number})"
         # The callback must not hold the module itself, or it would never be collected.
         module_id = id(module)
         module_record = ModuleRecord(
-            module_key,
+            key,
             module_path,
             module,
             module_survey,
-            lambda: self._drop(module_key, module_id),
+            lambda: self._drop(key, module_id),
         )
-        self._records[module_key] = self._by_id[module_id] = module_record
+        self._records[key] = self._by_id[module_id] = module_record
         return module_record
 
-    def _drop(self, module_key: str, module_id: int) -> None:
-        module_record = self._records.pop(module_key, None)
+    def _drop(self, key: str, module_id: int) -> None:
+        record = self._records.pop(key, None)
         # The id may belong to a newer module by the time the old one's callback runs.
-        if module_record is not None and self._by_id.get(module_id) is module_record:
+        if record is not None and self._by_id.get(module_id) is record:
             del self._by_id[module_id]

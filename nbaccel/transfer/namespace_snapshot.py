@@ -66,17 +66,15 @@ class NamespaceSnapshot:
         value_token = plain_token(named_value)
         return Fingerprint(value_token) if value_token is not None else self._of_pickle(named_value)
 
-    def _of_pickle(self, named_value: Any) -> Fingerprint:
-        return fingerprint_of_pickle(
-            named_value, Reducer(self._namespace, self.place), self.stand_ins()
-        )
+    def _of_pickle(self, value: Any) -> Fingerprint:
+        return fingerprint_of_pickle(value, Reducer(self._namespace, self.place), self.stand_ins())
 
     def stand_ins(self) -> dict[int, Any]:
         """Host copies of the storages that modules have on devices."""
         return {
-            device_address: host_place
-            for module_record in self._modules.all()
-            for device_address, host_place in module_record.stand_ins.items()
+            address: host_place
+            for record in self._modules.all()
+            for address, host_place in record.stand_ins.items()
         }
 
     # ------------------------------------------------------------------- modules
@@ -84,13 +82,11 @@ class NamespaceSnapshot:
     def place(self, module_part: Any) -> ModulePlace | None:
         """Where in a module with a key this is. Modules get one when they are first met."""
         is_module = isinstance(module_part, nn.Module)
-        module_record = self._modules.record_of(module_part) if is_module else None
-        if module_record is not None:
-            return self._current(module_record).key, ""
+        record = self._modules.record_of(module_part) if is_module else None
+        if record is not None:
+            return self._current(record).key, ""
         if self._table is None:
-            self._table = self.table(
-                [self._current(module_record) for module_record in self._modules.all()]
-            )
+            self._table = self.table([self._current(record) for record in self._modules.all()])
         found_place = self._table.get(id(module_part))
         if found_place is None and is_module:
             self._add(module_part, self._path)
@@ -113,8 +109,8 @@ class NamespaceSnapshot:
     def survey(self, module_key: str) -> ModuleSurvey:
         """What the module consists of."""
         if module_key not in self._surveys:
-            module_record = self._modules.by_key(module_key)
-            module = module_record.module if module_record is not None else None
+            record = self._modules.by_key(module_key)
+            module = record.module if record is not None else None
             self._surveys[module_key] = (
                 ModuleSurvey.of(module) if module is not None else ModuleSurvey((), ())
             )
@@ -123,52 +119,52 @@ class NamespaceSnapshot:
     def state(self, module_key: str) -> ModuleState:
         """What may change in the module, as it is."""
         if module_key not in self._states:
-            module_record = self._modules.by_key(module_key)
-            self._path = module_record.path if module_record is not None else module_key
+            record = self._modules.by_key(module_key)
+            self._path = record.path if record is not None else module_key
             self._states[module_key] = self._module_state(module_key, self.survey(module_key))
         return self._states[module_key]
 
-    def _current(self, module_record: ModuleRecord) -> ModuleRecord:
+    def _current(self, record: ModuleRecord) -> ModuleRecord:
         """This record, or that of the structure which its module has now."""
-        if module_record.key in self._surveys:
-            return module_record
-        module = module_record.module
+        if record.key in self._surveys:
+            return record
+        module = record.module
         if module is None:
-            return module_record
+            return record
         module_survey = ModuleSurvey.of(module)
-        if module_survey.structure() != module_record.structure:
-            return self._add(module, module_record.path, module_survey)
-        self._surveys[module_record.key] = module_survey
-        return module_record
+        if module_survey.structure() != record.structure:
+            return self._add(module, record.path, module_survey)
+        self._surveys[record.key] = module_survey
+        return record
 
     def _add(
-        self, module: nn.Module, module_path: str, module_survey: ModuleSurvey | None = None
+        self, module: nn.Module, path: str, module_survey: ModuleSurvey | None = None
     ) -> ModuleRecord:
         module_survey = module_survey or ModuleSurvey.of(module)
-        module_record = self._modules.add(module, module_path, module_survey)
-        self._surveys[module_record.key] = module_survey
+        record = self._modules.add(module, path, module_survey)
+        self._surveys[record.key] = module_survey
         self.news += 1
         if self._table is not None:
-            new_places = dict(module_survey.places(module_record.key))
+            new_places = dict(module_survey.places(record.key))
             # Known places win over new ones, except for the module itself, which has a new key.
-            self._table = new_places | self._table | {id(module): (module_record.key, "")}
-        return module_record
+            self._table = new_places | self._table | {id(module): (record.key, "")}
+        return record
 
-    def _of_owner(self, user_parameter: nn.Parameter) -> ModulePlace | None:
+    def _of_owner(self, parameter: nn.Parameter) -> ModulePlace | None:
         """Its place in a module that the user has, so that an optimizer steps that module."""
         if self._owners is None:
             self._owners = {
-                id(module_tensor): (value_name, named_value)
+                id(tensor): (name, value)
                 # A copy, because a thread of the user's may bind names meanwhile.
-                for value_name, named_value in list(self._namespace.items())
-                if isinstance(named_value, nn.Module)
-                for module_tensor in named_value.parameters()
+                for name, value in list(self._namespace.items())
+                if isinstance(value, nn.Module)
+                for tensor in value.parameters()
             }
-        value_name, owner_module = self._owners.get(id(user_parameter), ("", None))
-        if owner_module is None or self._table is None:
+        name, module = self._owners.get(id(parameter), ("", None))
+        if module is None or self._table is None:
             return None
-        self._add(owner_module, value_name)
-        return self._table.get(id(user_parameter))
+        self._add(module, name)
+        return self._table.get(id(parameter))
 
     def _module_state(self, module_key: str, module_survey: ModuleSurvey) -> ModuleState:
         read_names: set[str] = set()
@@ -253,13 +249,13 @@ def plain_token(named_value: Any) -> Hashable | None:
     return _token_of_block(named_value)
 
 
-def _token_of_import(named_value: Any) -> Hashable | None:
-    module = getattr(named_value, "__module__", None)
-    value_name = getattr(named_value, "__qualname__", None)
-    if module is None or value_name is None or module == "__main__":
+def _token_of_import(value: Any) -> Hashable | None:
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None)
+    if module is None or name is None or module == "__main__":
         return None
-    is_importable = getattr(sys.modules.get(module), value_name, None) is named_value
-    return ("global", module, value_name) if is_importable else None
+    is_importable = getattr(sys.modules.get(module), name, None) is value
+    return ("global", module, name) if is_importable else None
 
 
 def _token_of_block(named_value: Any) -> Hashable | None:

@@ -143,37 +143,37 @@ class NamespaceSync:
 
     def taken(self, prepared_update: PreparedUpdate) -> None:
         """Record that the ranks have taken the update."""
-        for rank_number, settled_state in prepared_update.settled.items():
-            rank_state = self._ranks[rank_number]
+        for number, settled_state in prepared_update.settled.items():
+            rank_state = self._ranks[number]
             rank_state.seen.update(settled_state.tokens)
             rank_state.sent_states.update(settled_state.states)
-            for module_key in settled_state.forgotten:
-                rank_state.sent_states.pop(module_key, None)
-            for module_key in settled_state.forgotten_arenas:
-                rank_state.arenas.pop(module_key, None)
-            for module_key, shared_arena in prepared_update.arenas.items():
+            for key in settled_state.forgotten:
+                rank_state.sent_states.pop(key, None)
+            for key in settled_state.forgotten_arenas:
+                rank_state.arenas.pop(key, None)
+            for key, shared_arena in prepared_update.arenas.items():
                 # Weak: what a rank has must not keep the notebook's memory alive.
-                rank_state.arenas.setdefault(module_key, weakref.ref(shared_arena))
+                rank_state.arenas.setdefault(key, weakref.ref(shared_arena))
 
     def bound(self, rank: int, cell_names: Iterable[str]) -> None:
         """Record that a rank's cell bound or deleted these names itself.
 
         What the notebook has under such a name is sent only when it changes after this.
         """
-        seen_tokens = self._ranks[rank].seen
+        tokens = self._ranks[rank].seen
         snapshot = NamespaceSnapshot(self._namespace, self._modules)
         for variable_name in cell_names:
-            seen_tokens.pop(variable_name, None)
+            tokens.pop(variable_name, None)
             if variable_name in self._namespace:
-                seen_tokens[variable_name] = self._token(snapshot, variable_name)
+                tokens[variable_name] = self._token(snapshot, variable_name)
 
-    def _token(self, snapshot: NamespaceSnapshot, variable_name: str) -> Hashable:
-        named_value = self._namespace[variable_name]
+    def _token(self, snapshot: NamespaceSnapshot, name: str) -> Hashable:
+        value = self._namespace[name]
         try:
-            return snapshot.fingerprint(variable_name, named_value).token
+            return snapshot.fingerprint(name, value).token
         # The id still shows that a name was bound anew.
         except Exception:  # pickling runs user code: it may raise anything
-            return ("unsendable", id(named_value))
+            return ("unsendable", id(value))
 
     def records(self, module_keys: Collection[str]) -> list[ModuleRecord]:
         """The modules with these keys that still live in the notebook."""
@@ -416,23 +416,23 @@ class _UpdatePacking:
 
     def _share(self, rank_lack: _RankLack) -> None:
         """Move the modules that come whole to arenas; leaves out names whose module cannot."""
-        for variable_name in rank_lack.names:
-            for module_key in self._reach(self._found[variable_name].modules):
-                module_record = self._modules.by_key(module_key)
-                if module_key not in rank_lack.whole or module_record is None:
+        for name in rank_lack.names:
+            for key in self._reach(self._found[name].modules):
+                record = self._modules.by_key(key)
+                if key not in rank_lack.whole or record is None:
                     continue
                 try:
-                    self._nbytes += module_record.share()
+                    self._nbytes += record.share()
                 except ModelNotShareable as sharing_error:
-                    if variable_name in self._names.needed:
+                    if name in self._names.needed:
                         raise
-                    self._namespace_sync.reasons[variable_name] = str(sharing_error)
+                    self._namespace_sync.reasons[name] = str(sharing_error)
                     # A name that is only possibly read must not make the cell fail.
-                    raise _LeaveOut([variable_name]) from sharing_error
+                    raise _LeaveOut([name]) from sharing_error
         # The rest: modules that a changed attribute of a known module refers to.
-        for module_key in rank_lack.whole:
-            module_record = self._modules.by_key(module_key)
-            self._nbytes += module_record.share() if module_record is not None else 0
+        for key in rank_lack.whole:
+            record = self._modules.by_key(key)
+            self._nbytes += record.share() if record is not None else 0
 
     def _part(
         self,
@@ -529,9 +529,7 @@ class _UpdatePacking:
             nonlocal place_table
             if place_table is None:
                 # Only modules that these ranks have: a place in any other would name nothing there.
-                records = (
-                    self._modules.by_key(module_key) for module_key in sorted(rank_lack.known)
-                )
+                records = (self._modules.by_key(key) for key in sorted(rank_lack.known))
                 place_table = self._snapshot.table(
                     module_record for module_record in records if module_record is not None
                 )
@@ -541,31 +539,27 @@ class _UpdatePacking:
 
     # ------------------------------------------------------------------- what cannot be sent
 
-    def _refuse(self, variable_name: str, pickling_error: Exception) -> None:
+    def _refuse(self, name: str, error: Exception) -> None:
         """Raise for a needed name; note the reason for others."""
-        if variable_name not in self._names.needed:
-            self._namespace_sync.reasons[variable_name] = (
-                f"{type(pickling_error).__name__}: {pickling_error}"
-            )
+        if name not in self._names.needed:
+            self._namespace_sync.reasons[name] = f"{type(error).__name__}: {error}"
             return
-        culprit_path = pickling.find_in(
-            self._namespace[variable_name], variable_name, can_pickle=self._pickles
-        )
+        path = pickling.find_in(self._namespace[name], name, can_pickle=self._pickles)
         raise NotSendable(
-            f"{culprit_path} cannot be sent to the workers: "
-            f"{type(pickling_error).__name__}: {pickling_error}.\n"
+            f"{path} cannot be sent to the workers: "
+            f"{type(error).__name__}: {error}.\n"
             "Make it in a %%accelerate cell instead, or send what it is made from.",
-            path=culprit_path,
-        ) from pickling_error
+            path=path,
+        ) from error
 
-    def _pickles(self, named_value: Any) -> bool:
+    def _pickles(self, value: Any) -> bool:
         try:
-            namespace_snapshot.fingerprint_of_pickle(named_value, Reducer(self._namespace))
+            namespace_snapshot.fingerprint_of_pickle(value, Reducer(self._namespace))
         except Exception:  # whatever is raised, it does not pickle
             return False
         return True
 
-    def _find_culprit(self, rank_lack: _RankLack, pickling_error: Exception) -> None:
+    def _find_culprit(self, rank_lack: _RankLack, error: Exception) -> None:
         """Find the names that make the whole update unpicklable, and refuse or leave them out."""
         culprit_names = [
             variable_name
@@ -573,6 +567,6 @@ class _UpdatePacking:
             if not self._pickles(self._namespace[variable_name])
         ]
         for variable_name in culprit_names:
-            self._refuse(variable_name, pickling_error)
+            self._refuse(variable_name, error)
         if culprit_names:
-            raise _LeaveOut(culprit_names) from pickling_error
+            raise _LeaveOut(culprit_names) from error

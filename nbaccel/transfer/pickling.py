@@ -112,19 +112,17 @@ class PreparedObject:
 
     def write(self) -> tuple[PackedObject, int]:
         """Copy all of it into a memory file; see `pack`."""
-        return _write_file(
-            self.stream.getbuffer(), [memory_block.raw() for memory_block in self.blocks]
-        )
+        return _write_file(self.stream.getbuffer(), [block.raw() for block in self.blocks])
 
 
 def prepare(
     pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
 ) -> PreparedObject:
     """Do what `pack` does, except for copying the big blocks."""
-    memory_blocks: list[pickle.PickleBuffer] = []
+    blocks: list[pickle.PickleBuffer] = []
     pickle_stream = _MeteredStream(limit_bytes)
-    dump(pickled_object, pickle_sender, pickle_stream, memory_blocks.append)
-    return PreparedObject(pickle_stream, memory_blocks)
+    dump(pickled_object, pickle_sender, pickle_stream, blocks.append)
+    return PreparedObject(pickle_stream, blocks)
 
 
 def dump(
@@ -279,14 +277,14 @@ class _StorageReducer:
 _PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def _is_bare(bare_tensor: torch.Tensor) -> bool:
+def _is_bare(tensor: torch.Tensor) -> bool:
     """Whether geometry, values and `requires_grad` are all there is to the tensor."""
     return (
-        bare_tensor.layout is torch.strided
-        and not (bare_tensor.is_quantized or bare_tensor.is_conj() or bare_tensor.is_neg())
-        and bare_tensor.is_leaf
-        and not bare_tensor.__dict__
-        and not torch_private.has_gradient_hooks(bare_tensor)
+        tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_leaf
+        and not tensor.__dict__
+        and not torch_private.has_gradient_hooks(tensor)
     )
 
 
@@ -360,20 +358,20 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _module(self, whole_module: torch.nn.Module) -> Any:
         """Leave out the empty tables of hooks: pickling those takes longer than all the rest."""
-        module_state = dict(
+        state = dict(
             vars(whole_module) if _MODULE_GETSTATE is None else _MODULE_GETSTATE(whole_module)
         )
         empty_hooks = tuple(
             attribute_name
             for attribute_name in _HOOK_TABLES
-            if attribute_name in module_state and not module_state[attribute_name]
+            if attribute_name in state and not state[attribute_name]
         )
         for attribute_name in empty_hooks:
-            del module_state[attribute_name]
+            del state[attribute_name]
         return (
             _make_module,
             (type(whole_module), self._shapes.setdefault(empty_hooks, empty_hooks)),
-            module_state,
+            state,
         )
 
 
@@ -490,29 +488,27 @@ def _typed_storage(
 
 
 def _arena_storage(
-    arena_key: str, first_byte: int, num_bytes: int, to_device: bool
+    key: str, first_byte: int, num_bytes: int, to_device: bool
 ) -> torch.UntypedStorage:
     receiver = _CURRENT_RECEIVER.get()
-    tensor_storage = arena.storage_at(receiver.arenas[arena_key], first_byte, num_bytes)
+    tensor_storage = arena.storage_at(receiver.arenas[key], first_byte, num_bytes)
     return _storage_on_device(tensor_storage, receiver.device) if to_device else tensor_storage
 
 
 def _arena_tensor(
     object_type: type[torch.Tensor],
-    arena_key: str,
+    key: str,
     first_byte: int,
     num_bytes: int,
     element_type: torch.dtype,
     element_offset: int,
-    tensor_shape: tuple[int, ...],
+    shape: tuple[int, ...],
     tensor_strides: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
-    tensor_storage = arena.storage_at(
-        _CURRENT_RECEIVER.get().arenas[arena_key], first_byte, num_bytes
-    )
+    tensor_storage = arena.storage_at(_CURRENT_RECEIVER.get().arenas[key], first_byte, num_bytes)
     bare_tensor = torch.empty(0, dtype=element_type).set_(
-        tensor_storage, element_offset, tensor_shape, tensor_strides
+        tensor_storage, element_offset, shape, tensor_strides
     )
     if object_type is torch.nn.Parameter:
         return torch.nn.Parameter(bare_tensor, requires_grad)
@@ -542,8 +538,8 @@ def _local_class(first_address: int, qualified_name: str, pickled_class: bytes) 
     return unpickled_class
 
 
-def _own_storage(memory_block: Any, to_device: bool) -> torch.UntypedStorage:
-    tensor_storage = torch.frombuffer(memory_block, dtype=torch.uint8).untyped_storage()
+def _own_storage(block: Any, to_device: bool) -> torch.UntypedStorage:
+    tensor_storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
     return (
         _storage_on_device(tensor_storage, _CURRENT_RECEIVER.get().device)
         if to_device
@@ -629,14 +625,14 @@ def _items_of(values: Any, source_path: str) -> Iterator[tuple[str, Any]]:
 
 def _of_function(cell_function: Any, source_path: str) -> Iterator[tuple[str, Any]]:
     code_object = getattr(cell_function, "__code__", None)
-    for variable_name, closure_cell in zip(
+    for variable_name, cell in zip(
         getattr(code_object, "co_freevars", ()),
         getattr(cell_function, "__closure__", None) or (),
         strict=False,
     ):
         # An empty closure cell raises ValueError: the variable has no value yet.
         with contextlib.suppress(ValueError):
-            yield f"{variable_name} (which {source_path} closes over)", closure_cell.cell_contents
+            yield f"{variable_name} (which {source_path} closes over)", cell.cell_contents
     outer_variables = getattr(cell_function, "__globals__", {})
     for variable_name in getattr(code_object, "co_names", ()):
         if variable_name in outer_variables:
@@ -654,5 +650,5 @@ def _can_pickle(held_value: Any) -> bool:
     return True
 
 
-def _drop_output(memory_block: pickle.PickleBuffer) -> None:
-    memory_block.release()
+def _drop_output(block: pickle.PickleBuffer) -> None:
+    block.release()

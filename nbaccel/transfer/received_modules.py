@@ -58,13 +58,13 @@ class _LocalArena:
         # A copy, because the caller closes the descriptor that came with the message.
         descriptor = os.dup(file_descriptor)
         try:
-            arena_mapping = memfd.Mapping(descriptor, num_bytes, is_private=True)
+            mapping = memfd.Mapping(descriptor, num_bytes, is_private=True)
         except BaseException:  # an interrupt must not leak the descriptor either
             os.close(descriptor)
             raise
-        close_file = weakref.finalize(arena_mapping, os.close, descriptor)
-        close_file.atexit = False  # a process that ends closes it anyway
-        return cls(descriptor, arena_mapping)
+        file = weakref.finalize(mapping, os.close, descriptor)
+        file.atexit = False  # a process that ends closes it anyway
+        return cls(descriptor, mapping)
 
     def as_the_notebook_sees_it(self) -> memfd.Mapping:
         return memfd.Mapping(self.fd, self.mapping.nbytes, is_private=False)
@@ -106,7 +106,7 @@ class ReceivedModules:
     @property
     def mappings(self) -> dict[str, memfd.Mapping]:
         """This worker's mappings of the arenas, by key."""
-        return {arena_key: local_arena.mapping for arena_key, local_arena in self._arenas.items()}
+        return {key: local_arena.mapping for key, local_arena in self._arenas.items()}
 
     def module(self, module_key: str) -> nn.Module:
         """The module that the notebook knows under this key."""
@@ -135,14 +135,14 @@ class ReceivedModules:
     def forget(self, module_keys: Iterable[str], arena_keys: Iterable[str]) -> None:
         """Drop the entries of what the notebook no longer has. What the worker still uses stays."""
         for key in module_keys:
-            for state_table in (
+            for table in (
                 self._modules,
                 self._origins,
                 self._reported,
                 self._notebook_states,
                 self._known_names,
             ):
-                state_table.pop(key, None)
+                table.pop(key, None)
         # Tensors that still live in an arena keep its mapping alive without this entry.
         for key in arena_keys:
             self._arenas.pop(key, None)
@@ -159,35 +159,35 @@ class ReceivedModules:
             # torch refuses to change requires_grad of a tensor that is not a leaf.
             if tensor_name in module_tensors and module_tensors[tensor_name].is_leaf:
                 module_tensors[tensor_name].requires_grad_(flag_value)
-        for submodule_path, flag_value in module_update.training.items():
-            if submodule_path in named_submodules:
-                named_submodules[submodule_path].training = flag_value
-        for submodule_path, new_values in module_update.attributes.items():
-            if submodule_path in named_submodules:
-                named_submodules[submodule_path].__dict__.update(new_values)
-        for submodule_path, removed_names in module_update.removed.items():
-            for tensor_name in removed_names if submodule_path in named_submodules else ():
-                named_submodules[submodule_path].__dict__.pop(tensor_name, None)
+        for path, flag_value in module_update.training.items():
+            if path in named_submodules:
+                named_submodules[path].training = flag_value
+        for path, new_values in module_update.attributes.items():
+            if path in named_submodules:
+                named_submodules[path].__dict__.update(new_values)
+        for path, removed_names in module_update.removed.items():
+            for tensor_name in removed_names if path in named_submodules else ():
+                named_submodules[path].__dict__.pop(tensor_name, None)
         if module_update.adopt:
             self._adopt(module_update.key)
 
     def _adopt(self, module_key: str) -> None:
         module_manifest, module = self._modules[module_key]
         for arena_key, local_arena in self._arenas.items():
-            page_spans = memfd.merge_ranges(
+            spans = memfd.merge_ranges(
                 (
-                    arena_slot.start,
-                    -(-(arena_slot.start + arena_slot.nbytes) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT,
+                    slot.start,
+                    -(-(slot.start + slot.nbytes) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT,
                 )
-                for owner_key, arena_slot in module_manifest.slots
+                for owner_key, slot in module_manifest.slots
                 if owner_key == arena_key
             )
-            for first_byte, end_byte in page_spans:
+            for first_byte, end_byte in spans:
                 self._let_go(arena_key, first_byte, min(end_byte, local_arena.mapping.nbytes))
         with torch.no_grad():
-            for arena_slot, module_tensor, arena_mapping in self._departed(module_manifest, module):
-                if sharded_tensors.full_shape(module_tensor) == arena_slot.shape:
-                    sharded_tensors.fill_local_part(module_tensor, arena_slot.view(arena_mapping))
+            for slot, module_tensor, mapping in self._departed(module_manifest, module):
+                if sharded_tensors.full_shape(module_tensor) == slot.shape:
+                    sharded_tensors.fill_local_part(module_tensor, slot.view(mapping))
         # Adopting raises the version counters; without this it would look like training.
         self._notebook_states[module_key] = self._departed_state(module_key)
 
@@ -212,12 +212,12 @@ class ReceivedModules:
     ) -> str:
         """Digest of what this rank has written of a module; empty if nothing."""
         (module_manifest, module) = self._modules[module_key]
-        arena_mappings = self.mappings
+        mappings = self.mappings
         # An arena that the notebook has dropped cannot be compared.
-        if not arena_mappings.keys() >= {arena_key for arena_key, _ in module_manifest.slots}:
+        if not mappings.keys() >= {arena_key for arena_key, _ in module_manifest.slots}:
             return ""
         return weight_checks.fingerprint_of(
-            module_manifest.slots, module, arena_mappings, written_ranges, own_only=True
+            module_manifest.slots, module, mappings, written_ranges, own_only=True
         )
 
     def _used_by(self, module_keys: Iterable[str]) -> tuple[str, ...]:
@@ -231,16 +231,16 @@ class ReceivedModules:
     def _changed_modules(self) -> list[str]:
         written_ranges = self._written() if self._rank == 0 else {}
         return [
-            module_key
-            for module_key, (module_manifest, _) in self._modules.items()
+            key
+            for key, (module_manifest, _) in self._modules.items()
             if _overlaps_written(module_manifest, written_ranges)
-            or self._has_changed_elsewhere(module_key)
+            or self._has_changed_elsewhere(key)
             # Nothing comes home of it, and that is told.
-            or (self._rank == 0 and self._known_names[module_key] != self._tensor_names(module_key))
+            or (self._rank == 0 and self._known_names[key] != self._tensor_names(key))
         ]
 
-    def _tensor_names(self, module_key: str) -> tuple[str, ...]:
-        return tuple(tensor_name for tensor_name, _ in named_tensors(self._modules[module_key][1]))
+    def _tensor_names(self, key: str) -> tuple[str, ...]:
+        return tuple(tensor_name for tensor_name, _ in named_tensors(self._modules[key][1]))
 
     def _written(self) -> dict[str, list[memfd.ByteRange]]:
         keys = {
@@ -254,24 +254,22 @@ class ReceivedModules:
             if arena_key in self._arenas
         }
 
-    def _written_to(self, arena_key: str) -> list[memfd.ByteRange]:
-        arena_mapping = self._arenas[arena_key].mapping
-        return (
-            [(0, arena_mapping.nbytes)] if arena_key in self._in_files else arena_mapping.written()
-        )
+    def _written_to(self, key: str) -> list[memfd.ByteRange]:
+        mapping = self._arenas[key].mapping
+        return [(0, mapping.nbytes)] if key in self._in_files else mapping.written()
 
-    def _has_changed_elsewhere(self, module_key: str) -> bool:
-        departed_state = self._departed_state(module_key)
-        return departed_state is not None and (
+    def _has_changed_elsewhere(self, key: str) -> bool:
+        state = self._departed_state(key)
+        return state is not None and (
             # Some optimizers write weights without raising torch's counter, hence the step as well.
-            self._has_stepped or departed_state != self._notebook_states[module_key]
+            self._has_stepped or state != self._notebook_states[key]
         )
 
-    def _departed_state(self, module_key: str) -> Hashable:
+    def _departed_state(self, key: str) -> Hashable:
         """Changes when a tensor outside the arena that this rank copies back changes."""
         tensor_states = tuple(
-            (arena_slot.name, id(module_tensor), torch_private.tensor_version(module_tensor))
-            for arena_slot, module_tensor, _ in self._departed(*self._modules[module_key])
+            (slot.name, id(module_tensor), torch_private.tensor_version(module_tensor))
+            for slot, module_tensor, _ in self._departed(*self._modules[key])
             if self._rank == 0 or sharded_tensors.is_sharded(module_tensor)
         )
         return tensor_states or None
@@ -280,16 +278,16 @@ class ReceivedModules:
         self, module_manifest: weight_sync.Manifest, module: nn.Module
     ) -> Iterator[tuple[Slot, torch.Tensor, memfd.Mapping]]:
         module_tensors = dict(named_tensors(module))
-        for arena_key, arena_slot in module_manifest.slots:
-            module_tensor = module_tensors.get(arena_slot.name)
-            local_arena = self._arenas.get(arena_key)
+        for key, slot in module_manifest.slots:
+            module_tensor = module_tensors.get(slot.name)
+            local_arena = self._arenas.get(key)
             if (
                 module_tensor is None
                 or local_arena is None
-                or is_in_arena(module_tensor, arena_slot, local_arena.mapping)
+                or is_in_arena(module_tensor, slot, local_arena.mapping)
             ):
                 continue
-            yield arena_slot, module_tensor, local_arena.mapping
+            yield slot, module_tensor, local_arena.mapping
 
     def write_weights(
         self, staging_files: Mapping[str, int], *, is_read: bool = False
@@ -351,7 +349,7 @@ class ReceivedModules:
             self._known_names[key] = self._tensor_names(key)
         self._has_stepped = False
         self._seen.clear()
-        for key, page_spans in self._written().items():
+        for key, spans in self._written().items():
             local_arena = self._arenas[key]
             if key in self._in_files:
                 self._move_back(key, local_arena)
@@ -359,17 +357,15 @@ class ReceivedModules:
             # The private mapping would show this worker's own pages.
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             own_bytes = local_arena.mapping.bytes()
-            for first_byte, end_byte in process_memory.equal_runs(
-                own_bytes, notebook_bytes, page_spans
-            ):
+            for first_byte, end_byte in process_memory.equal_runs(own_bytes, notebook_bytes, spans):
                 local_arena.mapping.give_back(first_byte, end_byte)
 
-    def _move_back(self, arena_key: str, local_arena: _LocalArena) -> None:
+    def _move_back(self, key: str, local_arena: _LocalArena) -> None:
         """Map the arena again, privately; what it does not say is kept as private pages."""
         # The mapping keeps its address when replaced, so `own_bytes` shows the arena afterwards.
         own_bytes = local_arena.mapping.bytes()
         kept_ranges = []
-        if arena_key not in self._handed_over:
+        if key not in self._handed_over:
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             kept_ranges = [
                 # Copied, because replacing the mapping takes these pages away.
@@ -379,17 +375,17 @@ class ReceivedModules:
         local_arena.mapping.replace(local_arena.fd, is_private=True)
         for (first_byte, end_byte), new_values in kept_ranges:
             own_bytes[first_byte:end_byte] = new_values
-        self._stop_training_in(arena_key)
+        self._stop_training_in(key)
 
-    def _stop_training_in(self, arena_key: str) -> None:
-        file_descriptor = self._in_files.pop(arena_key, None)
+    def _stop_training_in(self, key: str) -> None:
+        file_descriptor = self._in_files.pop(key, None)
         if file_descriptor is not None:
             os.close(file_descriptor)
 
-    def _let_go(self, arena_key: str, first_byte: int, end_byte: int) -> None:
+    def _let_go(self, key: str, first_byte: int, end_byte: int) -> None:
         """Let exactly these bytes show the notebook's values again."""
-        local_arena = self._arenas[arena_key]
-        if arena_key in self._in_files:
+        local_arena = self._arenas[key]
+        if key in self._in_files:
             # A file of this rank's own has no notebook pages beneath: the values are copied in.
             memfd.read_at(
                 local_arena.fd, local_arena.mapping.view(first_byte, end_byte), first_byte
@@ -405,17 +401,17 @@ class ReceivedModules:
             return
         self._seen.add(optimizer)
         unmoved_mappings = {
-            arena_key: arena_mapping
-            for arena_key, arena_mapping in self.mappings.items()
-            if arena_key not in self._in_files
+            key: arena_mapping
+            for key, arena_mapping in self.mappings.items()
+            if key not in self._in_files
         }
-        for arena_key in training_in_place.arenas_to_train_in(
+        for key in training_in_place.arenas_to_train_in(
             unmoved_mappings,
-            (parameter_group["params"] for parameter_group in optimizer.param_groups),
+            (group["params"] for group in optimizer.param_groups),
         ):
             # Without room for the file, training goes on in private pages, which are copied later.
             with contextlib.suppress(OSError):
-                self._in_files[arena_key] = _moved_in(unmoved_mappings[arena_key])
+                self._in_files[key] = _moved_in(unmoved_mappings[key])
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer made a step."""
@@ -423,11 +419,11 @@ class ReceivedModules:
         self._has_stepped = True
 
 
-def _moved_in(arena_mapping: memfd.Mapping) -> int:
+def _moved_in(mapping: memfd.Mapping) -> int:
     """A new file that the mapping shows and writes from now on."""
-    file_descriptor = memfd.create_file("staging", arena_mapping.nbytes)
+    file_descriptor = memfd.create_file("staging", mapping.nbytes)
     try:
-        training_in_place.move_mapping_to_file(arena_mapping, file_descriptor)
+        training_in_place.move_mapping_to_file(mapping, file_descriptor)
     except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file_descriptor)
         raise
@@ -443,8 +439,8 @@ def _overlaps_written(
     module_manifest: weight_sync.Manifest, written_ranges: dict[str, list[memfd.ByteRange]]
 ) -> bool:
     return any(
-        first_byte < arena_slot.start + arena_slot.nbytes and arena_slot.start < end_byte
-        for key, arena_slot in module_manifest.slots
+        first_byte < slot.start + slot.nbytes and slot.start < end_byte
+        for key, slot in module_manifest.slots
         for first_byte, end_byte in written_ranges.get(key, ())
     )
 
@@ -484,14 +480,14 @@ def _report_steps(received_modules: ReceivedModules) -> None:
         if living_modules is not None:
             living_modules.stepped(optimizer)
 
-    for hook_handle in (
+    for handle in (
         register_optimizer_step_pre_hook(before_step),
         register_optimizer_step_post_hook(after_step),
     ):
         # The hooks are torch's and global: without this they would outlive the pool.
-        weakref.finalize(received_modules, _remove_hook, hook_handle)
+        weakref.finalize(received_modules, _remove_hook, handle)
 
 
-def _remove_hook(hook_handle: Any) -> None:
+def _remove_hook(handle: Any) -> None:
     with contextlib.suppress(KeyError):
-        hook_handle.remove()
+        handle.remove()

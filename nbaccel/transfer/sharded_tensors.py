@@ -176,8 +176,8 @@ def _runs_of(piece_view: torch.Tensor) -> tuple[Any, int]:
     while outer_dims and outer_dims[-1][1] == run_elements:
         run_elements *= outer_dims.pop()[0]
     first_elements = np.array([piece_view.storage_offset()])
-    for dim_size, stride_step in outer_dims:
-        dim_steps = int(stride_step) * np.arange(dim_size)
+    for size, stride_step in outer_dims:
+        dim_steps = int(stride_step) * np.arange(size)
         first_elements = (first_elements[:, None] + dim_steps).ravel()
     return first_elements, run_elements
 
@@ -226,10 +226,10 @@ def _part_of_whole(
 def copy_with_cast(whole_tensor: torch.Tensor, piece_values: torch.Tensor) -> None:
     """Copy, with cast; an expanded tensor's repeated dims are written once."""
     # torch refuses to copy into a tensor whose elements share memory.
-    for dim_number, stride_step in enumerate(whole_tensor.stride()):
-        if stride_step == 0 and whole_tensor.shape[dim_number] > 1:
-            whole_tensor = whole_tensor.narrow(dim_number, 0, 1)
-            piece_values = piece_values.narrow(dim_number, 0, 1)
+    for number, step in enumerate(whole_tensor.stride()):
+        if step == 0 and whole_tensor.shape[number] > 1:
+            whole_tensor = whole_tensor.narrow(number, 0, 1)
+            piece_values = piece_values.narrow(number, 0, 1)
     whole_tensor.copy_(piece_values)
 
 
@@ -244,10 +244,10 @@ def fill_local_part(sharded_tensor: torch.Tensor, whole_tensor: torch.Tensor) ->
     if shard_reader is not None:
         shard_reader.assign(sharded_tensor, whole_tensor)
         return
-    for piece_spot, piece_values in pieces(sharded_tensor.detach()):
+    for piece_spot, values in pieces(sharded_tensor.detach()):
         # A DTensor's pieces have slices; only readers, which are handled above, give numbers.
         if not isinstance(piece_spot, int):
-            piece_values.copy_(whole_tensor[piece_spot])
+            values.copy_(whole_tensor[piece_spot])
 
 
 def module_inside(wrapped_module: nn.Module) -> nn.Module | None:
@@ -266,9 +266,9 @@ def state_without_engine(wrapped_module: nn.Module) -> dict[str, Any] | None:
     """A module's state without what such a library added to it; None if it added nothing."""
     return next(
         (
-            module_state
+            state
             for shard_reader in shard_readers()
-            if (module_state := shard_reader.plain_state(wrapped_module)) is not None
+            if (state := shard_reader.plain_state(wrapped_module)) is not None
         ),
         None,
     )
@@ -317,15 +317,15 @@ class HeldParts:
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        for sharded_tensor in (
-            module_parameter
+        for tensor in (
+            parameter
             for wrapped_module in trained_modules
-            for module_parameter in wrapped_module.parameters()
+            for parameter in wrapped_module.parameters()
         ):
-            shard_reader = _reader_of(sharded_tensor)
-            part = shard_reader.hold(sharded_tensor) if shard_reader is not None else None
+            shard_reader = _reader_of(tensor)
+            part = shard_reader.hold(tensor) if shard_reader is not None else None
             if part is not None:
-                self._found[sharded_tensor] = part
+                self._found[tensor] = part
 
     def of(self, sharded_tensor: torch.Tensor) -> object:
         """What was kept of a tensor; None if nothing was."""
@@ -333,9 +333,9 @@ class HeldParts:
         return part
 
 
-def _reader_of(sharded_tensor: torch.Tensor) -> ShardReader | None:
+def _reader_of(tensor: torch.Tensor) -> ShardReader | None:
     return next(
-        (shard_reader for shard_reader in shard_readers() if shard_reader.is_cut(sharded_tensor)),
+        (shard_reader for shard_reader in shard_readers() if shard_reader.is_cut(tensor)),
         None,
     )
 

@@ -56,11 +56,11 @@ def move_mapping_to_file(arena_mapping: memfd.Mapping, file_descriptor: int) -> 
     arena_mapping.replace(file_descriptor, is_private=False)
 
 
-def _span_in(arena_mapping: memfd.Mapping, tensor: torch.Tensor) -> memfd.ByteRange | None:
+def _span_in(mapping: memfd.Mapping, tensor: torch.Tensor) -> memfd.ByteRange | None:
     if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
         return None
     tensor_storage = tensor.untyped_storage()
-    if not arena_mapping.contains(tensor_storage.data_ptr(), tensor_storage.nbytes()):
+    if not mapping.contains(tensor_storage.data_ptr(), tensor_storage.nbytes()):
         return None
-    first_byte = tensor_storage.data_ptr() - arena_mapping.address
+    first_byte = tensor_storage.data_ptr() - mapping.address
     return (first_byte, first_byte + tensor_storage.nbytes())

@@ -48,10 +48,7 @@ _SAMPLE_BYTES = 4096
 
 def original_tensors_of(module: nn.Module) -> OriginalTensors:
     """What a module consists of now, to see later what was replaced."""
-    return {
-        tensor_name: weakref.ref(compared_tensor)
-        for tensor_name, compared_tensor in named_tensors(module)
-    }
+    return {name: weakref.ref(compared_tensor) for name, compared_tensor in named_tensors(module)}
 
 
 def fingerprint_of(
@@ -112,17 +109,17 @@ def _is_compared(compared_tensor: torch.Tensor) -> bool:
 
 
 def _is_written(
-    arena_key: str,
-    arena_slot: Slot,
-    compared_tensor: torch.Tensor,
+    key: str,
+    slot: Slot,
+    tensor: torch.Tensor,
     arena_mappings: Mapping[str, memfd.Mapping],
     written_ranges: Mapping[str, Sequence[memfd.ByteRange]],
 ) -> bool:
-    if not is_in_arena(compared_tensor, arena_slot, arena_mappings[arena_key]):
+    if not is_in_arena(tensor, slot, arena_mappings[key]):
         return True
     return any(
-        first_byte < arena_slot.start + arena_slot.nbytes and arena_slot.start < end_byte
-        for first_byte, end_byte in written_ranges[arena_key]
+        first_byte < slot.start + slot.nbytes and slot.start < end_byte
+        for first_byte, end_byte in written_ranges[key]
     )
 
 
@@ -145,11 +142,9 @@ def _sampled_pieces(compared_tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     # The first and the last sample lie at the ends.
     flat_tensor = compared_tensor.view(-1)
-    sample_step = (flat_tensor.numel() - sample_elements) // (_NUM_SAMPLES - 1)
-    for sample_number in range(_NUM_SAMPLES):
-        yield flat_tensor[
-            sample_number * sample_step : sample_number * sample_step + sample_elements
-        ]
+    step = (flat_tensor.numel() - sample_elements) // (_NUM_SAMPLES - 1)
+    for number in range(_NUM_SAMPLES):
+        yield flat_tensor[number * step : number * step + sample_elements]
 
 
 def differing_ranks(rank_fingerprints: Mapping[int, str]) -> list[int]:
@@ -164,8 +159,8 @@ def differing_ranks(rank_fingerprints: Mapping[int, str]) -> list[int]:
     """
     rank_0_digest = rank_fingerprints.get(0, "")
     return [
-        rank_number
-        for rank_number, rank_fingerprint in sorted(rank_fingerprints.items())
+        number
+        for number, rank_fingerprint in sorted(rank_fingerprints.items())
         if rank_fingerprint and rank_fingerprint != rank_0_digest
     ]
 
@@ -292,16 +287,14 @@ def _newly_shared(
     ]
 
 
-def _is_another(
-    compared_tensor: torch.Tensor, original_reference: weakref.ref[torch.Tensor] | None
-) -> bool:
+def _is_another(tensor: torch.Tensor, original_reference: weakref.ref[torch.Tensor] | None) -> bool:
     """Whether a parameter was replaced.
 
     Buffers do not count, because some models create them anew; nor do tensors on a device.
     """
-    if not isinstance(compared_tensor, nn.Parameter) or compared_tensor.device.type != "cpu":
+    if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu":
         return False
-    return original_reference is not None and original_reference() is not compared_tensor
+    return original_reference is not None and original_reference() is not tensor
 
 
 def _short_dtype(element_type: torch.dtype) -> str:

@@ -33,8 +33,8 @@ class WeightReceiver:
         # An interrupt between creating a file and storing its descriptor would leak it.
         with uninterrupted():
             try:
-                for arena_key, arena in shared_arenas.items():
-                    self.staging[arena_key] = memfd.create_file("staging", arena.nbytes)
+                for key, arena in shared_arenas.items():
+                    self.staging[key] = memfd.create_file("staging", arena.nbytes)
             except OSError:
                 self.close()
                 raise
@@ -81,9 +81,9 @@ class WeightReceiver:
         """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
         versions = _module_versions(self._sharing)
         return [
-            module_path
-            for module_path, version_before in self._versions.items()
-            if versions[module_path] != version_before
+            path
+            for path, version_before in self._versions.items()
+            if versions[path] != version_before
         ]
 
     def differing(self, weight_reports: Sequence[WeightReport]) -> dict[str, str]:
@@ -124,9 +124,7 @@ class WeightReceiver:
         for module in self._sharing.modules:
             if module.path not in merged_report.stranded:
                 module_tensors = dict(named_tensors(module.module))
-                written_tensors = [
-                    module_tensors[arena_slot.name] for _, arena_slot in module.slots
-                ]
+                written_tensors = [module_tensors[slot.name] for _, slot in module.slots]
                 increment_version(
                     [
                         module_tensor
@@ -137,17 +135,17 @@ class WeightReceiver:
                 )
 
     def _apply_one(
-        self, arena_key: str, arena: Arena, merged_report: WeightReport, whole_file: int | None
+        self, key: str, arena: Arena, merged_report: WeightReport, whole_file: int | None
     ) -> None:
         whole_range = [(0, arena.nbytes)]
-        written_ranges = memfd.merge_ranges(merged_report.written.get(arena_key, []))
+        written_ranges = memfd.merge_ranges(merged_report.written.get(key, []))
         if whole_file is not None:
             # First, because departed and sharded tensors are in the staging file, which is read
             # after it.
             self._read(whole_file, arena, whole_range, merged_report)
-        elif arena_key in merged_report.complete:
+        elif key in merged_report.complete:
             written_ranges = whole_range
-        self._read(self.staging[arena_key], arena, written_ranges, merged_report)
+        self._read(self.staging[key], arena, written_ranges, merged_report)
 
     def _read(
         self,
@@ -165,10 +163,10 @@ class WeightReceiver:
         self, arena: Arena, stranded_modules: Mapping[str, str]
     ) -> list[memfd.ByteRange]:
         return memfd.merge_ranges(
-            (arena_slot.start, arena_slot.start + arena_slot.nbytes)
+            (slot.start, slot.start + slot.nbytes)
             for module in self._sharing.modules
             if module.path in stranded_modules
-            for tensor_arena, arena_slot in module.slots
+            for tensor_arena, slot in module.slots
             if tensor_arena is arena
         )
 
@@ -187,10 +185,7 @@ class WeightReceiver:
 
 
 def _module_versions(module_sharing: Sharing) -> dict[str, int]:
-    return {
-        shared_module.path: module_version(shared_module.module)
-        for shared_module in module_sharing.modules
-    }
+    return {module.path: module_version(module.module) for module in module_sharing.modules}
 
 
 def _differing_models_message(

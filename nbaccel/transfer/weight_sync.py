@@ -107,12 +107,10 @@ def module_manifests(
     """Describe the shared modules for a worker, with arenas named by their keys."""
     return tuple(
         Manifest(
-            path=shared_module.path,
-            slots=tuple(
-                (arena_keys[id(arena)], arena_slot) for arena, arena_slot in shared_module.slots
-            ),
+            path=module.path,
+            slots=tuple((arena_keys[id(arena)], slot) for arena, slot in module.slots),
         )
-        for shared_module in module_sharing.modules
+        for module in module_sharing.modules
     )
 
 
@@ -198,12 +196,10 @@ class WeightWriter:
 
         return register_optimizer_step_pre_hook(before_step).remove
 
-    def _move_in(self, parameter_groups: Iterable[Iterable[torch.Tensor]]) -> None:
-        for arena_key in training_in_place.arenas_to_train_in(self._mappings, parameter_groups):
-            training_in_place.move_mapping_to_file(
-                self._mappings[arena_key], self._staging[arena_key]
-            )
-            self._in_files[arena_key] = self._staging[arena_key]
+    def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
+        for key in training_in_place.arenas_to_train_in(self._mappings, groups):
+            training_in_place.move_mapping_to_file(self._mappings[key], self._staging[key])
+            self._in_files[key] = self._staging[key]
 
     def write(self) -> WeightReport:
         """Put what this rank owes into the staging files. No communication."""
@@ -250,11 +246,11 @@ class WeightWriter:
     def _stage(
         self, staged_pieces: Iterable[process_memory.MemoryPiece], weight_report: WeightReport
     ) -> None:
-        for arena_key, first_byte, end_byte, address in staged_pieces:
+        for key, first_byte, end_byte, address in staged_pieces:
             source_bytes = memfd.bytes_at(address, end_byte - first_byte)
-            memfd.write_at(self._staging[arena_key], source_bytes, first_byte)
-            weight_report.written.setdefault(arena_key, []).append((first_byte, end_byte))
-            weight_report.own_bytes.setdefault(arena_key, []).append((first_byte, end_byte))
+            memfd.write_at(self._staging[key], source_bytes, first_byte)
+            weight_report.written.setdefault(key, []).append((first_byte, end_byte))
+            weight_report.own_bytes.setdefault(key, []).append((first_byte, end_byte))
 
     def _take_fingerprints(
         self,
@@ -268,11 +264,9 @@ class WeightWriter:
             if module_digest:
                 weight_report.fingerprints[module_manifest.path] = module_digest
 
-    def _written_to(self, arena_key: str) -> list[memfd.ByteRange]:
-        arena_mapping = self._mappings[arena_key]
-        return (
-            [(0, arena_mapping.nbytes)] if arena_key in self._in_files else arena_mapping.written()
-        )
+    def _written_to(self, key: str) -> list[memfd.ByteRange]:
+        mapping = self._mappings[key]
+        return [(0, mapping.nbytes)] if key in self._in_files else mapping.written()
 
     def _out_of_reach(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """Why pieces of sharded tensors cannot be put together here, if so."""
@@ -320,21 +314,21 @@ class WeightWriter:
                 self._write_around(arena_key, byte_span, taken_ranges, weight_report)
 
     def _changed(
-        self, arena_key: str, byte_ranges: Sequence[memfd.ByteRange]
+        self, key: str, byte_ranges: Sequence[memfd.ByteRange]
     ) -> Sequence[memfd.ByteRange]:
-        if arena_key not in self._arena_files:
+        if key not in self._arena_files:
             return byte_ranges
         return process_memory.changed_ranges(
-            self._mappings[arena_key], self._arena_files[arena_key], byte_ranges
+            self._mappings[key], self._arena_files[key], byte_ranges
         )
 
-    def _own_trained_file(self, arena_key: str, weight_report: WeightReport) -> None:
+    def _own_trained_file(self, key: str, weight_report: WeightReport) -> None:
         """Report as this rank's what it has trained in, without the other ranks' pieces."""
-        if self._is_in_training(arena_key):
-            weight_report.own_bytes.setdefault(arena_key, []).extend(
+        if self._is_in_training(key):
+            weight_report.own_bytes.setdefault(key, []).extend(
                 memfd.gaps_between(
-                    memfd.merge_ranges(self._sharded.get(arena_key, [])),
-                    self._mappings[arena_key].nbytes,
+                    memfd.merge_ranges(self._sharded.get(key, [])),
+                    self._mappings[key].nbytes,
                 )
             )
 
@@ -430,18 +424,18 @@ class WeightWriter:
                 slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
                 self._sharded.setdefault(arena_key, []).append(slot_range)
 
-    def _can_be_read(self, arena_key: str, arena_slot: Slot, tensor: torch.Tensor) -> bool:
+    def _can_be_read(self, key: str, slot: Slot, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is, byte by byte, what belongs into the slot's storage."""
         return (
             self._is_read
-            and arena_key not in self._in_files
+            and key not in self._in_files
             and type(tensor) in PLAIN
             and tensor.device.type == "cpu"
             and tensor.layout is torch.strided
-            and tensor.dtype == arena_slot.dtype
-            and tensor.stride() == arena_slot.stride
+            and tensor.dtype == slot.dtype
+            and tensor.stride() == slot.stride
             and tensor.is_contiguous()
-            and tensor.nbytes == arena_slot.nbytes
+            and tensor.nbytes == slot.nbytes
             and not (tensor.is_conj() or tensor.is_neg())
         )
 
@@ -466,41 +460,39 @@ class WeightWriter:
 
     def _note_departed(
         self,
-        arena_key: str,
-        arena_slot: Slot,
+        key: str,
+        slot: Slot,
         weight_report: WeightReport,
         piece_ranges: Iterable[memfd.ByteRange],
     ) -> None:
         # What it trains in is reported as a whole.
-        ranges = weight_report.own_bytes.setdefault(arena_key, [])
+        ranges = weight_report.own_bytes.setdefault(key, [])
         ranges += (
-            (arena_slot.start + first_byte, arena_slot.start + end_byte)
+            (slot.start + first_byte, slot.start + end_byte)
             for first_byte, end_byte in piece_ranges
         )
-        if not self._is_in_training(arena_key):
-            slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-            weight_report.written.setdefault(arena_key, []).append(slot_range)
+        if not self._is_in_training(key):
+            slot_range = (slot.start, slot.start + slot.nbytes)
+            weight_report.written.setdefault(key, []).append(slot_range)
 
     def _seed(
         self,
-        arena_key: str,
-        arena_slot: Slot,
+        key: str,
+        slot: Slot,
         tensor: torch.Tensor,
         weight_report: WeightReport,
     ) -> None:
         """Fill the slot's storage first, where other tensors view parts of it too."""
         # A tensor that covers the storage overwrites it all, so seeding would be wasted.
-        covers_storage = tensor.numel() * arena_slot.dtype.itemsize == arena_slot.nbytes
-        if not covers_storage and not self._is_in_training(arena_key):
-            byte_span = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-            memfd.write_at(
-                self._staging[arena_key], self._mappings[arena_key].view(*byte_span), byte_span[0]
-            )
-            weight_report.own_bytes.setdefault(arena_key, []).append(byte_span)
+        covers_storage = tensor.numel() * slot.dtype.itemsize == slot.nbytes
+        if not covers_storage and not self._is_in_training(key):
+            span = (slot.start, slot.start + slot.nbytes)
+            memfd.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
+            weight_report.own_bytes.setdefault(key, []).append(span)
 
-    def _is_in_training(self, arena_key: str) -> bool:
+    def _is_in_training(self, key: str) -> bool:
         """Whether the arena's staging file is the very one that this rank trains in."""
-        return self._in_files.get(arena_key) == self._staging[arena_key]
+        return self._in_files.get(key) == self._staging[key]
 
 
 def _mismatch_reason(module_manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -531,18 +523,18 @@ def _mismatch_reason(module_manifest: Manifest, tensors: Mapping[str, torch.Tens
     return first_few(sorted(mismatch_lines), 3, separator="; ")
 
 
-def _on_cpu(module_state: Mapping[str, Any]) -> dict[str, Any]:
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        state_key: _value_on_cpu(state_value)
+        key: _value_on_cpu(value)
         # A state dict may hold other objects, too (`get_extra_state`).
-        if isinstance(state_value, torch.Tensor)
-        else state_value
-        for state_key, state_value in module_state.items()
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in state.items()
     }
 
 
 def _value_on_cpu(tensor: Any) -> torch.Tensor:
-    piece_values: torch.Tensor = tensor.detach()
+    values: torch.Tensor = tensor.detach()
     if sharded_tensors.is_dtensor(tensor):
-        piece_values = tensor.detach().to_local()
-    return piece_values.cpu()
+        values = tensor.detach().to_local()
+    return values.cpu()

@@ -108,18 +108,12 @@ class Namespace:
         ids_before = self._before
         ids_after = self._snapshot()
         return tuple(
-            variable_name
-            for variable_name in ids_before | ids_after
-            if ids_before.get(variable_name) != ids_after.get(variable_name)
+            name for name in ids_before | ids_after if ids_before.get(name) != ids_after.get(name)
         )
 
     def _snapshot(self) -> dict[str, int]:
         """Ids, not values: the snapshot must not keep alive what a cell deletes."""
-        return {
-            variable_name: id(bound_value)
-            for variable_name, bound_value in self._user_ns.items()
-            if is_users(variable_name)
-        }
+        return {name: id(value) for name, value in self._user_ns.items() if is_users(name)}
 
     def dirty(self) -> tuple[str, ...]:
         """Keys of the notebook's modules whose weights may have changed."""
@@ -180,15 +174,15 @@ class Namespace:
         return packed_object, file_descriptor
 
     def _not_bound(self, missing_names: Sequence[str]) -> str:
-        message_lines = []
+        lines = []
         for variable_name in missing_names:
             names = [variable_name for variable_name in self._user_ns if is_users(variable_name)]
-            close_matches = difflib.get_close_matches(variable_name, names, n=3)
-            spelling_hint = f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
-            message_lines.append(
+            matches = difflib.get_close_matches(variable_name, names, n=3)
+            spelling_hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
+            lines.append(
                 f"name {variable_name!r} is not defined in worker {self._rank}.{spelling_hint}"
             )
-        return "\n".join(message_lines)
+        return "\n".join(lines)
 
 
 class _NotebookReducer(Reducer):
@@ -206,11 +200,11 @@ class _NotebookReducer(Reducer):
                 else None
             )
             inner_module = inner_module or sharded_tensors.module_inside(pickled_object)
-            plain_state = sharded_tensors.state_without_engine(pickled_object)
+            state = sharded_tensors.state_without_engine(pickled_object)
             if inner_module is not None:
                 return _as_it_is, (inner_module,)
-            if plain_state is not None:
-                return copyreg.__newobj__, (type(pickled_object),), plain_state  # type: ignore[attr-defined]
+            if state is not None:
+                return copyreg.__newobj__, (type(pickled_object),), state  # type: ignore[attr-defined]
         if isinstance(pickled_object, torch.Tensor) and (
             sharded_tensors.is_sharded(pickled_object)
             or pickled_object.device.type not in ("cpu", "meta")
@@ -245,6 +239,6 @@ class _NotebookReducer(Reducer):
         return local_part
 
 
-def _as_it_is(bound_value: Any) -> Any:
+def _as_it_is(value: Any) -> Any:
     # Pickle can put one object in the place of another only as the result of a call.
-    return bound_value
+    return value

@@ -160,9 +160,9 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, A
     return stored_tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
 
 
-def _refuse_missing_shards(stored_tensors: dict[str, Any], folder: Path) -> None:
+def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
     """Refuse one host's part of a checkpoint: what is missing would be any bytes in the file."""
-    for name, kept in stored_tensors.items():
+    for name, kept in tensors.items():
         num_stored = sum(math.prod(chunk.sizes) for chunk in kept.chunks)
         if num_stored < math.prod(kept.size):
             raise ConfigError(
@@ -174,11 +174,10 @@ def _refuse_missing_shards(stored_tensors: dict[str, Any], folder: Path) -> None
 
 
 def _whole(
-    stored_tensors: dict[str, Any], read_into: Callable[[dict[str, Any]], None]
+    tensors: dict[str, Any], read_into: Callable[[dict[str, Any]], None]
 ) -> dict[str, torch.Tensor]:
     weights: dict[str, Any] = {
-        name: torch.empty(kept.size, dtype=kept.properties.dtype)
-        for name, kept in stored_tensors.items()
+        name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in tensors.items()
     }
     read_into(weights)
     return {name.removeprefix(_PREFIX): value for name, value in weights.items()}

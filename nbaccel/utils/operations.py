@@ -302,12 +302,12 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     Returns:
         The same containers; the rows are the next multiple of `num_processes`.
     """
-    missing_rows = -batch_size % num_processes
+    rows = -batch_size % num_processes
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
-        padding_shape = list(tensor.shape)
-        padding_shape[dim] = missing_rows
-        return torch.cat([tensor, tensor.new_zeros(padding_shape)], dim) if missing_rows else tensor
+        shape = list(tensor.shape)
+        shape[dim] = rows
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim) if rows else tensor
 
     return recursively_apply(pad, tensor, error_on_other_type=True)
 

@@ -57,19 +57,19 @@ class RaisedError:
     @property
     def first_line(self) -> str:
         """Of the message, not too long."""
-        first_text, *more_words = self.message.strip().split("\n", 1)
+        first_text, *words = self.message.strip().split("\n", 1)
         half_chars = _HEADLINE_CHARS // 2
         if len(first_text) <= 2 * half_chars:
             return first_text
         missing_chars = (
-            len(first_text) if more_words else max(len(first_text), self.num_chars)
+            len(first_text) if words else max(len(first_text), self.num_chars)
         ) - 2 * half_chars
         return mark_left_out(first_text[:half_chars], missing_chars, first_text[-half_chars:])
 
     def leaves(self) -> list[RaisedError]:
         """The exceptions in a group, and in the groups in it."""
         return (
-            [leaf_error for group_part in self.parts for leaf_error in group_part.leaves()]
+            [error for group_part in self.parts for error in group_part.leaves()]
             if self.parts
             else [self]
         )
@@ -265,8 +265,8 @@ def _unparsed_place(error: BaseException) -> tuple[Frame, ...]:
     return (Frame(file=error.filename, line=error.lineno, function="<module>"),)
 
 
-def _error_frames(traceback_entry: TracebackType | None) -> tuple[Frame, ...]:
-    found_frames = list(frames.of_traceback(traceback_entry))
+def _error_frames(entry: TracebackType | None) -> tuple[Frame, ...]:
+    found_frames = list(frames.of_traceback(entry))
     # One frame stays, or an error raised by nbaccel itself would have no place.
     while len(found_frames) > 1 and found_frames[0].is_house:
         found_frames.pop(0)
@@ -340,9 +340,9 @@ class RankActivity:
         )
 
     def __str__(self) -> str:
-        activity_words = f"in {self.called}" if self.called else "running"
-        activity_words = f"waiting in {self.collective}" if self.collective else activity_words
-        return f"{activity_words} ({place(self.at)})" if self.at else activity_words
+        words = f"in {self.called}" if self.called else "running"
+        words = f"waiting in {self.collective}" if self.collective else words
+        return f"{words} ({place(self.at)})" if self.at else words
 
 
 def _called_name(stack_frames: Sequence[Frame], own_frame: Frame | None) -> str:
@@ -397,9 +397,9 @@ _SIGNAL_MEANINGS: dict[str, tuple[str, str]] = {
 """By name: not every system that nbaccel can be imported on has all of them."""
 
 
-def _signal_name(signal_number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
-        return signal.Signals(signal_number).name
+        return signal.Signals(number).name
     # Not a signal, or a real-time signal other than the first and the last, which have no name.
     except ValueError:
         return ""
@@ -497,12 +497,12 @@ class FailureReport:
             report_lines += ["Messages of libraries:", *(f"  {m}" for m in self.library_messages)]
         return [*report_lines, self.closing] if self.closing else report_lines
 
-    def _output(self, worker_rank: int) -> list[str]:
-        output_tail = self.last_output.get(worker_rank, [])[-4:]
+    def _output(self, rank: int) -> list[str]:
+        output_tail = self.last_output.get(rank, [])[-4:]
         return (
             [
-                f"Last output of rank {worker_rank}:",
-                *(f"  {text_line[:160]}" for text_line in output_tail),
+                f"Last output of rank {rank}:",
+                *(f"  {line[:160]}" for line in output_tail),
             ]
             if output_tail
             else []
@@ -523,10 +523,8 @@ class FailureReport:
             f"  rank {failure_record.rank}: {_one_line(failure_record, cause_record)}"
             for failure_record in other_records[:8]
         ]
-        more_words = (
-            [f"  … and {len(other_records) - 8} more ranks"] if len(other_records) > 8 else []
-        )
-        return ["The other ranks:", *records, *more_words]
+        words = [f"  … and {len(other_records) - 8} more ranks"] if len(other_records) > 8 else []
+        return ["The other ranks:", *records, *words]
 
 
 def _one_line(failure_record: FailureRecord, cause_record: FailureRecord) -> str:
@@ -614,26 +612,26 @@ def _tell_raised(described_error: RaisedError) -> list[str]:
 
 def _tell_parts(error: RaisedError) -> list[str]:
     """The exceptions of a group: each with the user's own frame."""
-    report_lines = []
+    lines = []
     for part_number, group_part in enumerate(error.leaves() if error.parts else (), 1):
-        report_lines.append(f"  {part_number}. {group_part.type_name}: {group_part.first_line}")
+        lines.append(f"  {part_number}. {group_part.type_name}: {group_part.first_line}")
         frame = user_frame(reversed(group_part.frames))
         if frame is not None:
-            report_lines += [
+            lines += [
                 f"  {place(frame)}, in {frame.function}",
                 *frames.source(frame, num_around=0),
             ]
-    return report_lines
+    return lines
 
 
 def _tell_stack(stack_frames: Sequence[Frame]) -> list[str]:
     frame = user_frame(stack_frames)
     if frame is None:
         return []
-    report_lines = [
+    lines = [
         f"  {place(frame)}, in {frame.function}",
         *frames.source(frame, num_around=_LINES_AROUND),
     ]
     if stack_frames[0] != frame:
-        report_lines.append(f"  inside {stack_frames[0].function} ({place(stack_frames[0])})")
-    return report_lines
+        lines.append(f"  inside {stack_frames[0].function} ({place(stack_frames[0])})")
+    return lines

@@ -79,8 +79,8 @@ class ForkStarter(LocalProcesses):
             for process_id in self._children
             if (waited_status := reap(process_id)) is not None
         ]
-        for ended_process in exit_statuses:
-            os.close(self._children.pop(ended_process.pid))
+        for process in exit_statuses:
+            os.close(self._children.pop(process.pid))
         return exit_statuses
 
     def close(self) -> None:

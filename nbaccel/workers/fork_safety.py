@@ -133,9 +133,9 @@ def loaded_runtimes() -> list[str]:
     """Paths of the OpenMP libraries mapped into this process."""
     with open("/proc/self/maps") as memory_maps:
         library_paths = {
-            map_line.split(maxsplit=5)[5].strip()
-            for map_line in memory_maps
-            if map_line.count(" ") > 4 and "/" in map_line
+            line.split(maxsplit=5)[5].strip()
+            for line in memory_maps
+            if line.count(" ") > 4 and "/" in line
         }
     return sorted(
         library_path for library_path in library_paths if _RUNTIME_PATH.search(library_path)
@@ -163,15 +163,15 @@ def pause_pools() -> list[str]:
     """
     refused_paths = []
     for library_path in loaded_runtimes():
-        pause_function = getattr(ctypes.CDLL(library_path), _PAUSE_FUNCTION, None)
-        if pause_function is None or pause_function(_PAUSE_HARD) != 0:
+        function = getattr(ctypes.CDLL(library_path), _PAUSE_FUNCTION, None)
+        if function is None or function(_PAUSE_HARD) != 0:
             refused_paths.append(library_path)
     return refused_paths
 
 
-def _has_threads(library_path: str) -> bool:
-    code_ranges = _code_of(library_path)
-    settle_deadline = time.monotonic() + _POOL_SETTLE_S
+def _has_threads(path: str) -> bool:
+    code_ranges = _code_of(path)
+    deadline = time.monotonic() + _POOL_SETTLE_S
     while True:
         # A sleeping thread of a pool waits in the runtime's code; a running one is looked at again.
         sleep_addresses = [
@@ -184,18 +184,16 @@ def _has_threads(library_path: str) -> bool:
             for range_start, range_end in code_ranges
         ):
             return True
-        if None not in sleep_addresses or time.monotonic() > settle_deadline:
+        if None not in sleep_addresses or time.monotonic() > deadline:
             return False
         time.sleep(_SLEEP_POLL_S)
 
 
-def _code_of(library_path: str) -> list[tuple[int, int]]:
+def _code_of(path: str) -> list[tuple[int, int]]:
     """The addresses at which a library is mapped."""
     with open("/proc/self/maps") as memory_maps:
         address_ranges = [
-            map_line.split()[0].split("-")
-            for map_line in memory_maps
-            if map_line.rstrip().endswith(library_path)
+            line.split()[0].split("-") for line in memory_maps if line.rstrip().endswith(path)
         ]
     return [(int(range_start, 16), int(range_end, 16)) for range_start, range_end in address_ranges]
 
@@ -205,9 +203,9 @@ def _sleep_address(thread_id: int) -> int | None:
     if thread_id == threading.get_native_id():
         return 0
     try:
-        with open(f"/proc/self/task/{thread_id}/syscall") as syscall_file:
-            syscall_words = syscall_file.read().split()
+        with open(f"/proc/self/task/{thread_id}/syscall") as file:
+            words = file.read().split()
     # The thread has ended, or the system has no such file.
     except OSError:
         return 0
-    return None if syscall_words[0] == "running" else int(syscall_words[-1], 16)
+    return None if words[0] == "running" else int(words[-1], 16)

@@ -113,8 +113,8 @@ def name_of_thread(thread_id: int) -> str:
         thread_id: Its native id.
     """
     try:
-        with open(f"/proc/self/task/{thread_id}/comm") as name_file:
-            return name_file.read().strip()
+        with open(f"/proc/self/task/{thread_id}/comm") as file:
+            return file.read().strip()
     except OSError:
         return ""
 
@@ -136,10 +136,10 @@ def open_descriptors() -> Iterator[tuple[int, str]]:
     Yields:
         The descriptor, and what it is of: a path, or ``socket:[1]`` with the inode.
     """
-    for descriptor_name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd"):
         # It may have been closed meanwhile, and that of the folder itself is.
         with contextlib.suppress(OSError):
-            yield int(descriptor_name), os.readlink(f"/proc/self/fd/{descriptor_name}")
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
 def _trial_fork() -> None:
@@ -161,18 +161,16 @@ def _lasting_threads() -> int:
     if len(native_threads()) > 1:
         _trial_fork()
     # A thread that has been joined is still listed until the system has removed it.
-    settle_deadline = time.monotonic() + _SETTLE_S
-    while (num_threads := len(native_threads())) > 1 and time.monotonic() < settle_deadline:
+    deadline = time.monotonic() + _SETTLE_S
+    while (num_threads := len(native_threads())) > 1 and time.monotonic() < deadline:
         time.sleep(_SETTLE_STEP_S)
     return num_threads
 
 
 def _signal_masks() -> tuple[int, ...]:
-    with open("/proc/self/status") as status_file:
-        status_fields = dict(
-            status_line.split(":", 1) for status_line in status_file if ":" in status_line
-        )
-    return tuple(int(status_fields[name], 16) & _STANDARD_SIGNALS for name in _SIGNAL_MASKS)
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    return tuple(int(fields[name], 16) & _STANDARD_SIGNALS for name in _SIGNAL_MASKS)
 
 
 def _shared_ends() -> list[str]:

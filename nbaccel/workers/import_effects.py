@@ -81,10 +81,10 @@ class ThreadEffects:
 _MISSING = object()
 
 
-def _torch_says(function_name: str) -> Any:
+def _torch_says(name: str) -> Any:
     """What a function of torch returns; None where that is not loaded."""
-    torch_module = sys.modules.get("torch")
-    return None if torch_module is None else getattr(torch_module, function_name)()
+    module = sys.modules.get("torch")
+    return None if module is None else getattr(module, name)()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ def _folder_or_nothing() -> str:
 def _random_states() -> tuple[bytes, ...]:
     # Not Python's own: packages draw from it when they are imported (rich does), and set no seed.
     states = []
-    if (torch_module := sys.modules.get("torch")) is not None:
-        states.append(bytes(torch_module.get_rng_state().numpy()))
+    if (module := sys.modules.get("torch")) is not None:
+        states.append(bytes(module.get_rng_state().numpy()))
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         states.append(bytes(numpy_random.get_state()[1]))
     return tuple(states)

@@ -100,7 +100,7 @@ def stamps_of(files: Mapping[str, str]) -> dict[str, FileStamp | None]:
     Args:
         files: Name → path.
     """
-    return {module_name: _version_of(file_path) for module_name, file_path in files.items()}
+    return {module_name: _version_of(path) for module_name, path in files.items()}
 
 
 def is_as_imported(module_name: str, file_path: str, stamp: FileStamp, started_at: float) -> bool:
@@ -171,7 +171,7 @@ def _is_installed(folder: str) -> bool:
     if folder.startswith(_standard_folders()):
         return False
     # pip install --target: the folder of packages has their metadata beside them.
-    import_folders = {os.path.normpath(path_entry) for path_entry in sys.path if path_entry}
+    import_folders = {os.path.normpath(entry) for entry in sys.path if entry}
     return any(
         folder.startswith(import_folder) and any(Path(import_folder).glob("*.dist-info"))
         for import_folder in import_folders
@@ -188,9 +188,9 @@ def _standard_folders() -> tuple[str, ...]:
     return tuple(sysconfig.get_path(path_name) for path_name in ("stdlib", "platstdlib"))
 
 
-def _version_of(file_path: str) -> FileStamp | None:
+def _version_of(path: str) -> FileStamp | None:
     try:
-        file_status = os.stat(file_path)
+        file_status = os.stat(path)
     except OSError:
         return None
     return FileStamp(file_status.st_mtime_ns, file_status.st_size)

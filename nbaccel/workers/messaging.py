@@ -71,9 +71,9 @@ class Channel:
         Raises:
             OSError: If the other end is gone.
         """
-        packet_bytes, spill_files = pack_message(message)
-        with memfd.closing_files(*spill_files):
-            self.send_packed(packet_bytes, [*file_descriptors, *spill_files])
+        packet_bytes, files = pack_message(message)
+        with memfd.closing_files(*files):
+            self.send_packed(packet_bytes, [*file_descriptors, *files])
 
     def send_packed(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> None:
         """Send what `pack_message` made of a message, which several ends may get.
@@ -165,9 +165,9 @@ def open_packet(packet_bytes: bytes, file_descriptors: list[int]) -> Any:
     """
     if packet_bytes[:1] == _IN_PACKET:
         return pickle.loads(packet_bytes[1:])
-    spill_file = file_descriptors.pop()
-    with memfd.closing_files(spill_file):
-        return _read_spilled(spill_file)
+    file = file_descriptors.pop()
+    with memfd.closing_files(file):
+        return _read_spilled(file)
 
 
 def peek_packet(packet_bytes: bytes, file_descriptors: Sequence[int]) -> Any:
@@ -177,9 +177,9 @@ def peek_packet(packet_bytes: bytes, file_descriptors: Sequence[int]) -> Any:
     return _read_spilled(file_descriptors[-1])
 
 
-def _read_spilled(spill_file: int) -> Any:
+def _read_spilled(file: int) -> Any:
     # From a mapping and not by reading: the file's offset is shared with whoever reads it next.
-    with mmap.mmap(spill_file, 0, access=mmap.ACCESS_READ) as spilled_bytes:
+    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as spilled_bytes:
         return pickle.loads(spilled_bytes)
 
 
@@ -191,13 +191,13 @@ def pack_message(message: Any) -> tuple[bytes, list[int]]:
     message_bytes = pickle.dumps(message, protocol=5)
     if len(message_bytes) <= _PACKET_BYTES:
         return _IN_PACKET + message_bytes, []
-    spill_file = memfd.create_file("message", len(message_bytes))
+    file = memfd.create_file("message", len(message_bytes))
     try:
-        memfd.write_at(spill_file, memoryview(message_bytes), 0)
+        memfd.write_at(file, memoryview(message_bytes), 0)
     except BaseException:  # an interrupt must not leak the descriptor either
-        os.close(spill_file)
+        os.close(file)
         raise
-    return IN_FILE, [spill_file]
+    return IN_FILE, [file]
 
 
 def unless_gone() -> contextlib.suppress:

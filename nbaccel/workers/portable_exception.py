@@ -89,17 +89,13 @@ def take_error(taken_error: BaseException) -> PortableException:
     )
 
 
-def _shortened(attribute_value: Any) -> Any:
+def _shortened(value: Any) -> Any:
     """A message of a hundred megabytes is not sent whole: handlers need the type."""
-    return (
-        shorten_text(attribute_value, _MOST_CHARS)
-        if type(attribute_value) is str
-        else attribute_value
-    )
+    return shorten_text(value, _MOST_CHARS) if type(value) is str else value
 
 
-def _slot_names(taken_error: BaseException) -> Iterator[tuple[str, Any]]:
-    for owner_class in type(taken_error).__mro__:
+def _slot_names(error: BaseException) -> Iterator[tuple[str, Any]]:
+    for owner_class in type(error).__mro__:
         for attribute_name, class_attribute in vars(owner_class).items():
             if (
                 isinstance(class_attribute, _SLOT_TYPES)
@@ -108,4 +104,4 @@ def _slot_names(taken_error: BaseException) -> Iterator[tuple[str, Any]]:
             ):
                 # A slot that was never set raises.
                 with contextlib.suppress(AttributeError):
-                    yield attribute_name, getattr(taken_error, attribute_name)
+                    yield attribute_name, getattr(error, attribute_name)

@@ -107,5 +107,5 @@ def _of_dtypes(seen_dtypes: set[torch.dtype]) -> str:
     return "no" if torch.float32 in seen_dtypes else str(next(iter(seen_dtypes)))
 
 
-def _precision_words(found_precision: str) -> str:
-    return "fp32" if found_precision == "no" else found_precision
+def _precision_words(precision: str) -> str:
+    return "fp32" if precision == "no" else precision

@@ -143,11 +143,11 @@ def reap(process_id: int) -> Ended | None:
     and subprocesses of a killed worker would live on otherwise.
     """
     try:
-        wait_result = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        result = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         # Other code of this process has waited for it: its status is lost.
         return Ended(process_id, -signal.SIGKILL, 0)
-    if wait_result is None:
+    if result is None:
         return None
     end_group(process_id)
     _, exit_status, resource_usage = os.wait4(process_id, 0)
@@ -159,6 +159,6 @@ def reap(process_id: int) -> Ended | None:
 def end_group(process_id: int) -> None:
     """Kill a worker and everything it started that has not left its process group."""
     # The process too: one that was just forked may not have made its group yet.
-    for kill_function in (os.killpg, os.kill):
+    for function in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill_function(process_id, signal.SIGKILL)
+            function(process_id, signal.SIGKILL)

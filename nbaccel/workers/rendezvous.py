@@ -58,7 +58,7 @@ class _LaunchStore:
         self, host_name: str, store_port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
     ) -> Any:
         place = self._place
-        store_prefix = self._name()
+        prefix = self._name()
         # A process that a worker has started, or code that unset the variable, serves its own.
         if os.getpid() == self._pid and env.snapshot().get("TORCHELASTIC_USE_AGENT_STORE"):
             _check_rank(place, rank, world_size)
@@ -66,20 +66,20 @@ class _LaunchStore:
                 self._tell(host_name, store_port)
                 # A group of some of the ranks: only its address tells it from others of that kind.
                 if world_size != place.world_size:
-                    store_prefix = f"{store_prefix}/{host_name}:{store_port}"
+                    prefix = f"{prefix}/{host_name}:{store_port}"
             host_name = place.master_addr
             store_port = place.master_port
         rendezvous_store = self._create(host_name, store_port, rank, world_size, *args, **kwargs)
-        return dist.PrefixStore(store_prefix, rendezvous_store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(prefix, rendezvous_store)  # type: ignore[attr-defined]
 
-    def _tell(self, host_name: str, store_port: int) -> None:
+    def _tell(self, name: str, store_port: int) -> None:
         # Once and from one rank: every rank is told the same address.
         if self._was_reported or self._place.rank != 0:
             return
         self._was_reported = True
         place = self._place
         sys.stderr.write(
-            f"nbaccel: init_process_group was told to meet at {host_name}:{store_port}; the ranks "
+            f"nbaccel: init_process_group was told to meet at {name}:{store_port}; the ranks "
             f"meet at {place.master_addr}:{place.master_port} instead, where their launch "
             "serves the store.\n"
         )
@@ -116,8 +116,8 @@ def keep_groups_alive() -> None:
 
 def group_names() -> Callable[[], str]:
     """Names for the default groups of one process: `group_0`, `group_1` and so on."""
-    group_numbers = itertools.count()
-    return lambda: f"group_{next(group_numbers)}"
+    numbers = itertools.count()
+    return lambda: f"group_{next(numbers)}"
 
 
 def serve_store(own_place: Topology, listening_socket: int) -> Any:

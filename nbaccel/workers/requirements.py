@@ -108,19 +108,19 @@ def _no_pidfd() -> str:
     return ""
 
 
-def _try_to_connect(store_address: str) -> None:
+def _try_to_connect(address: str) -> None:
     """See whether a process can reach another one on this machine.
 
     Raises:
         PlatformUnsupported: The loopback interface is down. Workers would wait for half an hour.
     """
     try:
-        with ports.listen(store_address, None) as probe_socket:
+        with ports.listen(address, None) as probe_socket:
             # A real connection: a firewall may let a port be bound and drop what is sent to it.
             socket.create_connection(probe_socket.getsockname()[:2], timeout=_CONNECT_S).close()
     except OSError as error:
         raise PlatformUnsupported(
-            f"Several workers meet at {store_address}, and nothing can be reached there: "
+            f"Several workers meet at {address}, and nothing can be reached there: "
             f"{error.strerror or error}. The loopback interface is down, or a firewall closes "
             "it: ip link set lo up. Or use num_processes=1, which needs no network."
         ) from error

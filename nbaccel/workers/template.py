@@ -160,8 +160,8 @@ class TemplateStarter(LocalProcesses):
 
     def _receive(self, message_type: type, timeout_s: float) -> messaging.Forked:
         """The next message of one kind; reports of ended workers are kept for `collect`."""
-        receive_deadline = time.monotonic() + timeout_s
-        while (patience_s := receive_deadline - time.monotonic()) > 0:
+        deadline = time.monotonic() + timeout_s
+        while (patience_s := deadline - time.monotonic()) > 0:
             if not self._readable(min(patience_s, _SAY_EVERY_S)):
                 self._say(self._what_it_does())
                 continue
@@ -200,20 +200,18 @@ class TemplateStarter(LocalProcesses):
         self._boot.end()
 
     def _gone(self) -> StartupFailed:
-        error_text = self._boot.error_text().strip()[-2000:]
+        text = self._boot.error_text().strip()[-2000:]
         # It has closed its end and is about to exit; its status says why.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._boot.process.wait(timeout=1.0)
         self._give_up()
         self.status = self._boot.status
-        exit_reason = "was ended on request (nbaccel.shutdown, or the end of this process)"
+        reason = "was ended on request (nbaccel.shutdown, or the end of this process)"
         if self.status is not None:
-            exit_reason = failure.name_exit(self.status).removesuffix(
-                " before the function returned"
-            )
+            reason = failure.name_exit(self.status).removesuffix(" before the function returned")
         return StartupFailed(
-            f"The process that workers are forked from {exit_reason}, and its workers ended with "
+            f"The process that workers are forked from {reason}, and its workers ended with "
             "it.\n"
-            + (f"It said: {error_text}\n" if error_text else "")
+            + (f"It said: {text}\n" if text else "")
             + "Run the cell again: the next launch starts a new one."
         )

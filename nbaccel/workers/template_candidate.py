@@ -220,9 +220,9 @@ class CandidateKeeper:
         exit_status = 1
         try:
             self._in_child()
-            channel_fd, error_file = file_descriptors
-            _settle(template_id, error_file, message)
-            channel = messaging.Channel.from_fd(channel_fd)
+            fd, file = file_descriptors
+            _settle(template_id, file, message)
+            channel = messaging.Channel.from_fd(fd)
             self._become_template(channel, _import_all(message, notes, channel))
         # The notebook has hung up: it wants this one no more.
         except (BrokenPipeError, ConnectionResetError):
@@ -367,9 +367,9 @@ class _OfWorkers:
 def _from_elsewhere(files: Mapping[str, str]) -> list[str]:
     """That this process finds another file: a clause with "it"."""
     # Where the function has put a folder on the path, say.
-    for name, file_path in files.items():
-        if getattr(sys.modules.get(name), "__file__", file_path) != file_path:
-            return [f"its {name} comes from {file_path} in workers"]
+    for name, path in files.items():
+        if getattr(sys.modules.get(name), "__file__", path) != path:
+            return [f"its {name} comes from {path} in workers"]
     return []
 
 

@@ -144,18 +144,18 @@ _FIRST_STAMPS: dict[str, FileStamp] = {}
 
 
 def _tracker_runs() -> bool:
-    tracker_module = sys.modules.get("multiprocessing.resource_tracker")
-    tracker = getattr(tracker_module, "_resource_tracker", None)
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker = getattr(module, "_resource_tracker", None)
     return getattr(tracker, "_fd", None) is not None
 
 
 def _files_of_others() -> frozenset[str]:
     """Files that are neither the kernel's own nor a log: a package may read on in one."""
     inherited_files = set()
-    for process_name in ("self", os.getppid()):
+    for name in ("self", os.getppid()):
         for file_descriptor in (1, 2):
             with contextlib.suppress(OSError):
-                inherited_files.add(os.readlink(f"/proc/{process_name}/fd/{file_descriptor}"))
+                inherited_files.add(os.readlink(f"/proc/{name}/fd/{file_descriptor}"))
     # Workers open logs anew.
     log_files = {getattr(log_handler, "baseFilename", "") for log_handler in _log_handlers()}
     return frozenset(
@@ -167,11 +167,11 @@ def _files_of_others() -> frozenset[str]:
 
 def _holder_of_descriptors() -> str:
     """A module of a package with what the fork would lose with its descriptors; empty for none."""
-    for module_name in installed_modules.installed_modules():
+    for name in installed_modules.installed_modules():
         # A copy: a thread may import meanwhile. Not isinstance, which asks lazy objects.
-        for value in tuple(vars(sys.modules.get(module_name, signal)).values()):
+        for value in tuple(vars(sys.modules.get(name, signal)).values()):
             if issubclass(type(value), (AbstractEventLoop, BaseSelector, socket.socket)):
-                return module_name
+                return name
     return ""
 
 
@@ -197,15 +197,15 @@ def _variable_bytes(namespace: Mapping[str, Any]) -> int:
 
 
 def _weights_in(value: Any) -> tuple[Any, ...]:
-    torch_module = sys.modules.get("torch")
-    if torch_module is not None and isinstance(value, torch_module.nn.Module):
+    module = sys.modules.get("torch")
+    if module is not None and isinstance(value, module.nn.Module):
         return tuple(value.parameters())
     return ()
 
 
 def _maps_shared_memory() -> bool:
     with open("/proc/self/maps") as memory_maps:
-        return any(_SHARED_MEMORY_FILE in map_line for map_line in memory_maps)
+        return any(_SHARED_MEMORY_FILE in line for line in memory_maps)
 
 
 def _foreign_threads() -> list[int]:
@@ -254,28 +254,28 @@ def _serve_in_fork(
 def _leave_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for signal_number in signal.valid_signals():
+    for number in signal.valid_signals():
         # Those of C code are None, and stay: they were there before any user code, or the process
         # would not have been forked.
-        if callable(signal.getsignal(signal_number)):
-            signal.signal(signal_number, signal.SIG_DFL)
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave_descriptors(kept_descriptors: tuple[int, ...], error_file: int) -> None:
-    null_device = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    os.dup2(null_device, 0)
-    os.dup2(null_device, 1)
+    device = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(device, 0)
+    os.dup2(device, 1)
     os.dup2(error_file, 2)
-    for descriptor_name in os.listdir("/proc/self/fd"):
-        file_descriptor = int(descriptor_name)
-        if file_descriptor > 2 and file_descriptor not in (*kept_descriptors, null_device):
+    for name in os.listdir("/proc/self/fd"):
+        file_descriptor = int(name)
+        if file_descriptor > 2 and file_descriptor not in (*kept_descriptors, device):
             # Replaced and not closed: its owner may still be asked to close it, when the number
             # would be another file's. The descriptor of the folder itself is gone.
             with contextlib.suppress(OSError):
                 os.fstat(file_descriptor)
-                os.dup2(null_device, file_descriptor, inheritable=False)
-    os.close(null_device)
+                os.dup2(device, file_descriptor, inheritable=False)
+    os.close(device)
 
 
 def _leave_streams() -> None:
@@ -310,9 +310,9 @@ def _leave_shell() -> None:
         # Puts back what a running cell has in `builtins`, `get_ipython` for example.
         for active_trap in ("builtin_trap", "display_trap"):
             trap = getattr(kernel_shell, active_trap, None)
-            for method_name in ("deactivate", "unset"):
+            for name in ("deactivate", "unset"):
                 with contextlib.suppress(Exception):  # a trap that is not set
-                    getattr(trap, method_name)()
+                    getattr(trap, name)()
     _forget_singletons()
     # Before this template imports libraries that ask for them.
     worker_output.forget_prompts()
@@ -323,10 +323,10 @@ def _leave_shell() -> None:
 
 def _forget_singletons() -> None:
     """Let no class of the kernel's application know its object: shell, kernel, application."""
-    configurable_module = sys.modules.get("traitlets.config.configurable")
-    if configurable_module is None:
+    module = sys.modules.get("traitlets.config.configurable")
+    if module is None:
         return
-    pending_classes = [configurable_module.SingletonConfigurable]
+    pending_classes = [module.SingletonConfigurable]
     while pending_classes:
         singleton_class = pending_classes.pop()
         pending_classes += singleton_class.__subclasses__()
@@ -336,11 +336,11 @@ def _forget_singletons() -> None:
 
 def _leave_modules() -> None:
     """Forget modules that are being imported right now, and those that make this a kernel."""
-    for module_name, module in tuple(sys.modules.items()):
+    for name, module in tuple(sys.modules.items()):
         module_spec = getattr(module, "__dict__", {}).get("__spec__")
         is_half_imported = getattr(module_spec, "_initializing", False)
-        if is_half_imported or module_name.partition(".")[0] == "ipykernel":
-            _KEPT_ALIVE.append(sys.modules.pop(module_name))
+        if is_half_imported or name.partition(".")[0] == "ipykernel":
+            _KEPT_ALIVE.append(sys.modules.pop(name))
 
 
 _KEPT_ALIVE: list[Any] = []

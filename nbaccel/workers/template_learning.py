@@ -243,8 +243,8 @@ class TemplateLearner:
         """Packages that workers have from their start: the notebook's, and what workers use."""
         packages = {
             package
-            for module_name in self._known_stamps()
-            if _label(package := module_name.partition(".")[0]) not in self.left_out
+            for name in self._known_stamps()
+            if _label(package := name.partition(".")[0]) not in self.left_out
         }
         return sorted(packages - self.left_out.keys())
 
@@ -266,11 +266,9 @@ class TemplateLearner:
         template_boot = self._best()
         return template_boot.stamps if template_boot is not None else _NOTHING
 
-    def _lacked_packages(self, known_names: Mapping[str, Any]) -> tuple[str, ...]:
+    def _lacked_packages(self, names: Mapping[str, Any]) -> tuple[str, ...]:
         """Packages with modules that are not among these."""
-        return self._lacked.packages(
-            installed_modules.installed_modules(), known_names, self.left_out
-        )
+        return self._lacked.packages(installed_modules.installed_modules(), names, self.left_out)
 
     def _lacks_own(self) -> bool:
         """Whether the notebook has modules that no template was asked to import."""
@@ -558,8 +556,8 @@ def learner(device: str = "") -> TemplateLearner:
         device: The row of what workers compute on; empty for one without a template of its own.
     """
     has_own = bool(device) and registry.known_device(device).own_template
-    template_name = device if has_own else ""
-    return _LEARNERS.setdefault(template_name, TemplateLearner(template_name))
+    name = device if has_own else ""
+    return _LEARNERS.setdefault(name, TemplateLearner(name))
 
 
 def follow_cells() -> None:
@@ -576,6 +574,6 @@ def unfollow_cells() -> None:
         shell.events.unregister("post_run_cell", _after_cell)
 
 
-def _after_cell(cell_result: object = None) -> None:
+def _after_cell(result: object = None) -> None:
     for known_learner in tuple(_LEARNERS.values()):
-        known_learner.after_cell(cell_result)
+        known_learner.after_cell(result)

@@ -249,8 +249,8 @@ def _start_fresh(device: str) -> TemplateBoot:
 def open_ends() -> tuple[socket.socket, socket.socket, int]:
     """What a template process needs: two ends of a channel, and a file for its stderr."""
     # A file, not a pipe: it is read only after the template has ended, and a full pipe would block.
-    error_file = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
-    return *socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), error_file
+    file = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
+    return *socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), file
 
 
 def start_ahead(device: str = "") -> None:

@@ -118,8 +118,8 @@ def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -
         in_notebook: Whether cells will be run, for which IPython is imported.
         extends_torch: Whether packages that extend torch are imported, as torch does by itself.
     """
-    for module_name in modules_for_workers(in_notebook=in_notebook):
-        importlib.import_module(module_name)
+    for name in modules_for_workers(in_notebook=in_notebook):
+        importlib.import_module(name)
     from nbaccel.plan import registry
     from nbaccel.workers.reaping import adopt_orphans
 
@@ -144,10 +144,10 @@ def freeze_memory() -> None:
     gc.enable()
 
 
-def _load_extensions(known_paths: set[str]) -> None:
+def _load_extensions(paths: set[str]) -> None:
     """Import packages that extend torch, but those that a device has imported if it needs them."""
     for entry in importlib.metadata.entry_points(group="torch.backends"):
-        if entry.value in known_paths:
+        if entry.value in paths:
             continue
         try:
             entry.load()()
@@ -260,9 +260,9 @@ class _ForkServer:
         from nbaccel.workers import worker
 
         self._let_go()
-        channel, stdout, stderr, stack_file = file_descriptors
+        channel, stdout, stderr, file = file_descriptors
         return worker.run_worker(
-            worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack_file),
+            worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=file),
             template_id,
         )
 

@@ -293,13 +293,13 @@ def set_up_process(
 def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:
     """Lay the notebook's variables and folders of modules over those of this host."""
     env.update(dict(worker_assignment.environment))
-    notebook_folders = [
-        path_entry
-        for path_entry in worker_assignment.import_path
-        if os.path.exists(path_entry) and path_entry not in sys.path
+    folders = [
+        entry
+        for entry in worker_assignment.import_path
+        if os.path.exists(entry) and entry not in sys.path
     ]
     # Behind the host's own: it may have another Python's packages under the same path.
-    sys.path.extend(notebook_folders)
+    sys.path.extend(folders)
 
 
 def serve_job(
@@ -334,10 +334,10 @@ def serve_job(
         notebook_channel.send(messaging.WeightsStaged(work.stage_weights()))
 
 
-def _interrupt(notebook_channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
+def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
     def on_interrupt(signal_number: int, current_frame: Any) -> NoReturn:
         # One packet per message, so this cannot tear a message that the interrupted code sends.
-        notebook_channel.send(messaging.Interrupting(time.monotonic()))
+        channel.send(messaging.Interrupting(time.monotonic()))
         raise KeyboardInterrupt
 
     return on_interrupt
@@ -383,7 +383,7 @@ class Work:
             with contextlib.ExitStack() as clean_up:
                 call, weight_writer = self._prepare(clean_up)
                 self._channel.send(messaging.Started(time.monotonic()))
-                returned_value = _call(call)
+                value = _call(call)
                 worker_output.show_figures()
                 flush_streams()
                 if self._job.share_back:
@@ -393,7 +393,7 @@ class Work:
         except BaseException as raised_error:  # an interrupt too: the notebook waits for a report
             report(self._channel, raised_error, self._rank, self._pack)
         else:
-            self._hand_over(returned_value, self._weight_report)
+            self._hand_over(value, self._weight_report)
 
     def stage_weights(self) -> Any:
         """Write to the staging files what was to be read in this process; returns the report."""
@@ -443,16 +443,16 @@ class Work:
                 f"worker {self._rank} got no payload, only {len(self._arena_fds)} arenas: there is "
                 "nothing to run. Please report this."
             )
-        arena_mappings = {
-            arena_key: memfd.Mapping(file_descriptor, num_bytes, is_private=True)
-            for (arena_key, num_bytes), file_descriptor in zip(
+        mappings = {
+            key: memfd.Mapping(file_descriptor, num_bytes, is_private=True)
+            for (key, num_bytes), file_descriptor in zip(
                 self._job.arenas, self._arena_fds, strict=True
             )
         }
         call = pickling.unpack(
-            self._job.payload, self._payload_fd, arena_mappings, target_device=target_device
+            self._job.payload, self._payload_fd, mappings, target_device=target_device
         )
-        return call, arena_mappings
+        return call, mappings
 
     def _hand_over(self, returned_value: Any, weight_report: Any) -> None:
         # The work is done: an interrupt must not lose the result.
@@ -477,15 +477,15 @@ class Work:
                 [file_descriptor],
             )
 
-    def _pack(self, returned_value: Any) -> tuple[pickling.PackedObject, int]:
+    def _pack(self, value: Any) -> tuple[pickling.PackedObject, int]:
         """Pack for the notebook; what came by fork goes back by name where it can."""
         if self._forked_here:
             try:
-                return pickling.pack_plain(returned_value, pickling.Sender.create())
+                return pickling.pack_plain(value, pickling.Sender.create())
             # What plain pickle raises for what has no importable name; cloudpickle may take it.
             except (pickle.PicklingError, AttributeError, TypeError):
-                return pickling.pack(returned_value, pickling.Sender.create())
-        return pickling.pack(returned_value, pickling.Sender.create())
+                return pickling.pack(value, pickling.Sender.create())
+        return pickling.pack(value, pickling.Sender.create())
 
 
 def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -497,8 +497,8 @@ def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _pack_for_notebook(returned_value: Any) -> tuple[pickling.PackedObject, int]:
-    return pickling.pack(returned_value, pickling.Sender.create())
+def _pack_for_notebook(value: Any) -> tuple[pickling.PackedObject, int]:
+    return pickling.pack(value, pickling.Sender.create())
 
 
 def report(
@@ -563,12 +563,12 @@ def _refuse_questions(own_rank: int) -> None:
 
 def seeded_states() -> bytes:
     """State of the random generators of Python, torch and (if loaded) numpy."""
-    numpy_module = sys.modules.get("numpy")
+    module = sys.modules.get("numpy")
     return pickle.dumps(
         (
             random.getstate(),
             torch.get_rng_state().numpy().tobytes(),
-            numpy_module.random.get_state() if numpy_module is not None else None,
+            module.random.get_state() if module is not None else None,
             torch.get_default_dtype(),
         )
     )

@@ -194,8 +194,8 @@ class WorkerGroup:
         """
         return [
             device_variables
-            for host_plan in self._host_plans()
-            for device_variables in _device_variables(host_plan)
+            for plan in self._host_plans()
+            for device_variables in _device_variables(plan)
         ]
 
     def _host_plans(self) -> list[Plan]:
@@ -215,14 +215,14 @@ class WorkerGroup:
         return threads or max(1, host_share.inventory.cpu_cores // host_share.num_workers)
 
     def _start_worker(self, rank: int) -> WorkerHandle:
-        worker_channel, worker_pipes, worker_ends = connect()
+        channel, worker_pipes, worker_ends = connect()
         is_fork = isinstance(self._starter, ForkStarter)
         with memfd.closing_files(*worker_ends.all()):
-            self._keep_from_children(worker_channel.fileno(), *worker_pipes)
+            self._keep_from_children(channel.fileno(), *worker_pipes)
             process_id = self._starter.start(worker_ends)
-        worker_handle = WorkerHandle(
+        handle = WorkerHandle(
             rank=rank,
-            channel=worker_channel,
+            channel=channel,
             pipes=worker_pipes,
             pid=process_id,
             starter=self._starter,
@@ -230,8 +230,8 @@ class WorkerGroup:
             tells_its_stack=is_fork,
         )
         # At once, so that it is ended whatever happens next.
-        self.members.append(worker_handle)
-        return worker_handle
+        self.members.append(handle)
+        return handle
 
     def _keep_from_children(self, *file_descriptors: int) -> None:
         """Have a worker that is forked from the notebook close these."""
@@ -296,41 +296,37 @@ class WorkerGroup:
             self._kill_all()
         # The template has ended and has taken its workers along; the channel cannot say more.
         except StartupFailed:
-            for worker_handle in self.members:
-                worker_handle.end()
-        for worker_handle in self.members:
-            for leftover_folders in worker_handle.leftovers:
-                leftover_folders.remove()
-            worker_handle.close()
+            for handle in self.members:
+                handle.end()
+        for handle in self.members:
+            for folders in handle.leftovers:
+                folders.remove()
+            handle.close()
 
     def _kill_all(self) -> None:
-        living_members = self._living()
-        for worker_handle in living_members.values():
-            worker_handle.kill()
+        members = self._living()
+        for handle in members.values():
+            handle.kill()
         # With a limit: a process that hangs in a driver cannot be killed.
-        self._wait_for_ends(living_members, time_limits.KILL_S)
+        self._wait_for_ends(members, time_limits.KILL_S)
 
     def _let_all_exit(self, limit_s: float) -> None:
         """Let workers that wait for work end by themselves, as far as they do so in time."""
-        living_members = self._living()
-        for worker_handle in living_members.values():
-            worker_handle.let_exit()
-        self._wait_for_ends(living_members, limit_s)
+        members = self._living()
+        for handle in members.values():
+            handle.let_exit()
+        self._wait_for_ends(members, limit_s)
 
     def _living(self) -> dict[int, WorkerHandle]:
-        return {
-            worker_handle.pid: worker_handle
-            for worker_handle in self.members
-            if not worker_handle.has_ended
-        }
+        return {handle.pid: handle for handle in self.members if not handle.has_ended}
 
-    def _wait_for_ends(self, living_members: dict[int, WorkerHandle], limit_s: float) -> None:
+    def _wait_for_ends(self, members: dict[int, WorkerHandle], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        while living_members and time.monotonic() < deadline:
+        while members and time.monotonic() < deadline:
             select.select(list(self._starter.sentinels()), [], [], deadline - time.monotonic())
             for ended_worker in self._starter.collect():
-                if ended_worker.pid in living_members:
-                    living_members.pop(ended_worker.pid).end()
+                if ended_worker.pid in members:
+                    members.pop(ended_worker.pid).end()
 
 
 @dataclass(frozen=True)
@@ -364,8 +360,8 @@ class _WorkerSurroundings:
 
 def _device_choice(host_share: HostShare) -> dict[str, str]:
     """What a worker on a host gets where only some of the devices there were named."""
-    named_devices = ",".join(map(str, host_share.devices))
-    return {"CUDA_VISIBLE_DEVICES": named_devices} if named_devices else {}
+    devices = ",".join(map(str, host_share.devices))
+    return {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
 
 
 def _device_variables(plan: Plan) -> list[Mapping[str, str | None]]:
@@ -389,6 +385,6 @@ def _libraries_memory(worker_places: Sequence[Topology]) -> Iterator[None]:
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
-    for memory_module in registry.shared_memory_modules():
-        memory_module.remove(worker_places)
-        memory_module.remove_orphans()
+    for module in registry.shared_memory_modules():
+        module.remove(worker_places)
+        module.remove_orphans()

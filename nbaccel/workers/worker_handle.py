@@ -289,14 +289,12 @@ class WorkerHandle:
         self._close_payloads()
 
     def _close_payloads(self) -> None:
-        payload_fds = (self.result_fd, self.error[1] if self.error else None)
-        memfd.close_all(
-            [file_descriptor for file_descriptor in payload_fds if file_descriptor is not None]
-        )
+        fds = (self.result_fd, self.error[1] if self.error else None)
+        memfd.close_all([file_descriptor for file_descriptor in fds if file_descriptor is not None])
         self.result_fd = self.error = None
 
-    def _signal(self, signal_number: int) -> None:
-        self.starter.signal(self.pid, signal_number)
+    def _signal(self, number: int) -> None:
+        self.starter.signal(self.pid, number)
 
     def _tell(self, message: messaging.Look | messaging.Break) -> None:
         if self.control is not None:
@@ -313,13 +311,13 @@ def connect() -> tuple[messaging.Channel, dict[int, str], WorkerEnds]:
     end, worker_end = messaging.Channel.pair()
     output_pipes: dict[int, str] = {}
     worker_ends = {}
-    for pipe_name in ("stdout", "stderr", "stack"):
+    for name in ("stdout", "stderr", "stack"):
         read_end, write_end = os.pipe()
         # The notebook reads until a pipe is empty; a blocking read would stop all other work.
         os.set_blocking(read_end, False)
         _enlarge(read_end)
-        output_pipes[read_end] = pipe_name
-        worker_ends[pipe_name] = write_end
+        output_pipes[read_end] = name
+        worker_ends[name] = write_end
     return end, output_pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
 
 

@@ -39,6 +39,6 @@ class WorkerImports:
         self._num_modules = len(sys.modules)
         new_names = [name for name in tuple(sys.modules) if name not in self._known_names]
         self._known_names |= frozenset(new_names)
-        installed_files = installed_modules.files_of(new_names)
-        if installed_files:
-            send(messaging.Imported(installed_files, env.snapshot()))
+        files = installed_modules.files_of(new_names)
+        if files:
+            send(messaging.Imported(files, env.snapshot()))

@@ -86,15 +86,15 @@ def publisher_class(send_message: SendMessage) -> type[Any]:
 
 def without_widgets(data: Mapping[str, Any]) -> dict[str, Any]:
     """The forms of a rich output that mean something in another process."""
-    return {kind: mime_value for kind, mime_value in data.items() if kind != _WIDGET_MIME}
+    return {kind: value for kind, value in data.items() if kind != _WIDGET_MIME}
 
 
 def show_figures() -> None:
     """Show what has been drawn and not shown, as IPython does at the end of a cell."""
-    inline_backend = sys.modules.get(_INLINE_BACKEND)
-    if inline_backend is not None:
+    backend = sys.modules.get(_INLINE_BACKEND)
+    if backend is not None:
         try:
-            inline_backend.flush_figures()
+            backend.flush_figures()
         except Exception as error:  # drawing may raise anything, and must not lose the results
             sys.stderr.write(f"nbaccel: a figure cannot be shown: {error!r}\n")
 
@@ -133,13 +133,13 @@ def connect_inline_figures(worker_shell: Any) -> None:
     Args:
         worker_shell: The process's IPython shell.
     """
-    inline_backend = sys.modules.get(_INLINE_BACKEND)
-    if inline_backend is None:
+    backend = sys.modules.get(_INLINE_BACKEND)
+    if backend is None:
         return
     # The formats are the old shell's.
-    inline_backend.configure_inline_support.current_backend = "unset"
-    inline_backend.InlineBackend.clear_instance()
-    inline_backend.configure_inline_support(worker_shell, f"module://{_INLINE_BACKEND}")
+    backend.configure_inline_support.current_backend = "unset"
+    backend.InlineBackend.clear_instance()
+    backend.configure_inline_support(worker_shell, f"module://{_INLINE_BACKEND}")
 
 
 def forget_shells(shell_class: type[Any]) -> None:
@@ -154,24 +154,24 @@ def forget_prompts() -> None:
     Libraries ask for them when they are imported. Lightning then refuses whatever starts a process
     for each rank, also where these run already.
     """
-    for prompt_name in ("ps1", "ps2", "ps3"):
-        vars(sys).pop(prompt_name, None)
+    for name in ("ps1", "ps2", "ps3"):
+        vars(sys).pop(name, None)
 
 
 def mute_comms() -> None:
     """A widget made in a child would write to the notebook's socket, which drops it."""
-    comm_module = sys.modules.get("comm")
-    if comm_module is not None:
-        comm_module.create_comm = comm_module.DummyComm  # type: ignore[attr-defined]
+    module = sys.modules.get("comm")
+    if module is not None:
+        module.create_comm = module.DummyComm  # type: ignore[attr-defined]
 
 
 def text_bars() -> None:
     """Let `tqdm.notebook` and `tqdm.auto` draw text bars."""
-    bar_module = sys.modules.get("tqdm.notebook")
+    module = sys.modules.get("tqdm.notebook")
     # Forked from a notebook: user code may hold the class, so the class itself is changed.
-    if bar_module is not None:
-        for attribute_name in set(vars(bar_module.tqdm_notebook)) & set(_WIDGET_BAR):
-            delattr(bar_module.tqdm_notebook, attribute_name)
+    if module is not None:
+        for name in set(vars(module.tqdm_notebook)) & set(_WIDGET_BAR):
+            delattr(module.tqdm_notebook, name)
     elif not any(isinstance(meta_finder, _TextBars) for meta_finder in sys.meta_path):
         sys.meta_path.insert(0, _TextBars())
 
@@ -208,18 +208,18 @@ class _HandlerSettings:
 
     def made(self) -> logging.Handler:
         """The same in this process."""
-        log_handler: logging.Handler = (
+        handler: logging.Handler = (
             logging.StreamHandler(getattr(sys, self.stream))
             if self.stream
             # delay: a worker that logs nothing must not create or touch the file.
             else logging.FileHandler(self.file, "a", self.encoding, delay=True)
         )
-        log_handler.setLevel(self.level)
-        log_handler.setFormatter(_unpickled(self.formatter))
+        handler.setLevel(self.level)
+        handler.setFormatter(_unpickled(self.formatter))
         for log_filter in _unpickled(self.filters) or ():
-            log_handler.addFilter(log_filter)
-        log_handler.is_from_nbaccel = True  # type: ignore[attr-defined]
-        return log_handler
+            handler.addFilter(log_filter)
+        handler.is_from_nbaccel = True  # type: ignore[attr-defined]
+        return handler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ def as_configured() -> bytes:
     """How logging is configured in this process."""
     carried_loggers: dict[str | None, _LoggerSettings | int] = {None: _describe(logging.root)}
     # A copy, because another thread may make a logger meanwhile.
-    for logger_name, python_logger in list(logging.root.manager.loggerDict.items()):
+    for name, python_logger in list(logging.root.manager.loggerDict.items()):
         # Libraries make hundreds, most of which nobody has configured.
         if not isinstance(python_logger, logging.Logger) or not (
             python_logger.level
@@ -251,10 +251,10 @@ def as_configured() -> bytes:
             or not python_logger.propagate
         ):
             continue
-        if logger_name not in _LIBRARY_LOGGERS and not _is_librarys(logger_name):
-            carried_loggers[logger_name] = _describe(python_logger)
+        if name not in _LIBRARY_LOGGERS and not _is_librarys(name):
+            carried_loggers[name] = _describe(python_logger)
         elif python_logger.level:
-            carried_loggers[logger_name] = python_logger.level
+            carried_loggers[name] = python_logger.level
     # Pickled here, so that workers can compare it as bytes and skip what has not changed.
     return pickle.dumps((logging.root.manager.disable, carried_loggers))
 
@@ -272,11 +272,11 @@ def _is_librarys(name: str) -> bool:
     """Whether a logger has the name of an installed package that is in use."""
     package_name = name.partition(".")[0]
     module = sys.modules.get(package_name) or sys.modules.get(package_name.lower())
-    package_file = getattr(module, "__file__", None) or ""
+    file = getattr(module, "__file__", None) or ""
     is_library = (
         package_name != "__main__"
-        and package_file != ""
-        and Frame(file=package_file, line=0, function="").is_library
+        and file != ""
+        and Frame(file=file, line=0, function="").is_library
     )
     if is_library:
         _LIBRARY_LOGGERS.add(name)
@@ -284,42 +284,42 @@ def _is_librarys(name: str) -> bool:
 
 
 def _handler_settings(python_logger: logging.Logger) -> Iterator[_HandlerSettings]:
-    for log_handler in python_logger.handlers:
-        if not _is_carried(log_handler):
+    for handler in python_logger.handlers:
+        if not _is_carried(handler):
             continue
-        log_file = getattr(log_handler, "baseFilename", "")
-        if log_file:
-            _append_only(log_handler)
+        file = getattr(handler, "baseFilename", "")
+        if file:
+            _append_only(handler)
         yield _HandlerSettings(
-            stream="" if log_file else _stream_of(log_handler),
-            file=log_file,
-            encoding=getattr(log_handler, "encoding", None),
-            level=log_handler.level,
-            formatter=_pickled_or_empty(log_handler.formatter),
-            filters=_pickled_or_empty(log_handler.filters),
+            stream="" if file else _stream_of(handler),
+            file=file,
+            encoding=getattr(handler, "encoding", None),
+            level=handler.level,
+            formatter=_pickled_or_empty(handler.formatter),
+            filters=_pickled_or_empty(handler.filters),
         )
 
 
-def _is_carried(log_handler: logging.Handler) -> bool:
-    if isinstance(log_handler, logging.FileHandler):
+def _is_carried(handler: logging.Handler) -> bool:
+    if isinstance(handler, logging.FileHandler):
         return True
-    return type(log_handler) is logging.StreamHandler and bool(_stream_of(log_handler))
+    return type(handler) is logging.StreamHandler and bool(_stream_of(handler))
 
 
-def _stream_of(log_handler: Any) -> str:
+def _stream_of(handler: Any) -> str:
     """Which stream of this process a handler writes to; empty if none of them."""
-    stream = getattr(log_handler, "stream", None)
+    stream = getattr(handler, "stream", None)
     for name in (_STANDARD_ERROR, _STANDARD_OUTPUT):
         if stream is not None and stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
             return name
     return ""
 
 
-def _append_only(log_handler: Any) -> None:
+def _append_only(handler: Any) -> None:
     """Let the notebook write behind what the workers will have written, not over it."""
     import fcntl  # Windows has none, where nbaccel can be imported, too
 
-    stream = getattr(log_handler, "stream", None)
+    stream = getattr(handler, "stream", None)
     if stream is not None:
         # The stream is closed, or has no descriptor.
         with contextlib.suppress(OSError, ValueError):
@@ -327,22 +327,22 @@ def _append_only(log_handler: Any) -> None:
             fcntl.fcntl(stream.fileno(), fcntl.F_SETFL, open_flags | os.O_APPEND)
 
 
-def _pickled_or_empty(pickled_value: Any) -> bytes:
-    if not pickled_value:
+def _pickled_or_empty(value: Any) -> bytes:
+    if not value:
         return b""
     # cloudpickle takes ten times as long, and each cell asks.
-    by_name = type(pickled_value) is logging.Formatter
+    by_name = type(value) is logging.Formatter
     try:
-        pickled_settings: bytes = (pickle if by_name else cloudpickle).dumps(pickled_value)
+        settings: bytes = (pickle if by_name else cloudpickle).dumps(value)
     # The handler works without its formatter.
     except Exception:  # the user's own class may raise anything
         return b""
-    return pickled_settings
+    return settings
 
 
-def _unpickled(pickled_value: bytes) -> Any:
+def _unpickled(value: bytes) -> Any:
     try:
-        return pickle.loads(pickled_value) if pickled_value else None
+        return pickle.loads(value) if value else None
     except Exception:  # its class cannot be imported here; the handler works without it
         return None
 

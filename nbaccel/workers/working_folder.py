@@ -47,7 +47,7 @@ def explain_here() -> str:
 def import_path() -> list[str]:
     """`sys.path` for a process that works elsewhere: without relative entries."""
     working_folder = current_folder()
-    return [os.path.normpath(os.path.join(working_folder, path_entry)) for path_entry in sys.path]
+    return [os.path.normpath(os.path.join(working_folder, entry)) for entry in sys.path]
 
 
 def installed_first() -> list[str]:
@@ -60,19 +60,18 @@ def installed_first() -> list[str]:
     return sorted(import_path(), key=lambda path_entry: not _has_packages(path_entry))
 
 
-def _has_packages(path_entry: str) -> bool:
+def _has_packages(entry: str) -> bool:
     """Whether a folder is the standard library's, or one that packages are installed in."""
-    in_library = path_entry.startswith(_STANDARD_LIBRARY_FOLDERS) or path_entry.endswith(".zip")
-    if in_library or "-packages" in path_entry or path_entry in _folders_of_packages():
+    in_library = entry.startswith(_STANDARD_LIBRARY_FOLDERS) or entry.endswith(".zip")
+    if in_library or "-packages" in entry or entry in _folders_of_packages():
         return True
-    return any(Path(path_entry).glob("*.dist-info"))  # pip install --target
+    return any(Path(entry).glob("*.dist-info"))  # pip install --target
 
 
 def _folders_of_packages() -> set[str]:
     """Where this process has imported them from, which may be a folder of sources."""
     package_files = (
-        getattr(sys.modules.get(package_name), "__file__", None)
-        for package_name in _IMPORTED_BY_THE_TEMPLATE
+        getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE
     )
     return {str(Path(package_file).parent.parent) for package_file in package_files if package_file}
 

@@ -80,24 +80,24 @@ def unwrap_error(raised_error: BaseException) -> WrappedError | None:
     )
 
 
-def _torch_wrapper(traceback_entry: TracebackType | None) -> Any:
+def _torch_wrapper(entry: TracebackType | None) -> Any:
     """The wrapper whose `reraise` is the innermost call."""
     # Without torch there is no wrapper to find, and importing it takes seconds.
-    if traceback_entry is None or "torch" not in sys.modules:
+    if entry is None or "torch" not in sys.modules:
         return None
     from nbaccel.base import torch_private
 
-    while traceback_entry.tb_next is not None:
-        traceback_entry = traceback_entry.tb_next
-    holder = traceback_entry.tb_frame.f_locals.get("self")
+    while entry.tb_next is not None:
+        entry = entry.tb_next
+    holder = entry.tb_frame.f_locals.get("self")
     return holder if torch_private.is_exception_wrapper(holder) else None
 
 
 def _without_type(error_text: str, error_class: type[BaseException]) -> str:
     """`ValueError: bad` → `bad`."""
-    type_name, _, error_message = error_text.partition(": ")
+    name, _, message = error_text.partition(": ")
     return (
-        error_message
-        if type_name.rpartition(".")[2] == error_class.__name__
-        else error_text.removeprefix(type_name)
+        message
+        if name.rpartition(".")[2] == error_class.__name__
+        else error_text.removeprefix(name)
     )

@@ -274,14 +274,14 @@ class Advice:
         )
 
     def _remarks(self) -> list[str]:
-        remark_texts = []
+        texts = []
         if self.largest_batch_size is not None:
             larger_note = "" if self.is_largest else "; larger ones were not tried"
-            remark_texts.append(
+            texts.append(
                 f"Largest batch with which a real step worked: {self.largest_batch_size} samples "
                 f"per process{larger_note}."
             )
-        return [*remark_texts, *self.warnings]
+        return [*texts, *self.warnings]
 
 
 def _lacking_bytes(ladder_rung: Rung) -> int:
@@ -289,28 +289,24 @@ def _lacking_bytes(ladder_rung: Rung) -> int:
 
 
 def _missing_memory(ladder_rung: Rung) -> str:
-    place_words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
+    words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
     lacking_bytes = ladder_rung.estimate.lacking if ladder_rung.estimate is not None else {}
     return " and ".join(
-        f"{format_bytes(missing_bytes)} {place_words[place_name]}"
-        for place_name, missing_bytes in lacking_bytes.items()
+        f"{format_bytes(missing_bytes)} {words[name]}"
+        for name, missing_bytes in lacking_bytes.items()
     )
 
 
-def _html_cell(html_tag: str, cell_text: str, column_index: int) -> str:
+def _html_cell(html_tag: str, text: str, index: int) -> str:
     # Numbers, from the batch to what was measured, are compared by their last digits.
-    text_side = "right" if 2 <= column_index <= 6 else "left"
+    text_side = "right" if 2 <= index <= 6 else "left"
     # Only the last column, with the reasons, may be wrapped.
-    wrap_style = "" if column_index == len(_TABLE_HEAD) else ";white-space:nowrap"
-    return (
-        f"<{html_tag} style='text-align:{text_side}{wrap_style}'>{escape(cell_text)}</{html_tag}>"
-    )
+    style = "" if index == len(_TABLE_HEAD) else ";white-space:nowrap"
+    return f"<{html_tag} style='text-align:{text_side}{style}'>{escape(text)}</{html_tag}>"
 
 
-def _aligned_text(cell_text: str, column_width: int, column_index: int) -> str:
-    return (
-        cell_text.rjust(column_width) if 2 <= column_index <= 6 else cell_text.ljust(column_width)
-    )
+def _aligned_text(cell_text: str, column_width: int, index: int) -> str:
+    return cell_text.rjust(column_width) if 2 <= index <= 6 else cell_text.ljust(column_width)
 
 
 def _size_text(num_bytes: int) -> str:

@@ -109,7 +109,7 @@ def _load_checked(
 
 def _new_prover(
     ladder_walk: Walk,
-    launch_plan: Plan,
+    plan: Plan,
     launch: Callable[..., Any],
     max_trials: int,
     timeout_s: float,
@@ -119,17 +119,17 @@ def _new_prover(
 
     return Prover(
         walk=ladder_walk,
-        plan=launch_plan,
+        plan=plan,
         max_trials=max_trials,
         timeout_s=timeout_s,
         launch=launch,
     )
 
 
-def _nvme_folder(base_settings: Mapping[str, Any], nvme_path: str | Path | None) -> str | None:
+def _nvme_folder(settings: Mapping[str, Any], nvme_path: str | Path | None) -> str | None:
     if nvme_path is not None:
         return str(nvme_path)
-    return next(map(str, nvme_folders(base_settings)), None)
+    return next(map(str, nvme_folders(settings)), None)
 
 
 def _advice_of(
@@ -164,12 +164,12 @@ def _advice_of(
 
 
 def _advice_warnings(
-    ladder_walk: Walk, training_precision: TrainingPrecision, chosen_rung: Rung | None
+    ladder_walk: Walk, precision: TrainingPrecision, chosen_rung: Rung | None
 ) -> Iterator[str]:
     if ladder_walk.sample_batch is None:
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
-    if training_precision.warning:
-        yield training_precision.warning
+    if precision.warning:
+        yield precision.warning
     yield from _checkpointing_note(ladder_walk, chosen_rung)
     config = chosen_rung.config if chosen_rung is not None else None
     if config is None:

@@ -112,11 +112,11 @@ def halvings(batch_size: int, accumulation_steps: int) -> Iterator[tuple[int, in
 
 
 def _step_name(stage: int, optimizer: str, parameter_place: str) -> str:
-    place_words = {"cpu": "CPU", "nvme": "NVMe"}
+    words = {"cpu": "CPU", "nvme": "NVMe"}
     if optimizer == parameter_place and optimizer != "none":
-        return f"ZeRO-{stage}, optimizer and parameters on {place_words[parameter_place]}"
+        return f"ZeRO-{stage}, optimizer and parameters on {words[parameter_place]}"
     offloaded_parts = [
-        f"{offloaded_part} on {place_words[offload_place]}"
+        f"{offloaded_part} on {words[offload_place]}"
         for offloaded_part, offload_place in (
             ("optimizer", optimizer),
             ("parameters", parameter_place),
@@ -240,13 +240,13 @@ class Recipe:
                     zero_section.setdefault(config_key, least_bytes)
         return zero_section
 
-    def _bucket(self, bucket_word: str, *, least_bytes: int = _SMALLEST_BUCKET) -> str | int:
+    def _bucket(self, word: str, *, least_bytes: int = _SMALLEST_BUCKET) -> str | int:
         """The word "auto" where the model's width decides, else room for its largest layer."""
         if hidden_size(self.model)[0] is not None:
-            return bucket_word
+            return word
         return max(least_bytes, min(self.shape.largest_layer, int(5e8))) if least_bytes else 10**5
 
-    def _offload(self, place_name: str, offload_place: str, section: Any) -> dict[str, Any]:
+    def _offload(self, name: str, offload_place: str, section: Any) -> dict[str, Any]:
         if offload_place == "none":
             return {}
         config_section = {
@@ -256,10 +256,10 @@ class Recipe:
         config_section.setdefault("pin_memory", self.pin_memory)
         if offload_place == "nvme":
             config_section["nvme_path"] = self.nvme_path
-            if place_name == "offload_param":  # each buffer must hold the largest parameter
-                largest_parameter = max(self.shape.sizes, default=self.shape.largest_layer)
+            if name == "offload_param":  # each buffer must hold the largest parameter
+                parameter = max(self.shape.sizes, default=self.shape.largest_layer)
                 config_section.setdefault(
-                    "buffer_size", -(-largest_parameter // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+                    "buffer_size", -(-parameter // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
                 )
         else:
             config_section.pop("nvme_path", None)
@@ -419,16 +419,16 @@ def _with_warning(chosen_precision: TrainingPrecision, model: Any) -> TrainingPr
     model_precision = made_in(model)
     if chosen_precision.name != "fp16" or model_precision != "bfloat16":
         return chosen_precision
-    warning_text = (
+    text = (
         f"The model was trained in {model_precision} and will be trained in fp16, whose largest "
         "number is 65504: losses may become NaN. Where they do, train in fp32, or on a GPU of "
         "compute capability 8.0 or newer in bf16."
     )
     return TrainingPrecision(
-        name=chosen_precision.name, reason=chosen_precision.reason, warning=warning_text
+        name=chosen_precision.name, reason=chosen_precision.reason, warning=text
     )
 
 
 def _section_is_enabled(base_config: Mapping[str, Any], section_name: str) -> bool:
-    config_section = base_config.get(section_name)
-    return isinstance(config_section, Mapping) and config_section.get("enabled") is True
+    section = base_config.get(section_name)
+    return isinstance(section, Mapping) and section.get("enabled") is True

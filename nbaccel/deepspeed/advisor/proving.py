@@ -44,15 +44,15 @@ def is_out_of_memory(error: WorkerFailed) -> bool:
     Returns:
         True where any rank says so: the others only lost their connection to it.
     """
-    return any(_is_want_of_memory(failure_record) for failure_record in error.failures)
+    return any(_is_want_of_memory(record) for record in error.failures)
 
 
-def _is_want_of_memory(failure_record: Any) -> bool:
-    if failure_record.exit_status is not None:
+def _is_want_of_memory(record: Any) -> bool:
+    if record.exit_status is not None:
         # The system's out-of-memory killer leaves no other trace.
-        was_killed = failure_record.exit_status == -signal.SIGKILL
-        return was_killed or bool(_OUT_OF_MEMORY_WORDS.search(failure_record.evidence))
-    error = failure_record.raised
+        was_killed = record.exit_status == -signal.SIGKILL
+        return was_killed or bool(_OUT_OF_MEMORY_WORDS.search(record.evidence))
+    error = record.raised
     # Along the chain of causes, since the error may have been wrapped in another.
     while error is not None:
         if error.type_name.endswith("MemoryError") or _OUT_OF_MEMORY_WORDS.search(error.message):
@@ -133,10 +133,10 @@ class Prover:
             batch_search = replace(batch_search, works=working_batch, fails=failing_batch)
         return self._widened(ladder_rung, batch_search.works), batch_search
 
-    def _widened(self, ladder_rung: Rung, largest_batch: int) -> Rung:
+    def _widened(self, ladder_rung: Rung, batch: int) -> Rung:
         batch_size = ladder_rung.batch_size
         accumulation_steps = ladder_rung.accumulation_steps
-        while accumulation_steps % 2 == 0 and 2 * batch_size <= largest_batch:
+        while accumulation_steps % 2 == 0 and 2 * batch_size <= batch:
             batch_size = 2 * batch_size
             accumulation_steps = accumulation_steps // 2
         if batch_size == ladder_rung.batch_size or ladder_rung.config is None:
@@ -236,13 +236,7 @@ def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _failure_text(error: WorkerFailed) -> str:
     """The failure of the rank that ran out of memory, in one line."""
-    failure_record: Any = next(
-        failure_record for failure_record in error.failures if _is_want_of_memory(failure_record)
-    )
-    error_text = " ".join(str(failure_record.headline).split())
-    peak_text = (
-        f" after {format_bytes(failure_record.max_rss_bytes)}"
-        if failure_record.max_rss_bytes
-        else ""
-    )
-    return f"rank {failure_record.rank} {error_text[:160]}{peak_text}"
+    record: Any = next(record for record in error.failures if _is_want_of_memory(record))
+    error_text = " ".join(str(record.headline).split())
+    peak_text = f" after {format_bytes(record.max_rss_bytes)}" if record.max_rss_bytes else ""
+    return f"rank {record.rank} {error_text[:160]}{peak_text}"

@@ -201,9 +201,9 @@ class Walk:
         at_once = next(iter(self._lowered_keys(ladder_rung.config or {}).values()), None)
         return self.recipe.config(ladder_rung.step, batch_size, accumulation_steps, at_once=at_once)
 
-    def _lowered_keys(self, rung_config: dict[str, Any]) -> dict[str, int]:
+    def _lowered_keys(self, config: dict[str, Any]) -> dict[str, int]:
         """The keys that were lowered, without those that the user has set."""
-        zero_section = rung_config.get("zero_optimization") or {}
+        zero_section = config.get("zero_optimization") or {}
         section = self.recipe.base.get("zero_optimization") or {}
         return {
             config_key: zero_section[config_key]
@@ -211,12 +211,9 @@ class Walk:
             if config_key in zero_section and config_key not in section
         }
 
-    def _lowered(self, rung_config: dict[str, Any]) -> str:
-        lowered_texts = [
-            f"{config_key}={lowered_value}"
-            for config_key, lowered_value in self._lowered_keys(rung_config).items()
-        ]
-        return f" With {', '.join(lowered_texts)} in place of 1e9." if lowered_texts else ""
+    def _lowered(self, config: dict[str, Any]) -> str:
+        texts = [f"{key}={value}" for key, value in self._lowered_keys(config).items()]
+        return f" With {', '.join(texts)} in place of 1e9." if texts else ""
 
     def _checked(self, ladder_step: LadderStep, rung_config: dict[str, Any]) -> dict[str, Any]:
         """The configuration, or one with torch's Adam, that DeepSpeed and this machine accept.
@@ -249,7 +246,7 @@ class Walk:
         return rung_config
 
     def _refused(
-        self, ladder_step: LadderStep, batch_size: int, accumulation_steps: int, refusal_reason: str
+        self, ladder_step: LadderStep, batch_size: int, accumulation_steps: int, reason: str
     ) -> Rung:
         return Rung(
             step=ladder_step,
@@ -258,24 +255,24 @@ class Walk:
             config=None,
             estimate=None,
             verdict="not available",
-            reason=refusal_reason,
+            reason=reason,
         )
 
-    def _activation_bytes(self, batch_size: int, ladder_step: LadderStep) -> int:
+    def _activation_bytes(self, batch_size: int, step: LadderStep) -> int:
         """Measured once for each size, on a copy without memory, in seconds."""
         if self.sample_batch is None:
             return 0
-        size_key = (batch_size, ladder_step.gradient_checkpointing)
-        if size_key not in self._activations:
-            self._activations[size_key] = measure_activations(
+        key = (batch_size, step.gradient_checkpointing)
+        if key not in self._activations:
+            self._activations[key] = measure_activations(
                 self.recipe.model,
                 resized(self.sample_batch, batch_size),
                 precision=self.recipe.precision,
                 # A model in which it is on already is measured as it is.
-                gradient_checkpointing=ladder_step.gradient_checkpointing
+                gradient_checkpointing=step.gradient_checkpointing
                 and not checkpoints_gradients(self.recipe.model),
             ).peak
-        return self._activations[size_key]
+        return self._activations[key]
 
 
 def climb(
@@ -310,40 +307,40 @@ def climb(
     return tuple(seen_rungs), None
 
 
-def _with_torch_adam(rung_config: dict[str, Any]) -> dict[str, Any] | None:
+def _with_torch_adam(config: dict[str, Any]) -> dict[str, Any] | None:
     """The same with torch's Adam; None where that is not possible."""
-    optimizer = rung_config.get("optimizer") or {}
+    optimizer = config.get("optimizer") or {}
     optimizer_params = optimizer.get("params") or {}
     # An offloaded step is computed by DeepSpeed's Adam for CPUs alone.
-    has_offload = "offload_optimizer" in (rung_config.get("zero_optimization") or {})
+    has_offload = "offload_optimizer" in (config.get("zero_optimization") or {})
     if optimizer.get("type", "").lower() not in ("adam", "adamw") or has_offload:
         return None
     if "torch_adam" in optimizer_params:
         return None
     return {
-        **rung_config,
+        **config,
         "optimizer": {**optimizer, "params": {**optimizer_params, "torch_adam": True}},
     }
 
 
 def _shortage_reason(memory_estimate: MemoryEstimate) -> str:
     """The numbers that decide: what is lacking, or how much of what there is."""
-    place_words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
+    words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
     needs_by_place = {
         "device": (memory_estimate.device.peak, memory_estimate.device_free),
         "host": (memory_estimate.host_needed, memory_estimate.host_free),
         "nvme": (memory_estimate.nvme.total, memory_estimate.nvme_free),
     }
     if lacking_bytes := memory_estimate.lacking:
-        need_texts = [
-            f"{format_bytes(needs_by_place[place_name][0])} {place_words[place_name]}, "
+        texts = [
+            f"{format_bytes(needs_by_place[name][0])} {words[name]}, "
             f"{format_bytes(missing_bytes)} more than there is"
-            for place_name, missing_bytes in lacking_bytes.items()
+            for name, missing_bytes in lacking_bytes.items()
         ]
-        return f"It needs {' and '.join(need_texts)}."
-    need_texts = [
-        f"{format_bytes(needed_bytes)} of {format_bytes(free_bytes)} {place_words[place_name]}"
-        for place_name, (needed_bytes, free_bytes) in needs_by_place.items()
+        return f"It needs {' and '.join(texts)}."
+    texts = [
+        f"{format_bytes(needed_bytes)} of {format_bytes(free_bytes)} {words[name]}"
+        for name, (needed_bytes, free_bytes) in needs_by_place.items()
         if free_bytes is not None and needed_bytes
     ]
-    return f"It needs {', '.join(need_texts)}."
+    return f"It needs {', '.join(texts)}."

@@ -55,8 +55,8 @@ class Search:
             Samples; None when the two are within an eighth of each other.
         """
         if self.fails is None:
-            doubled_batch = min(2 * self.works, self.most)
-            return doubled_batch if doubled_batch > self.works else None
+            batch = min(2 * self.works, self.most)
+            return batch if batch > self.works else None
         # Each further try takes a real step, for less than an eighth more.
         if self.fails - self.works <= max(1, self.works // 8):
             return None
@@ -193,9 +193,9 @@ def _training_step(engine: Any, sample_batch: Any) -> None:
     half_dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = next(
         (
-            half_dtypes[dtype_name]
-            for dtype_name in half_dtypes
-            if getattr(engine, f"{_ENABLED_SECTION[dtype_name]}")()
+            half_dtypes[name]
+            for name in half_dtypes
+            if getattr(engine, f"{_ENABLED_SECTION[name]}")()
         ),
         None,
     )
@@ -238,7 +238,7 @@ class _TrialNote:
 
     def write(self) -> None:
         gpu_accelerator = self._accelerator
-        note_values = {
+        values = {
             "works": self.works,
             "trying": self.trying,
             "host_bytes": self._live.peak,
@@ -246,7 +246,7 @@ class _TrialNote:
             if gpu_accelerator is None
             else int(gpu_accelerator.max_memory_allocated()),
         }
-        self._file.write_text(json.dumps(note_values))
+        self._file.write_text(json.dumps(values))
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -264,10 +264,8 @@ def _limit_memory(step_trial: StepTrial, own_tensors: list[torch.Tensor], *, on_
         return
     # The model's pages are mapped privately and counted already, though shared with the notebook;
     # those that are trained become the worker's own memory, which the share must cover.
-    mapped_pages = {
-        storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in own_tensors
-    }
-    soft_limit = _data_bytes() - sum(mapped_pages.values()) + step_trial.host_bytes + _PROCESS_BYTES
+    pages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in own_tensors}
+    soft_limit = _data_bytes() - sum(pages.values()) + step_trial.host_bytes + _PROCESS_BYTES
     _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     allowed_bytes = (
         soft_limit if hard_limit == resource.RLIM_INFINITY else min(soft_limit, hard_limit)
@@ -277,9 +275,9 @@ def _limit_memory(step_trial: StepTrial, own_tensors: list[torch.Tensor], *, on_
 
 def _data_bytes() -> int:
     """The memory that RLIMIT_DATA limits: private and writable (Linux, proc(5), VmData)."""
-    for status_line in Path("/proc/self/status").read_text().splitlines():
-        if status_line.startswith("VmData:"):
-            return int(status_line.split()[1]) * 1024
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
     return 0
 
 

@@ -86,10 +86,8 @@ def filled_in(
     return FilledConfig(filled_config, (*resolved_config.choices, *later_choices))
 
 
-def _samples_of_batch(config_settings: dict[str, Any], sample_batch: Any) -> int | None:
-    if sample_batch is None or isinstance(
-        config_settings.get("train_micro_batch_size_per_gpu"), int
-    ):
+def _samples_of_batch(settings: dict[str, Any], sample_batch: Any) -> int | None:
+    if sample_batch is None or isinstance(settings.get("train_micro_batch_size_per_gpu"), int):
         return None
     # Imported here, because it imports torch, which a form without a batch does not need.
     from nbaccel.memory.activations import num_samples

@@ -39,8 +39,8 @@ def engine_refusal(run_config: RunConfig) -> str:
         backend = "" if run_config.fp8 is None else run_config.fp8.backend
         backend_row = fp8_backend(backend).row
         if backend_row is None or not strategy_fits(strategy_row, backend_row):
-            backend_name = "" if backend_row is None else f" by the backend {backend_row.name}"
-            return f"DeepSpeed's engine does not train in fp8{backend_name}"
+            name = "" if backend_row is None else f" by the backend {backend_row.name}"
+            return f"DeepSpeed's engine does not train in fp8{name}"
     elif run_config.mixed_precision not in strategy_row.precisions:
         return f"DeepSpeed's engine does not train in {run_config.mixed_precision}"
     return ""
@@ -105,7 +105,7 @@ def key_is_shown(run_config: RunConfig, key_name: str) -> bool:
         run_config: The run.
         key_name: The key, with dots.
     """
-    for place_key in PLACE_KEYS:
-        if key_name == place_key.replace(".device", ".nvme_path"):
-            return _offload_place(run_config, place_key) == "nvme"
+    for key in PLACE_KEYS:
+        if key_name == key.replace(".device", ".nvme_path"):
+            return _offload_place(run_config, key) == "nvme"
     return True

@@ -197,15 +197,15 @@ def key_settings() -> Iterator[Setting]:
 def _of_section(model: type[BaseModel], section_path: str) -> Iterator[Setting]:
     # Settings of the run, which has choices for them elsewhere in the form.
     run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
-    for field_name, model_field in model.model_fields.items():
+    for name, field in model.model_fields.items():
         # `ZeroConfig` has the keys of `zero_optimization` as fields of its top level.
-        section_place = ZERO if not section_path and field_name in ZERO_KEYS else section_path
-        key_path = f"{section_place}.{field_name}" if section_place else field_name
-        inner_section = section_of(model_field)
+        section_place = ZERO if not section_path and name in ZERO_KEYS else section_path
+        key_path = f"{section_place}.{name}" if section_place else name
+        inner_section = section_of(field)
         if inner_section is not None:
             yield from _of_section(inner_section, key_path)
-        elif field_name != "extra" and key_path not in run_keys:
-            yield _of_key(key_path, section_place, model_field)
+        elif name != "extra" and key_path not in run_keys:
+            yield _of_key(key_path, section_place, field)
 
 
 def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Setting:
@@ -248,16 +248,16 @@ def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Settin
     )
 
 
-def _docs_link(key_path: str) -> str:
-    heading = _DOCS_HEADINGS.get(key_path.partition(".")[0], "")
+def _docs_link(path: str) -> str:
+    heading = _DOCS_HEADINGS.get(path.partition(".")[0], "")
     return f"{_DOCS_PAGE}#{heading}" if heading else _DOCS_PAGE
 
 
-def _meaning_of_key(key_path: str, model_field: FieldInfo) -> str:
+def _meaning_of_key(path: str, field: FieldInfo) -> str:
     """Its description; a form has an empty field for Python's None."""
-    return MEANINGS.get(key_path) or (model_field.description or "").replace("; None ", "; empty ")
+    return MEANINGS.get(path) or (field.description or "").replace("; None ", "; empty ")
 
 
-def _label_of_key(key_path: str) -> str:
-    last_part = key_path.rpartition(".")[2]
-    return LABELS.get(key_path, last_part.replace("_", " ").capitalize())
+def _label_of_key(path: str) -> str:
+    last_part = path.rpartition(".")[2]
+    return LABELS.get(path, last_part.replace("_", " ").capitalize())

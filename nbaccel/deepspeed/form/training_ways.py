@@ -111,12 +111,12 @@ def _variants(
     config: RunConfig,
     placement: _Placement,
     shape: Shape,
-    nvme_folder: str | None,
+    folder: str | None,
     *,
     can_checkpoint: bool,
 ) -> Iterator[RunConfig]:
     """As it is, then with activations computed again, then with less gathered at once."""
-    first_config = _placed(config, placement, shape, nvme_folder, at_once=None)
+    first_config = _placed(config, placement, shape, folder, at_once=None)
     yield first_config
     recomputes = {"activation_checkpointing": True} if can_checkpoint else {}
     if recomputes and not config.activation_checkpointing:
@@ -124,7 +124,7 @@ def _variants(
     # Working on fewer elements at once costs little, and DeepSpeed's 1e9 much memory.
     for at_once in LOWERED if placement.stage == 3 else ():
         if at_once < shape.total:
-            lowered_config = _placed(config, placement, shape, nvme_folder, at_once=at_once)
+            lowered_config = _placed(config, placement, shape, folder, at_once=at_once)
             yield lowered_config.changed(**recomputes)
 
 

@@ -72,9 +72,9 @@ class DeepSpeedForm(SettingsForm):
         """See :meth:`SettingsForm.value_of`."""
         if setting.name == "zero_stage":
             return config.zero_stage if config.uses_deepspeed else None
-        key_value = nested_keys.value_at(config.deepspeed, setting.strategy_key)
+        value = nested_keys.value_at(config.deepspeed, setting.strategy_key)
         # "none" and no key are one choice: on the device.
-        return None if setting.name in PLACE_KEYS and key_value == "none" else key_value
+        return None if setting.name in PLACE_KEYS and value == "none" else value
 
     def default_of(self, config: RunConfig, setting: Setting) -> Any:
         """See :meth:`SettingsForm.default_of`."""
@@ -97,12 +97,12 @@ class DeepSpeedForm(SettingsForm):
 
     def check(self, config: RunConfig, device: str) -> None:
         """See :meth:`SettingsForm.check`."""
-        config_settings = ZeroConfig.from_dict(engine_config(config) or {})
+        settings = ZeroConfig.from_dict(engine_config(config) or {})
         # Whether a CPU computes in float16 is a function of DeepSpeed, which takes seconds to
         # import: it is checked when the run is launched.
         device = "" if device_row(device).in_host_memory else device
-        if wrong_texts := [*combination_mistakes(config_settings, device=device)]:
-            raise ConfigError(*wrong_texts)
+        if texts := [*combination_mistakes(settings, device=device)]:
+            raise ConfigError(*texts)
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
         """See :meth:`SettingsForm.option_refusal`."""
@@ -222,11 +222,11 @@ def _checked_without_library(settings: Mapping[str, Any]) -> ZeroConfig:
         ConfigError: Mistakes, all of them.
     """
     todays_settings, _ = old_forms(settings)
-    key_mistakes = list(misspelt_keys(todays_settings))
+    mistakes = list(misspelt_keys(todays_settings))
     try:
-        zero_config = ZeroConfig.from_dict(settings)
+        config = ZeroConfig.from_dict(settings)
     except ConfigError as error:
-        raise ConfigError(*key_mistakes, *error.args) from error
-    if key_mistakes:
-        raise ConfigError(*key_mistakes)
-    return zero_config
+        raise ConfigError(*mistakes, *error.args) from error
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return config

@@ -28,8 +28,8 @@ class ConfigQueries:
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """The section of a dotted key, None where there is none, and the key's last part."""
-        section_path, _, last_key = ds_key_long.rpartition(".")
-        section = value_at(self.config, section_path) if section_path else self.config
+        path, _, last_key = ds_key_long.rpartition(".")
+        section = value_at(self.config, path) if path else self.config
         return section if isinstance(section, dict) else None, last_key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -70,5 +70,5 @@ class ConfigQueries:
 
     def is_offload(self) -> bool:
         """Whether something of stage 2 or 3 is kept in host memory or on a disk."""
-        devices = {self.get_value(offload_key) for offload_key in _OFFLOAD_KEYS}
+        devices = {self.get_value(key) for key in _OFFLOAD_KEYS}
         return (self.is_zero2() or self.is_zero3()) and not devices.isdisjoint({"cpu", "nvme"})

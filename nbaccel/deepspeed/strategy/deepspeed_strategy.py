@@ -169,12 +169,10 @@ class DeepSpeedStrategy(Strategy):
 
     def _as_given(self, active_plugin: DeepSpeedPlugin) -> dict[str, Any]:
         """The plugin's configuration, with the "auto" values that an earlier `prepare` replaced."""
-        settled_config, settings = self._open.get(id(active_plugin), (None, {}))
+        config, settings = self._open.get(id(active_plugin), (None, {}))
         # A plugin whose configuration the user has replaced since then is taken as it is.
         return (
-            settings
-            if active_plugin.deepspeed_config is settled_config
-            else active_plugin.deepspeed_config
+            settings if active_plugin.deepspeed_config is config else active_plugin.deepspeed_config
         )
 
     def _engine_for(
@@ -457,8 +455,8 @@ class DeepSpeedStrategy(Strategy):
         if engine_drive is not None:
             engine_checkpoints.load(engine_drive.engine, Path(folder), left_out=left_out)
         else:
-            saved_weights = engine_checkpoints.read_plain(Path(folder), self.place.device)
-            self.load_model_state(model, saved_weights, strict=not left_out)
+            weights = engine_checkpoints.read_plain(Path(folder), self.place.device)
+            self.load_model_state(model, weights, strict=not left_out)
 
 
 def _end_drives(
@@ -487,10 +485,8 @@ def _is_trained_by_file(
     model: nn.Module, settings: dict[str, Any], training_bundle: Bundle
 ) -> bool:
     """Whether the file's optimizer is meant for a model that was prepared without one."""
-    needs_optimizer = bool(settings.get("optimizer")) and not training_bundle.optimizers
-    return needs_optimizer and any(
-        model_parameter.requires_grad for model_parameter in model.parameters()
-    )
+    optimizer = bool(settings.get("optimizer")) and not training_bundle.optimizers
+    return optimizer and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _shards_only(checkpoint_kind: str) -> ConfigError:

@@ -107,8 +107,8 @@ class Troubles:
         return bool(loss_scaler.cur_scale <= max(getattr(loss_scaler, "min_scale", 1), 1))
 
     def _nan_text(self, *, skipped: bool) -> str:
-        step_number = self._engine.global_steps
-        loss_text = f"The loss is NaN or infinite after optimizer step {step_number}."
+        number = self._engine.global_steps
+        loss_text = f"The loss is NaN or infinite after optimizer step {number}."
         if self._in_fp16 and self._made_in == "bfloat16":
             return (
                 f"{loss_text} The model's weights were made in bfloat16 and train in float16, "
@@ -120,14 +120,14 @@ class Troubles:
                 f"{loss_text} float16 holds numbers up to 65504 only. Set {_BF16_KEYS}, or a lower "
                 "optimizer.params.lr, or a smaller gradient_clipping."
             )
-        step_result = "The step was skipped." if skipped else "The weights are invalid by now."
+        result = "The step was skipped." if skipped else "The weights are invalid by now."
         return (
-            f"{loss_text} {step_result} Set a lower optimizer.params.lr, a smaller "
+            f"{loss_text} {result} Set a lower optimizer.params.lr, a smaller "
             "gradient_clipping, or scheduler.params.warmup_num_steps, and look for NaN or "
             "infinity in the inputs."
         )
 
-    def _scale_text(self, scale_event: str) -> str:
+    def _scale_text(self, event: str) -> str:
         loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         scale = getattr(loss_scaler, "cur_scale", "?")
         range_hint = (
@@ -136,7 +136,7 @@ class Troubles:
             else ""
         )
         return (
-            f"Every step overflows in float16: the loss scale {scale} {scale_event} "
+            f"Every step overflows in float16: the loss scale {scale} {event} "
             f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
             f"nothing is trained.{range_hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
         )

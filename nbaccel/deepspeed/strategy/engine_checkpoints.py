@@ -149,11 +149,7 @@ def save_plain(
         left_out: Names of parameters that are not written.
     """
     checkpoint_folder.mkdir(parents=True, exist_ok=True)
-    written_state = {
-        tensor_name: tensor_value
-        for tensor_name, tensor_value in model_state.items()
-        if tensor_name not in left_out
-    }
+    written_state = {name: value for name, value in model_state.items() if name not in left_out}
     torch.save(written_state, checkpoint_folder / _PLAIN_WEIGHTS_FILE)
 
 
@@ -250,8 +246,8 @@ _PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
 _ZERO_FILE = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 
 
-def _model_files(checkpoint_folder: Path) -> list[Path]:
-    return sorted(checkpoint_folder.glob("*mp_rank_00_model_states.pt"))
+def _model_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*mp_rank_00_model_states.pt"))
 
 
 def _check_ranks(

@@ -202,13 +202,13 @@ class EngineOptimizer(_EngineProxy, Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Of the torch optimizer inside."""
-        default_settings: dict[str, Any] = self._inner.defaults
-        return default_settings
+        settings: dict[str, Any] = self._inner.defaults
+        return settings
 
     def state_dict(self) -> dict[str, Any]:
         """This process's part, in DeepSpeed's form."""
-        state_values: dict[str, Any] = self._own.state_dict()
-        return state_values
+        values: dict[str, Any] = self._own.state_dict()
+        return values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: a part means nothing without the others.
@@ -242,10 +242,8 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         return self._drive.engine.basic_optimizer
 
     def __repr__(self) -> str:
-        class_names = (
-            type(wrapped_object).__name__ for wrapped_object in (self, self._own, self._inner)
-        )
-        return "{}({} over {})".format(*class_names)
+        names = (type(wrapped_object).__name__ for wrapped_object in (self, self._own, self._inner))
+        return "{}({} over {})".format(*names)
 
 
 class EngineScheduler(_EngineProxy):
@@ -260,14 +258,12 @@ class EngineScheduler(_EngineProxy):
 
     def get_last_lr(self) -> list[float]:
         """The learning rates of the optimizer's groups, as they are now."""
-        return [
-            float(param_group["lr"]) for param_group in self._drive.engine.optimizer.param_groups
-        ]
+        return [float(group["lr"]) for group in self._drive.engine.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's own."""
-        state_values: dict[str, Any] = self._inner.state_dict()
-        return state_values
+        values: dict[str, Any] = self._inner.state_dict()
+        return values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave."""
@@ -427,8 +423,8 @@ class Drive:
         Args:
             before: What its module was, to be made so again; None leaves it as it is.
         """
-        for hook_handle in self._hooks:
-            hook_handle.remove()
+        for handle in self._hooks:
+            handle.remove()
         if before is None:
             unhook(self.engine)
             destroy(self.engine)  # its files stay: the weights in them are still to be read back

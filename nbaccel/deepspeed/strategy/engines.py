@@ -64,19 +64,15 @@ def return_all() -> None:
 
 def return_at_once() -> None:
     """From now on return large blocks when they are freed, for the rest of this process."""
-    set_option = _of_glibc("mallopt")
-    if set_option is not None:
-        set_option(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(_RETURNED_FROM))
+    option = _of_glibc("mallopt")
+    if option is not None:
+        option(ctypes.c_int(_M_MMAP_THRESHOLD), ctypes.c_int(_RETURNED_FROM))
 
 
-def _of_glibc(function_name: str) -> Callable[..., Any] | None:
+def _of_glibc(name: str) -> Callable[..., Any] | None:
     # Without a name, `dlopen` gives the running program, with whichever C library it has.
-    c_function = ctypes.CDLL(None)
-    return (
-        getattr(c_function, function_name, None)
-        if hasattr(c_function, "gnu_get_libc_version")
-        else None
-    )
+    function = ctypes.CDLL(None)
+    return getattr(function, name, None) if hasattr(function, "gnu_get_libc_version") else None
 
 
 def make_engine(
@@ -230,9 +226,9 @@ def _convert_inputs(engine: Any) -> None:
     engine.register_forward_hook(lambda _, __, output: as_float32(output))
 
 
-def _keep_in_step(user_module: nn.Module) -> None:
+def _keep_in_step(module: nn.Module) -> None:
     """Let `generate` go on on every rank until the last has finished: transformers' guide."""
-    original_generate: Any = getattr(user_module, "generate", None)
+    original_generate: Any = getattr(module, "generate", None)
     if (
         not callable(original_generate)
         or "synced_gpus" not in inspect.signature(original_generate).parameters
@@ -246,4 +242,4 @@ def _keep_in_step(user_module: nn.Module) -> None:
             kwargs["synced_gpus"] = True
         return original_generate(*args, **kwargs)
 
-    user_module.generate = in_step  # type: ignore[assignment]
+    module.generate = in_step  # type: ignore[assignment]

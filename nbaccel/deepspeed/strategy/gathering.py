@@ -108,14 +108,14 @@ def scatter_weights(
                 tensor.detach().copy_(whole_tensor)
 
 
-def _from_first(tensor_value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Process 0's tensor on every process, in float32 where it is a floating-point one."""
     # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     device = tensor.device
     shape = local_shards.shape_of(tensor)
-    if dist.get_rank() == 0 and tensor_value is not None:
-        whole_tensor = tensor_value.detach().to(device, dtype).contiguous()
+    if dist.get_rank() == 0 and value is not None:
+        whole_tensor = value.detach().to(device, dtype).contiguous()
     else:
         whole_tensor = torch.empty(shape, dtype=dtype, device=device)
     dist.broadcast(whole_tensor, 0)
@@ -161,22 +161,20 @@ def _misfit_text(
 
 def _groups_by_size(cut_tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors in lists that are not too big together, gathered."""
-    tensor_group: list[torch.Tensor] = []
+    group: list[torch.Tensor] = []
     group_bytes = 0
     for tensor in cut_tensors:
         # A placeholder of ZeRO-3 is empty; `ds_numel` is what it takes when it is gathered.
         element_count = int(getattr(tensor, "ds_numel", tensor.numel()))
         # One at a time from disk: each takes one of the few buffers.
-        is_alone = nvme_swapping.is_on_disk(tensor) or any(
-            map(nvme_swapping.is_on_disk, tensor_group)
-        )
-        if tensor_group and (
+        is_alone = nvme_swapping.is_on_disk(tensor) or any(map(nvme_swapping.is_on_disk, group))
+        if group and (
             is_alone or group_bytes + element_count * tensor.element_size() > _AT_A_TIME_BYTES
         ):
-            yield tensor_group
-            tensor_group = []
+            yield group
+            group = []
             group_bytes = 0
-        tensor_group.append(tensor)
+        group.append(tensor)
         group_bytes += element_count * tensor.element_size()
-    if tensor_group:
-        yield tensor_group
+    if group:
+        yield group

@@ -62,19 +62,19 @@ class Claim:
         _OPEN_CLAIMS.remove(self)
         if os.getpid() != self._pid:
             return  # a forked child's copy; the files are its parent's
-        for leftover_folders in self.leftovers():
-            leftover_folders.remove()
-            announce_leftover(leftover_folders, is_there=False)
+        for folders in self.leftovers():
+            folders.remove()
+            announce_leftover(folders, is_there=False)
 
     def leftovers(self) -> list[LeftoverFolders]:
         """What is to be removed when the engine, or this process, has ended."""
         return [
             LeftoverFolders(
-                swap_folder.absolute(),
+                folder.absolute(),
                 f"zero_stage_3/*/rank{self._rank}",
-                whole=swap_folder.name.startswith(_ENGINE_FOLDER_PREFIX),
+                whole=folder.name.startswith(_ENGINE_FOLDER_PREFIX),
             )
-            for swap_folder in sorted(self.folders)
+            for folder in sorted(self.folders)
         ]
 
 
@@ -122,7 +122,7 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
 
 def folders_in_use() -> set[Path]:
     """Those in which engines of this process have files."""
-    return {swap_folder for other_claim in _OPEN_CLAIMS for swap_folder in other_claim.folders}
+    return {folder for other_claim in _OPEN_CLAIMS for folder in other_claim.folders}
 
 
 def leave() -> None:
@@ -268,16 +268,16 @@ def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
     param_swapper = tensor.nvme_swapper
     # DeepSpeed may swap out asynchronously: the file need not have its bytes yet.
     param_swapper.synchronize_writes()
-    file_path = Path(param_swapper.get_path(tensor))
-    if not file_path.is_file():
+    path = Path(param_swapper.get_path(tensor))
+    if not path.is_file():
         raise ConfigError(
-            f"{file_path} is gone: it held this process's part of a parameter of shape "
+            f"{path} is gone: it held this process's part of a parameter of shape "
             f"{tuple(tensor.ds_shape)}, of which there is no copy. Keep the folder "
             "(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
             "back."
         )
     part_size = int(tensor.ds_tensor.ds_numel)
-    return torch.from_file(str(file_path), shared=is_shared, size=part_size, dtype=tensor.dtype)
+    return torch.from_file(str(path), shared=is_shared, size=part_size, dtype=tensor.dtype)
 
 
 def _param_swapper(parameter: Any) -> Any:

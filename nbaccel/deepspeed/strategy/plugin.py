@@ -352,15 +352,10 @@ class DeepSpeedPlugin(Filling, Settings):
     @property
     def mixed_precision(self) -> str | None:
         """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
-        enabled_by_format = {
-            format_name: self.get_value(f"{format_name}.enabled")
-            for format_name in ("fp16", "bf16")
-        }
+        enabled_by_format = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
         if any(is_enabled is True for is_enabled in enabled_by_format.values()):
             return next(
-                format_name
-                for format_name, is_enabled in enabled_by_format.items()
-                if is_enabled is True
+                name for name, is_enabled in enabled_by_format.items() if is_enabled is True
             )
         return (
             "no" if all(is_enabled is False for is_enabled in enabled_by_format.values()) else None
@@ -474,12 +469,10 @@ class Plugins:
         named_plugins = given if isinstance(given, Mapping) else {"default": given}
         if isinstance(given, (list, tuple)):
             # Plugins of a sequence are named by their positions, as texts.
-            named_plugins = {
-                str(plugin_number): plugin for plugin_number, plugin in enumerate(given)
-            }
+            named_plugins = {str(number): plugin for number, plugin in enumerate(given)}
         wrong_items = {
-            plugin_name: item
-            for plugin_name, item in named_plugins.items()
+            name: item
+            for name, item in named_plugins.items()
             if not isinstance(item, DeepSpeedPlugin)
         }
         if wrong_items or not named_plugins:

@@ -109,34 +109,26 @@ def _schedule_peak_rate(config: Mapping[str, Any], optimizer: Any) -> float | No
     return None if optimizer_defaults is None else float(optimizer_defaults)
 
 
-def _with_gathering(config_settings: dict[str, Any]) -> dict[str, Any]:
+def _with_gathering(settings: dict[str, Any]) -> dict[str, Any]:
     """Without this key DeepSpeed's `save_16bit_model` writes nothing at stage 3."""
-    zero_section = config_settings.get(ZERO)
-    config_key = "stage3_gather_16bit_weights_on_model_save"
-    if (
-        not isinstance(zero_section, dict)
-        or zero_section.get("stage") != 3
-        or config_key in zero_section
-    ):
-        return config_settings
+    section = settings.get(ZERO)
+    key = "stage3_gather_16bit_weights_on_model_save"
+    if not isinstance(section, dict) or section.get("stage") != 3 or key in section:
+        return settings
     # A new dictionary: the given one is the plugin's, which keeps what the user wrote.
-    return {**config_settings, ZERO: {**zero_section, config_key: True}}
+    return {**settings, ZERO: {**section, key: True}}
 
 
 def _with_a_batch_size(
-    config_settings: dict[str, Any], micro_batch: int | None
+    settings: dict[str, Any], micro_batch: int | None
 ) -> tuple[dict[str, Any], tuple[Choice, ...]]:
     """A batch size, which DeepSpeed requires, though only its counters and logs use it."""
-    config_key = "train_micro_batch_size_per_gpu"
-    total_batch = config_settings.get("train_batch_size", AUTO)
-    if (
-        micro_batch is not None
-        or config_settings.get(config_key, AUTO) != AUTO
-        or total_batch != AUTO
-    ):
-        return config_settings, ()
-    size_reason = "no loader was prepared before; DeepSpeed only counts samples by it"
-    return {**config_settings, config_key: 1}, (Choice(config_key, 1, size_reason),)
+    key = "train_micro_batch_size_per_gpu"
+    total_batch = settings.get("train_batch_size", AUTO)
+    if micro_batch is not None or settings.get(key, AUTO) != AUTO or total_batch != AUTO:
+        return settings, ()
+    reason = "no loader was prepared before; DeepSpeed only counts samples by it"
+    return {**settings, key: 1}, (Choice(key, 1, reason),)
 
 
 # ------------------------------------------------------------------------- what goes together
@@ -213,5 +205,5 @@ def _schedule_mistakes(
     return part_mistakes
 
 
-def _type_of(config_section: Any) -> Any:
-    return config_section.get("type") if isinstance(config_section, dict) else config_section
+def _type_of(section: Any) -> Any:
+    return section.get("type") if isinstance(section, dict) else section

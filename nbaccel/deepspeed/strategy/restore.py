@@ -79,8 +79,8 @@ def _plain_table(parameter_table: Any) -> dict[str, Any]:
 def _is_deepspeeds(inspected_object: Any) -> bool:
     """Whether a class, a function or a method was defined in DeepSpeed."""
     # Some hooks are `functools.partial` objects, which name their function in `func`.
-    module_name = getattr(getattr(inspected_object, "func", inspected_object), "__module__", None)
-    return isinstance(module_name, str) and module_name.partition(".")[0] == "deepspeed"
+    name = getattr(getattr(inspected_object, "func", inspected_object), "__module__", None)
+    return isinstance(name, str) and name.partition(".")[0] == "deepspeed"
 
 
 # What a module was before its first engine is a fact of this process: in a live worker it outlives
@@ -173,16 +173,14 @@ def _put_together(user_module: nn.Module, device: torch.device) -> dict[int, tor
     return whole_weights
 
 
-def _check_none_missing(
-    user_module: nn.Module, missing_names: list[str], device: torch.device
-) -> None:
-    missing_count = torch.tensor(len(missing_names), device=device)
+def _check_none_missing(module: nn.Module, names: list[str], device: torch.device) -> None:
+    missing_count = torch.tensor(len(names), device=device)
     dist.all_reduce(missing_count)
     if missing_count:
         raise ConfigError(
-            f"{type(user_module).__name__} was taken apart by an engine that was not finished on "
+            f"{type(module).__name__} was taken apart by an engine that was not finished on "
             f"all processes: {int(missing_count)} part(s) of weights are lost "
-            f"({', '.join(missing_names[:3]) or 'on other ranks'}). Build a new model, or "
+            f"({', '.join(names[:3]) or 'on other ranks'}). Build a new model, or "
             "restart the workers (%accelerate restart), which get the notebook's."
         )
 
@@ -216,8 +214,8 @@ def _restore_module(
     vars(user_module).pop("generate", None)
 
 
-def _engines_of(user_module: nn.Module) -> list[Any]:
-    return [engine for engine in live_engines() if vars(engine).get("module") is user_module]
+def _engines_of(module: nn.Module) -> list[Any]:
+    return [engine for engine in live_engines() if vars(engine).get("module") is module]
 
 
 def unhook(engine: Any) -> None:
@@ -226,20 +224,20 @@ def unhook(engine: Any) -> None:
     Args:
         engine: The engine.
     """
-    for attribute_name in ("module_forward_pre_hook", "module_forward_post_hook"):
-        hook_handle = getattr(engine, attribute_name, None)
-        if hook_handle is not None:
-            hook_handle.remove()
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        handle = getattr(engine, name, None)
+        if handle is not None:
+            handle.remove()
 
 
 @torch.no_grad()
 def _trained_weights(user_module: nn.Module) -> dict[int, torch.Tensor]:
     """Whole float32 weights by the identity of their parameters; none where no copy has them."""
     whole_weights: dict[int, torch.Tensor] = {}
-    for cut_parameter in filter(local_shards.is_cut, user_module.parameters()):
-        local_parts = local_shards.local_pieces(cut_parameter)
-        shape = local_shards.shape_of(cut_parameter)
-        whole_tensor = torch.empty(shape, dtype=torch.float32, device=cut_parameter.device)
+    for parameter in filter(local_shards.is_cut, user_module.parameters()):
+        local_parts = local_shards.local_pieces(parameter)
+        shape = local_shards.shape_of(parameter)
+        whole_tensor = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         # This process has only a part, so the parameter keeps the weights that it has.
         if sum(part_values.numel() for _, part_values in local_parts) < whole_tensor.numel():
             continue
@@ -247,5 +245,5 @@ def _trained_weights(user_module: nn.Module) -> dict[int, torch.Tensor]:
             whole_tensor.view(-1)[first_element : first_element + part_values.numel()].copy_(
                 part_values
             )
-        whole_weights[id(cut_parameter)] = whole_tensor
+        whole_weights[id(parameter)] = whole_tensor
     return whole_weights

@@ -87,10 +87,10 @@ class Lease:
 
     def give_up(self) -> None:
         """End the claim; without one this does nothing."""
-        entered_environment = self._entered_environment
+        environment = self._entered_environment
         self._entered_environment = None
-        if entered_environment is not None:
-            _SHARED_ENVIRONMENT.release(entered_environment)
+        if environment is not None:
+            _SHARED_ENVIRONMENT.release(environment)
 
     def _put_right(self) -> None:
         env.update({"PATH": cpp_operations.path_with_ninja()})

@@ -90,17 +90,11 @@ def building_whole() -> contextlib.AbstractContextManager[None]:
 def _without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """The settings for `zero.Init`, which reads batch sizes, has no use for them and no "auto"."""
     concrete_settings = copy.deepcopy(dict(zero_settings))
-    for config_key in [
-        config_key for config_key, key_value in concrete_settings.items() if key_value == AUTO
-    ]:
-        del concrete_settings[config_key]
-    for config_section in [
-        key_value for key_value in concrete_settings.values() if isinstance(key_value, dict)
-    ]:
-        for config_key in [
-            config_key for config_key, key_value in config_section.items() if key_value == AUTO
-        ]:
-            del config_section[config_key]
+    for key in [key for key, value in concrete_settings.items() if value == AUTO]:
+        del concrete_settings[key]
+    for section in [value for value in concrete_settings.values() if isinstance(value, dict)]:
+        for key in [key for key, value in section.items() if value == AUTO]:
+            del section[key]
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & concrete_settings.keys():
         concrete_settings["train_micro_batch_size_per_gpu"] = 1
         concrete_settings["train_batch_size"] = world_size * concrete_settings.get(
@@ -149,15 +143,15 @@ def _lies_in_file(parameter: torch.Tensor) -> bool:
     )
 
 
-def _compute_dtype(zero_settings: Mapping[str, Any]) -> torch.dtype:
-    for section_name, dtype in _DTYPES_BY_SECTION.items():
-        if (zero_settings.get(section_name) or {}).get("enabled"):
+def _compute_dtype(settings: Mapping[str, Any]) -> torch.dtype:
+    for name, dtype in _DTYPES_BY_SECTION.items():
+        if (settings.get(name) or {}).get("enabled"):
             return dtype
     return torch.float32
 
 
 def _cut(
-    parameter: Any, first_parameter: Any, zero_settings: Mapping[str, Any], dtype: torch.dtype
+    parameter: Any, first_parameter: Any, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> None:
     if parameter is not first_parameter:
         first_parameter.convert_to_zero_parameters(param_list=[parameter])
@@ -170,7 +164,7 @@ def _cut(
     holder.register_parameter("weight", parameter)
     zero.Init(
         module=holder,
-        config_dict_or_path=_without_auto(zero_settings, dist.get_world_size()),
+        config_dict_or_path=_without_auto(settings, dist.get_world_size()),
         dtype=dtype,
     )
 

@@ -97,23 +97,23 @@ class CheckpointFiles:
         if mistakes:
             raise ConfigError(*mistakes)
 
-    def _rank_mistake(self, state_kind: str, state_files: dict[int, Path], num_ranks: int) -> str:
-        missing_ranks = sorted(set(range(num_ranks)) - state_files.keys())
-        extra_ranks = sorted(state_files.keys() - set(range(num_ranks)))
+    def _rank_mistake(self, state_kind: str, files: dict[int, Path], num_ranks: int) -> str:
+        missing_ranks = sorted(set(range(num_ranks)) - files.keys())
+        extra_ranks = sorted(files.keys() - set(range(num_ranks)))
         if missing_ranks:
-            name_pattern = f"*zero_pp_rank_N_mp_rank_00_{state_kind}_states.pt"
+            pattern = f"*zero_pp_rank_N_mp_rank_00_{state_kind}_states.pt"
             return (
                 f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
-                f"{name_pattern} of rank {number_ranges(missing_ranks)} are missing: each holds a "
+                f"{pattern} of rank {number_ranges(missing_ranks)} are missing: each holds a "
                 "part of every weight. Copy them here from the machine that wrote them "
                 "(use_node_local_storage leaves them on each node), or convert another checkpoint "
                 "(tag=...)."
             )
         if extra_ranks:
-            file_names = ", ".join(state_files[rank].name for rank in extra_ranks[:3])
+            names = ", ".join(files[rank].name for rank in extra_ranks[:3])
             return (
                 f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, but files of further "
-                f"ranks are there, too ({file_names}): an earlier save of more ranks was written "
+                f"ranks are there, too ({names}): an earlier save of more ranks was written "
                 "over, and it is not certain which parts belong together. If the last save is the "
                 "one you want and it was completed, delete those files and try again."
             )
@@ -167,9 +167,7 @@ def _no_folder(checkpoint_root: Path) -> str:
 
 
 def _tagged_folder(checkpoint_root: Path, checkpoint_tag: str | None) -> Path:
-    tags = sorted(
-        file_path.name for file_path in checkpoint_root.iterdir() if _has_states(file_path)
-    )
+    tags = sorted(path.name for path in checkpoint_root.iterdir() if _has_states(path))
     if checkpoint_tag is None:
         if _has_states(checkpoint_root):
             return checkpoint_root
@@ -187,8 +185,8 @@ def _tagged_folder(checkpoint_root: Path, checkpoint_tag: str | None) -> Path:
     return checkpoint_root / checkpoint_tag
 
 
-def _has_states(state_folder: Path) -> bool:
-    return state_folder.is_dir() and any(state_folder.glob(_ANY_STATES))
+def _has_states(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob(_ANY_STATES))
 
 
 def _latest_tag(checkpoint_root: Path, known_tags: list[str]) -> str:
@@ -200,20 +198,20 @@ def _latest_tag(checkpoint_root: Path, known_tags: list[str]) -> str:
             f"{checkpoint_root} has no file `latest`, which would tell the tag of the last save. "
             f"T{_listed_tags(known_tags)[1:]}. Say which: tag={known_tags[-1]!r}."
         )
-    file_names = sorted(file_path.name for file_path in checkpoint_root.iterdir())
-    weight_files = sorted([*checkpoint_root.glob("*.safetensors"), *checkpoint_root.glob("*.bin")])
+    names = sorted(file_path.name for file_path in checkpoint_root.iterdir())
+    files = sorted([*checkpoint_root.glob("*.safetensors"), *checkpoint_root.glob("*.bin")])
     raise ConfigError(
-        next(filter(None, map(_placeholder_text, weight_files)), "")
+        next(filter(None, map(_placeholder_text, files)), "")
         or f"{checkpoint_root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a "
-        f"folder with *_states.pt in it, but {', '.join(file_names[:6]) or 'nothing at all'}. Give "
+        f"folder with *_states.pt in it, but {', '.join(names[:6]) or 'nothing at all'}. Give "
         "the folder that save_checkpoint was given."
     )
 
 
-def _checked_tag(latest_path: Path) -> str:
+def _checked_tag(path: Path) -> str:
     """The tag in a file `latest`: the name of a folder beside it, and not a way to elsewhere."""
-    with latest_path.open("rb") as tag_file:
-        tag_bytes = tag_file.read(_LONGEST_NAME + 1)
+    with path.open("rb") as file:
+        tag_bytes = file.read(_LONGEST_NAME + 1)
     checkpoint_tag = tag_bytes.decode("utf-8", errors="replace").strip()
     if (
         len(tag_bytes) > _LONGEST_NAME
@@ -221,7 +219,7 @@ def _checked_tag(latest_path: Path) -> str:
         or not _TAG_FOLDER.fullmatch(checkpoint_tag)
     ):
         raise CheckpointDamaged(
-            f"{latest_path} holds {checkpoint_tag[:60]!r}, and should hold the tag of the last "
+            f"{path} holds {checkpoint_tag[:60]!r}, and should hold the tag of the last "
             "save, which is the name of a folder beside it: it is damaged, or not written by "
             "DeepSpeed. Say which save is meant: tag=..."
         )
@@ -252,17 +250,17 @@ def _placeholder_text(file_path: Path) -> str:
     )
 
 
-def _shapes_in(file_path: Path) -> dict[str, tuple[int, ...]]:
-    if file_path.suffix == ".safetensors":
-        with safe_open(file_path, "numpy") as safe_file:
-            tensor_names = list(safe_file.keys())
-            return {name: tuple(safe_file.get_slice(name).get_shape()) for name in tensor_names}
-    rank_state = read_outline(file_path)
-    state_entries = rank_state.items() if isinstance(rank_state, Mapping) else ()
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, "numpy") as file:
+            tensor_names = list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in tensor_names}
+    state = read_outline(path)
+    entries = state.items() if isinstance(state, Mapping) else ()
     return {
-        str(tensor_name): state_entry.shape
-        for tensor_name, state_entry in state_entries
-        if isinstance(state_entry, StoredTensor)
+        str(tensor_name): entry.shape
+        for tensor_name, entry in entries
+        if isinstance(entry, StoredTensor)
     }
 
 
@@ -304,21 +302,21 @@ def _check_kind(state_folder: Path) -> None:
         )
 
 
-def _by_rank(state_folder: Path, name_pattern: re.Pattern[str]) -> dict[int, Path]:
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     file_by_rank: dict[int, Path] = {}
-    for file_path in sorted(state_folder.glob(_ANY_STATES)):
-        name_match = name_pattern.fullmatch(file_path.name)
+    for path in sorted(folder.glob(_ANY_STATES)):
+        name_match = pattern.fullmatch(path.name)
         if name_match is None:
             continue
         # Below stage 3 there is one file of model states, without a rank in its name.
         rank = int(name_match["rank"] or 0)
         if rank in file_by_rank:
             raise ConfigError(
-                f"{state_folder} has both {file_by_rank[rank].name} and {file_path.name} for "
+                f"{folder} has both {file_by_rank[rank].name} and {path.name} for "
                 f"rank {rank}: two saves of different kinds went to one tag. Delete the files of "
                 "the older one."
             )
-        file_by_rank[rank] = file_path
+        file_by_rank[rank] = path
     return file_by_rank
 
 
@@ -421,31 +419,31 @@ def _in_order(weight_by_name: dict[str, Weight], model: Mapping[str, Any]) -> di
     }
 
 
-def _model_states(file_path: Path) -> Mapping[str, Any]:
-    rank_states = read_outline(file_path)
+def _model_states(path: Path) -> Mapping[str, Any]:
+    rank_states = read_outline(path)
     if not isinstance(rank_states, Mapping) or not isinstance(rank_states.get("module"), Mapping):
         raise ConfigError(
-            f"{file_path} has no model in it, though its name says so: it holds "
+            f"{path} has no model in it, though its name says so: it holds "
             f"{_keys_of_states(rank_states)}. A pipeline's engine writes its layers elsewhere, "
             "which cannot be converted; load such a checkpoint into its engine."
         )
     return rank_states
 
 
-def _optimizer_states(file_path: Path) -> Mapping[str, Any]:
-    rank_states = read_outline(file_path)
+def _optimizer_states(path: Path) -> Mapping[str, Any]:
+    rank_states = read_outline(path)
     inner_states = (
         rank_states.get("optimizer_state_dict") if isinstance(rank_states, Mapping) else None
     )
     if not isinstance(inner_states, Mapping) or "zero_stage" not in inner_states:
         raise ConfigError(
-            f"{file_path} holds no state of a ZeRO optimizer, though its name says so: it has "
+            f"{path} holds no state of a ZeRO optimizer, though its name says so: it has "
             f"{_keys_of_states(rank_states)}. Convert a checkpoint that engine.save_checkpoint "
             "wrote."
         )
     if inner_states.get("ds_zero_partition_groups") is not None:
         raise ConfigError(
-            f"{file_path} has parameters that are partitioned over groups of their own "
+            f"{path} has parameters that are partitioned over groups of their own "
             f"({_keys_of_states(inner_states['ds_zero_partition_groups'])}), as experts are: "
             "parts of all ranks put together would be wrong. Make a universal checkpoint with "
             "ds_to_universal."
@@ -460,7 +458,7 @@ def _keys_of_states(rank_states: Any) -> str:
 
 
 def _agreed_stage(
-    checkpoint_files: CheckpointFiles, rank_states: Mapping[int, Mapping[str, Any]]
+    files: CheckpointFiles, rank_states: Mapping[int, Mapping[str, Any]]
 ) -> tuple[int, int]:
     """Stage and number of ranks, which must be the same in every file."""
     layout_by_rank = {
@@ -468,13 +466,13 @@ def _agreed_stage(
         for rank, rank_state in rank_states.items()
     }
     if len(set(layout_by_rank.values())) > 1:
-        stage_texts = "; ".join(
-            f"rank {rank_number}: stage {zero_stage} of {rank_count}"
-            for rank_number, (zero_stage, rank_count) in sorted(layout_by_rank.items())[:4]
+        texts = "; ".join(
+            f"rank {number}: stage {zero_stage} of {rank_count}"
+            for number, (zero_stage, rank_count) in sorted(layout_by_rank.items())[:4]
         )
         raise ConfigError(
-            f"{checkpoint_files.folder} mixes files of different saves, with stage and number of "
-            f"ranks as {stage_texts}. Parts of two saves do not make one. Delete those of the "
+            f"{files.folder} mixes files of different saves, with stage and number of "
+            f"ranks as {texts}. Parts of two saves do not make one. Delete those of the "
             "older one."
         )
     return next(iter(layout_by_rank.values()))
@@ -486,8 +484,8 @@ def _stage_value(stage_value: Any) -> int:
     return _STAGE_NAMES[stage_value] if isinstance(stage_value, str) else int(stage_value)
 
 
-def _partition_count(rank_state: Mapping[str, Any]) -> int:
-    partition_counts = rank_state.get("partition_count", 1)
+def _partition_count(state: Mapping[str, Any]) -> int:
+    partition_counts = state.get("partition_count", 1)
     partition_count = (
         max(partition_counts)
         if isinstance(partition_counts, (list, tuple))
@@ -498,26 +496,22 @@ def _partition_count(rank_state: Mapping[str, Any]) -> int:
     return int(partition_count)
 
 
-def _of_stage_0(
-    checkpoint_files: CheckpointFiles, model: Mapping[str, Any], exclude_frozen: bool
-) -> Layout:
-    if any(
-        file_path.name.startswith("zero_pp_rank") for file_path in checkpoint_files.model.values()
-    ):
+def _of_stage_0(files: CheckpointFiles, model: Mapping[str, Any], exclude_frozen: bool) -> Layout:
+    if any(path.name.startswith("zero_pp_rank") for path in files.model.values()):
         raise ConfigError(
-            f"{checkpoint_files.folder} has model states of ZeRO-3 and no optimizer states "
+            f"{files.folder} has model states of ZeRO-3 and no optimizer states "
             "(*_optim_states.pt), in which the fp32 weights are: model states of ZeRO-3 hold "
             "placeholders. Copy those files here, or convert another checkpoint."
         )
     if model.get("param_shapes"):
         raise ConfigError(
-            f"{checkpoint_files.folder} was saved with ZeRO by {_saved_ranks(model)}, and none of "
+            f"{files.folder} was saved with ZeRO by {_saved_ranks(model)}, and none of "
             "its *_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
             "convert another checkpoint (tag=...)."
         )
-    (file_path,) = checkpoint_files.model.values()
-    weights = weights_of_stage_0(file_path, model, exclude_frozen_parameters=exclude_frozen)
-    return Layout(checkpoint_files.folder, 0, 1, *weights)
+    (path,) = files.model.values()
+    weights = weights_of_stage_0(path, model, exclude_frozen_parameters=exclude_frozen)
+    return Layout(files.folder, 0, 1, *weights)
 
 
 def _saved_ranks(model: Mapping[str, Any]) -> str:
@@ -533,9 +527,9 @@ def _saved_ranks(model: Mapping[str, Any]) -> str:
 def _buffer_weights(model: Mapping[str, Any]) -> dict[str, Weight]:
     buffer_names = set(model.get("buffer_names") or ())
     return {
-        tensor_name: Weight.whole(tensor_name, tensor_value)
-        for tensor_name, tensor_value in model["module"].items()
-        if tensor_name in buffer_names and isinstance(tensor_value, StoredTensor)
+        tensor_name: Weight.whole(tensor_name, value)
+        for tensor_name, value in model["module"].items()
+        if tensor_name in buffer_names and isinstance(value, StoredTensor)
     }
 
 
@@ -663,7 +657,7 @@ def _frozen_of_stage_3(
 
 def _shapes_of_groups(model: Mapping[str, Any]) -> list[_TensorShapes]:
     return [
-        {str(tensor_name): _checked_shape(shape) for tensor_name, shape in shape_group.items()}
+        {str(name): _checked_shape(shape) for name, shape in shape_group.items()}
         for shape_group in model.get("param_shapes") or ()
     ]
 
@@ -679,7 +673,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def _check_used(
-    checkpoint_files: CheckpointFiles,
+    files: CheckpointFiles,
     strip_place: str,
     used_elements: int,
     available_elements: int,
@@ -691,7 +685,7 @@ def _check_used(
         and not 0 <= used_elements - available_elements <= allowed_slack
     ):
         raise ConfigError(
-            f"{checkpoint_files.folder}: the parameters' shapes add up to {used_elements:,} "
+            f"{files.folder}: the parameters' shapes add up to {used_elements:,} "
             f"elements in {strip_place}, and {available_elements:,} were saved. Files of "
             "different saves lie there together, or the model changed between them. Convert "
             "another checkpoint (tag=...)."

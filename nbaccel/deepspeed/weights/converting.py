@@ -97,19 +97,19 @@ class Shard:
     def header(self) -> bytes:
         """All that comes before the first tensor."""
         # Hugging Face's libraries look for "format", and for the names of tied tensors beside it.
-        header_entries: dict[str, object] = {"__metadata__": {"format": "pt", **self.tied}}
+        entries: dict[str, object] = {"__metadata__": {"format": "pt", **self.tied}}
         first_byte = 0
         for stored_weight in self.weights:
-            header_entries[stored_weight.name] = {
+            entries[stored_weight.name] = {
                 "dtype": DTYPES[stored_weight.dtype][0],
                 "shape": list(stored_weight.shape),
                 "data_offsets": [first_byte, first_byte + stored_weight.nbytes],
             }
             first_byte += stored_weight.nbytes
-        header_text = json.dumps(header_entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         # Padded, so that the first tensor begins at a multiple of eight bytes and can be mapped.
-        header_text += b" " * (-len(header_text) % _ALIGNED_BYTES)
-        return len(header_text).to_bytes(8, "little") + header_text
+        text += b" " * (-len(text) % _ALIGNED_BYTES)
+        return len(text).to_bytes(8, "little") + text
 
     @property
     def nbytes(self) -> int:
@@ -195,21 +195,19 @@ def write_shard(
     Yields:
         The number of bytes, after each piece that has been written.
     """
-    shard_path = output_folder / file_shard.filename
-    with shard_path.open("wb") as shard_file:
-        shard_file.write(file_shard.header)
+    path = output_folder / file_shard.filename
+    with path.open("wb") as file:
+        file.write(file_shard.header)
         for stored_weight in file_shard.weights:
-            yield from _write_weight(shard_file, stored_weight, weight_source)
+            yield from _write_weight(file, stored_weight, weight_source)
     # Flushed before it gets its name: after a crash a name must not lead to a file without content.
-    atomic.sync_path(shard_path)
+    atomic.sync_path(path)
 
 
-def _write_weight(
-    shard_file: IO[bytes], stored_weight: Weight, weight_source: WeightSource
-) -> Iterator[int]:
+def _write_weight(file: IO[bytes], stored_weight: Weight, source: WeightSource) -> Iterator[int]:
     done_bytes = 0
-    for byte_chunk in weight_source(stored_weight):
-        shard_file.write(byte_chunk)
+    for byte_chunk in source(stored_weight):
+        file.write(byte_chunk)
         done_bytes += len(byte_chunk)
         yield len(byte_chunk)
     if done_bytes != stored_weight.nbytes:
@@ -278,18 +276,18 @@ def _make_folder(output_folder: Path) -> None:
     output_folder.mkdir(parents=True, exist_ok=True)
 
 
-def _check_disk_room(output_folder: Path, file_shards: list[Shard]) -> None:
+def _check_disk_room(folder: Path, file_shards: list[Shard]) -> None:
     needed_bytes = sum(file_shard.nbytes for file_shard in file_shards)
-    available_bytes = free_bytes(output_folder)
+    available_bytes = free_bytes(folder)
     if needed_bytes > available_bytes:
         raise ConfigError(
-            f"{output_folder}: {format_bytes(needed_bytes)} of weights are to be written, and "
+            f"{folder}: {format_bytes(needed_bytes)} of weights are to be written, and "
             f"its disk has {format_bytes(available_bytes)} free. Make room, or give a folder on "
             "another disk. (Weights of an earlier save there stay until the new ones are whole.)"
         )
 
 
-def _write_index(file_shards: list[Shard], index_path: Path) -> None:
+def _write_index(file_shards: list[Shard], path: Path) -> None:
     file_by_weight = {
         stored_weight.name: file_shard.filename
         for file_shard in file_shards
@@ -299,7 +297,7 @@ def _write_index(file_shards: list[Shard], index_path: Path) -> None:
         "metadata": {"total_size": sum(file_shard.nbytes for file_shard in file_shards)},
         "weight_map": dict(sorted(file_by_weight.items())),
     }
-    index_path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
 
 
 def zero_to_fp32(

@@ -81,14 +81,14 @@ def check_records(stored_weights: Iterable[Weight]) -> None:
         raise CheckpointDamaged(*damage_texts)
 
 
-def _record_crc(archive_record: ArchiveRecord) -> int:
+def _record_crc(record: ArchiveRecord) -> int:
     # One buffer, reused: a record may be larger than the memory.
     running_crc = 0
-    bytes_left = archive_record.num_bytes
+    bytes_left = record.num_bytes
     read_buffer = memoryview(bytearray(CHUNK_BYTES))
-    with archive_record.path.open("rb", buffering=0) as open_file:
-        open_file.seek(archive_record.start)
-        while bytes_left and (read_bytes := open_file.readinto(read_buffer[:bytes_left])):
+    with record.path.open("rb", buffering=0) as file:
+        file.seek(record.start)
+        while bytes_left and (read_bytes := file.readinto(read_buffer[:bytes_left])):
             running_crc = zlib.crc32(read_buffer[:read_bytes], running_crc)
             bytes_left -= read_bytes
     return running_crc
@@ -188,14 +188,12 @@ class Reader:
 def _converted_bytes(part_bytes: memoryview, source_dtype: str, target_dtype: str) -> memoryview:
     if source_dtype == target_dtype:
         return part_bytes
-    float_numbers: np.ndarray[Any, Any] = np.frombuffer(
-        part_bytes, dtype=_NUMPY_DTYPES[source_dtype]
-    )
+    numbers: np.ndarray[Any, Any] = np.frombuffer(part_bytes, dtype=_NUMPY_DTYPES[source_dtype])
     if source_dtype == "bfloat16":  # the upper half of an fp32
-        float_numbers = float_numbers.astype("<u4") << 16
+        numbers = numbers.astype("<u4") << 16
     else:
-        float_numbers = float_numbers.astype(_NUMPY_DTYPES[target_dtype])
-    return float_numbers.data.cast("B")
+        numbers = numbers.astype(_NUMPY_DTYPES[target_dtype])
+    return numbers.data.cast("B")
 
 
 _ROUNDED_DTYPES = frozenset({"bfloat16", "float16"})
@@ -250,15 +248,13 @@ def _stored_weights(model: Mapping[str, Any]) -> tuple[dict[str, Weight], dict[s
     weights: dict[str, Weight] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[tuple[int, int, tuple[int, ...]], str] = {}
-    for weight_name, stored_value in model["module"].items():
-        if not isinstance(stored_value, StoredTensor):
+    for weight_name, value in model["module"].items():
+        if not isinstance(value, StoredTensor):
             continue  # a module's extra state is no weight
-        first_name = first_names.setdefault(
-            (stored_value.start, stored_value.offset, stored_value.shape), weight_name
-        )
+        first_name = first_names.setdefault((value.start, value.offset, value.shape), weight_name)
         # Empty tensors may be in one place without being tied.
-        if first_name == weight_name or not stored_value.numel:
-            weights[weight_name] = Weight.whole(weight_name, stored_value)
+        if first_name == weight_name or not value.numel:
+            weights[weight_name] = Weight.whole(weight_name, value)
         else:
             tied_names[weight_name] = first_name
     return weights, tied_names
@@ -336,12 +332,12 @@ def _rounds_to(
     return True
 
 
-def _rounded_to(float_numbers: np.ndarray[Any, Any], dtype: str) -> bytes:
+def _rounded_to(numbers: np.ndarray[Any, Any], dtype: str) -> bytes:
     if dtype == "float16":
-        return float_numbers.astype("<f2").tobytes()
+        return numbers.astype("<f2").tobytes()
     # numpy has no bfloat16: rounded to the nearest, and of two equally near ones to the even one,
     # as torch does it.
-    float_bits = float_numbers.view("<u4")
+    float_bits = numbers.view("<u4")
     upper_bits: np.ndarray[Any, Any] = (float_bits + 0x7FFF + ((float_bits >> 16) & 1)) >> 16
     return upper_bits.astype("<u2").tobytes()
 
@@ -394,16 +390,16 @@ def swapped_in(
     return whole_groups
 
 
-def _check_file_size(file_path: Path, byte_count: int, weight_name: str) -> None:
-    if not file_path.is_file():
+def _check_file_size(path: Path, byte_count: int, name: str) -> None:
+    if not path.is_file():
         raise ConfigError(
-            f"{file_path} is missing: it should hold the fp32 weights of {weight_name} and those "
+            f"{path} is missing: it should hold the fp32 weights of {name} and those "
             "after it, which were swapped to NVMe when the checkpoint was saved. Copy the folder "
             f"offloaded_tensors, too, from the machine that saved it. {_WITH_ENGINE}"
         )
-    file_size = file_path.stat().st_size
+    file_size = path.stat().st_size
     if not 0 <= file_size - byte_count < _ROUNDED_BYTES:
         raise ConfigError(
-            f"{file_path} has {file_size:,} bytes, and the weights from {weight_name} on, which it "
+            f"{path} has {file_size:,} bytes, and the weights from {name} on, which it "
             f"should hold, have {byte_count:,}: it is torn, or of another save. {_WITH_ENGINE}"
         )

@@ -162,7 +162,7 @@ def _write_shards(
     return error
 
 
-def _check_all_ranks(error: Exception | None, output_folder: Path) -> None:
+def _check_all_ranks(error: Exception | None, folder: Path) -> None:
     # As text: an exception of any type need not survive pickling.
     rank_errors = [None if error is None else f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(rank_errors, src=0)
@@ -170,8 +170,7 @@ def _check_all_ranks(error: Exception | None, output_folder: Path) -> None:
         raise error
     if rank_errors[0] is not None:
         raise CheckpointFailed(
-            f"save_16bit_weights({str(output_folder)!r}) failed on rank 0, which writes. "
-            f"{rank_errors[0]}"
+            f"save_16bit_weights({str(folder)!r}) failed on rank 0, which writes. {rank_errors[0]}"
         )
 
 
@@ -199,73 +198,65 @@ def _survey_tensors(
     engine: Any, *, as_fp32: bool, exclude_frozen: bool
 ) -> tuple[dict[str, _LiveTensor], dict[str, str]]:
     """All tensors of the model's state dict by name, and names of tied ones with that of each."""
-    user_module = _module_of(engine)
-    live_entries: dict[str, _LiveTensor] = {}
+    module = _module_of(engine)
+    entries: dict[str, _LiveTensor] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    for weight_name, tensor in _named_tensors(user_module):
+    for weight_name, tensor in _named_tensors(module):
         first_name = first_names.setdefault(id(tensor), weight_name)
         if first_name != weight_name:
             tied_names[weight_name] = first_name
         elif not (exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
-            live_entries[weight_name] = _LiveTensor(
-                _weight_of(weight_name, tensor, as_fp32), tensor
-            )
-    return live_entries, {
+            entries[weight_name] = _LiveTensor(_weight_of(weight_name, tensor, as_fp32), tensor)
+    return entries, {
         weight_name: tied_target
         for weight_name, tied_target in tied_names.items()
-        if tied_target in live_entries
+        if tied_target in entries
     }
 
 
-def _named_tensors(user_module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, in the order of the module's state dict."""
     # Not from `state_dict`, which gives detached tensors: DeepSpeed's attributes are needed, and
     # whether a tensor is a parameter.
-    for module_prefix, module_part in user_module.named_modules(remove_duplicate=False):
+    for module_prefix, module_part in module.named_modules(remove_duplicate=False):
         name_prefix = f"{module_prefix}." if module_prefix else ""
-        for weight_name, live_parameter in module_part.named_parameters(
-            recurse=False, remove_duplicate=False
-        ):
-            yield name_prefix + weight_name, live_parameter
+        for name, parameter in module_part.named_parameters(recurse=False, remove_duplicate=False):
+            yield name_prefix + name, parameter
         passing_buffers = torch_private.non_persistent_buffers(module_part)
-        for weight_name, named_buffer in module_part.named_buffers(
-            recurse=False, remove_duplicate=False
-        ):
-            if weight_name not in passing_buffers:
-                yield name_prefix + weight_name, named_buffer
+        for name, named_buffer in module_part.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in passing_buffers:
+                yield name_prefix + name, named_buffer
 
 
-def _weight_of(weight_name: str, tensor: torch.Tensor, as_fp32: bool) -> Weight:
+def _weight_of(name: str, tensor: torch.Tensor, as_fp32: bool) -> Weight:
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     dtype = str(tensor.dtype).removeprefix("torch.")
     if as_fp32 and tensor.is_floating_point():
         dtype = "float32"
     if dtype not in DTYPES:
         raise ConfigError(
-            f"{weight_name} is of {dtype}, for which a file of weights has no place: it holds "
+            f"{name} is of {dtype}, for which a file of weights has no place: it holds "
             f"{', '.join(DTYPES)}. Convert it, or make it a buffer with persistent=False."
         )
-    return Weight(weight_name, shape, dtype)
+    return Weight(name, shape, dtype)
 
 
 def _module_of(engine: Any) -> nn.Module:
-    user_module = getattr(engine, "module", None)
-    if not isinstance(user_module, nn.Module) or not hasattr(engine, "zero_optimization_stage"):
+    module = getattr(engine, "module", None)
+    if not isinstance(module, nn.Module) or not hasattr(engine, "zero_optimization_stage"):
         raise ConfigError(
             f"A {type(engine).__name__} is no engine of DeepSpeed, so it has no weights of ZeRO to "
             "gather. Give what deepspeed.initialize returned as its first value."
         )
-    parallel_ranks = getattr(engine, "mp_world_size", 1)
-    if parallel_ranks > 1 or getattr(engine, "has_moe_layers", False):
-        cut_kind = (
-            f"tensor parallelism over {parallel_ranks} ranks" if parallel_ranks > 1 else "experts"
-        )
+    ranks = getattr(engine, "mp_world_size", 1)
+    if ranks > 1 or getattr(engine, "has_moe_layers", False):
+        cut_kind = f"tensor parallelism over {ranks} ranks" if ranks > 1 else "experts"
         raise ConfigError(
             f"This engine's model has {cut_kind}: its weights are cut in a way that ZeRO cannot "
             "put together. Save a checkpoint, and make a universal one of it with ds_to_universal."
         )
-    return user_module
+    return module
 
 
 # ------------------------------------------------------------------------- gathering
@@ -311,25 +302,21 @@ class _MasterGatherer(_ParameterGatherer):
         return super().gather(live_entry)
 
 
-def _sum_of_fragments(live_parameter: Any) -> torch.Tensor | None:
+def _sum_of_fragments(parameter: Any) -> torch.Tensor | None:
     """A parameter of ZeRO-1/2, of which each rank's optimizer has a piece, or none.
 
     Pieces are added up as whole numbers: each bit of the result has come from one rank, so that
     even a minus zero stays what it is.
     """
-    whole_tensor = torch.zeros(
-        live_parameter.numel(), dtype=torch.float32, device=live_parameter.device
-    )
-    fp32_mapping = private_api.fp32_fragment(live_parameter)
+    whole_tensor = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    fp32_mapping = private_api.fp32_fragment(parameter)
     if fp32_mapping is not None:
-        fragment_address = fp32_mapping.lp_fragment_address
-        whole_tensor.narrow(0, fragment_address.start, fragment_address.numel).copy_(
-            fp32_mapping.hp_fragment
-        )
+        address = fp32_mapping.lp_fragment_address
+        whole_tensor.narrow(0, address.start, address.numel).copy_(fp32_mapping.hp_fragment)
     dist.reduce(
-        whole_tensor.view(torch.int32), dst=0, group=private_api.data_parallel_group(live_parameter)
+        whole_tensor.view(torch.int32), dst=0, group=private_api.data_parallel_group(parameter)
     )
-    return whole_tensor.view(live_parameter.shape) if dist.get_rank() == 0 else None
+    return whole_tensor.view(parameter.shape) if dist.get_rank() == 0 else None
 
 
 def _masters_of_stage_0(engine: Any) -> Iterator[tuple[int, torch.Tensor]]:
@@ -345,8 +332,8 @@ def _masters_of_stage_0(engine: Any) -> Iterator[tuple[int, torch.Tensor]]:
             for live_parameter, flat_piece in zip(group_parameters, flat_pieces, strict=True):
                 yield id(live_parameter), flat_piece.view(live_parameter.shape)
         return
-    for group_names in ("fp16_groups", "fp32_groups"):
-        if not hasattr(optimizer, group_names):
+    for names in ("fp16_groups", "fp32_groups"):
+        if not hasattr(optimizer, names):
             return
     for group_parameters, group_masters in zip(
         optimizer.fp16_groups, optimizer.fp32_groups, strict=True

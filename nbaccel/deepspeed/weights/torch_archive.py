@@ -141,8 +141,7 @@ class StoredTensor:
         if not self.numel:
             return 0
         return 1 + sum(
-            (dimension_size - 1) * stride_step
-            for dimension_size, stride_step in zip(self.shape, self.stride, strict=True)
+            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
         )
 
     @property
@@ -154,13 +153,11 @@ class StoredTensor:
     def is_contiguous(self) -> bool:
         """Whether its elements lie one after the other, in their order."""
         expected_stride = 1
-        for dimension_size, stride_step in zip(
-            reversed(self.shape), reversed(self.stride), strict=True
-        ):
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             # The stride of a dimension of size 1 is never used, and torch writes any number there.
-            if dimension_size != 1 and stride_step != expected_stride:
+            if size != 1 and step != expected_stride:
                 return not self.numel
-            expected_stride *= dimension_size
+            expected_stride *= size
         return True
 
     def part(self, first_element: int, element_count: int) -> StoredTensor:
@@ -426,8 +423,8 @@ class _OutlineUnpickler(pickle._Unpickler):  # noqa: SLF001 - it has no public n
 
     def persistent_load(self, persistent_id: Any) -> _StorageRecord:
         """The record of a storage."""
-        _, object_kind, storage_key, _, _ = persistent_id
-        return _StorageRecord(self._archive.record(f"data/{storage_key}"), object_kind.name)
+        _, object_kind, key, _, _ = persistent_id
+        return _StorageRecord(self._archive.record(f"data/{key}"), object_kind.name)
 
     def _tensor(
         self,
@@ -464,11 +461,11 @@ def _first_argument(first_item: Any, *_: Any) -> Any:
     return first_item
 
 
-def _with_attributes(make_object: Any, object_kind: Any, args: Any, object_state: Any) -> Any:
+def _with_attributes(make_object: Any, object_kind: Any, args: Any, state: Any) -> Any:
     """A tensor with attributes: DeepSpeed marks swapped ones with an id."""
     tensor = make_object(*args)
-    if isinstance(tensor, StoredTensor) and isinstance(object_state, dict):
-        return replace(tensor, ds_id=str(object_state.get("ds_id", "")))
+    if isinstance(tensor, StoredTensor) and isinstance(state, dict):
+        return replace(tensor, ds_id=str(state.get("ds_id", "")))
     return tensor
 
 
@@ -511,10 +508,10 @@ class _TorchArchive:
         # `zipfile` compares checksums, and would refuse every record of an archive without them.
         if self._has_crc:
             return self._zip.read(self._records[record_name])
-        archive_record = self.record(record_name)
-        with self.path.open("rb") as zip_file:
-            zip_file.seek(archive_record.start)
-            return zip_file.read(archive_record.num_bytes)
+        record = self.record(record_name)
+        with self.path.open("rb") as file:
+            file.seek(record.start)
+            return file.read(record.num_bytes)
 
     def record(self, record_name: str) -> ArchiveRecord:
         """Where a record's content is: after the record's header, whose size varies."""
@@ -551,8 +548,8 @@ class _TorchArchive:
 
 def is_readable(archive_path: Path) -> bool:
     """Whether a file is in a format that :func:`read_outline` reads."""
-    with archive_path.open("rb") as archive_file:
-        return archive_file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
+    with archive_path.open("rb") as file:
+        return file.read(len(OLD_TORCH_FORMAT)) != OLD_TORCH_FORMAT
 
 
 def read_outline(archive_path: Path) -> Any:
@@ -570,18 +567,18 @@ def read_outline(archive_path: Path) -> Any:
         ConfigError: It is of torch's old format, or of a machine of the other byte order.
     """
     try:
-        with zipfile.ZipFile(archive_path) as zip_file:
-            return _TorchArchive(archive_path, zip_file).outline()
+        with zipfile.ZipFile(archive_path) as file:
+            return _TorchArchive(archive_path, file).outline()
     except ConfigError:
         raise  # it is a `ValueError`, too
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, *_PICKLE_ERRORS) as error:
         raise _archive_problem(archive_path, error) from error
 
 
-def _archive_problem(archive_path: Path, error: Exception) -> ConfigError:
-    if not is_readable(archive_path):
+def _archive_problem(path: Path, error: Exception) -> ConfigError:
+    if not is_readable(path):
         return ConfigError(
-            f"{archive_path} is in torch's format of before 2020, whose tensors cannot be read one "
+            f"{path} is in torch's format of before 2020, whose tensors cannot be read one "
             'by one (DeepSpeed writes it where the configuration has "checkpoint_serialization": '
             "false). "
             "Write it anew, with torch.save(torch.load(path, weights_only=False), path), for "
@@ -589,7 +586,7 @@ def _archive_problem(archive_path: Path, error: Exception) -> ConfigError:
             "only do it with your own.)"
         )
     return CheckpointDamaged(
-        f"{archive_path} cannot be read, at a size of {archive_path.stat().st_size:,} bytes "
+        f"{path} cannot be read, at a size of {path.stat().st_size:,} bytes "
         f"({type(error).__name__}: {error}): it is torn. A process was killed while it wrote it, "
         "the disk was full, or a copy is not complete. Copy it again, or convert an earlier "
         "checkpoint (tag=...)."

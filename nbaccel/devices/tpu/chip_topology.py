@@ -97,8 +97,8 @@ def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
     """
     prefixes = tuple(name.rstrip("*") for name in STALE_VARIABLES if name.endswith("*"))
     return {
-        variable_name: variable_value
-        for variable_name, variable_value in environ.items()
+        variable_name: value
+        for variable_name, value in environ.items()
         if variable_name not in STALE_VARIABLES and not variable_name.startswith(prefixes)
     }
 
@@ -201,16 +201,16 @@ def _bounds_of(generation: str) -> Mapping[int, str]:
 
 
 def _chosen_bounds(
-    driver_name: str, generation: str, num_workers: int, known_bounds: Mapping[int, str]
+    name: str, generation: str, num_workers: int, known_bounds: Mapping[int, str]
 ) -> str:
     if num_workers in known_bounds:
         return known_bounds[num_workers]
     counts = [str(count) for count in sorted({1, *known_bounds})]
-    counts_text = " or ".join(filter(None, (", ".join(counts[:-1]), counts[-1])))
+    text = " or ".join(filter(None, (", ".join(counts[:-1]), counts[-1])))
     raise ConfigError(
         f"num_processes={num_workers} is not supported on TPU {generation or 'chips'} by "
-        f"{driver_name}, which knows no layout of so many chips of one host. The workers could not "
-        f"find each other. Give num_processes={counts_text}."
+        f"{name}, which knows no layout of so many chips of one host. The workers could not "
+        f"find each other. Give num_processes={text}."
     )
 
 

@@ -149,8 +149,8 @@ def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tup
     )
 
 
-def _opens_any(descriptors: Path, wanted_paths: set[str]) -> bool:
-    return any(_link_target(descriptor) in wanted_paths for descriptor in _list_folder(descriptors))
+def _opens_any(descriptors: Path, paths: set[str]) -> bool:
+    return any(_link_target(descriptor) in paths for descriptor in _list_folder(descriptors))
 
 
 def _find_files(
@@ -169,10 +169,8 @@ def _find_files(
         return _ChipFiles(min(len(vfio_files), len(bus_chips)), vfio_files)
     groups_here = {path.name for path in vfio_files}
     # A group can hold several chips, so chips are counted and not files.
-    open_groups = [chip.iommu_group for chip in bus_chips if chip.iommu_group in groups_here]
-    return _ChipFiles(
-        len(open_groups), tuple(path for path in vfio_files if path.name in open_groups)
-    )
+    groups = [chip.iommu_group for chip in bus_chips if chip.iommu_group in groups_here]
+    return _ChipFiles(len(groups), tuple(path for path in vfio_files if path.name in groups))
 
 
 def _count_for_torch_tpu(root: Path, bus_chips: Sequence[_BusChip]) -> int:
@@ -194,10 +192,10 @@ def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) ->
 
 def _read_bus(root: Path) -> tuple[_BusChip, ...]:
     return tuple(
-        _BusChip(device_id, Path(_link_target(pci_device / "iommu_group")).name)
-        for pci_device in _list_folder(root / "sys/bus/pci/devices")
-        if _read_sysfs(pci_device / "vendor") == _GOOGLE_VENDOR_ID
-        and (device_id := _read_sysfs(pci_device / "device")) in _GENERATIONS
+        _BusChip(device_id, Path(_link_target(device / "iommu_group")).name)
+        for device in _list_folder(root / "sys/bus/pci/devices")
+        if _read_sysfs(device / "vendor") == _GOOGLE_VENDOR_ID
+        and (device_id := _read_sysfs(device / "device")) in _GENERATIONS
     )
 
 

@@ -108,11 +108,11 @@ class TpuDevice(Device):
         if choice.refusal or not counts or num_processes in counts:
             return choice.refusal
         *all_but_last, last_count = map(str, counts)
-        counts_text = " or ".join(filter(None, (", ".join(all_but_last), last_count)))
+        text = " or ".join(filter(None, (", ".join(all_but_last), last_count)))
         return (
             f"num_processes={num_processes} is not supported on {inventory.tpu_chips} TPU chips: "
             "the runtime has no layout of so many, and workers could not find each other. Give "
-            f"num_processes={counts_text}."
+            f"num_processes={text}."
         )
 
     def plan_warnings(self, inventory: Inventory, config: RunConfig) -> tuple[str, ...]:

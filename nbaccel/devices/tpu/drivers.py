@@ -144,37 +144,37 @@ def _dry_run(host: TpuHost, torch_version: str) -> DriverChoice:
 def _chips_refusal(asked: str, host: TpuHost) -> str:
     if host.chips:
         return ""
-    bus_text = (
+    text = (
         f" ({count_noun(host.chips_on_bus, 'chip')} on the PCI bus, whose device files are missing)"
         if host.chips_on_bus
         else ""
     )
     return (
         f'tpu_driver="{asked}" needs a TPU chip: got a machine where this process could open '
-        f"none{bus_text}. Workers would have nothing to compute on. Take a runtime with a TPU, "
+        f"none{text}. Workers would have nothing to compute on. Take a runtime with a TPU, "
         'give device="cpu", or set PJRT_DEVICE=CPU and tpu_driver="torch_xla" for a dry run of '
         "torch_xla on the processor."
     )
 
 
-def _driver_problem(driver_name: str, host: TpuHost, torch_version: str) -> str:
+def _driver_problem(name: str, host: TpuHost, torch_version: str) -> str:
     """Why a driver cannot be used here; a clause."""
-    driver_version = _version_of(driver_name, host)
-    if not _could_drive(driver_name, host):
+    driver_version = _version_of(name, host)
+    if not _could_drive(name, host):
         return f"torch_tpu counts none of the {count_noun(host.chips, 'chip')}"
     if not driver_version:
-        owner_text = "Google's " if driver_name == "torch_tpu" else ""
-        return f"{owner_text}{driver_name} is not installed"
-    return torch_refusal(driver_name, driver_version, torch_version)
+        text = "Google's " if name == "torch_tpu" else ""
+        return f"{text}{name} is not installed"
+    return torch_refusal(name, driver_version, torch_version)
 
 
-def _could_drive(driver_name: str, host: TpuHost) -> bool:
+def _could_drive(name: str, host: TpuHost) -> bool:
     """Whether a driver would see chips, once it is installed."""
-    return driver_name != "torch_tpu" or host.torch_tpu_chips > 0
+    return name != "torch_tpu" or host.torch_tpu_chips > 0
 
 
-def _version_of(driver_name: str, host: TpuHost) -> str:
-    return host.torch_tpu if driver_name == "torch_tpu" else host.torch_xla
+def _version_of(name: str, host: TpuHost) -> str:
+    return host.torch_tpu if name == "torch_tpu" else host.torch_xla
 
 
 def _release_of(version: str) -> tuple[int, int]:

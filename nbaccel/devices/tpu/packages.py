@@ -83,8 +83,8 @@ def _find_libtpu(
     )
 
 
-def _lies_in(library_path: str, distribution: Distribution) -> bool:
-    return Path(library_path).is_relative_to(str(distribution.locate_file("libtpu")))
+def _lies_in(path: str, distribution: Distribution) -> bool:
+    return Path(path).is_relative_to(str(distribution.locate_file("libtpu")))
 
 
 def _find(name: str, search_path: Sequence[str] | None) -> Distribution | None:

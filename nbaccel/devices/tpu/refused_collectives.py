@@ -57,18 +57,18 @@ def refuse_collectives() -> None:
     untyped: Any = torch.library.Library
     library = untyped("c10d", "IMPL", "XLA")
     _REGISTERED.append(library)
-    for operation, (function_name, remedy) in _COLLECTIVES.items():
+    for operation, (name, remedy) in _COLLECTIVES.items():
         if hasattr(torch.ops.c10d, operation):
-            library.impl(operation, _refusal_of(function_name, remedy))
+            library.impl(operation, _refusal_of(name, remedy))
 
 
-def _refusal_of(function_name: str, remedy: str) -> Callable[..., NoReturn]:
-    remedy_text = f"Use {remedy}, or move it" if remedy else "Move it"
+def _refusal_of(name: str, remedy: str) -> Callable[..., NoReturn]:
+    text = f"Use {remedy}, or move it" if remedy else "Move it"
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"torch.distributed.{function_name} got a tensor on xla, and this process group is "
-            f"gloo's: it would return at once, and change nothing. {remedy_text} to the host: "
+            f"torch.distributed.{name} got a tensor on xla, and this process group is "
+            f"gloo's: it would return at once, and change nothing. {text} to the host: "
             "tensor.cpu()."
         )
 

@@ -59,7 +59,7 @@ def mentions_tpu(environ: Mapping[str, str]) -> bool:
     Args:
         environ: The process environment.
     """
-    return any(environ.get(variable_name) for variable_name in _HINT_VARIABLES)
+    return any(environ.get(name) for name in _HINT_VARIABLES)
 
 
 def is_tpu_host(environ: Mapping[str, str]) -> bool:
@@ -69,7 +69,7 @@ def is_tpu_host(environ: Mapping[str, str]) -> bool:
         environ: The process environment.
     """
     return environ.get("PJRT_DEVICE", "").upper() == "TPU" or any(
-        environ.get(variable_name) for variable_name in _HOST_VARIABLES
+        environ.get(name) for name in _HOST_VARIABLES
     )
 
 
@@ -106,8 +106,8 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[int, int]:
         name makes it a slice of several.
     """
     host_names = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
-    worker_text = environ.get("TPU_WORKER_ID") or environ.get("JOB_COMPLETION_INDEX") or "0"
-    return max(1, len(host_names)), int(worker_text) if worker_text.isdecimal() else 0
+    text = environ.get("TPU_WORKER_ID") or environ.get("JOB_COMPLETION_INDEX") or "0"
+    return max(1, len(host_names)), int(text) if text.isdecimal() else 0
 
 
 def generation_of_type(accelerator_type: str) -> str:
@@ -241,8 +241,8 @@ def _why_uncounted(host: TpuHost) -> str:
         return f"it knows no chips of {host.generation}"
     if not host.chips_on_bus:
         return "it goes by the PCI bus, which /sys does not show here"
-    named_files = first_few(host.device_files, _MOST_NAMED)
-    return f"it takes chips by their group below /dev/vfio, and this host has {named_files}"
+    files = first_few(host.device_files, _MOST_NAMED)
+    return f"it takes chips by their group below /dev/vfio, and this host has {files}"
 
 
 def _holder_notes(host: TpuHost) -> Iterator[str]:
@@ -254,14 +254,14 @@ def _holder_notes(host: TpuHost) -> Iterator[str]:
             "launch before anything computes on them here."
         )
     if others:
-        names_text = first_few([describe_process(process_id) for process_id in others], _MOST_NAMED)
+        text = first_few([describe_process(process_id) for process_id in others], _MOST_NAMED)
         yield (
-            f"TPU chips are held by {names_text}: a chip serves one process, so that workers could "
+            f"TPU chips are held by {text}: a chip serves one process, so that workers could "
             "not open it. End what holds it, for example by shutting down the other notebook."
         )
 
 
-def _num_processes(bounds_text: str) -> int:
+def _num_processes(text: str) -> int:
     """Product of numbers such as "2,2,1"; 0 where they are none."""
-    parts = bounds_text.split(",")
+    parts = text.split(",")
     return math.prod(map(int, parts)) if all(part.strip().isdecimal() for part in parts) else 0

@@ -70,15 +70,15 @@ class TorchTpuDriver(TpuDriver):
         torch_core: Any = getattr(sys.modules.get("torch"), "_C", None)
         if torch_core is None or "torch_tpu" not in sys.modules:
             return False
-        backend_name = getattr(torch_core, "_get_privateuse1_backend_name", None)
-        if backend_name is None:
+        name = getattr(torch_core, "_get_privateuse1_backend_name", None)
+        if name is None:
             raise PlatformUnsupported(
                 f"torch {sys.modules['torch'].__version__} has no "
                 "torch._C._get_privateuse1_backend_name, which was seen in torch 2.11 to 2.15: "
                 "whether torch_tpu has made its device cannot be told. Install one of these, or "
                 "uninstall torch_tpu."
             )
-        return bool(backend_name() == self.torch_type)
+        return bool(name() == self.torch_type)
 
     def load(self) -> None:
         """See :meth:`TpuDriver.load`."""

@@ -119,8 +119,8 @@ class TorchXlaDriver(TpuDriver):
         """See :meth:`TpuDriver.average_gradients`; recorded into the program of the step."""
         if not self._computes_on_chips():
             return False
-        xla_model = importlib.import_module("torch_xla.core.xla_model")
-        xla_model.all_reduce(xla_model.REDUCE_SUM, list(gradients), scale=1.0 / world_size)
+        model = importlib.import_module("torch_xla.core.xla_model")
+        model.all_reduce(model.REDUCE_SUM, list(gradients), scale=1.0 / world_size)
         return True
 
     def downcast_floats(self) -> str:
@@ -180,9 +180,9 @@ class TorchXlaDriver(TpuDriver):
         # The runtime of the processor has no figures, and raises.
         if not (self.is_awake() and self._computes_on_chips()):
             return None
-        xla_model = importlib.import_module("torch_xla.core.xla_model")
+        model = importlib.import_module("torch_xla.core.xla_model")
         return int(
-            xla_model.get_memory_info(importlib.import_module("torch_xla").device())["bytes_used"]
+            model.get_memory_info(importlib.import_module("torch_xla").device())["bytes_used"]
         )
 
     @staticmethod

@@ -54,8 +54,8 @@ class AllSettings:
 
     def sync(self) -> None:
         """Show the number of settings that are made in each section."""
-        for folded_section in self.sections:
-            folded_section.sync()
+        for section in self.sections:
+            section.sync()
 
     def _make(self) -> list[w.Widget]:
         self._search = w.Text(
@@ -101,10 +101,10 @@ class AllSettings:
         is_searching = bool(words.strip())
         shown = found[:_MAX_FOUND]
         self._found.children = tuple(self._field_of(setting).box for setting in shown)
-        count_text = f"{len(found)} found" if found else "Nothing found: try another word"
+        text = f"{len(found)} found" if found else "Nothing found: try another word"
         if len(found) > len(shown):
-            count_text += f", the first {len(shown)} are shown: type more"
-        self._found_count.value = f'<div role="status">{count_text}.</div>' if is_searching else ""
+            text += f", the first {len(shown)} are shown: type more"
+        self._found_count.value = f'<div role="status">{text}.</div>' if is_searching else ""
         toggle_class(self._list, "nbaccel-hidden", is_searching)
         toggle_class(self._found, "nbaccel-hidden", not is_searching)
 

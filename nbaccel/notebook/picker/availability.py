@@ -55,12 +55,12 @@ class PickerState:
         if backend in named_rows:
             return named_rows[backend]
         units = registry.usable_units(self.inventory)
-        device_name = self.config.device
-        if device_name == "auto":
-            device_name = units[0].kind if units else DEVICES[0].name
-        known = [unit.compute_capability for unit in units if unit.kind == device_name]
+        name = self.config.device
+        if name == "auto":
+            name = units[0].kind if units else DEVICES[0].name
+        known = [unit.compute_capability for unit in units if unit.kind == name]
         capability = min(known, default=None)
-        return fp8_backend(backend, device_row(device_name), capability).row
+        return fp8_backend(backend, device_row(name), capability).row
 
 
 def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOption) -> str:
@@ -128,31 +128,31 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
     return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1
 
 
-def _is_read(view: PickerState, field_name: str) -> bool:
+def _is_read(view: PickerState, name: str) -> bool:
     """Whether the FP8 backend, with its recipe, reads a setting."""
-    backend_row = view.fp8_row
-    if backend_row is None or field_name not in backend_row.settings:
+    row = view.fp8_row
+    if row is None or name not in row.settings:
         return False
-    recipe = recipe_of(view.config.fp8 or Fp8Config(), backend_row)
-    return field_name not in HISTORY_SETTINGS or recipe == "delayed"
+    recipe = recipe_of(view.config.fp8 or Fp8Config(), row)
+    return name not in HISTORY_SETTINGS or recipe == "delayed"
 
 
-def _fp8_refusal(view: PickerState, field_name: str, new_value: Any) -> str:
+def _fp8_refusal(view: PickerState, name: str, new_value: Any) -> str:
     """The first problem of the plan with another setting of FP8."""
     try:
-        fp8_config = (view.config.fp8 or Fp8Config()).changed(**{field_name: new_value})
+        fp8_config = (view.config.fp8 or Fp8Config()).changed(**{name: new_value})
     except ConfigError as error:
-        return _first_clause(error.mistakes[0], field_name)
-    return _plan_refusal(view, "fp8", fp8_config, f"{_FP8}{field_name}")
+        return _first_clause(error.mistakes[0], name)
+    return _plan_refusal(view, "fp8", fp8_config, f"{_FP8}{name}")
 
 
-def _backend_refusal(backend_name: str) -> str:
-    backend_row = {backend_row.name: backend_row for backend_row in FP8_BACKENDS}.get(backend_name)
-    if backend_row is not None and not backend_row.path:
+def _backend_refusal(name: str) -> str:
+    row = {row.name: row for row in FP8_BACKENDS}.get(name)
+    if row is not None and not row.path:
         return "nothing trains with it in this version"
-    if backend_row is None or not backend_row.package or is_installed(backend_row.package):
+    if row is None or not row.package or is_installed(row.package):
         return ""
-    return f"{backend_row.package} is not installed"
+    return f"{row.package} is not installed"
 
 
 def _switch_refusal(view: PickerState) -> str:
@@ -170,14 +170,12 @@ def _plan_refusal(
 ) -> str:
     """The first problem that the plan would have with a new value and does not have now."""
     try:
-        changed_config = view.config.changed(**{setting_name: new_value})
+        config = view.config.changed(**{setting_name: new_value})
     except ConfigError as error:
         return _first_clause(error.mistakes[0], setting_name)
     # Problems of the present settings would grey every option.
     new_problems = [
-        problem_text
-        for problem_text in problems_of(changed_config, view.inventory)
-        if problem_text not in view.problems
+        text for text in problems_of(config, view.inventory) if text not in view.problems
     ]
     return _first_clause(new_problems[0], shown_name or setting_name) if new_problems else ""
 
@@ -201,8 +199,8 @@ def problems_of(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:
     return ()
 
 
-def _first_clause(mistake_text: str, setting_name: str) -> str:
+def _first_clause(text: str, name: str) -> str:
     """The first sentence without its subject, which the field's label names already."""
-    first_sentence = mistake_text.partition(". ")[0].replace("`", "")
+    first_sentence = text.partition(". ")[0].replace("`", "")
     first_word, _, other_words = first_sentence.partition(" ")
-    return other_words if first_word.startswith(f"{setting_name}=") else first_sentence
+    return other_words if first_word.startswith(f"{name}=") else first_sentence

@@ -118,8 +118,8 @@ _FiguresKey: TypeAlias = "tuple[RunConfig, Traffic, int | None, int | None]"
 _MOST_KEPT = 2000  # a strip has about a hundred, in all precisions
 
 
-def _free_after(memory_bar: MemoryBar) -> int:
-    return sum(segment.bytes for segment in memory_bar.segments if segment.kind == "free")
+def _free_after(bar: MemoryBar) -> int:
+    return sum(segment.bytes for segment in bar.segments if segment.kind == "free")
 
 
 def way_of(config: RunConfig, *, world_size: int) -> str:
@@ -330,17 +330,15 @@ class CandidateFinder:
         return figures
 
     def _need(self, config: RunConfig, plan: Plan, samples: int | None) -> MemoryNeed:
-        memory_model = self.memory_model
+        model = self.memory_model
         chosen_form = next(
             (form for form in settings_forms() if form.is_chosen(config)),
             None,
         )
         document = None
         if chosen_form is not None:
-            document = chosen_form.filled_in(
-                config, plan, memory_model.model, memory_model.sample_batch
-            ).config
-        return memory_model.need(config, plan, chosen_form, document or {}, samples=samples)
+            document = chosen_form.filled_in(config, plan, model.model, model.sample_batch).config
+        return model.need(config, plan, chosen_form, document or {}, samples=samples)
 
     def _step_time(
         self,
@@ -389,8 +387,8 @@ def _fsdp_settings(config: RunConfig, offloads: bool) -> dict[str, Any] | None:
 
 def _first_mistake(error: NbaccelError) -> str:
     """What is wrong, in a clause, without what to do about it."""
-    mistake_text = error.mistakes[0] if isinstance(error, ConfigError) else str(error)
-    return mistake_text.partition(". ")[0].rstrip(".")
+    text = error.mistakes[0] if isinstance(error, ConfigError) else str(error)
+    return text.partition(". ")[0].rstrip(".")
 
 
 # ----------------------------------------------------------------------- which is best
@@ -476,10 +474,10 @@ def beside(candidate: Candidate, best: Candidate | None) -> str:
     if best is None or best.step_s is None or candidate.step_s is None:
         return ""
     more_free = candidate.spare - best.spare
-    room_words = f", {format_bytes(more_free)} more free" if more_free > 0 else ""
+    words = f", {format_bytes(more_free)} more free" if more_free > 0 else ""
     if candidate.config.activation_checkpointing and not best.config.activation_checkpointing:
-        room_words += "; activations are computed again"
+        words += "; activations are computed again"
     if is_as_fast(candidate.step_s, best.step_s):
-        return f"as fast{room_words}"
+        return f"as fast{words}"
     times_longer = candidate.step_s / best.step_s
-    return f"a step takes {times_longer:.1f} times as long{room_words}"
+    return f"a step takes {times_longer:.1f} times as long{words}"

@@ -243,9 +243,9 @@ def _of_precision() -> Iterator[Setting]:
 
 
 def _override_settings() -> Iterator[Setting]:
-    for pass_name, pass_meaning in GEMM_PASSES.items():
+    for name, pass_meaning in GEMM_PASSES.items():
         yield Setting(
-            name=f"fp8.override_{pass_name}",
+            name=f"fp8.override_{name}",
             label=f"Higher precision: {pass_meaning}",
             meaning=f"Whether the product of the {pass_meaning} is computed in higher precision.",
             panel="precision",
@@ -264,15 +264,15 @@ def _of_launch() -> Iterator[Setting]:
         "start_method": [(catalog_row.name, catalog_row.meaning) for catalog_row in START_METHODS],
         "strategy": [(catalog_row.name, catalog_row.meaning) for catalog_row in STRATEGIES],
     }
-    for field_name, model_field in RunConfig.model_fields.items():
+    for field_name, field in RunConfig.model_fields.items():
         if field_name in other_panels:
             continue
         section_name = "" if field_name in _COMMON_FIELDS["launch"] else "Launch"
-        setting = _of_model(field_name, model_field, panel_name="launch", section_name=section_name)
+        setting = _of_model(field_name, field, panel_name="launch", section_name=section_name)
         if field_name in field_rows:
             field_options = (
-                ChoiceOption(option_word, option_word, _as_sentence(option_meaning))
-                for option_word, option_meaning in field_rows[field_name]
+                ChoiceOption(word, word, _as_sentence(option_meaning))
+                for word, option_meaning in field_rows[field_name]
             )
             auto_option = ChoiceOption("auto", "auto", "Chosen to suit this machine.")
             setting = replace(setting, options=(auto_option, *field_options))
@@ -305,32 +305,28 @@ def _of_model(
 
 
 def _of_zero() -> Iterator[Setting]:
-    for field_name in _COMMON_FIELDS["zero"]:
-        strategy_keys = filter(
-            None, (settings_form.key_of(field_name) for settings_form in settings_forms())
-        )
-        setting = _of_model(
-            field_name, RunConfig.model_fields[field_name], panel_name="zero", section_name=""
-        )
-        yield replace(setting, strategy_key=", ".join(strategy_keys))
+    for name in _COMMON_FIELDS["zero"]:
+        keys = filter(None, (settings_form.key_of(name) for settings_form in settings_forms()))
+        setting = _of_model(name, RunConfig.model_fields[name], panel_name="zero", section_name="")
+        yield replace(setting, strategy_key=", ".join(keys))
     for settings_form in settings_forms():
         yield from settings_form.settings()
 
 
-def _meaning_of(field_name: str, model_field: FieldInfo) -> str:
+def _meaning_of(name: str, field: FieldInfo) -> str:
     """The field's description; for None, which it mentions, a form has an empty field."""
-    return _FIELD_MEANINGS.get(field_name) or (model_field.description or "").replace(
+    return _FIELD_MEANINGS.get(name) or (field.description or "").replace(
         "; None ", "; empty "
     ).replace("lets the plan choose", "chooses what suits this machine")
 
 
-def _label_of(field_name: str) -> str:
-    last_part = field_name.rpartition(".")[2]
-    return _FIELD_LABELS.get(field_name, last_part.replace("_", " ").capitalize())
+def _label_of(name: str) -> str:
+    last_part = name.rpartition(".")[2]
+    return _FIELD_LABELS.get(name, last_part.replace("_", " ").capitalize())
 
 
-def _as_sentence(meaning_text: str) -> str:
-    return meaning_text[:1].upper() + meaning_text[1:].replace("`", "") + "."
+def _as_sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].replace("`", "") + "."
 
 
 # ----------------------------------------------------------------------- documentation

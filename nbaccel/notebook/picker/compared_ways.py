@@ -119,7 +119,7 @@ class _Order:
     """The simpler way first, and of one way the simpler precision."""
 
     def __init__(self, found: Mapping[str, object]) -> None:
-        self._places = {way_name: place for place, way_name in enumerate(found)}
+        self._places = {name: place for place, name in enumerate(found)}
 
     def __call__(self, candidate: Candidate) -> tuple[int, int]:
         place = self._places[candidate.name]
@@ -150,9 +150,9 @@ def precision_variants(
     Yields:
         The runs.
     """
-    recompute_choices = (False, True) if may_recompute else (config.activation_checkpointing,)
+    choices = (False, True) if may_recompute else (config.activation_checkpointing,)
     for precision_name in precision_names:
-        for with_recompute in recompute_choices:
+        for with_recompute in choices:
             yield config.changed(
                 mixed_precision=precision_name, activation_checkpointing=with_recompute
             )
@@ -166,11 +166,11 @@ def measure_later(memory_model: MemoryModel, config: RunConfig) -> None:
         config: The run.
     """
     with contextlib.suppress(ConfigError):  # reported when it is chosen
-        batch_sizes = (
+        sizes = (
             settings_form.batch_size(settings_form.document(config) or {})
             for settings_form in settings_forms()
         )
-        memory_model.activation_bytes(config, next(filter(None, batch_sizes), None))
+        memory_model.activation_bytes(config, next(filter(None, sizes), None))
 
 
 # ----------------------------------------------------------------------- how they are shown
@@ -183,8 +183,8 @@ def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[
     Yields:
         The name of a way, and its candidates.
     """
-    for way_name, of_way in groupby(candidates, key=lambda candidate: candidate.name):
-        yield way_name, list(of_way)
+    for name, of_way in groupby(candidates, key=lambda candidate: candidate.name):
+        yield name, list(of_way)
 
 
 def is_shown_once(of_way: Sequence[Candidate]) -> bool:

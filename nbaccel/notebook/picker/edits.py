@@ -87,16 +87,12 @@ def _as_typed(setting: Setting, value: Any) -> Any:
     """A number, in the ways people type one: ``5e8``, ``500_000_000``, ``500,000,000``."""
     if not isinstance(value, str) or setting.kind not in ("whole", "number"):
         return value
-    number_text = value.strip().replace("_", "").replace(",", "")
+    text = value.strip().replace("_", "").replace(",", "")
     try:
-        parsed_number = float(number_text)
+        number = float(text)
     except ValueError:
         return value.strip()  # "auto", or something for the validator to refuse
-    return (
-        int(parsed_number)
-        if parsed_number.is_integer() and setting.kind == "whole"
-        else parsed_number
-    )
+    return int(number) if number.is_integer() and setting.kind == "whole" else number
 
 
 def _or_default(setting: Setting, value: Any) -> Any:

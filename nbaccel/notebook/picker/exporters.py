@@ -134,17 +134,15 @@ def flag_of(config: RunConfig, field_name: str) -> str:
 
 
 def _command_flags(config: RunConfig) -> Iterator[str]:
-    for field_name, model_field in RunConfig.model_fields.items():
-        if getattr(config, field_name) != model_field.default:
-            yield flag_of(config, field_name)
+    for name, field in RunConfig.model_fields.items():
+        if getattr(config, name) != field.default:
+            yield flag_of(config, name)
 
 
 def _python_code(config: RunConfig) -> str:
     imported_names = "Fp8Config, RunConfig" if config.fp8 is not None else "RunConfig"
-    setting_lines = [
-        f"    {field_name}={field_value!r},\n" for field_name, field_value in config.__repr_args__()
-    ]
-    config_call = f"RunConfig(\n{''.join(setting_lines)})" if setting_lines else "RunConfig()"
+    lines = [f"    {field_name}={value!r},\n" for field_name, value in config.__repr_args__()]
+    config_call = f"RunConfig(\n{''.join(lines)})" if lines else "RunConfig()"
     return (
         f"from nbaccel import {imported_names}, notebook_launcher\n\nconfig = {config_call}\n"
         "notebook_launcher(train, (model,), config=config)\n"
@@ -194,13 +192,13 @@ def read_settings_source(
 
 def _is_run(settings: Mapping[str, Any]) -> bool:
     """Whether these are settings of a run, with some misspelt perhaps, and not a strategy's own."""
-    field_names = set(RunConfig.model_fields)
-    foreign_keys = [str(key) for key in settings if key not in field_names]
-    keys = set(settings) & field_names - _SHARED_NAMES
+    names = set(RunConfig.model_fields)
+    foreign_keys = [str(key) for key in settings if key not in names]
+    keys = set(settings) & names - _SHARED_NAMES
     misspelt_keys = [
         key
         for key in foreign_keys
-        if difflib.get_close_matches(key.lower(), field_names, n=1, cutoff=_NEAR_ENOUGH)
+        if difflib.get_close_matches(key.lower(), names, n=1, cutoff=_NEAR_ENOUGH)
     ]
     return len(keys) + len(misspelt_keys) > len(foreign_keys) - len(misspelt_keys) or (
         not foreign_keys

@@ -155,15 +155,13 @@ class SettingField:
 
     def sync(self) -> None:
         """Show the state of the model."""
-        setting_name = self.setting.name
-        refusal = self._model.refusal(setting_name)
-        self.is_visible = self._model.is_shown(setting_name) and (
-            self._look == "whole" or not refusal
-        )
+        name = self.setting.name
+        refusal = self._model.refusal(name)
+        self.is_visible = self._model.is_shown(name) and (self._look == "whole" or not refusal)
         toggle_class(self.box, "nbaccel-hidden", not self.is_visible)
         if self.is_visible:
             with self._syncing():
-                self._show(self._model.value(setting_name), refusal)
+                self._show(self._model.value(name), refusal)
                 self._show_errors()
 
     def tell(self, messages: tuple[str, ...]) -> None:
@@ -186,12 +184,12 @@ class SettingField:
     def _controls(self) -> list[w.Widget]:
         raise NotImplementedError
 
-    def _show(self, shown_value: Any, refusal: str) -> None:
+    def _show(self, value: Any, refusal: str) -> None:
         raise NotImplementedError
 
-    def _choose(self, chosen_value: Any) -> None:
+    def _choose(self, value: Any) -> None:
         if not self._is_syncing:
-            self._hand_on(self, chosen_value)
+            self._hand_on(self, value)
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
@@ -244,31 +242,29 @@ class OptionsField(SettingField):
     """A few options, each a button; one that cannot be chosen is greyed and says why."""
 
     def _controls(self) -> list[w.Widget]:
-        self._buttons = [self._button(choice_option) for choice_option in self.setting.options]
+        self._buttons = [self._button(option) for option in self.setting.options]
         return [
             self._shared.new_html(label_html(self._label()), "nbaccel-field-label"),
             self._shared.new_row(self._buttons, "nbaccel-options"),
         ]
 
-    def _button(self, choice_option: ChoiceOption) -> w.ToggleButton:
+    def _button(self, option: ChoiceOption) -> w.ToggleButton:
         toggle_button = self._shared.new_toggle(
-            choice_option.label,
-            choice_option.meaning,
-            f"nbaccel-option-{css_name(choice_option.value)}",
+            option.label,
+            option.meaning,
+            f"nbaccel-option-{css_name(option.value)}",
         )
         toggle_button.observe(
-            lambda change: self._pressed(toggle_button, choice_option, change.new), "value"
+            lambda change: self._pressed(toggle_button, option, change.new), "value"
         )
         return toggle_button
 
-    def _pressed(
-        self, toggle_button: w.ToggleButton, choice_option: ChoiceOption, is_on: bool
-    ) -> None:
+    def _pressed(self, button: w.ToggleButton, option: ChoiceOption, is_on: bool) -> None:
         with self._shared.lock:
             if self._is_syncing:
                 return
             if is_on:
-                self._choose(choice_option.value)
+                self._choose(option.value)
             # Pressing the chosen option again must not switch it off: another one must be chosen.
             self.sync()
 
@@ -309,54 +305,52 @@ class ListField(SettingField):
         self._list.observe(lambda change: self._picked(change.new), "index")
         return [self._list]
 
-    def _picked(self, list_index: int | None) -> None:
+    def _picked(self, index: int | None) -> None:
         with self._shared.lock:
-            if not self._is_syncing and list_index is not None:
-                self._choose(self._values[list_index])
+            if not self._is_syncing and index is not None:
+                self._choose(self._values[index])
                 self.sync()  # a refused choice goes back to the present value
 
     def _show(self, shown_value: Any, refusal: str) -> None:
-        list_options, reason_lines = self._offered()
-        if shown_value not in [value for _, value in list_options]:
+        options, lines = self._offered()
+        if shown_value not in [value for _, value in options]:
             # A file may hold a value that cannot be chosen on this machine.
-            list_options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
-        self._values = [value for _, value in list_options]
-        option_labels = tuple(option_label for option_label, _ in list_options)
+            options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
+        self._values = [value for _, value in options]
+        option_labels = tuple(option_label for option_label, _ in options)
         # Setting `options` resets the selection, so it is done only where they differ.
         if option_labels != self._list.options:
             self._list.options = option_labels
         self._list.index = self._values.index(shown_value)
         self._list.disabled = bool(refusal)
         self._note.value = self._explain(
-            refusal, reasons=reason_lines, shows_outcome=self.setting.kind == "truth"
+            refusal, reasons=lines, shows_outcome=self.setting.kind == "truth"
         )
 
     def _offered(self) -> tuple[list[tuple[str, Any]], list[str]]:
         if self.setting.kind == "truth":
             return self._truths(), []
         option_offers = self._model.offers(self.setting.name)
-        list_options = [
+        options = [
             (option_offer.option.label, option_offer.option.value)
             for option_offer in option_offers
             if not option_offer.reason
         ]
-        reason_lines = [
+        lines = [
             f"{option_offer.option.label}: {option_offer.reason}"
             for option_offer in option_offers
             if option_offer.reason
         ]
-        return list_options, reason_lines
+        return options, lines
 
     def _truths(self) -> list[tuple[str, Any]]:
-        named_truths: list[tuple[str, Any]] = [
-            (truth_word, truth_value) for truth_value, truth_word in TRUTH_WORDS.items()
-        ]
+        named_truths: list[tuple[str, Any]] = [(word, value) for value, word in TRUTH_WORDS.items()]
         if not self.setting.may_be_open and self.setting.default in TRUTH_WORDS:
             return named_truths  # such a field always holds one of the two
-        default_text = default_text_of(self._model, self.setting)
-        default_label = f"{_OPEN_LABEL} ({default_text})" if default_text else _OPEN_LABEL
-        auto_option = [("auto", "auto")] if self.setting.takes_auto else []
-        return [(default_label, None), *named_truths, *auto_option]
+        text = default_text_of(self._model, self.setting)
+        label = f"{_OPEN_LABEL} ({text})" if text else _OPEN_LABEL
+        option = [("auto", "auto")] if self.setting.takes_auto else []
+        return [(label, None), *named_truths, *option]
 
 
 class LineField(SettingField):
@@ -373,15 +367,15 @@ class LineField(SettingField):
         self._line.observe(lambda change: self._entered(change.new), "value")
         return [self._line]
 
-    def _entered(self, typed_text: str) -> None:
+    def _entered(self, text: str) -> None:
         with self._shared.lock:
             if not self._is_syncing:
-                self._choose(as_value(typed_text, self.setting.kind))
+                self._choose(as_value(text, self.setting.kind))
                 self.sync()  # shows the value as it was taken: 5e8 as a whole number
 
-    def _show(self, shown_value: Any, refusal: str) -> None:
+    def _show(self, value: Any, refusal: str) -> None:
         if not self.messages:  # refused text stays, to be corrected
-            self._line.value = as_text(shown_value)
+            self._line.value = as_text(value)
         self._line.disabled = bool(refusal)
         self._line.placeholder = outcome_of(self._model, self.setting).value or _OPEN_LABEL
         self._note.value = self._explain(refusal, shows_outcome=True)
@@ -439,7 +433,7 @@ def as_text(setting_value: Any) -> str:
     if setting_value is None:
         return ""
     if isinstance(setting_value, (list, tuple)) and all(
-        isinstance(list_item, str) for list_item in setting_value
+        isinstance(item, str) for item in setting_value
     ):
         return ", ".join(setting_value)
     if isinstance(setting_value, (dict, list, tuple, bool)):
@@ -474,15 +468,15 @@ def as_value(typed_text: str, setting_kind: str) -> Any:
         return typed_text
 
 
-def _whole_number(number_text: str) -> int | float:
-    if _GROUPED_DIGITS.fullmatch(number_text):
-        number_text = number_text.replace(",", "")
+def _whole_number(text: str) -> int | float:
+    if _GROUPED_DIGITS.fullmatch(text):
+        text = text.replace(",", "")
     try:
-        return int(number_text)
+        return int(text)
     except ValueError:
-        parsed_number = float(number_text)
+        parsed_number = float(text)
         return int(parsed_number) if parsed_number.is_integer() else parsed_number
 
 
-def _typed_words(typed_text: str) -> list[str]:
-    return [typed_word.strip() for typed_word in typed_text.split(",") if typed_word.strip()]
+def _typed_words(text: str) -> list[str]:
+    return [typed_word.strip() for typed_word in text.split(",") if typed_word.strip()]

@@ -74,10 +74,9 @@ def front_html(hidden_class: str) -> str:
 
 @cache
 def _style_and_script() -> tuple[str, str]:
-    package_folder = files("nbaccel.notebook.picker")
+    folder = files("nbaccel.notebook.picker")
     style_text, script_text = (
-        (package_folder / file_name).read_text(encoding="utf-8")
-        for file_name in ("picker.css", "picker.js")
+        (folder / name).read_text(encoding="utf-8") for name in ("picker.css", "picker.js")
     )
     return style_text, script_text
 
@@ -192,13 +191,13 @@ def text_mistakes_html(mistakes: Sequence[TextMistake], text: str, otherwise: st
 def _text_mistake(mistake: TextMistake, lines: Sequence[str]) -> str:
     if mistake.line is None:
         return f"<li>{escape(mistake.message)}</li>"
-    line_text = lines[mistake.line - 1].strip() if mistake.line <= len(lines) else ""
+    text = lines[mistake.line - 1].strip() if mistake.line <= len(lines) else ""
     button = (
         f'<button type="button" class="nbaccel-to-line" data-line="{mistake.line}" '
         f'onclick="{escape(_SELECT_LINE_SCRIPT)}" title="Select this line">'
         f"line {mistake.line}</button>"
     )
-    code = f" <code>{escape(line_text[:_MAX_LINE_CHARS])}</code>" if line_text else ""
+    code = f" <code>{escape(text[:_MAX_LINE_CHARS])}</code>" if text else ""
     return f"<li>{button}{code} {escape(mistake.message)}</li>"
 
 
@@ -208,9 +207,7 @@ def remarks_html(remarks: Iterable[str]) -> str:
     Args:
         remarks: One sentence each.
     """
-    remark_parts = "".join(
-        f'<div class="nbaccel-remark">{escape(remark_text)}</div>' for remark_text in remarks
-    )
+    remark_parts = "".join(f'<div class="nbaccel-remark">{escape(text)}</div>' for text in remarks)
     return f'<div role="status">{remark_parts}</div>' if remark_parts else ""
 
 
@@ -280,25 +277,25 @@ def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
     )
 
 
-def _bar_head_html(memory_bar: MemoryBar) -> str:
-    capacity_text = f" of {format_bytes(memory_bar.capacity)}" if memory_bar.capacity else ""
-    head_html = escape(f"needs {format_bytes(memory_bar.needed)}{capacity_text}")
-    if memory_bar.lacking:
-        lacking_text = escape(f"does not fit: {format_bytes(memory_bar.lacking)} too little")
+def _bar_head_html(bar: MemoryBar) -> str:
+    capacity_text = f" of {format_bytes(bar.capacity)}" if bar.capacity else ""
+    head_html = escape(f"needs {format_bytes(bar.needed)}{capacity_text}")
+    if bar.lacking:
+        lacking_text = escape(f"does not fit: {format_bytes(bar.lacking)} too little")
         head_html = f'{head_html} · <span class="nbaccel-word">✗ {lacking_text}</span>'
     return (
         '<div class="nbaccel-bar-head"><span class="nbaccel-bar-label">'
-        f"{escape(memory_bar.label)}</span>"
+        f"{escape(bar.label)}</span>"
         f"<span>{head_html}</span></div>"
     )
 
 
 def _segment_html(bar_segment: BarSegment, full_width: int) -> str:
-    title_text = escape(
+    text = escape(
         f"{SEGMENT_NAMES.get(bar_segment.kind, bar_segment.kind)} {format_bytes(bar_segment.bytes)}"
     )
     return (
-        f'<span class="nbaccel-segment nbaccel-{css_name(bar_segment.kind)}" title="{title_text}" '
+        f'<span class="nbaccel-segment nbaccel-{css_name(bar_segment.kind)}" title="{text}" '
         f'style="width:{100 * bar_segment.bytes / full_width:.3f}%"></span>'
     )
 

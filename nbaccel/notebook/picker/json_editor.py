@@ -120,7 +120,7 @@ class ConfigEditor:
         ]
 
     def _make_file_widgets(self) -> None:
-        text_style = {"layout": self._shared.width, "style": self._shared.text}
+        style = {"layout": self._shared.width, "style": self._shared.text}
         self._upload = w.FileUpload(
             description="Upload a file",
             accept=".json,.yaml,.yml",
@@ -128,8 +128,8 @@ class ConfigEditor:
             layout=self._shared.width,
         )
         self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        self._path = w.Text(description="File", placeholder="ds_config.json", **text_style)
-        self._target = w.Text(description="Save to", placeholder="run.yaml", **text_style)
+        self._path = w.Text(description="File", placeholder="ds_config.json", **style)
+        self._target = w.Text(description="Save to", placeholder="run.yaml", **style)
         self._faces = w.Dropdown(
             description="as", layout=self._shared.width, style=self._shared.list
         )
@@ -165,10 +165,10 @@ class ConfigEditor:
         return str(self._text.value) if self._text is not None else ""
 
     def _show_mistakes(self, found_mistakes: Sequence[TextMistake]) -> None:
-        typed_text = self._typed_text()
-        is_edited = typed_text.strip() not in ("", self._present_text.strip())
+        text = self._typed_text()
+        is_edited = text.strip() not in ("", self._present_text.strip())
         said = _NO_MISTAKES if is_edited else "This is what is chosen now: edit it, or paste over."
-        self._told.value = text_mistakes_html(found_mistakes, typed_text, said)
+        self._told.value = text_mistakes_html(found_mistakes, text, said)
         self._apply.disabled = bool(found_mistakes) or not is_edited
         self._revert.disabled = not is_edited
 
@@ -190,9 +190,9 @@ class ConfigEditor:
     def _take(self, source: str) -> None:
         """Take a text over; one with mistakes stays, to be corrected at its lines."""
         text_before = self._present_text
-        load_mistakes = self._carry_out(lambda: self._model.load(source), done="Loaded.")
+        mistakes = self._carry_out(lambda: self._model.load(source), done="Loaded.")
         self._errors.value = ""
-        if load_mistakes:
+        if mistakes:
             self._check()
             return
         if self._present_text == text_before:  # nothing was changed, so nobody was told
@@ -233,9 +233,9 @@ class ConfigEditor:
 
     def _on_save(self) -> None:
         target_path = self._target.value.strip()
-        face_name = str(self._faces.value)
-        save_mistakes = self._carry_out(
-            lambda: self._model.save(target_path, face_name),
-            done=f"Saved to {target_path} as {face_name}.",
+        name = str(self._faces.value)
+        mistakes = self._carry_out(
+            lambda: self._model.save(target_path, name),
+            done=f"Saved to {target_path} as {name}.",
         )
-        self._errors.value = error_html(save_mistakes)
+        self._errors.value = error_html(mistakes)

@@ -106,7 +106,7 @@ class MemoryNeed:
     @property
     def lacking(self) -> int:
         """Bytes that are missing, over all places."""
-        return sum(memory_bar.lacking for memory_bar in self.bars)
+        return sum(bar.lacking for bar in self.bars)
 
 
 @dataclass(kw_only=True)
@@ -208,12 +208,12 @@ class MemoryModel:
         self, config: RunConfig, plan: Plan, estimate_inputs: Mapping[str, Any]
     ) -> MemoryEstimate:
         settings = dict(config.fsdp or {})
-        wrapped_key = repr(sorted(settings.items()))
-        if wrapped_key not in self._wrapped:
-            self._wrapped[wrapped_key] = wrapped_sizes(self.model, settings)
+        key = repr(sorted(settings.items()))
+        if key not in self._wrapped:
+            self._wrapped[key] = wrapped_sizes(self.model, settings)
         return fsdp_estimate(
             self.shape,
-            self._wrapped[wrapped_key],
+            self._wrapped[key],
             compute_bytes=4 if config.mixed_precision == "no" else 2,
             offloads=bool(settings.get("cpu_offload"))
             and not device_row(plan.device).in_host_memory,
@@ -222,12 +222,10 @@ class MemoryModel:
 
     def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
         """Parameters, gradients and optimizer: counted once for each level."""
-        state_key = (world_size, formats)
-        if state_key not in self._states:
-            self._states[state_key] = model_states(
-                self.model, world_size=world_size, formats=formats
-            )
-        return self._states[state_key]
+        key = (world_size, formats)
+        if key not in self._states:
+            self._states[key] = model_states(self.model, world_size=world_size, formats=formats)
+        return self._states[key]
 
     def has_measured(self, config: RunConfig) -> bool:
         """Whether activations are known, so that a need is found in a moment.
@@ -236,9 +234,7 @@ class MemoryModel:
             config: The settings.
         """
         measured = (_measured_precision(config), config.activation_checkpointing)
-        return self.sample_batch is None or any(
-            cache_key[1:] == measured for cache_key in self._activations
-        )
+        return self.sample_batch is None or any(key[1:] == measured for key in self._activations)
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision.
@@ -331,9 +327,7 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
     return tuple(memory_bars)
 
 
-def _memory_bar(
-    place_label: str, needed_bytes: Bytes, capacity_bytes: int, free_bytes: int
-) -> MemoryBar:
+def _memory_bar(label: str, needed_bytes: Bytes, capacity_bytes: int, free_bytes: int) -> MemoryBar:
     moment_bytes = needed_bytes.peak - needed_bytes.total
     sizes_by_kind = {kind: getattr(needed_bytes, kind, 0) for kind in SEGMENT_KINDS[:-1]} | {
         SEGMENT_KINDS[-1]: moment_bytes
@@ -344,7 +338,7 @@ def _memory_bar(
     ]
     bar_segments.append(BarSegment("free", max(0, free_bytes - needed_bytes.peak)))
     return MemoryBar(
-        label=place_label,
+        label=label,
         capacity=capacity_bytes,
         segments=tuple(bar_segment for bar_segment in bar_segments if bar_segment.bytes),
         needed=needed_bytes.peak,
@@ -366,10 +360,6 @@ def joined_text(
         A clause for each run of places.
     """
     for shared_text, same_bars in itertools.groupby(memory_bars, key=bar_text):
-        place_names = [memory_bar.label.partition(" · ")[0] for memory_bar in same_bars]
-        place_text = (
-            place_names[0]
-            if len(place_names) == 1
-            else f"each of {place_names[0]} to {place_names[-1]}"
-        )
+        names = [memory_bar.label.partition(" · ")[0] for memory_bar in same_bars]
+        place_text = names[0] if len(names) == 1 else f"each of {names[0]} to {names[-1]}"
         yield f"{shared_text} on {place_text}"

@@ -141,11 +141,11 @@ class PickerModel:
         except NbaccelError:  # reported by `problems`
             return None
 
-    def _once(self, cache_key: str, make_value: Callable[[], _Cached]) -> _Cached:
+    def _once(self, key: str, make_value: Callable[[], _Cached]) -> _Cached:
         """A value computed from the present state, when it is first needed."""
-        if cache_key not in self._known:
-            self._known[cache_key] = make_value()
-        value: _Cached = self._known[cache_key]
+        if key not in self._known:
+            self._known[key] = make_value()
+        value: _Cached = self._known[key]
         return value
 
     @property
@@ -246,8 +246,8 @@ class PickerModel:
     def _find_offers(self, setting: Setting) -> tuple[OptionOffer, ...]:
         view = self._view()
         return tuple(
-            OptionOffer(choice_option, availability.option_refusal(view, setting, choice_option))
-            for choice_option in setting.options
+            OptionOffer(option, availability.option_refusal(view, setting, option))
+            for option in setting.options
         )
 
     def refusal(self, name: str) -> str:
@@ -322,8 +322,8 @@ class PickerModel:
         Raises:
             ConfigError: It cannot be read or holds mistakes, all of them; nothing is changed.
         """
-        loaded_config, load_remarks = read_settings_source(source, self._config, self.inventory)
-        self._become(loaded_config, load_remarks)
+        config, load_remarks = read_settings_source(source, self._config, self.inventory)
+        self._become(config, load_remarks)
 
     def check_source(self, source: str | Path | Mapping[str, Any]) -> None:
         """Read a file as `load` does, and take nothing over.
@@ -434,9 +434,9 @@ class PickerModel:
         try:
             form, strategy_document = next(
                 (
-                    (form, filled_config.config)
-                    for form, filled_config in self._filled()
-                    if filled_config.config is not None
+                    (form, config.config)
+                    for form, config in self._filled()
+                    if config.config is not None
                 ),
                 (None, {}),
             )
@@ -487,29 +487,25 @@ class PickerModel:
         plan_choices = () if self.plan is None else self.plan.choices
         return (
             *plan_choices,
-            *(
-                plan_choice
-                for _, filled_config in self._filled()
-                for plan_choice in filled_config.choices
-            ),
+            *(plan_choice for _, config in self._filled() for plan_choice in config.choices),
         )
 
     def _documents(self) -> dict[str, dict[str, Any]]:
         return {
-            settings_form.file_name: filled_config.config
-            for settings_form, filled_config in self._filled()
-            if filled_config.config is not None
+            settings_form.file_name: config.config
+            for settings_form, config in self._filled()
+            if config.config is not None
         }
 
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
-        sample_batch = None if self._memory_model is None else self._memory_model.sample_batch
+        batch = None if self._memory_model is None else self._memory_model.sample_batch
         return self._once(
             "filled",
             lambda: [
                 (
                     settings_form,
-                    settings_form.filled_in(self._config, self.plan, self._module, sample_batch),
+                    settings_form.filled_in(self._config, self.plan, self._module, batch),
                 )
                 for settings_form in settings_forms()
             ],
@@ -559,11 +555,11 @@ class PickerModel:
         )
 
     def _suggester(self) -> Suggester:
-        memory_model = self._memory_model
+        model = self._memory_model
         finder = self._finder
-        if memory_model is None or finder is None:
+        if model is None or finder is None:
             raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
-        return Suggester(memory_model, finder)
+        return Suggester(model, finder)
 
     # ------------------------------------------------------------------- ways to train
 
@@ -672,14 +668,14 @@ class PickerModel:
             A function for each measurement, a forward and backward pass without memory: a second
             for a large model, and nothing where it has been made. The last one compares them.
         """
-        memory_model = self._memory_model
+        model = self._memory_model
         estimates = []
-        if memory_model is None:
+        if model is None:
             return ()
-        if memory_model.sample_batch is not None:
+        if model.sample_batch is not None:
             recomputes = not self.refusal("activation_checkpointing")
             variants = precision_variants(self._config, self.precisions, may_recompute=recomputes)
-            estimates = [partial(measure_later, memory_model, variant) for variant in variants]
+            estimates = [partial(measure_later, model, variant) for variant in variants]
         return (*estimates, self._compare_in_advance)
 
     def _compare_in_advance(self) -> None:

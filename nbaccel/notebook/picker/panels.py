@@ -84,8 +84,8 @@ class FoldedSection:
         self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
 
     def _is_set(self, setting: Setting) -> bool:
-        setting_value = self._model.value(setting.name)
-        return setting_value is not None and setting_value != setting.default
+        value = self._model.value(setting.name)
+        return value is not None and value != setting.default
 
     def _turn(self, *, is_open: bool) -> None:
         if is_open and self._inside is None:
@@ -180,19 +180,19 @@ class FacesPanel:
             else "YAML"
         )
         self._is_syncing = True
-        for face_name, face_button in self._buttons.items():
+        for face_name, button in self._buttons.items():
             is_missing = face_name not in faces_by_name and face_name != _RESOLVED_FACE
-            face_button.value = face_name == name
-            face_button.disabled = is_missing
-            face_button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
+            button.value = face_name == name
+            button.disabled = is_missing
+            button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
         self._is_syncing = False
         if name == _RESOLVED_FACE:
             self._text.value = resolved_html(self._model.resolved())
         else:
             self._text.value = face_html(faces_by_name[name])
 
-    def _pressed(self, face_name: str, is_on: bool) -> None:
+    def _pressed(self, name: str, is_on: bool) -> None:
         with self._shared.lock:
             if not self._is_syncing:
-                self._picked = face_name if is_on else self._picked
+                self._picked = name if is_on else self._picked
                 self.sync()

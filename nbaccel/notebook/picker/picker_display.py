@@ -164,7 +164,7 @@ class PickerDisplay:
         except RuntimeError:  # no loop runs in this thread, so no timer can be set
             self._renew()
 
-    def _renew(self, _cell_result: object = None) -> None:
+    def _renew(self, _result: object = None) -> None:
         from IPython.display import update_display
 
         with self._lock:
@@ -181,8 +181,8 @@ class PickerDisplay:
 def _running_shell() -> Any:
     """The shell that runs cells; None in a script."""
     # Without an import of IPython no cell can be running.
-    ipython_module = sys.modules.get("IPython")
-    return None if ipython_module is None else ipython_module.get_ipython()
+    module = sys.modules.get("IPython")
+    return None if module is None else module.get_ipython()
 
 
 def _cell_message(running_shell: Any) -> object:

@@ -150,10 +150,8 @@ def _text_rows(candidates: Sequence[Candidate], precisions: Sequence[str]) -> It
         yield from _beside(name_lines, name_chars, cells)
 
 
-def _beside(
-    name_lines: Sequence[str], name_chars: int, cells: Sequence[Sequence[str]]
-) -> Iterator[str]:
-    for name, *texts in zip_longest(name_lines, *cells, fillvalue=""):
+def _beside(lines: Sequence[str], name_chars: int, cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    for name, *texts in zip_longest(lines, *cells, fillvalue=""):
         columns = (f"{name:<{name_chars}}", *(f"{text:<{_CELL_CHARS}}" for text in texts))
         yield _GAP.join(columns).rstrip()
 
@@ -185,7 +183,7 @@ def _refused_text(candidate: Candidate) -> str:
 
 def _notes_of(candidates: Sequence[Candidate]) -> Iterator[str]:
     """Of each way what its cells have no room for: why it is refused, and what lacks elsewhere."""
-    for way_name, of_way in groups_of_ways(candidates):
+    for name, of_way in groups_of_ways(candidates):
         if is_shown_once(of_way):
             continue
         clauses: dict[str, list[str]] = {}
@@ -196,7 +194,7 @@ def _notes_of(candidates: Sequence[Candidate]) -> Iterator[str]:
                 precisions.append(precision_label(candidate.precision))
         if clauses:
             told = (f"{words} in {', '.join(labels)}" for words, labels in clauses.items())
-            yield f"{way_name}: {'; '.join(told)}."
+            yield f"{name}: {'; '.join(told)}."
 
 
 def _folded(text: str) -> list[str]:

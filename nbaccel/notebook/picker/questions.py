@@ -205,8 +205,8 @@ def _repeated_layers(module: Any) -> str:
 
 def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:
     if hasattr(batch_part, "shape"):
-        shape_text = str(tuple(int(size) for size in batch_part.shape))
-        yield f"{part_name} {shape_text}".strip()
+        text = str(tuple(int(size) for size in batch_part.shape))
+        yield f"{part_name} {text}".strip()
     elif isinstance(batch_part, Mapping):
         for key, inner_part in batch_part.items():
             yield from _shapes_of(inner_part, str(key))
@@ -217,9 +217,9 @@ def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:
 
 def _short_count(number: int) -> str:
     """``6.74 B``: three digits are enough to tell models apart."""
-    for unit_size, unit_letter in _COUNT_UNITS:
-        if number >= unit_size:
-            return f"{number / unit_size:.3g} {unit_letter}"
+    for size, unit_letter in _COUNT_UNITS:
+        if number >= size:
+            return f"{number / size:.3g} {unit_letter}"
     return str(number)
 
 

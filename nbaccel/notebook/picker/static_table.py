@@ -149,8 +149,8 @@ def picker_html(
     return "".join(html_parts)
 
 
-def _is_whole(panel_names: Sequence[str]) -> bool:
-    return tuple(panel_names) == PANELS
+def _is_whole(names: Sequence[str]) -> bool:
+    return tuple(names) == PANELS
 
 
 # ---------------------------------------------------------------------- the three questions
@@ -299,26 +299,22 @@ def _setting_rows(
             yield panel_name, table_rows
 
 
-def _shown_value(model: PickerModel, setting_name: str) -> str:
-    setting_value = model.value(setting_name)
-    setting = model.setting(setting_name)
-    for choice_option in setting.options:
-        if choice_option.value == setting_value:
-            return choice_option.label
+def _shown_value(model: PickerModel, name: str) -> str:
+    setting_value = model.value(name)
+    setting = model.setting(name)
+    for option in setting.options:
+        if option.value == setting_value:
+            return option.label
     if setting_value is None:
         return outcome_of(model, setting).value or "default"
     return value_with_unit(setting_value, setting.unit if setting.kind != "one-of" else "")
 
 
-def _value_meaning(model: PickerModel, setting_name: str) -> str:
-    setting_value = model.value(setting_name)
-    setting = model.setting(setting_name)
+def _value_meaning(model: PickerModel, name: str) -> str:
+    value = model.value(name)
+    setting = model.setting(name)
     meaning = next(
-        (
-            choice_option.meaning
-            for choice_option in setting.options
-            if choice_option.value == setting_value and choice_option.meaning
-        ),
+        (option.meaning for option in setting.options if option.value == value and option.meaning),
         "",
     )
     return meaning or setting.meaning
@@ -337,11 +333,11 @@ def _choice_rows(plan_choices: Sequence[Choice]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _html_table(table_rows: Sequence[tuple[str, str, str]]) -> str:
+def _html_table(rows: Sequence[tuple[str, str, str]]) -> str:
     table_body = "".join(
         f"<tr><th scope='row' style='text-align:left'>{escape(label_text)}</th><td "
         f"style='text-align:left'>{escape(value_text)}</td><td "
         f"style='text-align:left'>{escape(meaning_text)}</td></tr>"
-        for label_text, value_text, meaning_text in table_rows
+        for label_text, value_text, meaning_text in rows
     )
     return f"<table><tbody>{table_body}</tbody></table>"

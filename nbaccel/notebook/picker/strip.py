@@ -73,8 +73,8 @@ class CandidateStrip:
         top = shared_fields.new_row([self._heading, self._compare], "nbaccel-strip-top")
         self._names = shared_fields.new_box([], "nbaccel-options", "nbaccel-candidates")
         self._bars = shared_fields.new_html("", "nbaccel-bars")
-        group_label = shared_fields.new_html(label_html("Ways to train", is_hidden=True))
-        self._strip = shared_fields.new_box([self._names, group_label, self._bars], "nbaccel-strip")
+        label = shared_fields.new_html(label_html("Ways to train", is_hidden=True))
+        self._strip = shared_fields.new_box([self._names, label, self._bars], "nbaccel-strip")
         self.box = shared_fields.new_box([top, self._strip], "nbaccel-part-3")
 
     def sync(self) -> None:
@@ -110,8 +110,8 @@ class CandidateStrip:
         place = place_text(candidates)
         remark = f"{escape(place)}; click to take one." if place else "click to take one."
         if best is not None:
-            best_name = name_with_precision(best) if self._model.compares_precisions else best.name
-            remark += f" ★ <b>{escape(best_name)}</b>: {escape(best.reason)}."
+            name = name_with_precision(best) if self._model.compares_precisions else best.name
+            remark += f" ★ <b>{escape(name)}</b>: {escape(best.reason)}."
         if not all(candidate.is_estimated for candidate in candidates):
             remark += f" {escape(_SOME_WAIT)}"
         return remark

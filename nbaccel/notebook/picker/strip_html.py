@@ -195,14 +195,14 @@ def _strip_legend(candidates: Sequence[Candidate], hint: str = "") -> str:
 
 
 def _row_html(
-    candidate: Candidate, full_width: int, told_name: str, place_html: str, row_class: str = ""
+    candidate: Candidate, full_width: int, name: str, place_html: str, row_class: str = ""
 ) -> str:
     fits_class = "" if candidate.refusal else _FITS_CLASSES[candidate.fits]
     css_classes = " ".join(filter(None, ("nbaccel-strip-row", row_class, fits_class)))
     bar = device_bar(candidate)
     track_html = '<span class="nbaccel-track"></span>'
     if bar is not None:
-        track_html = _track(bar, full_width, told_name)
+        track_html = _track(bar, full_width, name)
     if candidate.refusal:
         words_html = f'<span class="nbaccel-refused">{escape(candidate.refusal)}</span>'
     else:

@@ -129,14 +129,14 @@ def _json_keys(text: str) -> Iterator[tuple[KeyPath, int]]:
 
 
 def _yaml_keys(text: str) -> Iterator[tuple[KeyPath, int]]:
-    open_sections: list[tuple[int, str]] = []
+    sections: list[tuple[int, str]] = []
     for key_match in _YAML_KEY.finditer(text):
         indentation = len(key_match[1].expandtabs().replace("\n", ""))
-        while open_sections and open_sections[-1][0] >= indentation:
-            open_sections.pop()
-        open_sections.append((indentation, key_match[3]))
+        while sections and sections[-1][0] >= indentation:
+            sections.pop()
+        sections.append((indentation, key_match[3]))
         line = text.count("\n", 0, key_match.start(3)) + 1
-        yield tuple(name for _, name in open_sections), line
+        yield tuple(name for _, name in sections), line
 
 
 def _line_of(mistake: str, lines: dict[KeyPath, int]) -> int | None:

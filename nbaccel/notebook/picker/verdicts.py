@@ -53,9 +53,9 @@ def lacking_text(need: MemoryNeed) -> str:
     return ", ".join(joined_text(short_bars, _lacking_words))
 
 
-def _lacking_words(memory_bar: MemoryBar) -> str:
-    return f"{format_bytes(memory_bar.lacking)} too little"
+def _lacking_words(bar: MemoryBar) -> str:
+    return f"{format_bytes(bar.lacking)} too little"
 
 
-def _share_words(memory_bar: MemoryBar) -> str:
-    return f"{format_bytes(memory_bar.needed)} of {format_bytes(memory_bar.capacity)}"
+def _share_words(bar: MemoryBar) -> str:
+    return f"{format_bytes(bar.needed)} of {format_bytes(bar.capacity)}"

@@ -68,12 +68,12 @@ class ActionsRow:
         self._proposals = ProposalsPanel(shared_fields, self._take)
         self._suggest = shared_fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
         self._undo = shared_fields.new_button("Undo", "nbaccel-undo", self._on_undo)
-        use_widget = shared_fields.new_html(use_html(), "nbaccel-use")
-        copy_section = FoldedSection(
+        widget = shared_fields.new_html(use_html(), "nbaccel-use")
+        section = FoldedSection(
             "Copy as", (), model, shared_fields, self._make_faces, css_class="nbaccel-opens-faces"
         )
         row = shared_fields.new_row(
-            [self._suggest, self._undo, use_widget, copy_section.box], "nbaccel-actions"
+            [self._suggest, self._undo, widget, section.box], "nbaccel-actions"
         )
         self.box = shared_fields.new_box([self._proposals.box, row], "nbaccel-foot")
 
@@ -160,10 +160,10 @@ class PickerView:
     def sync(self) -> None:
         """Show the present state of the model."""
         with self._lock:
-            for setting_field in list(self._all_fields()):
-                setting_field.sync()
-            for folded_section in self._sections:
-                folded_section.sync()
+            for field in list(self._all_fields()):
+                field.sync()
+            for section in self._sections:
+                section.sync()
             for view_part in self._parts:
                 view_part.sync()
             self._tell()

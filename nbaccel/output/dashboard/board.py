@@ -358,18 +358,18 @@ def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
     rank_facts.samples_pace.add(metrics_message.time, metrics_message.samples)
 
 
-def _take_values(rank_facts: RankFacts, metrics_message: Metrics) -> None:
-    rank_facts.metrics = dict(metrics_message.values)
+def _take_values(rank_facts: RankFacts, message: Metrics) -> None:
+    rank_facts.metrics = dict(message.values)
     rank_facts.loss_name = loss_name(rank_facts.metrics) or ""
-    rank_facts.num_left_out = metrics_message.num_left_out
-    rank_facts.left_out = metrics_message.left_out
-    for position, (metric_name, metric_value) in enumerate(metrics_message.values):
+    rank_facts.num_left_out = message.num_left_out
+    rank_facts.left_out = message.left_out
+    for position, (metric_name, metric_value) in enumerate(message.values):
         history = rank_facts.histories.setdefault(metric_name, MetricHistory())
-        if not metrics_message.value_steps:
-            history.add(metric_value, float(metrics_message.steps))
+        if not message.value_steps:
+            history.add(metric_value, float(message.steps))
         # Values that were reported before come with each message: those are no new points.
-        elif (float(metrics_message.value_steps[position]), metric_value) != history.last_point:
-            history.add(metric_value, float(metrics_message.value_steps[position]))
+        elif (float(message.value_steps[position]), metric_value) != history.last_point:
+            history.add(metric_value, float(message.value_steps[position]))
 
 
 def mean_points(

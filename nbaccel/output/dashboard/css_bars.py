@@ -88,10 +88,10 @@ def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Sequence[RankTime
     return f"{sentence}; it {reason} {than_others}." if reason else f"{sentence}."
 
 
-def _reason_of(slowest: SlowestRank, timed_ranks: Sequence[RankTimes]) -> str:
+def _reason_of(slowest: SlowestRank, ranks: Sequence[RankTimes]) -> str:
     """In what it spends more than the others."""
-    own_times = next((times for times in timed_ranks if times.rank == slowest.rank), None)
-    others = [times for times in timed_ranks if times.rank != slowest.rank]
+    own_times = next((times for times in ranks if times.rank == slowest.rank), None)
+    others = [times for times in ranks if times.rank != slowest.rank]
     if own_times is None or not others:
         return ""
     more_data_s = own_times.data_s - statistics.fmean(times.data_s for times in others)

@@ -125,14 +125,11 @@ def _mean_line(rank_points: Sequence[list[tuple[float, float]]]) -> ChartLine | 
         (step, (forward + backward) / 2)
         for (step, _), (forward, backward) in zip(points, both_ways, strict=True)
     ]
-    line_name = "smoothed" if len(rank_points) == 1 else "mean, smoothed"
-    return ChartLine(line_name, smooth_points, "mean")
+    name = "smoothed" if len(rank_points) == 1 else "mean, smoothed"
+    return ChartLine(name, smooth_points, "mean")
 
 
 def _thinned_marks(rank_facts: RankFacts) -> list[tuple[float, str]]:
     """The starts of epochs, so few of them that their names can be read."""
     every = -(-len(rank_facts.epoch_marks) // _MAX_MARKS) or 1
-    return [
-        (step, plain_text(mark_name, _NAME_CHARS))
-        for step, mark_name in rank_facts.epoch_marks[::every]
-    ]
+    return [(step, plain_text(name, _NAME_CHARS)) for step, name in rank_facts.epoch_marks[::every]]

@@ -208,8 +208,8 @@ class Dashboard:
     def _on_choice(self) -> None:
         self._has_news = True
 
-    def _show_in_place(self, board_html: str, output_text: str = "") -> None:
-        display_data = _as_data(board_html, output_text or drawing.live_text(self.board))
+    def _show_in_place(self, html: str, text: str = "") -> None:
+        display_data = _as_data(html, text or drawing.live_text(self.board))
         if self._panel is not None and self._shows_panel:
             display_data[VIEW_MIME] = self._panel.view
         self._place.show(display_data)
@@ -260,8 +260,8 @@ class Dashboard:
             stop_panel.close()
 
 
-def _as_data(board_html: str, output_text: str) -> dict[str, Any]:
-    return {"text/plain": output_text, "text/html": board_html}
+def _as_data(html: str, text: str) -> dict[str, Any]:
+    return {"text/plain": text, "text/html": html}
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +299,10 @@ def _less_and_less() -> Iterator[float]:
     yield from (last_seconds * 2**position for position in itertools.count(1))
 
 
-def _with_prefix(output_text: str) -> str:
-    return "\n".join(f"nbaccel: {told_line}" for told_line in output_text.split("\n"))
+def _with_prefix(text: str) -> str:
+    return "\n".join(f"nbaccel: {line}" for line in text.split("\n"))
 
 
-def _say(told_line: str) -> None:
-    sys.stderr.write(f"{told_line}\n")
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -93,9 +93,9 @@ def summary_parts(
     ]
 
 
-def _waiting_words(run_board: RunBoard) -> list[str]:
+def _waiting_words(board: RunBoard) -> list[str]:
     """`12 % waited for rank 0`, where one rank has held the others up."""
-    slowest = run_board.times.slowest()
+    slowest = board.times.slowest()
     return (
         []
         if slowest is None
@@ -103,26 +103,26 @@ def _waiting_words(run_board: RunBoard) -> list[str]:
     )
 
 
-def _loop_words(run_board: RunBoard) -> list[str]:
+def _loop_words(board: RunBoard) -> list[str]:
     """`epoch 3 of 14, 29.0 s left`, or `epoch 3, 2.0 s left in this epoch`."""
-    words = _epoch_words(run_board)
-    if (left := most_left(run_board.ranks.values(), run_board.now)) is not None:
+    words = _epoch_words(board)
+    if (left := most_left(board.ranks.values(), board.now)) is not None:
         of_words = f" in this {left.of_what}" if left.of_what else ""
         words.append(f"{format_seconds(max(1.0, round(left.seconds)))} left{of_words}")
     return [", ".join(words)] if words else []
 
 
-def _epoch_words(run_board: RunBoard) -> list[str]:
+def _epoch_words(board: RunBoard) -> list[str]:
     """`epoch 3 of 14` and what the loop is called, as far as there is either."""
-    with_loops = [facts for facts in run_board.ranks.values() if facts.epoch or facts.bars]
+    with_loops = [facts for facts in board.ranks.values() if facts.epoch or facts.bars]
     # Often a single rank draws the bar around the loop.
     shown_facts = next(
-        (facts for facts in with_loops if epochs_around(facts, run_board.now) is not None),
-        leading_rank(run_board),
+        (facts for facts in with_loops if epochs_around(facts, board.now) is not None),
+        leading_rank(board),
     )
     if shown_facts is None:
         return []
-    around_words = epoch_of(shown_facts, run_board.now)
+    around_words = epoch_of(shown_facts, board.now)
     if not around_words:
         return [plain_text(shown_facts.loop_label, LABEL_CHARS)] if shown_facts.loop_label else []
     # A name such as "epoch 3" would say it twice.
@@ -173,20 +173,20 @@ def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> 
     return line_parts
 
 
-def _step_words(rank_facts: RankFacts, run_board: RunBoard, is_live: bool) -> str:
+def _step_words(rank_facts: RankFacts, board: RunBoard, is_live: bool) -> str:
     """`step 412`, and of how many, where more were to come."""
-    in_all = steps_in_all(rank_facts, run_board.now)
-    is_cut = is_live or (bool(run_board.ending) and in_all != rank_facts.steps)
+    in_all = steps_in_all(rank_facts, board.now)
+    is_cut = is_live or (bool(board.ending) and in_all != rank_facts.steps)
     of_words = f" of {in_all:,}" if in_all is not None and is_cut else ""
     return f"step {rank_facts.steps:,}{of_words}"
 
 
-def _sample_words(run_board: RunBoard, *, is_live: bool) -> list[str]:
+def _sample_words(board: RunBoard, *, is_live: bool) -> list[str]:
     """Samples per second of all ranks: now, or over the whole run."""
     if is_live:
-        rate = run_board.samples_per_s
+        rate = board.samples_per_s
     else:
-        rates = [rank_facts.samples_pace.overall for rank_facts in run_board.ranks.values()]
+        rates = [rank_facts.samples_pace.overall for rank_facts in board.ranks.values()]
         rate = math.fsum(filter(None, rates))
     return [f"{rate_text(rate)} samples/s"] if rate else []
 
@@ -213,20 +213,18 @@ def leading_rank(run_board: RunBoard) -> RankFacts | None:
     )
 
 
-def _memory_words(run_board: RunBoard) -> list[str]:
-    most_bytes = max(
-        (rank_facts.peak_rss_bytes for rank_facts in run_board.ranks.values()), default=0
-    )
+def _memory_words(board: RunBoard) -> list[str]:
+    most_bytes = max((rank_facts.peak_rss_bytes for rank_facts in board.ranks.values()), default=0)
     if not most_bytes:
         return []
-    rank_memory = " each" if len(run_board.ranks) > 1 else ""
-    on_device = [
+    memory = " each" if len(board.ranks) > 1 else ""
+    device = [
         other_facts.peak_device_bytes
-        for other_facts in run_board.ranks.values()
+        for other_facts in board.ranks.values()
         if other_facts.peak_device_bytes
     ]
-    beside_words = f" (on the device {format_bytes(max(on_device))})" if on_device else ""
-    return [f"up to {format_bytes(most_bytes)}{rank_memory}{beside_words}"]
+    beside_words = f" (on the device {format_bytes(max(device))})" if device else ""
+    return [f"up to {format_bytes(most_bytes)}{memory}{beside_words}"]
 
 
 def left_out_sentence(run_board: RunBoard) -> str:
@@ -239,13 +237,11 @@ def left_out_sentence(run_board: RunBoard) -> str:
     if most is None or not most.num_left_out:
         return ""
     names = [plain_text(name, LABEL_CHARS) for name in most.left_out]
-    more_words = ["…"] if most.num_left_out > len(names) else []
+    words = ["…"] if most.num_left_out > len(names) else []
     subject = (
         "1 more metric is" if most.num_left_out == 1 else f"{most.num_left_out:,} more metrics are"
     )
-    return (
-        f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names + more_words)}"
-    )
+    return f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names + words)}"
 
 
 # ------------------------------------------------------------------------- text
@@ -257,16 +253,16 @@ def live_text(run_board: RunBoard) -> str:
     Args:
         run_board: The facts.
     """
-    activity_groups: dict[str, list[RankFacts]] = {}
+    groups: dict[str, list[RankFacts]] = {}
     for rank_facts in run_board.ranks.values():
         if not rank_facts.state:
             # It has not been looked at yet.
             continue
-        activity_groups.setdefault(rank_facts.doing or rank_facts.state, []).append(rank_facts)
+        groups.setdefault(rank_facts.doing or rank_facts.state, []).append(rank_facts)
     text_lines = [
         f"[{number_ranges([rank_facts.rank for rank_facts in group_facts])}] {activity_words} · "
         f"{_progress_words(group_facts)}{_held_words(group_facts, run_board)}"
-        for activity_words, group_facts in activity_groups.items()
+        for activity_words, group_facts in groups.items()
     ]
     if len(text_lines) > MOST_ROWS:
         text_lines = [*text_lines[:MOST_ROWS], f"… and {len(text_lines) - MOST_ROWS} more"]
@@ -285,10 +281,10 @@ class ShownProgress:
 
     def __str__(self) -> str:
         """`epoch 3, 63 % (412 of 650)`."""
-        label_words = f"{self.label}, " if self.label else ""
+        words = f"{self.label}, " if self.label else ""
         if self.fraction is None:
-            return f"{label_words}{self.done}"
-        return f"{label_words}{self.fraction:.0%} ({self.done})".replace("%", " %")
+            return f"{words}{self.done}"
+        return f"{words}{self.fraction:.0%} ({self.done})".replace("%", " %")
 
 
 def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
@@ -324,34 +320,34 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
 
 def _own_loop_label(rank_facts: RankFacts) -> str:
     """`epoch 3 of 14`, or what the loop is called."""
-    around_words = epoch_of(rank_facts, rank_facts.received_at) if not rank_facts.loop_name else ""
-    return around_words or plain_text(rank_facts.loop_label, LABEL_CHARS)
+    words = epoch_of(rank_facts, rank_facts.received_at) if not rank_facts.loop_name else ""
+    return words or plain_text(rank_facts.loop_label, LABEL_CHARS)
 
 
-def _progress_words(shown_ranks: Sequence[RankFacts]) -> str:
+def _progress_words(ranks: Sequence[RankFacts]) -> str:
     """`epoch 3, 63 % (412 of 650) · `, of the rank that is least far; empty for no loop."""
-    rank_loops = [found for rank_facts in shown_ranks if (found := progress_of(rank_facts))]
+    rank_loops = [found for rank_facts in ranks if (found := progress_of(rank_facts))]
     if not rank_loops:
         return ""
     least_far = min(rank_loops, key=lambda loops: loops[0].fraction or 0.0)
     return "".join(f"{loop} · " for loop in least_far)
 
 
-def _held_words(shown_ranks: Sequence[RankFacts], run_board: RunBoard) -> str:
+def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:
     """`1.0 GiB`, or from least to most: `0.9 GiB to 1.2 GiB`; the device's behind it."""
-    memory_words = memory_range([rank_facts.rss_bytes for rank_facts in shown_ranks])
-    if run_board.host_total_bytes:
-        memory_words += f" of {format_bytes(run_board.host_total_bytes)}"
-    on_device = [
-        rank_facts.device_bytes for rank_facts in shown_ranks if rank_facts.device_bytes is not None
+    memory_words = memory_range([rank_facts.rss_bytes for rank_facts in ranks])
+    if board.host_total_bytes:
+        memory_words += f" of {format_bytes(board.host_total_bytes)}"
+    device = [
+        rank_facts.device_bytes for rank_facts in ranks if rank_facts.device_bytes is not None
     ]
-    if not on_device:
+    if not device:
         return memory_words
     device_totals = [
-        rank_facts.device_total_bytes for rank_facts in shown_ranks if rank_facts.device_total_bytes
+        rank_facts.device_total_bytes for rank_facts in ranks if rank_facts.device_total_bytes
     ]
     total_words = f" of {memory_range(device_totals)}" if device_totals else ""
-    return f"{memory_words}, on the device {memory_range(on_device)}{total_words}"
+    return f"{memory_words}, on the device {memory_range(device)}{total_words}"
 
 
 def memory_range(memory_sizes: Sequence[int]) -> str:

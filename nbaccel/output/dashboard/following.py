@@ -211,16 +211,16 @@ class DashboardUpdater:
                 or watched_call.console.has_bars
                 or any(ending_words.values())
             )
-            rank_rows = self._rows(watched_call) if is_wanted else ()
-            self._dashboard.finish(rank_rows, **ending_words)
+            rows = self._rows(watched_call) if is_wanted else ()
+            self._dashboard.finish(rows, **ending_words)
         finally:
             self._watched = None
             if self._scales is not None:
                 self._scales.close()
 
-    def _say(self, notice_text: str) -> None:
+    def _say(self, text: str) -> None:
         if self._watched is not None:
-            self._watched.notice(notice_text)
+            self._watched.notice(text)
 
     def _interrupt(self) -> None:
         watched_call = self._watched
@@ -239,14 +239,14 @@ def state_of(member: WorkerHandle) -> str:
     return "stopped" if member.record is None or member.record.was_stopped else "failed"
 
 
-def _note_totals(run_board: RunBoard, memory_device: Device, inventory: Inventory) -> None:
+def _note_totals(board: RunBoard, device: Device, inventory: Inventory) -> None:
     """Note how much memory there is, on the host and on each rank's device."""
-    run_board.host_total_bytes = inventory.host_total_bytes or None
-    device_units = memory_device.units(inventory)
-    for worker_rank, rank_facts in run_board.ranks.items():
+    board.host_total_bytes = inventory.host_total_bytes or None
+    device_units = device.units(inventory)
+    for rank, rank_facts in board.ranks.items():
         if device_units:
             # Workers beyond the number of devices share them in turn.
-            device_unit = device_units[worker_rank % len(device_units)]
+            device_unit = device_units[rank % len(device_units)]
             rank_facts.device_total_bytes = device_unit.total_bytes or None
 
 
@@ -374,6 +374,6 @@ def _take_answer(member: WorkerHandle) -> str:
     """What it was doing; nothing after a crash, whose dump belongs to the report of its death."""
     if not member.stack_text or member.has_crashed:
         return ""
-    stack_text = member.stack
+    text = member.stack
     member.forget_stack()
-    return str(RankActivity.of_stack(stack_text)) if stack_text else ""
+    return str(RankActivity.of_stack(text)) if text else ""

@@ -95,13 +95,13 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
         run_board: The facts.
         by_hand: Whether to say how it is stopped, because no button does.
     """
-    metric_names = run_board.metric_names()
+    names = run_board.metric_names()
     parts = [
         headline_html(run_board),
         ranks_html(run_board),
         time_html(run_board),
-        _chart_html(run_board, metric_names[:1]),
-        _small_charts(run_board, metric_names[1:], _MAX_SMALL_CHARTS),
+        _chart_html(run_board, names[:1]),
+        _small_charts(run_board, names[1:], _MAX_SMALL_CHARTS),
         left_out_html(run_board),
         _folded("newest lines", lines_html(run_board)) if is_long(run_board) else "",
         library_html(run_board),
@@ -160,11 +160,11 @@ def headline_html(run_board: RunBoard) -> str:
     return f"<div>{_headline_text(run_board, is_live=True)}</div>"
 
 
-def _headline_text(run_board: RunBoard, *, is_live: bool) -> str:
+def _headline_text(board: RunBoard, *, is_live: bool) -> str:
     # The chart and the rows tell of the rest.
-    parts = summary_parts(run_board, with_memory=not is_live, is_live=is_live)
-    ranks_words = count_noun(len(run_board.ranks), "rank")
-    return f"<b>{ranks_words}</b> · {html.escape(' · '.join(parts))}"
+    parts = summary_parts(board, with_memory=not is_live, is_live=is_live)
+    words = count_noun(len(board.ranks), "rank")
+    return f"<b>{words}</b> · {html.escape(' · '.join(parts))}"
 
 
 def ranks_html(run_board: RunBoard, *, with_metrics: bool = True) -> str:
@@ -187,18 +187,18 @@ def time_html(run_board: RunBoard) -> str:
     return mean_time_html(run_board.times.by_rank())
 
 
-def _rank_times_html(run_board: RunBoard) -> str:
+def _rank_times_html(board: RunBoard) -> str:
     """What each rank has spent its time on, and who has held the others up."""
-    timed_ranks = run_board.times.by_rank()
-    if len(timed_ranks) < 2:
-        return mean_time_html(timed_ranks)
-    slowest = run_board.times.slowest()
-    sentence = slowest_sentence(slowest, timed_ranks) if slowest is not None else ""
-    return f"<div>{html.escape(sentence)}</div>{rank_bars_html(timed_ranks, has_percents=True)}"
+    ranks = board.times.by_rank()
+    if len(ranks) < 2:
+        return mean_time_html(ranks)
+    slowest = board.times.slowest()
+    sentence = slowest_sentence(slowest, ranks) if slowest is not None else ""
+    return f"<div>{html.escape(sentence)}</div>{rank_bars_html(ranks, has_percents=True)}"
 
 
-def _warnings_html(run_board: RunBoard) -> str:
-    by_text = run_board.warnings.by_text
+def _warnings_html(board: RunBoard) -> str:
+    by_text = board.warnings.by_text
     items = "".join(
         f"<li>{html.escape(text)} ({count_noun(seen.count, 'time')}, rank "
         f"{number_ranges(seen.ranks)})</li>"
@@ -207,8 +207,8 @@ def _warnings_html(run_board: RunBoard) -> str:
     return _folded(count_noun(len(by_text), "warning"), f"<ul>{items}</ul>") if items else ""
 
 
-def _plan_html(run_board: RunBoard) -> str:
-    plan = run_board.plan
+def _plan_html(board: RunBoard) -> str:
+    plan = board.plan
     return "" if plan is None else _folded("plan", _lines_block(plan.explain(), scrolls=False))
 
 
@@ -220,10 +220,8 @@ def library_html(run_board: RunBoard) -> str:
     """
     if not run_board.library_messages:
         return ""
-    message_words = count_noun(run_board.num_library_messages, "message")
-    return _folded(
-        f"{message_words} of libraries", _lines_block("\n".join(run_board.library_messages))
-    )
+    words = count_noun(run_board.num_library_messages, "message")
+    return _folded(f"{words} of libraries", _lines_block("\n".join(run_board.library_messages)))
 
 
 def left_out_html(run_board: RunBoard) -> str:
@@ -252,12 +250,12 @@ def lines_html(run_board: RunBoard, shown_rank: int | None = None) -> str:
     )
 
 
-def _recent_lines(run_board: RunBoard, shown_rank: int | None) -> list[RecentLine]:
-    if shown_rank is not None:
-        return run_board.recent_lines.get(shown_rank, [])
+def _recent_lines(board: RunBoard, rank: int | None) -> list[RecentLine]:
+    if rank is not None:
+        return board.recent_lines.get(rank, [])
     by_number = {
         recent_line.number: recent_line
-        for rank_lines in run_board.recent_lines.values()
+        for rank_lines in board.recent_lines.values()
         for recent_line in rank_lines
     }
     return [by_number[number] for number in sorted(by_number)]
@@ -272,22 +270,22 @@ def _lines_text(recent_lines: Iterable[RecentLine], *, with_ranks: bool) -> str:
     )
 
 
-def _saved_lines(run_board: RunBoard) -> Iterable[str]:
+def _saved_lines(board: RunBoard) -> Iterable[str]:
     """The last lines of each rank, folded away; all that was printed stands below."""
-    for worker_rank, rank_lines in sorted(run_board.recent_lines.items()):
+    for rank, rank_lines in sorted(board.recent_lines.items()):
         if rank_lines:
             saved_text = _lines_text(rank_lines[-_SAVED_LINES:], with_ranks=False)
-            yield _folded(f"last lines of rank {worker_rank}", _lines_block(saved_text))
+            yield _folded(f"last lines of rank {rank}", _lines_block(saved_text))
 
 
 def _lines_block(block_text: str, *, scrolls: bool = True) -> str:
     # Front ends let a `<pre>` scroll by itself, and would show the start of it.
-    block_style = _SCROLLED_STYLE if scrolls else "flex:none;overflow:visible"
+    style = _SCROLLED_STYLE if scrolls else "flex:none;overflow:visible"
     text = "\n".join(
         plain_text(line_text, LINE_CHARS * 4, keeps_start=True)
         for line_text in block_text.split("\n")
     )
-    return f'<pre style="{_LINES_STYLE};{block_style}">{html.escape(text)}</pre>'
+    return f'<pre style="{_LINES_STYLE};{style}">{html.escape(text)}</pre>'
 
 
 def _folded(title: str, content_html: str) -> str:
@@ -297,11 +295,11 @@ def _folded(title: str, content_html: str) -> str:
     )
 
 
-def _chart_html(run_board: RunBoard, metric_names: Sequence[str], *, as_image: bool = False) -> str:
+def _chart_html(board: RunBoard, metric_names: Sequence[str], *, as_image: bool = False) -> str:
     charts = [
         (metric_name, chart)
         for metric_name in metric_names
-        if (chart := metric_chart(run_board, metric_name, as_image=as_image))
+        if (chart := metric_chart(board, metric_name, as_image=as_image))
     ]
     return "".join(
         f'<div style="margin-top:0.3em"><span style="{_QUIET_STYLE}">'
@@ -311,29 +309,29 @@ def _chart_html(run_board: RunBoard, metric_names: Sequence[str], *, as_image: b
 
 
 def _small_charts(
-    run_board: RunBoard, metric_names: Sequence[str], max_charts: int, *, as_image: bool = False
+    board: RunBoard, metric_names: Sequence[str], max_charts: int, *, as_image: bool = False
 ) -> str:
     charts = [
-        f'<div style="display:inline-block;margin-right:1em">{_metric_label(run_board, name)}<br>'
+        f'<div style="display:inline-block;margin-right:1em">{_metric_label(board, name)}<br>'
         f"{chart}</div>"
         for name in metric_names[:max_charts]
-        if (chart := metric_chart(run_board, name, is_small=True, as_image=as_image))
+        if (chart := metric_chart(board, name, is_small=True, as_image=as_image))
     ]
     if not charts:
         return ""
     return _folded(f"{count_noun(len(charts), 'other metric')}", f"<div>{''.join(charts)}</div>")
 
 
-def _metric_label(run_board: RunBoard, metric_name: str) -> str:
+def _metric_label(board: RunBoard, name: str) -> str:
     latest = next(
         (
             history.last
-            for rank_facts in run_board.ranks.values()
-            if (history := rank_facts.histories.get(metric_name)) is not None
+            for rank_facts in board.ranks.values()
+            if (history := rank_facts.histories.get(name)) is not None
         ),
         None,
     )
-    label_text = f"{plain_text(metric_name, LINE_CHARS)} {number_text(latest)}"
+    label_text = f"{plain_text(name, LINE_CHARS)} {number_text(latest)}"
     return f'<span style="{_QUIET_STYLE}">{html.escape(label_text)}</span>'
 
 
@@ -383,9 +381,9 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
     )
 
 
-def _shown_ranks(run_board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
+def _shown_ranks(board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
     """The ranks that get a row, and those that share the last one: the worst are shown first."""
-    ranks = list(run_board.ranks.values())
+    ranks = list(board.ranks.values())
     if len(ranks) <= MOST_ROWS:
         return ranks, []
     by_need = sorted(ranks, key=_attention_need)
@@ -403,10 +401,10 @@ def _attention_need(rank_facts: RankFacts) -> tuple[int, float, int]:
     return rank_place, math.inf if rank_facts.steps is None else rank_facts.steps, rank_facts.rank
 
 
-def _rest_words(shown_ranks: Sequence[RankFacts]) -> str:
-    rest_states = sorted({rank_facts.state for rank_facts in shown_ranks})
-    rest_steps = [rank_facts.steps for rank_facts in shown_ranks if rank_facts.steps is not None]
-    line_parts = [f"and {count_noun(len(shown_ranks), 'more rank')}: {', '.join(rest_states)}"]
+def _rest_words(ranks: Sequence[RankFacts]) -> str:
+    states = sorted({rank_facts.state for rank_facts in ranks})
+    rest_steps = [rank_facts.steps for rank_facts in ranks if rank_facts.steps is not None]
+    line_parts = [f"and {count_noun(len(ranks), 'more rank')}: {', '.join(states)}"]
     if rest_steps:
         least_step = min(rest_steps)
         most_steps = max(rest_steps)
@@ -415,18 +413,18 @@ def _rest_words(shown_ranks: Sequence[RankFacts]) -> str:
             if least_step == most_steps
             else f"steps {least_step:,} to {most_steps:,}"
         )
-    line_parts.append(memory_range([rank_facts.rss_bytes for rank_facts in shown_ranks]))
+    line_parts.append(memory_range([rank_facts.rss_bytes for rank_facts in ranks]))
     return " · ".join(line_parts)
 
 
 # ------------------------------------------------------------------------- columns
 
 
-def _state_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _state_cell(rank_facts: RankFacts, board: RunBoard) -> str:
     """`training`, or `waiting in all_reduce, 12.0 s` with the line of code below it."""
     activity, _, code_place = rank_facts.doing.partition(" (")
     state_words = plain_text(rank_facts.phase or activity or rank_facts.state, LINE_CHARS)
-    for_seconds = _for_how_long(rank_facts, run_board)
+    for_seconds = _for_how_long(rank_facts, board)
     state_html = html.escape(f"{state_words}, {for_seconds}" if for_seconds else state_words)
     if not code_place:
         return state_html
@@ -436,18 +434,18 @@ def _state_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
     )
 
 
-def _last_state(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _last_state(rank_facts: RankFacts, board: RunBoard) -> str:
     return html.escape(plain_text(rank_facts.phase or rank_facts.state, LINE_CHARS))
 
 
-def _for_how_long(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _for_how_long(rank_facts: RankFacts, board: RunBoard) -> str:
     """Empty where that is the whole run, whose length the first line has."""
-    if rank_facts.since < run_board.began + _SAME_S:
+    if rank_facts.since < board.began + _SAME_S:
         return ""
-    return format_seconds(max(0.0, run_board.now - rank_facts.since))
+    return format_seconds(max(0.0, board.now - rank_facts.since))
 
 
-def _progress_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _progress_cell(rank_facts: RankFacts, board: RunBoard) -> str:
     return "<br>".join(map(_progress_html, progress_of(rank_facts)))
 
 
@@ -463,75 +461,75 @@ def _progress_html(loop: ShownProgress) -> str:
     )
 
 
-def _live_steps(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _live_steps(rank_facts: RankFacts, board: RunBoard) -> str:
     """Where a loop shows how far a rank is, the first line's step is enough."""
-    return "" if progress_of(rank_facts) else _step_cell(rank_facts, run_board)
+    return "" if progress_of(rank_facts) else _step_cell(rank_facts, board)
 
 
-def _step_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _step_cell(rank_facts: RankFacts, board: RunBoard) -> str:
     return f"{rank_facts.steps:,}" if rank_facts.steps else ""
 
 
-def _speed_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    step_rate = rank_facts.pace.recent(run_board.now)
+def _speed_cell(rank_facts: RankFacts, board: RunBoard) -> str:
+    step_rate = rank_facts.pace.recent(board.now)
     return "" if step_rate is None else rate_text(step_rate)
 
 
-def _mean_speed(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _mean_speed(rank_facts: RankFacts, board: RunBoard) -> str:
     step_rate = rank_facts.pace.overall
     return "" if step_rate is None else rate_text(step_rate)
 
 
-def _samples_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    sample_rate = rank_facts.samples_pace.recent(run_board.now)
+def _samples_cell(rank_facts: RankFacts, board: RunBoard) -> str:
+    sample_rate = rank_facts.samples_pace.recent(board.now)
     return "" if sample_rate is None or not rank_facts.samples else rate_text(sample_rate)
 
 
-def _mean_samples(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _mean_samples(rank_facts: RankFacts, board: RunBoard) -> str:
     sample_rate = rank_facts.samples_pace.overall
     return "" if sample_rate is None or not rank_facts.samples else rate_text(sample_rate)
 
 
-def _loss_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _loss_cell(rank_facts: RankFacts, board: RunBoard) -> str:
     last_value = rank_facts.loss.last
     if last_value is None:
         return ""
-    return _loss_label(rank_facts, run_board) + number_text(last_value)
+    return _loss_label(rank_facts, board) + number_text(last_value)
 
 
-def _loss_from_to(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _loss_from_to(rank_facts: RankFacts, board: RunBoard) -> str:
     first_value = rank_facts.loss.first
     last_value = rank_facts.loss.last
     if first_value is None or last_value is None:
         return ""
     values = f"{number_text(first_value)} → {number_text(last_value)}"
-    return _loss_label(rank_facts, run_board) + values
+    return _loss_label(rank_facts, board) + values
 
 
-def _title(table_column: _TableColumn, run_board: RunBoard) -> str:
+def _title(column: _TableColumn, board: RunBoard) -> str:
     """The name of a column; that of the loss is the metric's, where all ranks log the same."""
-    if table_column.name != _LOSS_COLUMN:
-        return table_column.name
-    return plain_text(_common_loss_name(run_board), LABEL_CHARS) or _LOSS_COLUMN
+    if column.name != _LOSS_COLUMN:
+        return column.name
+    return plain_text(_common_loss_name(board), LABEL_CHARS) or _LOSS_COLUMN
 
 
-def _common_loss_name(run_board: RunBoard) -> str:
+def _common_loss_name(board: RunBoard) -> str:
     """Empty where ranks log different metrics."""
-    loss_names = {rank_facts.loss_name for rank_facts in run_board.ranks.values()} - {""}
+    loss_names = {rank_facts.loss_name for rank_facts in board.ranks.values()} - {""}
     return loss_names.pop() if len(loss_names) == 1 else ""
 
 
-def _loss_label(rank_facts: RankFacts, run_board: RunBoard) -> str:
-    if _common_loss_name(run_board):
+def _loss_label(rank_facts: RankFacts, board: RunBoard) -> str:
+    if _common_loss_name(board):
         return ""
     return html.escape(f"{plain_text(rank_facts.loss_name, 24)} ")
 
 
-def _other_metrics(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _other_metrics(rank_facts: RankFacts, board: RunBoard) -> str:
     other_metrics = [
-        f"{metric_name} {number_text(metric_value)}"
-        for metric_name, metric_value in rank_facts.metrics.items()
-        if metric_name != rank_facts.loss_name
+        f"{name} {number_text(value)}"
+        for name, value in rank_facts.metrics.items()
+        if name != rank_facts.loss_name
     ]
     return html.escape(plain_text(", ".join(other_metrics[:3]), LINE_CHARS))
 
@@ -544,29 +542,29 @@ def _of_total(held_bytes: int, total_bytes: int | None) -> str:
     return f'{text}<br><span style="{_QUIET_STYLE}">{of_words}</span>'
 
 
-def _memory_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _memory_cell(rank_facts: RankFacts, board: RunBoard) -> str:
     if not rank_facts.rss_bytes:
         return ""
-    return _of_total(rank_facts.rss_bytes, run_board.host_total_bytes)
+    return _of_total(rank_facts.rss_bytes, board.host_total_bytes)
 
 
-def _peak_rss(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _peak_rss(rank_facts: RankFacts, board: RunBoard) -> str:
     return format_bytes(rank_facts.peak_rss_bytes) if rank_facts.peak_rss_bytes else ""
 
 
-def _device_cell(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _device_cell(rank_facts: RankFacts, board: RunBoard) -> str:
     if rank_facts.device_bytes is None:
         return ""
     return _of_total(rank_facts.device_bytes, rank_facts.device_total_bytes)
 
 
-def _peak_device(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _peak_device(rank_facts: RankFacts, board: RunBoard) -> str:
     if rank_facts.peak_device_bytes is None:
         return ""
     return _of_total(rank_facts.peak_device_bytes, rank_facts.device_total_bytes)
 
 
-def _last_line(rank_facts: RankFacts, run_board: RunBoard) -> str:
+def _last_line(rank_facts: RankFacts, board: RunBoard) -> str:
     return html.escape(plain_text(rank_facts.last_line, LINE_CHARS))
 
 

@@ -252,8 +252,8 @@ class RunPanel:
 
 
 def _running_kernel() -> Any:
-    ipython_module = sys.modules.get("IPython")
-    running_shell = ipython_module.get_ipython() if ipython_module is not None else None
+    module = sys.modules.get("IPython")
+    running_shell = module.get_ipython() if module is not None else None
     return getattr(running_shell, "kernel", None)
 
 

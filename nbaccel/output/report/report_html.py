@@ -122,19 +122,19 @@ def _soft(text: str) -> str:
 
 
 def _time_section(facts: RunFacts) -> str:
-    timed_ranks = facts.timed_ranks
-    if not timed_ranks:
+    ranks = facts.timed_ranks
+    if not ranks:
         return _section("Time", f"<div>{_soft('No loop over batches was seen.')}</div>")
-    sentence = slowest_sentence(facts.slowest, timed_ranks) if len(timed_ranks) > 1 else ""
-    left_out = starting_sentence(timed_ranks)
+    sentence = slowest_sentence(facts.slowest, ranks) if len(ranks) > 1 else ""
+    left_out = starting_sentence(ranks)
     return _section(
         "Time by rank",
-        f"<div>{html.escape(sentence)}</div>{rank_bars_html(timed_ranks)}{_time_table(timed_ranks)}"
+        f"<div>{html.escape(sentence)}</div>{rank_bars_html(ranks)}{_time_table(ranks)}"
         + (f"<div>{_soft(left_out)}</div>" if left_out else ""),
     )
 
 
-def _time_table(timed_ranks: Sequence[RankTimes]) -> str:
+def _time_table(ranks: Sequence[RankTimes]) -> str:
     rows = [["rank", *TIME_KINDS.values(), "together"]]
     rows += [
         [
@@ -146,7 +146,7 @@ def _time_table(timed_ranks: Sequence[RankTimes]) -> str:
             ),
             spent_s(times.steady_s),
         ]
-        for times in timed_ranks
+        for times in ranks
     ]
     return _html_table(rows)
 

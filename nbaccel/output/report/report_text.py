@@ -125,9 +125,9 @@ def report_lines(facts: RunFacts) -> list[str]:
     return lines
 
 
-def _time_rows(timed_ranks: Sequence[RankTimes]) -> list[list[str]]:
+def _time_rows(ranks: Sequence[RankTimes]) -> list[list[str]]:
     rows = [["rank", "", *TIME_KINDS.values()]]
-    for times in timed_ranks:
+    for times in ranks:
         seconds = {kind: part_of_time(times, kind) for kind in TIME_KINDS}
         cells = [percent_of(part_s, times.steady_s) for part_s in seconds.values()]
         rows.append([str(times.rank), _text_bar(seconds, times.steady_s), *cells])

@@ -78,8 +78,8 @@ class AmaxHistory:
         self.amaxes.zero_()
 
     def _compute_scales(self) -> None:
-        latest_row = self._history[(self._step - 1) % self._history.shape[0]]
-        deciding = latest_row if self._takes_latest else self._history.amax(dim=0)
+        row = self._history[(self._step - 1) % self._history.shape[0]]
+        deciding = row if self._takes_latest else self._history.amax(dim=0)
         for kind, number_format in enumerate(self._formats):
             new_scales = power_of_two_scale(deciding[kind], number_format, self._margin)
             # A layer that did not take part keeps its scale.

@@ -70,8 +70,8 @@ class ScaledAdam(Optimizer):
         decoupled = given.defaults.get("decoupled_weight_decay", isinstance(given, AdamW))
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", decoupled)
-        for parameter, parameter_state in given.state.items():
-            self.state[parameter] = self._stored_state(parameter, parameter_state)
+        for parameter, state in given.state.items():
+            self.state[parameter] = self._stored_state(parameter, state)
         given.state.clear()
         if self._owners:
             self._make_masters(first_values or {})
@@ -316,15 +316,15 @@ def _from_bytes(name: str, value: Any) -> Any:
 
 
 def _check(given: Optimizer) -> None:
-    class_name = type(given).__name__
+    name = type(given).__name__
     if not isinstance(given, (Adam, AdamW)):
         raise ConfigError(
             f"MS-AMP's levels O2 and O3 keep Adam's moments in 8 and 16 bits, and this optimizer "
-            f"is {class_name}: what it keeps is unknown. Give torch.optim.AdamW or Adam, or "
+            f"is {name}: what it keeps is unknown. Give torch.optim.AdamW or Adam, or "
             'opt_level="O1", which keeps any optimizer.'
         )
     if any(group.get("amsgrad") for group in given.param_groups):
         raise ConfigError(
-            f"{class_name}(amsgrad=True) keeps a third moment, which MS-AMP's levels O2 and O3 do "
+            f"{name}(amsgrad=True) keeps a third moment, which MS-AMP's levels O2 and O3 do "
             'not have. Leave amsgrad out, or give opt_level="O1".'
         )

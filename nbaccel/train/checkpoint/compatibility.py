@@ -140,9 +140,9 @@ def named_as_in(model: nn.Module, saved_weights: Mapping[str, Any]) -> dict[str,
 def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
     """Shapes by name; None where any fits."""
     shapes_by_name = {
-        _uncompiled_name(tensor_name): None if is_lazy(tensor_value) else tuple(tensor_value.shape)
-        for tensor_name, tensor_value in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor_value, torch.Tensor)
+        _uncompiled_name(tensor_name): None if is_lazy(value) else tuple(value.shape)
+        for tensor_name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
     }
     for tensor_name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "ds_shape"):  # ZeRO-3 has a placeholder there
@@ -194,34 +194,32 @@ def optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
 
 
 def _state_shapes(
-    state_entries: Mapping[Any, Any],
+    entries: Mapping[Any, Any],
 ) -> Iterator[tuple[Any, dict[str, tuple[int, ...]]]]:
-    for parameter_number, parameter_state in state_entries.items():
+    for number, state in entries.items():
         yield (
-            parameter_number,
+            number,
             {
-                state_name: tuple(state_value.shape)
-                for state_name, state_value in parameter_state.items()
-                if state_name in _PARAMETER_SHAPED_STATE and isinstance(state_value, torch.Tensor)
+                name: tuple(value.shape)
+                for name, value in state.items()
+                if name in _PARAMETER_SHAPED_STATE and isinstance(value, torch.Tensor)
             },
         )
 
 
 def _shape_problem(
-    optimizer: Optimizer, saved_state: Mapping[str, Any], saved_shapes: Mapping[Any, _ShapesByName]
+    optimizer: Optimizer, state: Mapping[str, Any], saved_shapes: Mapping[Any, _ShapesByName]
 ) -> str:
-    parameter_numbers = [
-        number for param_group in saved_state["param_groups"] for number in param_group["params"]
-    ]
-    parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+    parameter_numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The state of other optimizers may have any shape (Adafactor's is factored).
     if not type(optimizer).__module__.startswith("torch.optim"):
         return ""
     for number, parameter in zip(parameter_numbers, parameters, strict=True):
-        for state_name, saved_shape in saved_shapes.get(number, {}).items():
+        for name, saved_shape in saved_shapes.get(number, {}).items():
             if saved_shape != tuple(parameter.shape):
                 return (
-                    f"is of another model: its {state_name} of parameter {number} has shape "
+                    f"is of another model: its {name} of parameter {number} has shape "
                     f"{list(saved_shape)}, and the parameter has {list(parameter.shape)}"
                 )
     return ""
@@ -323,10 +321,10 @@ class CheckpointSources:
         # Shared out, because reading everything on every process would multiply the time.
         shared_out = common_files[place.local_rank :: place.local_world_size]
         return [
-            problem_text
+            text
             # A set, because process 0's random states are among both.
             for path in {*files, *shared_out}
-            if (problem_text := self._file_problem(path))
+            if (text := self._file_problem(path))
         ]
 
     def _common_files(self) -> list[Path]:
@@ -349,20 +347,16 @@ class CheckpointSources:
     def _files_inside(self, folder: Path) -> Iterable[Path]:
         """The files of shards: those that exist, and those of the manifest."""
         yield from (path for path in folder.rglob("*") if path.is_file())
-        folder_prefix = folder.relative_to(self.folder).as_posix() + "/"
-        yield from (
-            self.folder / file_name
-            for file_name in self.recorded
-            if file_name.startswith(folder_prefix)
-        )
+        prefix = folder.relative_to(self.folder).as_posix() + "/"
+        yield from (self.folder / name for name in self.recorded if name.startswith(prefix))
 
     def _file_problem(self, path: Path) -> str:
-        file_name = path.relative_to(self.folder).as_posix()
-        problem_text = file_problem(path, self.recorded.get(file_name))
-        if not problem_text:
+        name = path.relative_to(self.folder).as_posix()
+        text = file_problem(path, self.recorded.get(name))
+        if not text:
             return ""
         return (
-            f"{path} {problem_text}. Nothing has been loaded. Load another checkpoint, or copy "
+            f"{path} {text}. Nothing has been loaded. Load another checkpoint, or copy "
             "the file again from where it was saved."
         )
 
@@ -437,10 +431,8 @@ class _SourceFinder:
         name = next(names, None)
         return None if name is None else self._folder / name
 
-    def _numbered_files(self, base_name: str, count: int) -> tuple[Path, ...]:
-        return tuple(
-            self._folder / layout.numbered_name(base_name, number) for number in range(count)
-        )
+    def _numbered_files(self, name: str, count: int) -> tuple[Path, ...]:
+        return tuple(self._folder / layout.numbered_name(name, number) for number in range(count))
 
     def _sharded_models(self) -> dict[int, SourceShards]:
         sharder = self._parts.sharder
@@ -476,7 +468,7 @@ class _SourceFinder:
         shard_folders: dict[int, SourceShards] = {}
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
             shard_folder = self._folder / layout.OPTIMIZER_SHARDS.format(number)
-            file_name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
+            name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
             if model is not None and self._parts.sharder is not None and shard_folder.is_dir():
                 shard_folders[number] = SourceShards(
                     model=model,
@@ -486,8 +478,8 @@ class _SourceFinder:
                 )
             # Without a model the optimizer cannot be in shards: its file is listed even if it is
             # missing.
-            elif model is None or self._existing_file(file_name) is not None:
-                optimizer_files[number] = self._folder / file_name
+            elif model is None or self._existing_file(name) is not None:
+                optimizer_files[number] = self._folder / name
         return optimizer_files, shard_folders
 
     def _left_out_of(self, model: nn.Module | None) -> frozenset[str]:

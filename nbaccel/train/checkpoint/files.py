@@ -85,11 +85,11 @@ def _why_unreadable(path: Path, error: Exception) -> str:
             "torch.serialization.add_safe_globals allows this class, and load_state(..., "
             "load_kwargs={'weights_only': False}) all."
         )
-    torch_reason = str(error).partition("\n")[0][:200] or "it ends too early"
-    if "weights_only" in torch_reason:
-        torch_reason = "it is no pickle of plain data"
+    reason = str(error).partition("\n")[0][:200] or "it ends too early"
+    if "weights_only" in reason:
+        reason = "it is no pickle of plain data"
     return (
-        f"{path} cannot be read ({type(error).__name__}: {torch_reason}): it is truncated, "
+        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, "
         "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
         "copy the file again from where it was saved."
     )
@@ -196,9 +196,7 @@ def _save_to_stream(obj: Any, stream: IO[bytes], safe_serialization: bool) -> No
     from safetensors.torch import save as to_bytes
 
     # safetensors refuses tensors that are not contiguous.
-    stream.write(
-        to_bytes({tensor_name: tensor.contiguous() for tensor_name, tensor in obj.items()})
-    )
+    stream.write(to_bytes({name: tensor.contiguous() for name, tensor in obj.items()}))
 
 
 def save_model(

@@ -133,11 +133,11 @@ def _checkpoint_files(folder: Path) -> Iterator[Path]:
             )
 
 
-def _manifest_entry(file_path: Path) -> dict[str, int | str]:
-    size_entry: dict[str, int | str] = {"bytes": file_path.stat().st_size}
+def _manifest_entry(path: Path) -> dict[str, int | str]:
+    size_entry: dict[str, int | str] = {"bytes": path.stat().st_size}
     # Archives have a CRC per record, so a hash would read all weights once more for nothing.
-    has_own_checksum = is_archive(file_path) or file_path.suffix == ".distcp"
-    return size_entry if has_own_checksum else {**size_entry, "xxh3": digest(file_path)}
+    has_own_checksum = is_archive(path) or path.suffix == ".distcp"
+    return size_entry if has_own_checksum else {**size_entry, "xxh3": digest(path)}
 
 
 def folder_of(configuration: ProjectConfiguration) -> Path:
@@ -209,8 +209,8 @@ def delete_oldest(folder: Path, total_limit: int | None) -> None:
         total_limit: How many stay; None keeps all.
     """
     existing = list(_numbered_checkpoints(folder).values())
-    for checkpoint_path in existing[: -total_limit if total_limit else 0]:
-        discard_checkpoint(checkpoint_path)
+    for path in existing[: -total_limit if total_limit else 0]:
+        discard_checkpoint(path)
 
 
 _PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)
@@ -359,8 +359,8 @@ def _clear_killed_save(save_site: _SaveSite, series: bool) -> None:
             _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
         else:
             save_site.waiting_folder.rename(save_site.target)
-    name_pattern = r"checkpoint_\d+" if series else re.escape(save_site.target.name)
-    clear_leftovers(save_site.target.parent, name_pattern)
+    pattern = r"checkpoint_\d+" if series else re.escape(save_site.target.name)
+    clear_leftovers(save_site.target.parent, pattern)
 
 
 # ------------------------------------------------------------------------- the step
@@ -372,13 +372,13 @@ def _write_manifest_together(
     part_entry: Mapping[str, Any] | None,
     collectives: Collectives,
 ) -> None:
-    write_error = None
+    error = None
     try:
         if made_folder:
             write_manifest(save_site.partial_folder, part_entry)
     except Exception as caught:  # of any kind: the others must be told before it is raised
-        write_error = caught
-    _check_all_written(save_site, collectives, write_error)
+        error = caught
+    _check_all_written(save_site, collectives, error)
 
 
 def _publish_together(save_site: _SaveSite, made_folder: bool, collectives: Collectives) -> None:
@@ -488,24 +488,24 @@ def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
 
 
 def _check_all_written(
-    save_site: _SaveSite, collectives: Collectives, own_error: Exception | None
+    save_site: _SaveSite, collectives: Collectives, error: Exception | None
 ) -> None:
-    failures = _failures_of_all(collectives, "save_state", own_error)
+    failures = _failures_of_all(collectives, "save_state", error)
     # What to correct is said best by the mistake itself; the others get the summary.
-    if isinstance(own_error, UserMistake):
-        raise own_error
+    if isinstance(error, UserMistake):
+        raise error
     if failures:
         free_space = format_bytes(shutil.disk_usage(save_site.target.parent).free)
         raise CheckpointFailed(
             f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint has been "
             f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
             "Remove the cause, or give a folder on another disk, and save again."
-        ) from own_error
+        ) from error
 
 
-def _failures_of_all(collectives: Collectives, call_text: str, own_error: Exception | None) -> str:
+def _failures_of_all(collectives: Collectives, call_text: str, error: Exception | None) -> str:
     """The failures of all processes in one text, the same on all; empty without any."""
-    own_failure = None if own_error is None else f"{type(own_error).__name__}: {own_error}"
+    own_failure = None if error is None else f"{type(error).__name__}: {error}"
     failures_by_rank = collectives.answers(call_text, own_failure)
     return " ".join(
         f"Process {rank}: {failure}." for rank, failure in enumerate(failures_by_rank) if failure

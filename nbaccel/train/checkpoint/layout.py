@@ -134,5 +134,5 @@ class CheckpointContents:
 
 
 def _matched_numbers(file_names: list[str], pattern: str | re.Pattern[str]) -> frozenset[int]:
-    name_matches = (re.fullmatch(pattern, file_name) for file_name in file_names)
-    return frozenset(int(name_match[1] or 0) for name_match in name_matches if name_match)
+    matches = (re.fullmatch(pattern, file_name) for file_name in file_names)
+    return frozenset(int(name_match[1] or 0) for name_match in matches if name_match)

@@ -54,8 +54,8 @@ def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str,
         names: Names as :func:`frozen_names` gives them.
     """
     return {
-        tensor_name: tensor_value
-        for tensor_name, tensor_value in state.items()
+        tensor_name: value
+        for tensor_name, value in state.items()
         if _uncompiled_name(tensor_name) not in names
     }
 

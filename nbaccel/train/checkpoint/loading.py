@@ -186,8 +186,8 @@ class LoadTrial:
             _refuse_problem(path, trained_problem(model, left_out))
         _refuse_problem(path, model_problem(model, saved_shapes, strict=strict, left_out=left_out))
 
-    def _check_optimizer(self, path: Path, optimizer_number: int) -> None:
-        optimizer, _ = self._parts.plain_optimizers()[optimizer_number]
+    def _check_optimizer(self, path: Path, number: int) -> None:
+        optimizer, _ = self._parts.plain_optimizers()[number]
         _refuse_problem(
             path, optimizer_problem(optimizer, read_torch_outline(path, **self._options))
         )
@@ -216,10 +216,8 @@ class LoadTrial:
     # --------------------------------------------------------------------- what is small
 
     def _read_schedulers(self) -> None:
-        for scheduler_number, path in enumerate(self._sources.schedulers):
-            self.schedulers[scheduler_number] = self._read_state(
-                path, self._parts.schedulers[scheduler_number]
-            )
+        for number, path in enumerate(self._sources.schedulers):
+            self.schedulers[number] = self._read_state(path, self._parts.schedulers[number])
         if self._sources.scaler is not None:
             self.scaler = read_torch_file(self._sources.scaler)
             _refuse_problem(self._sources.scaler, state_problem(self._parts.scaler, self.scaler))
@@ -228,16 +226,16 @@ class LoadTrial:
 
     def _read_loaders(self) -> None:
         loaders = dict(self._parts.stateful_loaders())
-        for loader_number, path in self._sources.loaders.items():
-            loader_state = self.loaders[loader_number] = read_torch_file(path, **self._options)
-            check_method = getattr(loaders[loader_number], "check_state_dict", None)
+        for number, path in self._sources.loaders.items():
+            state = self.loaders[number] = read_torch_file(path, **self._options)
+            check_method = getattr(loaders[number], "check_state_dict", None)
             if check_method is not None:
-                check_method(loader_state)
-            elif not getattr(loaders[loader_number], "use_stateful_dataloader", False):
-                _refuse_problem(path, state_problem(loaders[loader_number], loader_state))
+                check_method(state)
+            elif not getattr(loaders[number], "use_stateful_dataloader", False):
+                _refuse_problem(path, state_problem(loaders[number], state))
 
     def _read_custom(self) -> None:
-        for object_number, (path, custom_object) in enumerate(
+        for number, (path, custom_object) in enumerate(
             zip(self._sources.custom, self._parts.custom, strict=True)
         ):
             if isinstance(custom_object, nn.Module):
@@ -245,7 +243,7 @@ class LoadTrial:
             elif isinstance(custom_object, Optimizer):
                 _refuse_problem(path, optimizer_problem(custom_object, read_torch_outline(path)))
             else:
-                self.custom[object_number] = read_custom(path, custom_object, self._options)
+                self.custom[number] = read_custom(path, custom_object, self._options)
 
     def _read_state(self, path: Path, stateful_object: Any) -> Any:
         saved_state = read_torch_file(path, **self._options)
@@ -287,11 +285,7 @@ def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> A
     Raises:
         CheckpointDamaged: It cannot be read, or holds something else.
     """
-    read_options = {
-        option_name: option_value
-        for option_name, option_value in options.items()
-        if option_name == "weights_only"
-    }
+    read_options = {name: value for name, value in options.items() if name == "weights_only"}
     return read_torch_file(path, allowed=_classes_in(custom_object.state_dict()), **read_options)
 
 
@@ -320,10 +314,10 @@ def _classes_in(state_dict: Any) -> set[type]:
     return user_classes
 
 
-def _refuse_problem(path: Path, problem_text: str) -> None:
-    if problem_text:
+def _refuse_problem(path: Path, text: str) -> None:
+    if text:
         raise ConfigError(
-            f"{path} {problem_text}. Nothing has been loaded. Prepare and register the same "
+            f"{path} {text}. Nothing has been loaded. Prepare and register the same "
             "objects in the same order as when it was saved, or load another checkpoint."
         )
 
@@ -356,8 +350,8 @@ def _pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     if not isinstance(state_outline, Mapping):
         raise ConfigError(f"{path} holds no weights by name, but a {type(state_outline).__name__}.")
     return {
-        str(tensor_name): tuple(tensor_outline.shape)
-        for tensor_name, tensor_outline in state_outline.items()
+        str(name): tuple(tensor_outline.shape)
+        for name, tensor_outline in state_outline.items()
         if hasattr(tensor_outline, "shape")
     }
 
@@ -516,18 +510,18 @@ class _StateLoader:
 
     def models_left_by(self, hooks: Sequence[LoadHook], strict: bool) -> list[nn.Module]:
         """Run the hooks, and check the models that they leave against their files."""
-        remaining_models = list(self._parts.models)
+        models = list(self._parts.models)
         for load_hook in hooks:
-            load_hook(remaining_models, str(self._sources.folder))
+            load_hook(models, str(self._sources.folder))
         # Without hooks `LoadTrial.run` has compared them all.
-        for model_number in range(len(remaining_models) if hooks else 0):
-            if model_number in self._sources.weights:
-                path = self._sources.weights[model_number]
-                left_out = self._sources.left_out.get(model_number, frozenset())
-                self._trial.check_weights(path, remaining_models[model_number], strict, left_out)
-            elif model_number not in self._sources.sharded_models:
-                raise ConfigError(_missing_weights(self._sources.folder, model_number))
-        return remaining_models
+        for number in range(len(models) if hooks else 0):
+            if number in self._sources.weights:
+                path = self._sources.weights[number]
+                left_out = self._sources.left_out.get(number, frozenset())
+                self._trial.check_weights(path, models[number], strict, left_out)
+            elif number not in self._sources.sharded_models:
+                raise ConfigError(_missing_weights(self._sources.folder, number))
+        return models
 
     # --------------------------------------------------------------------- can be undone
 
@@ -547,16 +541,16 @@ class _StateLoader:
         """Schedulers, scaler, registered objects and loaders: any may refuse its state."""
         parts = self._parts
         trial = self._trial
-        for object_number, saved_state in trial.schedulers.items():
-            self._load_undoable(parts.schedulers[object_number], saved_state)
+        for number, saved_state in trial.schedulers.items():
+            self._load_undoable(parts.schedulers[number], saved_state)
         if parts.scaler is not None:
             self._load_undoable(parts.scaler, trial.scaler)
         if trial.precision is not None:
             previous_state = copy.deepcopy(parts.precision_state())
             self._undo_steps.append(lambda: parts.load_precision_state(previous_state))
             parts.load_precision_state(trial.precision)
-        for object_number, saved_state in trial.custom.items():
-            self._load_undoable(parts.custom[object_number], saved_state)
+        for number, saved_state in trial.custom.items():
+            self._load_undoable(parts.custom[number], saved_state)
         self._load_loaders()
 
     def _load_undoable(self, stateful_object: Any, saved_state: Any) -> None:
@@ -566,14 +560,14 @@ class _StateLoader:
         stateful_object.load_state_dict(saved_state)
 
     def _load_loaders(self) -> None:
-        for loader_number, loader in self._parts.stateful_loaders():
-            if loader_number in self._trial.loaders:
-                loader.load_state_dict(self._trial.loaders[loader_number])
+        for number, loader in self._parts.stateful_loaders():
+            if number in self._trial.loaders:
+                loader.load_state_dict(self._trial.loaders[number])
             else:
                 _log.warning(
                     "%s has no state of loader %d: it begins at its first epoch",
                     self._sources.folder,
-                    loader_number,
+                    number,
                 )
 
     # --------------------------------------------------------------------- cannot be undone
@@ -605,15 +599,15 @@ class _StateLoader:
         """Optimizers' states."""
         strategy = self._parts.strategy
         sharder = self._parts.sharder
-        for optimizer_number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            optimizer_shards = self._sources.sharded_optimizers.get(optimizer_number)
-            path = self._sources.optimizers.get(optimizer_number)
-            if optimizer_shards is not None and sharder is not None:
+        for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
+            shards = self._sources.sharded_optimizers.get(number)
+            path = self._sources.optimizers.get(number)
+            if shards is not None and sharder is not None:
                 sharder.load_sharded(
-                    optimizer_shards.model,
+                    shards.model,
                     optimizer,
-                    optimizer_shards.folder,
-                    left_out=optimizer_shards.left_out,
+                    shards.folder,
+                    left_out=shards.left_out,
                 )
             elif path is not None and model is None:
                 optimizer.load_state_dict(read_torch_file(path, **self._read_options))
@@ -624,9 +618,9 @@ class _StateLoader:
 
     def load_large_objects(self) -> None:
         """Registered models and optimizers, of which no second copy is kept."""
-        for object_number, custom_object in enumerate(self._parts.custom):
-            if object_number not in self._trial.custom:
-                custom_object.load_state_dict(read_torch_file(self._sources.custom[object_number]))
+        for number, custom_object in enumerate(self._parts.custom):
+            if number not in self._trial.custom:
+                custom_object.load_state_dict(read_torch_file(self._sources.custom[number]))
 
     def load_gradients(self) -> None:
         """Gradients that wait for an optimizer step."""
@@ -640,18 +634,18 @@ class _StateLoader:
         if self._trial.generators is not None:
             rng.restore_rng_states(place, self._trial.generators)
         else:
-            file_name = layout.random_states_file(place.rank)
-            _log.warning("%s has no %s: random numbers begin anew", self._sources.folder, file_name)
+            name = layout.random_states_file(place.rank)
+            _log.warning("%s has no %s: random numbers begin anew", self._sources.folder, name)
 
 
-def _missing_weights(folder: Path, model_number: int) -> str:
+def _missing_weights(folder: Path, number: int) -> str:
     safe_name, pickle_name = (
-        layout.numbered_name(base_name, model_number)
+        layout.numbered_name(base_name, number)
         for base_name in (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
     )
     return (
         f"The checkpoint {str(folder)!r} has neither {safe_name} nor {pickle_name}, but model "
-        f"{model_number} is to be loaded, and no load hook took it. Prepare the models that were "
+        f"{number} is to be loaded, and no load hook took it. Prepare the models that were "
         "saved, or register the hook that loads this one."
     )
 

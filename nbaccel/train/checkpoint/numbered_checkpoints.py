@@ -124,10 +124,9 @@ class Checkpoints:
                     "ProjectConfiguration(automatic_checkpoint_naming=True)."
                 )
             return Path(folder)
-        checkpoint_number = folder_writing.next_number(self._project_configuration)
+        number = folder_writing.next_number(self._project_configuration)
         numbered_folder = (
-            folder_writing.folder_of(self._project_configuration)
-            / f"checkpoint_{checkpoint_number}"
+            folder_writing.folder_of(self._project_configuration) / f"checkpoint_{number}"
         )
         if folder is not None:
             _log.warning(
@@ -185,12 +184,12 @@ class Checkpoints:
                 "are not numbered. Give the folder that save_state returned."
             )
         # Process 0 chooses: another one might look a moment later, when there is one more.
-        folder_choice: tuple[Path | None, str] = (None, "")
+        choice: tuple[Path | None, str] = (None, "")
         if self._place.is_main:
-            folder_choice = _latest_or_problem(self._project_configuration)
-        path, problem_text = self._collectives.broadcast_object(folder_choice)
+            choice = _latest_or_problem(self._project_configuration)
+        path, text = self._collectives.broadcast_object(choice)
         if path is None:
-            raise ConfigError(problem_text)
+            raise ConfigError(text)
         return Path(path)
 
 

@@ -114,14 +114,10 @@ class FolderDisks:
         """
         if self.rank or self.is_shared or (sharder is not None and sharder.keeps_own_disks):
             return
-        disk_hosts = {
-            host_name
-            for host_name, maker in zip(self.host_names, self.makers, strict=True)
-            if maker
-        }
+        hosts = {name for name, maker in zip(self.host_names, self.makers, strict=True) if maker}
         _tell_of_own_disks(
             str(folder.parent),
-            tuple(sorted(disk_hosts)),
+            tuple(sorted(hosts)),
             self.host_names[0],
             len(self.makers),
             "" if sharder is None else sharder.shard_kind,
@@ -154,13 +150,13 @@ def _tell_of_own_disks(
 ) -> None:
     """Say once what a user has to know of checkpoints on several disks."""
     does = "does" if len(hosts) == 1 else "do"
-    remedy_text = _SHARD_REMEDIES.get(shard_kind, "")
+    text = _SHARD_REMEDIES.get(shard_kind, "")
     write_notice(
         f"nbaccel: {', '.join(hosts)} {does} not share {Path(parent_folder).resolve()} with the "
         f"first host, {first_host}: each host keeps a checkpoint that is complete for its own "
         "processes. "
         + (
-            _SHARDS_TEXT.format(num_processes=num_processes, remedy=remedy_text)
+            _SHARDS_TEXT.format(num_processes=num_processes, remedy=text)
             if shard_kind
             else _WHOLE_TEXT
         )

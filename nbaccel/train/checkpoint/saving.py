@@ -89,9 +89,7 @@ class CheckpointParts:
         engine_model = getattr(optimizer, "model", None)  # an engine's optimizer says it
         if any(model is engine_model for model in self.models):
             return engine_model
-        stepped_ids = {
-            id(p) for param_group in optimizer.param_groups for p in param_group["params"]
-        }
+        stepped_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in self.models:
             if any(id(parameter) in stepped_ids for parameter in model.parameters()):
                 return model
@@ -100,19 +98,19 @@ class CheckpointParts:
     def gradients(self) -> dict[int, dict[str, torch.Tensor]]:
         """This process's gradients by number of the model and name of the parameter."""
         return {
-            model_number: {
-                parameter_name: parameter.grad
-                for parameter_name, parameter in self.strategy.unwrap(model).named_parameters()
+            number: {
+                name: parameter.grad
+                for name, parameter in self.strategy.unwrap(model).named_parameters()
                 if parameter.grad is not None
             }
-            for model_number, model in enumerate(self.models)
+            for number, model in enumerate(self.models)
         }
 
     def set_gradients(self, saved_gradients: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Restore what :meth:`gradients` gave; other parameters get no gradient."""
-        for model_number, model in enumerate(self.models):
-            for parameter_name, parameter in self.strategy.unwrap(model).named_parameters():
-                saved_gradient = saved_gradients.get(model_number, {}).get(parameter_name)
+        for number, model in enumerate(self.models):
+            for name, parameter in self.strategy.unwrap(model).named_parameters():
+                saved_gradient = saved_gradients.get(number, {}).get(name)
                 parameter.grad = (
                     None if saved_gradient is None else saved_gradient.to(parameter.device)
                 )
@@ -227,13 +225,13 @@ def _count_mismatch(
     )
 
 
-def _foreign_shards(folder_text: str, shard_kind: str, model_numbers: frozenset[int]) -> str:
+def _foreign_shards(text: str, shard_kind: str, numbers: frozenset[int]) -> str:
     remedies = {
         "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
         "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
     }
     return (
-        f"{folder_text} has {count_noun(len(model_numbers), 'model')} in shards, one file per "
+        f"{text} has {count_noun(len(numbers), 'model')} in shards, one file per "
         "process. The strategy of this run cannot put them together. Load it "
         f"{remedies[shard_kind]}."
     )
@@ -322,12 +320,12 @@ class _StateWriter:
         self._write_small_states()
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
-            gradients_path = self._folder / layout.gradients_file(place.rank)
-            self._attempt_step(lambda: save(self._parts.gradients(), gradients_path))
+            path = self._folder / layout.gradients_file(place.rank)
+            self._attempt_step(lambda: save(self._parts.gradients(), path))
         # The step is in this file because Accelerate keeps it there.
-        rank_states = {"step": step, **rng.capture_rng_states(place)}
+        states = {"step": step, **rng.capture_rng_states(place)}
         self._attempt_step(
-            lambda: save(rank_states, self._folder / layout.random_states_file(place.rank))
+            lambda: save(states, self._folder / layout.random_states_file(place.rank))
         )
         if self._met_errors:
             raise self._met_errors[0]
@@ -386,16 +384,16 @@ class _StateWriter:
             )
 
     def _write_optimizers(self) -> None:
-        for optimizer_number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            file_name = layout.numbered_name(layout.OPTIMIZER_FILE, optimizer_number)
+        for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
+            name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
             if model is None:
-                self._write_file(optimizer.state_dict(), file_name)
+                self._write_file(optimizer.state_dict(), name)
             elif self._sharder is None:
-                optimizer_state = self._parts.strategy.optimizer_state(model, optimizer)
-                self._write_file(self._on_writers(optimizer_state), file_name)
+                state = self._parts.strategy.optimizer_state(model, optimizer)
+                self._write_file(self._on_writers(state), name)
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
-                folder = self._folder / layout.OPTIMIZER_SHARDS.format(optimizer_number)
+                folder = self._folder / layout.OPTIMIZER_SHARDS.format(number)
                 self._sharder.save_sharded(
                     model,
                     optimizer,
@@ -405,23 +403,21 @@ class _StateWriter:
                 )
 
     def _write_loaders(self, place: Place) -> None:
-        for loader_number, loader in self._parts.stateful_loaders():
+        for number, loader in self._parts.stateful_loaders():
             is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
             # Each process has workers, random numbers and a part of the data of its own.
-            file_name = layout.loader_file(loader_number, stateful=is_stateful, rank=place.rank)
-            self._attempt_step(partial(self._save_state_of, loader, file_name))
+            name = layout.loader_file(number, stateful=is_stateful, rank=place.rank)
+            self._attempt_step(partial(self._save_state_of, loader, name))
 
     def _write_small_states(self) -> None:
-        for object_number, scheduler in enumerate(self._parts.schedulers):
-            self._write_state_of(
-                scheduler, layout.numbered_name(layout.SCHEDULER_FILE, object_number)
-            )
+        for number, scheduler in enumerate(self._parts.schedulers):
+            self._write_state_of(scheduler, layout.numbered_name(layout.SCHEDULER_FILE, number))
         if self._parts.scaler is not None:
             self._write_state_of(self._parts.scaler, layout.SCALER_FILE)
         if precision_state := self._parts.precision_state():
             self._write_file(precision_state, layout.PRECISION_FILE)
-        for object_number, custom_object in enumerate(self._parts.custom):
-            self._write_state_of(custom_object, layout.CUSTOM_OBJECT_FILE.format(object_number))
+        for number, custom_object in enumerate(self._parts.custom):
+            self._write_state_of(custom_object, layout.CUSTOM_OBJECT_FILE.format(number))
 
     def _write_state_of(self, stateful_object: Any, file_name: str) -> None:
         if self._writes_shared:
