@@ -269,21 +269,22 @@ def __getattr__(name: str) -> Any:
         return import_module(f"nbaccel.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nbaccel.base import hidden
+    try:
+        value = getattr(import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        # A missing package other than nbaccel is named by the error itself.
+        if not str(error.name).startswith("nbaccel."):
+            raise
+        from nbaccel.base.errors import MissingBackend
 
-    with hidden.explain_import_errors(name):
-        try:
-            value = getattr(import_module(_HOME_OF[name]), name)
-        except ModuleNotFoundError as error:
-            # A missing package other than nbaccel is named by the error itself.
-            if not str(error.name).startswith("nbaccel."):
-                raise
-            from nbaccel.base.errors import MissingBackend
-
-            raise MissingBackend(
-                f"nbaccel.{name} cannot be used: {error.name} was left out of this installation, "
-                "and nothing else replaces it. Install nbaccel whole."
-            ) from error
+        raise MissingBackend(
+            f"nbaccel.{name} cannot be used: {error.name} was left out of this installation, "
+            "and nothing else replaces it. Install nbaccel whole."
+        ) from error
+    except AttributeError as error:
+        # `from nbaccel import` drops an AttributeError, such as that of a `torch.py` of the user's
+        # in place of torch (pytorch/pytorch#36042).
+        raise ImportError(f"nbaccel.{name} cannot be imported: {error}") from error
     # Stored, so that the next use does not call this function.
     globals()[name] = value
     return value
@@ -299,10 +300,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     Args:
         ipython: The notebook's shell.
     """
-    from nbaccel.base import hidden
-
-    with hidden.explain_import_errors("notebook"):
-        from nbaccel.notebook import extension
+    from nbaccel.notebook import extension
 
     extension.load_extension(ipython)
 

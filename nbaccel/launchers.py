@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import hidden
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
 from nbaccel.config import Configured, RunConfig, run_config_of
@@ -243,7 +242,6 @@ def launch_configured(
     __tracebackhide__ = True
     check_call(function, args)
     # Again, because a hiding file may have been imported after nbaccel.
-    hidden.refuse_hidden_modules()
     plan = resolve(config)
     registry.check_strategy(plan.strategy, plan.device, config)
     for warning_text in plan.warnings if tells_warnings else ():

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nbaccel.accelerator.missing_values import refuse_missing_values
 from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import first_few
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.bundle import Bundle
 from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
@@ -207,7 +207,9 @@ class Preparer:
             loaders=tuple(self._prepared.loaders),
         )
         model_placements = [placements[index] for index in model_indices]
-        refuse_missing_values(bundle, model_placements)
+        for model, to_device in zip(bundle.models, model_placements, strict=True):
+            if to_device and not getattr(model, "hf_device_map", None):
+                _refuse_empty(model)
         for bundle_step in self._bundle_steps(model_placements):
             bundle = bundle_step(bundle)
         for numbers, ready_objects in (
@@ -365,6 +367,18 @@ def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> N
 
 def _is_empty(parameter: torch.Tensor) -> bool:
     return parameter.is_meta
+
+
+def _refuse_empty(model: nn.Module) -> None:
+    # huggingface/accelerate#2556: torch's "Cannot copy out of meta tensor" names no remedy.
+    empty_names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty_names:
+        raise ConfigError(
+            f"{len(empty_names)} weights of {type(model).__name__} ({first_few(empty_names, 2)}) "
+            "are on meta: they have no values to train or to compute with. Load them first: "
+            "load_checkpoint_in_model(model, path) maps the files, and with FSDP or ZeRO-3 each "
+            "process then reads its own part only."
+        )
 
 
 def _restore_layers(bundle: Bundle) -> Bundle:

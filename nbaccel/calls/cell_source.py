@@ -5,13 +5,10 @@ from __future__ import annotations
 import linecache
 from dataclasses import dataclass
 
-from nbaccel.base.record_pickling import quickly_pickled
-
 __all__ = ["CellSource"]
 
 
-@quickly_pickled
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CellSource:
     """What is to be run, and how frames in it are shown to the user.
 

@@ -19,7 +19,6 @@ from nbaccel.base.errors import LaunchTimeout, StartupFailed, WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import format_bytes
-from nbaccel.calls.built_trainers import refuse_built_trainers
 from nbaccel.calls.edited_sources import tell_of_edits
 from nbaccel.calls.launch_hosts import LaunchHosts, NodesWait
 from nbaccel.calls.launch_supervisor import LaunchSupervisor
@@ -55,14 +54,12 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
     """Run `function(*args)` in the workers of a plan.
 
     Raises:
-        ConfigError: The function would call a trainer that cannot work in workers.
         PlatformUnsupported: This machine lacks something that several workers need.
         ModelNotShareable, NotSendable, UnsafeFork, PortTaken: Before any process is started.
         WorkerFailed: If a worker raised or died; of the worker's exception type too.
         KeyboardInterrupt: If the notebook was interrupted; all workers have ended.
     """
     plan = requirements.check_requirements(plan)
-    refuse_built_trainers(plan, function, args)
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         waiting_line = WaitingLine(plan.num_processes)
         clean_up.callback(waiting_line.close)

@@ -14,7 +14,6 @@ from typing import Any
 
 from nbaccel.base.process_death import uninterrupted
 from nbaccel.calls import pool_messages
-from nbaccel.calls.built_trainers import refuse_built_trainers
 from nbaccel.calls.edited_sources import tell_of_edits
 from nbaccel.calls.launch import job_of
 from nbaccel.calls.outcome import CallOutcome, conclude_call
@@ -68,10 +67,8 @@ def prepare_call(
     """Share the modules and pack the call; afterwards everything opened for it is closed.
 
     Raises:
-        ConfigError: It would call a trainer that cannot work in workers.
         ModelNotShareable, NotSendable: Nothing has been sent.
     """
-    refuse_built_trainers(plan, function, args)
     tell_of_edits()
     sharing = arena.share_modules(find_modules(args))
     with contextlib.ExitStack() as clean_up:

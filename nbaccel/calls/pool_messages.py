@@ -5,6 +5,7 @@
     notebook ──► AskWhereabouts, Break   by a second channel (see `workers.messaging`)
 
 A channel is a nameless pair of sockets inherited by fork: no other process can connect to it.
+Messages of every cell have no slots: frozen dataclasses with slots take twice as long to pickle.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from nbaccel.base.record_pickling import quickly_pickled
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.workers import messaging
 
@@ -65,8 +65,7 @@ class JoinPool:
 # ---- notebook → worker: tasks
 
 
-@quickly_pickled
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """Something to do. Descriptors: what its body says."""
 
@@ -75,8 +74,7 @@ class Task:
     body: Any
 
 
-@quickly_pickled
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunCell:
     """Run the code of a cell in the worker's namespace. Idle has the value to show."""
 
@@ -91,8 +89,7 @@ class RunCell:
     """Settings of libraries; see `transfer.library_settings`."""
 
 
-@quickly_pickled
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BindNames:
     """Bind names that the notebook has. Descriptors: those of `update`, a `NamespaceUpdate`."""
 
@@ -126,8 +123,7 @@ class Pull:
     names: tuple[str, ...]
 
 
-@quickly_pickled
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WriteWeights:
     """Write changed weights into staging files. Descriptors: these files. Answered by Staged."""
 
@@ -189,8 +185,7 @@ class Inspect:
 # ---- worker → notebook
 
 
-@quickly_pickled
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Idle:
     """A task is done: the worker waits for the next one."""
 
@@ -208,8 +203,7 @@ class Idle:
     """Whether this worker is in a process group."""
 
 
-@quickly_pickled
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Staged:
     """This rank has written its part of the changed weights. Descriptors: those of `whole`."""
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from nbaccel.base.unsupported_names import MEGATRON_LM, MIXED_PARALLELISMS
 
-__all__ = ["PEER_OPTIONS", "Effect", "PeerOption", "find_peer_option"]
+__all__ = ["PEER_OPTIONS", "Effect", "PeerOption"]
 
 Effect = Literal["setting", "variable", "fp8-setting", "computed", "none", "refused"]
 
@@ -348,13 +348,3 @@ _OF_DEEPSPEED = (
 )
 
 PEER_OPTIONS: tuple[PeerOption, ...] = (*_OF_ACCELERATE, *_OF_TORCHRUN, *_OF_DEEPSPEED)
-
-
-def find_peer_option(flag: str) -> PeerOption | None:
-    """The option of another command that is written so.
-
-    Args:
-        flag: As typed; underscores stand for dashes.
-    """
-    kebab_flag = flag if not flag.startswith("--") else flag.replace("_", "-")
-    return next((option for option in PEER_OPTIONS if kebab_flag in option.flags), None)

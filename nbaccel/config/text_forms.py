@@ -48,14 +48,11 @@ _MAX_BITS = 1024
 """Of a whole number: a larger one does not fit into any number of a training."""
 
 
-def read_file(
-    file_path: str | Path, source_name: str = "The DeepSpeed configuration"
-) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
+def read_file(file_path: str | Path) -> dict[str, Any]:
+    """Read a file that holds DeepSpeed's configuration, a JSON object.
 
     Args:
         file_path: A JSON file.
-        source_name: What it holds, for messages.
 
     Returns:
         The object in it.
@@ -63,7 +60,7 @@ def read_file(
     Raises:
         ConfigError: There is no such file, or it holds no JSON object.
     """
-    named_source = f"{source_name} {shown(str(file_path))}"
+    named_source = f"The DeepSpeed configuration {shown(str(file_path))}"
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name

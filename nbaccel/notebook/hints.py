@@ -35,7 +35,8 @@ class Hints:
 
     def _on_cell_end(self, result: Any = None) -> None:
         error = getattr(result, "error_in_exec", None)
-        # A failed cell of workers raises an error of both classes; there a worker lacks the name.
+        # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
+        # of workers raises an error of both classes; there a worker lacks the name.
         if isinstance(error, NameError) and not isinstance(error, WorkerFailed):
             name = getattr(error, "name", None)
             if name and name not in self._session.shell.user_ns and self._workers_have(name):

@@ -19,19 +19,19 @@ _MAX_MESSAGE_CHARS = 500
 # `[rank1]:[W1125 10:15:30.123456789 socket.cpp:767] `, in all versions of torch since 2.0.
 _TORCH_HEAD = r"(?:\[rank\d+\]:)?\[W[^\]]*\] "
 _HARMLESS_LINES = (
-    # From each rank for every group, in the torch of Colab and Kaggle (2.9). Where the two numbers
-    # differ somebody is missing, which is worth knowing.
+    # From each rank for every group, in the torch of Colab (2.9): sgl-project/sglang#9652
+    # has pages of it. Where the two numbers differ somebody is missing, which is worth knowing.
     r"\[Gloo\] Rank \d+ is connected to (?P<peers>\d+) peer ranks\. "
     r"Expected number of connected peer ranks is : (?P=peers)",
-    # A host whose address has no name: containers, and network namespaces.
+    # A host whose address has no name, as in containers: pytorch/pytorch#159007.
     _TORCH_HEAD + r"\[c10d\] The (?:hostname|remote address) of the client socket cannot be "
     r"retrieved\. err=.*",
-    # The process ends, and its groups with it.
+    # The process ends, and its groups with it: pytorch/pytorch#126275, "the wall of warning text".
     _TORCH_HEAD + r"Warning: WARNING: (?:destroy_process_group\(\) was not called before program "
     r"exit|process group has NOT been destroyed before we destruct ProcessGroupNCCL).*",
-    # A worker uses the device of its local rank: what NCCL guesses.
+    # A worker uses the device of its local rank, which is what NCCL guesses: pytorch/pytorch#60752.
     _TORCH_HEAD + r"(?:Warning: )?(?:Guessing device ID based on global rank|.*using GPU \d+ (?:to "
-    r"perform barrier )?as device used by this process is currently unknown).*",
+    r"perform barrier )?as devices? used by this process (?:is|are) currently unknown).*",
 )
 _IS_HARMLESS = re.compile("|".join(_HARMLESS_LINES))
 

@@ -154,22 +154,9 @@ def prepare_notebook() -> str:
     return next(expected, "")
 
 
-_UNLISTED_ACCELERATORS = ("npu", "mlu", "musa", "sdaa")
-"""Accelerators that Accelerate knows, of packages that extend torch: there are no rows for them."""
-
-
-def awake_accelerators() -> Iterator[DeviceRuntime]:
-    """The accelerators in use by this process, with or without a row; asking initialises none.
-
-    Torch must have been imported.
-    """
-    unlisted_devices = (
-        UnlistedDevice(name)
-        for name in _UNLISTED_ACCELERATORS
-        if hasattr(sys.modules["torch"], name)
-    )
-    all_devices: tuple[DeviceRuntime, ...] = (*devices(), *unlisted_devices)
-    return (device for device in all_devices if device.is_awake())
+def awake_accelerators() -> Iterator[Device]:
+    """The accelerators in use by this process; asking initialises none."""
+    return (device for device in devices() if device.is_awake())
 
 
 # ---------------------------------------------------------------------------- precisions

@@ -39,7 +39,7 @@ _OF_LAUNCHES = tuple(
         *("plan.inspecting", "plan.inventory", "plan.launch_plan", "plan.resolving", "plan.matrix"),
         *("plan.training_plan", "plan.fp8_choice", "plan.named_gpus"),
         *("calls.launch", "calls.inline", "calls.packing", "calls.script", "calls.supervisor"),
-        *("calls.listening", "calls.shutdown", "calls.outcome", "calls.built_trainers"),
+        *("calls.listening", "calls.shutdown", "calls.outcome"),
         *("calls.changed_packages", "calls.edited_sources"),
     )
 )

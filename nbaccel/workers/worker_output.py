@@ -31,7 +31,6 @@ from typing import Any
 import cloudpickle
 
 from nbaccel.base.frames import Frame
-from nbaccel.base.record_pickling import quickly_pickled
 from nbaccel.workers.messaging import ClearOutput, Display
 
 __all__ = ["LoggingSettings", "as_configured"]
@@ -195,8 +194,7 @@ _STANDARD_ERROR = "stderr"
 _STANDARD_OUTPUT = "stdout"
 
 
-@quickly_pickled
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _HandlerSettings:
     """A handler, without what belongs to one process."""
 
@@ -224,8 +222,7 @@ class _HandlerSettings:
         return handler
 
 
-@quickly_pickled
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _LoggerSettings:
     """What was set at one logger."""
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from nbaccel import Accelerator
+from nbaccel import Accelerator, dispatch_model
 from nbaccel.errors import ConfigError
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.prepared_optimizer import PreparedOptimizer
@@ -113,6 +114,17 @@ def test_a_model_spread_over_devices_cannot_be_trained_by_several_processes() ->
     alone: Any = line()
     alone.hf_device_map = {"a": 0, "b": "cpu"}
     assert Accelerator(cpu=True).prepare(alone) is alone
+
+
+def test_weights_in_memory_train_beside_frozen_ones_on_disk(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    before = model[0].weight.detach().clone()
+    dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_unwrapping_gives_the_users_own_module_which_pickles() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,8 @@ from nbaccel import Pool, notebook_launcher
 
 @pytest.fixture
 def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module beside the notebook."""
+    """A module beside the notebook, with its bytecode file."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "nb_helper_under_edit.py").write_text("def version():\n    return 'v1'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module("nb_helper_under_edit")
@@ -23,7 +25,8 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 
 
 def edit(module: ModuleType) -> None:
-    """Another text of another length: its time stamp counts whole seconds only."""
+    """Another text of another length: Python's time stamp counts whole seconds only."""
+    time.sleep(0.02)  # times of files count in milliseconds
     Path(str(module.__file__)).write_text("def version():\n    return 'version 2'\n")
 
 
@@ -41,23 +44,12 @@ def test_an_edited_module_is_told_once_with_the_remedy(
     assert "edited" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("has_bytecode", [True, False])
 def test_an_edit_before_the_first_launch_is_told(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    has_bytecode: bool,
+    helper: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", not has_bytecode)
-    name = f"nb_helper_bytecode_{has_bytecode}"
-    (tmp_path / f"{name}.py").write_text("class A:\n    def version(self):\n        return 'v1'\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module(name)
-    assert (tmp_path / "__pycache__").exists() is has_bytecode
-    (tmp_path / f"{name}.py").write_text("class A:\n    def version(self):\n        return 'v22'\n")
-    assert list(notebook_launcher(module.A().version, num_processes=2)) == ["v22"] * 2
-    del sys.modules[name]
-    assert f"{name}.py has been edited" in capsys.readouterr().err
+    edit(helper)
+    assert list(notebook_launcher(helper.version, num_processes=2)) == ["version 2"] * 2
+    assert "nb_helper_under_edit.py has been edited" in capsys.readouterr().err
 
 
 def test_a_reload_is_the_end_of_it(helper: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

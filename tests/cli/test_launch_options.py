@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 from nbaccel.cli import main
 from nbaccel.cli.launch_options import setting_flags
 from nbaccel.cli.launch_request import LaunchRequest, read_launch_request
-from nbaccel.cli.peer_options import PEER_OPTIONS, find_peer_option
+from nbaccel.cli.peer_options import PEER_OPTIONS
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError
 from tests.needs import HAS_DEEPSPEED_ROW
@@ -79,7 +79,7 @@ def effect_here(flag: str) -> str:
     flag = flag.replace("_", "-")
     if flag in OWN_FLAGS:
         return "own"
-    option = find_peer_option(flag)
+    option = next((option for option in PEER_OPTIONS if flag in option.flags), None)
     if flag in setting_flags():
         return "setting"
     return option.effect if option else "unknown"

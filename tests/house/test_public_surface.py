@@ -92,6 +92,13 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it():
         nbaccel.notebook_lunacher  # noqa: B018 - the access is the test
 
 
+def test_an_attribute_that_is_missing_while_a_part_is_imported_is_told(monkeypatch):
+    monkeypatch.setattr(nbaccel, "import_module", lambda name: object())
+    monkeypatch.delitem(vars(nbaccel), "Pool", raising=False)
+    with pytest.raises(ImportError, match=r"nbaccel\.Pool cannot be imported: 'object' object has"):
+        from nbaccel import Pool  # noqa: F401
+
+
 def test_importing_the_package_imports_nothing_heavy():
     """The first cell answers at once: torch alone costs seconds."""
     assert not HEAVY & loaded_by("import nbaccel; dir(nbaccel); nbaccel.__version__")

@@ -16,6 +16,8 @@ HARMLESS = [
     " was not called before program exit, which can leak resources.",
     "[rank0]:[W1125 10:15:30.1 ProcessGroupNCCL.cpp:4718] [PG ID 0 PG GUID 0 Rank 0]  using GPU 0 "
     "as device used by this process is currently unknown. This can potentially cause a hang",
+    "[W404 00:15:21.693690333 ProcessGroupNCCL.cpp:4561] [PG ID 0 PG GUID 0]  using GPU 0 to "
+    "perform barrier as devices used by this process are currently unknown. This can potentially",
 ]
 OTHERS = [
     "[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : 1",

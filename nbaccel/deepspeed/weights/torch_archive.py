@@ -36,7 +36,6 @@ from nbaccel.base.intact import OLD_TORCH_FORMAT
 
 __all__ = [
     "DTYPES",
-    "SAFETENSORS_CODES",
     "ArchiveRecord",
     "StoredTensor",
     "Strip",
@@ -66,8 +65,6 @@ DTYPES = {
     "complex64": ("C64", 8),
 }
 """torch's name of a type → (its code in safetensors, bytes per element)."""
-
-SAFETENSORS_CODES = {code: name for name, (code, _) in DTYPES.items()}
 
 # A buffer may repeat its elements (`expand`); a file of a few bytes must not make gigabytes.
 _REPEATED = 16

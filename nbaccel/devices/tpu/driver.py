@@ -30,12 +30,10 @@ class TpuDriver(ABC):
     Attributes:
         name: As in ``RunConfig.tpu_driver``.
         torch_type: What torch calls its devices.
-        fork_consequence: What a runtime that is initialised does to a forked worker: one clause.
     """
 
     name: ClassVar[str]
     torch_type: ClassVar[str]
-    fork_consequence: ClassVar[str]
 
     @abstractmethod
     def is_loaded(self) -> bool:

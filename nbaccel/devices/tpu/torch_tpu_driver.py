@@ -62,7 +62,6 @@ class TorchTpuDriver(TpuDriver):
 
     name: ClassVar[str] = "torch_tpu"
     torch_type: ClassVar[str] = "tpu"
-    fork_consequence: ClassVar[str] = "a forked worker fails in its first operation on a chip"
 
     def is_loaded(self) -> bool:
         """See :meth:`TpuDriver.is_loaded`."""

@@ -44,7 +44,6 @@ class TorchXlaDriver(TpuDriver):
 
     name: ClassVar[str] = "torch_xla"
     torch_type: ClassVar[str] = "xla"
-    fork_consequence: ClassVar[str] = "a forked worker hangs in its first XLA operation"
 
     def is_loaded(self) -> bool:
         """See :meth:`TpuDriver.is_loaded`."""

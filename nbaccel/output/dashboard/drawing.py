@@ -364,20 +364,19 @@ def memory_range(memory_sizes: Sequence[int]) -> str:
 # ------------------------------------------------------------------------- pieces
 
 
-def sparkline(spark_values: Sequence[float], max_chars: int = CURVE_CHARS) -> str:
+def sparkline(spark_values: Sequence[float]) -> str:
     """A curve in block characters, over all of the values.
 
     Args:
         spark_values: What is drawn; what is no number or infinite is drawn as an exclamation mark.
-        max_chars: How wide it is at most.
 
     Returns:
         One character per value, or per group of neighbours where there are more.
     """
     spark_points = list(spark_values)
-    if len(spark_points) > max_chars:
+    if len(spark_points) > CURVE_CHARS:
         point_edges = [
-            position * len(spark_points) // max_chars for position in range(max_chars + 1)
+            position * len(spark_points) // CURVE_CHARS for position in range(CURVE_CHARS + 1)
         ]
         spark_points = [
             # `mean` lets a value that is not finite win, so that the curve shows it.
