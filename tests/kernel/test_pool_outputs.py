@@ -66,7 +66,7 @@ def test_the_panel_of_any_ipywidgets_is_made_changed_and_closed(kernel: Kernel) 
             for rank in (0, 1):
                 board.now = float(step)
                 values = (("lr", 0.5), ("loss", 1 / step))
-                board.hear(rank, Metrics(time=float(step), steps=step, values=values,
+                board.receive(rank, Metrics(time=float(step), steps=step, values=values,
                                          device_bytes=None))
         board.num_lines, said = 1000, []
         board.recent_lines = {r: [RecentLine(r, (r,), f"line of {r}")] for r in (0, 1)}

@@ -30,7 +30,7 @@ class Heard:
             self.messages.append(message)
             hear(updater, rank, message)
 
-        monkeypatch.setattr(DashboardUpdater, "hear", note)
+        monkeypatch.setattr(DashboardUpdater, "receive", note)
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             one_worker = config.changed(num_processes=1)

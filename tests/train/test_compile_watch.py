@@ -44,7 +44,7 @@ def test_the_first_steps_are_said_to_compile():
     assert watch.counts == CompileCounts(programs=14, seconds=21.0)
     assert watch.phase == ""
     assert watch.describe() == "14 programs compiled in 21.0 s"
-    assert watch.told == set()
+    assert watch.named_causes == set()
 
 
 def test_a_batch_of_another_size_is_named_once_with_the_remedy(capsys):

@@ -49,6 +49,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         poll(self, watched)
 
     monkeypatch.setattr(DashboardUpdater, "__init__", noting_begin)
-    monkeypatch.setattr(DashboardUpdater, "hear", noting_hear)
-    monkeypatch.setattr(DashboardUpdater, "look", noting_look)
+    monkeypatch.setattr(DashboardUpdater, "receive", noting_hear)
+    monkeypatch.setattr(DashboardUpdater, "poll", noting_look)
     return found
