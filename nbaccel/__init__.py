@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 # Where its classes say that they are: what pickles them by that name has to find it.
 from nbaccel import errors as errors
-from nbaccel.notebook import unloaded_magic
+from nbaccel.base import unloaded_magic
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

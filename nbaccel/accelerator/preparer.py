@@ -210,6 +210,7 @@ class Preparer:
         for model, to_device in zip(bundle.models, model_placements, strict=True):
             if to_device and not getattr(model, "hf_device_map", None):
                 _refuse_empty(model)
+        _refuse_offloaded(bundle)
         for bundle_step in self._bundle_steps(model_placements):
             bundle = bundle_step(bundle)
         for numbers, ready_objects in (
@@ -378,6 +379,32 @@ def _refuse_empty(model: nn.Module) -> None:
             "are on meta: they have no values to train or to compute with. Load them first: "
             "load_checkpoint_in_model(model, path) maps the files, and with FSDP or ZeRO-3 each "
             "process then reads its own part only."
+        )
+
+
+def _refuse_offloaded(bundle: Bundle) -> None:
+    """Refuse optimizers of weights that a device map keeps out of memory between forwards."""
+    offloaded = {
+        id(parameter): f"{name} of {type(model).__name__}"
+        for model in bundle.models
+        if getattr(model, "hf_device_map", None)
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta
+    }
+    trained = [
+        offloaded[id(parameter)]
+        for optimizer in bundle.optimizers
+        for group in getattr(optimizer, "param_groups", ())
+        for parameter in group["params"]
+        if id(parameter) in offloaded
+    ]
+    if trained:
+        raise ConfigError(
+            f"{len(trained)} weights of the optimizer ({first_few(trained, 2)}) are kept in host "
+            "memory or on disk and only brought in for a forward: it would step tensors without "
+            "values. Give max_memory with more room or another device_map, so that all weights are "
+            "in memory; or load the model without device_map and give Accelerator a fsdp_plugin, "
+            "or a deepspeed_plugin with stage 3 and offloading."
         )
 
 

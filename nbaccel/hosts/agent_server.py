@@ -377,7 +377,7 @@ class _Agent:
 
     def _weight_frames(self, worker: _AgentWorker, message: Any) -> Iterator[Iterator[Any]]:
         """What the worker has written into staging files, by its own report."""
-        report = getattr(message, "home", None) or getattr(message, "report", None)
+        report = getattr(message, "weight_report", None) or getattr(message, "report", None)
         for key, byte_ranges in report.own_bytes.items() if report is not None else ():
             number = worker.staging.get(key)
             if number is not None:
