@@ -35,6 +35,7 @@ ARGUMENTS = (
     "--no-first-run",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
+SEEN_WITHIN_MS = 20_000
 Open = Callable[..., "NotebookPage"]
 
 
@@ -51,8 +52,10 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[BrowserContext]:
     """Chromium, for all tests of a file."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    # Its own five seconds pass on two busy cores, while the kernel answers.
+    expect.set_options(timeout=SEEN_WITHIN_MS)
     with sync_playwright() as playwright:
         chrome = playwright.chromium.launch(
             executable_path=chromium.path(), args=list(ARGUMENTS), headless=True

@@ -208,6 +208,7 @@ def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(
     assert "model is as before the cell" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(120)
 def test_stop_on_the_way_is_told_and_leaves_the_model_old(fresh: Pool, model: nn.Module) -> None:
     old = values(model)
     rank_0 = fresh.call(os.getpid)[0]
