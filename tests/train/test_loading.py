@@ -77,7 +77,7 @@ def test_what_cannot_be_shared_is_refused(loader, settings, message):
 
 def test_a_stateful_loader_needs_torchdata(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(MissingBackend, match=r"use_stateful_dataloader.*\[stateful\]"):
+    with pytest.raises(MissingBackend, match=r"use_stateful_dataloader.*torchdata"):
         prepare(DataLoader(Numbers(), batch_size=3), use_stateful_dataloader=True)
 
 
