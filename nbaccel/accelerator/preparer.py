@@ -288,7 +288,9 @@ class Preparer:
                 )
             _refuse_offloaded_bits(model, device_map)
             # Of a model that a device map has spread, each module is moved by its own hook.
-            is_spread = len(set(device_map.values())) > 1 or any(map(_is_empty, model.parameters()))
+            is_spread = len(set(device_map.values())) > 1 or any(
+                parameter.is_meta for parameter in model.parameters()
+            )
             if to_device and not is_spread:
                 device = registry.device(self._run.place.device_name)
                 device.place_module(model, self._run.place.device)  # PreparedOptimizer follows
@@ -364,10 +366,6 @@ def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> N
             "offload cannot be trained then. Load it whole onto the device that trains: "
             "device_map={'': accelerator.device}."
         )
-
-
-def _is_empty(parameter: torch.Tensor) -> bool:
-    return parameter.is_meta
 
 
 def _refuse_empty(model: nn.Module) -> None:

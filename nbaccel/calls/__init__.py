@@ -6,8 +6,9 @@ a cell's source imports no torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nbaccel.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from nbaccel.calls.pool import CellResult, Pool
@@ -15,15 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CellResult", "Pool", "PoolState", "WorkerState"]
 
-_HOMES = {
-    "CellResult": "nbaccel.calls.pool",
-    "Pool": "nbaccel.calls.pool",
-    "PoolState": "nbaccel.calls.pool_states",
-    "WorkerState": "nbaccel.calls.pool_states",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "CellResult": "nbaccel.calls.pool",
+        "Pool": "nbaccel.calls.pool",
+        "PoolState": "nbaccel.calls.pool_states",
+        "WorkerState": "nbaccel.calls.pool_states",
+    },
+)

@@ -6,8 +6,9 @@ pydantic.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nbaccel.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from nbaccel.config.accelerate_yaml import AccelerateFile, read_accelerate_yaml
@@ -27,20 +28,17 @@ __all__ = [
     "run_config_of",
 ]
 
-_HOMES = {
-    "AccelerateFile": "nbaccel.config.accelerate_yaml",
-    "read_accelerate_yaml": "nbaccel.config.accelerate_yaml",
-    "LoadedConfig": "nbaccel.config.config_files",
-    "default_config_path": "nbaccel.config.config_files",
-    "load_config_file": "nbaccel.config.config_files",
-    "Fp8Config": "nbaccel.config.fp8",
-    "Configured": "nbaccel.config.run_config",
-    "RunConfig": "nbaccel.config.run_config",
-    "run_config_of": "nbaccel.config.run_config",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "AccelerateFile": "nbaccel.config.accelerate_yaml",
+        "read_accelerate_yaml": "nbaccel.config.accelerate_yaml",
+        "LoadedConfig": "nbaccel.config.config_files",
+        "default_config_path": "nbaccel.config.config_files",
+        "load_config_file": "nbaccel.config.config_files",
+        "Fp8Config": "nbaccel.config.fp8",
+        "Configured": "nbaccel.config.run_config",
+        "RunConfig": "nbaccel.config.run_config",
+        "run_config_of": "nbaccel.config.run_config",
+    },
+)

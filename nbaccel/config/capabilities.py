@@ -436,78 +436,28 @@ ENTRY_POINT_PROBLEMS: tuple[str, ...] = (
 
 
 def device_row(row_name: str) -> DeviceRow:
-    """The row of a device.
-
-    Args:
-        row_name: As in the table.
-
-    Returns:
-        The row.
-
-    Raises:
-        InternalError: No row has that name.
-    """
-    return _check_row_exists(row_name, {row.name: row for row in DEVICES}.get(row_name))
+    """The row of a device; raises InternalError where none has that name."""
+    return _row_named(DEVICES, row_name)
 
 
 def precision_row(row_name: str) -> PrecisionRow:
-    """The row of a precision.
-
-    Args:
-        row_name: As in the table.
-
-    Returns:
-        The row.
-
-    Raises:
-        InternalError: No row has that name.
-    """
-    return _check_row_exists(row_name, {row.name: row for row in PRECISIONS}.get(row_name))
+    """The row of a precision; raises InternalError where none has that name."""
+    return _row_named(PRECISIONS, row_name)
 
 
 def strategy_row(row_name: str) -> StrategyRow:
-    """The row of a strategy.
-
-    Args:
-        row_name: As in the table.
-
-    Returns:
-        The row.
-
-    Raises:
-        InternalError: No row has that name.
-    """
-    return _check_row_exists(row_name, {row.name: row for row in STRATEGIES}.get(row_name))
+    """The row of a strategy; raises InternalError where none has that name."""
+    return _row_named(STRATEGIES, row_name)
 
 
 def start_method_row(row_name: str) -> StartMethodRow:
-    """The row of a start method.
-
-    Args:
-        row_name: As in the table.
-
-    Returns:
-        The row.
-
-    Raises:
-        InternalError: No row has that name.
-    """
-    return _check_row_exists(row_name, {row.name: row for row in START_METHODS}.get(row_name))
+    """The row of a start method; raises InternalError where none has that name."""
+    return _row_named(START_METHODS, row_name)
 
 
 def engine_row(row_name: str) -> EngineRow:
-    """The row of an engine.
-
-    Args:
-        row_name: As in the table.
-
-    Returns:
-        The row.
-
-    Raises:
-        InternalError: No row has that name.
-    """
-    return _check_row_exists(row_name, {row.name: row for row in ENGINES}.get(row_name))
+    """The row of an engine; raises InternalError where none has that name."""
+    return _row_named(ENGINES, row_name)
 
 
 def words_of_rows(
@@ -623,10 +573,11 @@ def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
     return row.group_backend if num_local <= num_devices else row.shared_group_backend
 
 
-def _check_row_exists(name: str, row: _CapabilityRow | None) -> _CapabilityRow:
-    if row is None:
-        raise InternalError(
-            f"nbaccel has no capability row named {name!r}. "
-            "Nothing can be decided about it. Please report this as a bug."
-        )
-    return row
+def _row_named(rows: tuple[_CapabilityRow, ...], name: str) -> _CapabilityRow:
+    for row in rows:
+        if row.name == name:
+            return row
+    raise InternalError(
+        f"nbaccel has no capability row named {name!r}. "
+        "Nothing can be decided about it. Please report this as a bug."
+    )

@@ -5,8 +5,9 @@ Its names are imported when they are first used: neither torch nor DeepSpeed is 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nbaccel.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
@@ -32,26 +33,22 @@ __all__ = [
     "resolve_auto",
 ]
 
-# Type checkers read the imports above, Python this table: neither is enough for the other.
-_HOMES = {
-    "Checked": "nbaccel.deepspeed.checking",
-    "DeepSpeedPlugin": "nbaccel.deepspeed.strategy.plugin",
-    "DeepSpeedTable": "nbaccel.deepspeed.official_formulas",
-    "Resolved": "nbaccel.deepspeed.auto_values",
-    "TrainingFacts": "nbaccel.deepspeed.training_facts",
-    "ZeroConfig": "nbaccel.deepspeed.zero_config",
-    "check_config": "nbaccel.deepspeed.checking",
-    "deepspeed_environment": "nbaccel.deepspeed.environment",
-    "deepspeed_table": "nbaccel.deepspeed.official_formulas",
-    "estimate_memory": "nbaccel.deepspeed.zero_memory",
-    "resolve_auto": "nbaccel.deepspeed.auto_values",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Checked": "nbaccel.deepspeed.checking",
+        "DeepSpeedPlugin": "nbaccel.deepspeed.strategy.plugin",
+        "DeepSpeedTable": "nbaccel.deepspeed.official_formulas",
+        "Resolved": "nbaccel.deepspeed.auto_values",
+        "TrainingFacts": "nbaccel.deepspeed.training_facts",
+        "ZeroConfig": "nbaccel.deepspeed.zero_config",
+        "check_config": "nbaccel.deepspeed.checking",
+        "deepspeed_environment": "nbaccel.deepspeed.environment",
+        "deepspeed_table": "nbaccel.deepspeed.official_formulas",
+        "estimate_memory": "nbaccel.deepspeed.zero_memory",
+        "resolve_auto": "nbaccel.deepspeed.auto_values",
+    },
+)
 
 
 def __dir__() -> list[str]:

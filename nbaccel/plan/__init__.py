@@ -6,8 +6,9 @@ pydantic.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nbaccel.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from nbaccel.plan.inspecting import inspect_machine
@@ -17,18 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Gpu", "Inventory", "Plan", "TpuHost", "inspect_machine", "resolve"]
 
-_HOMES = {
-    "inspect_machine": "nbaccel.plan.inspecting",
-    "Gpu": "nbaccel.plan.inventory",
-    "Inventory": "nbaccel.plan.inventory",
-    "TpuHost": "nbaccel.plan.inventory",
-    "Choice": "nbaccel.plan.launch_plan",
-    "Plan": "nbaccel.plan.launch_plan",
-    "resolve": "nbaccel.plan.resolving",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "inspect_machine": "nbaccel.plan.inspecting",
+        "Gpu": "nbaccel.plan.inventory",
+        "Inventory": "nbaccel.plan.inventory",
+        "TpuHost": "nbaccel.plan.inventory",
+        "Choice": "nbaccel.plan.launch_plan",
+        "Plan": "nbaccel.plan.launch_plan",
+        "resolve": "nbaccel.plan.resolving",
+    },
+)
