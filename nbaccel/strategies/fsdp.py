@@ -101,6 +101,7 @@ class FsdpStrategy(Strategy):
     ) -> None:
         super().__init__(place)
         _refuse_old_torch(place.device)
+        _refuse_shared_gpu(place)
         self._settings = settings
         self._inner, self._root = _precision_policies(
             settings.mixed_precision_policy, precision.dtype
@@ -410,6 +411,17 @@ def _refuse_old_torch(device: torch.device) -> None:
         raise PlatformUnsupported(
             f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
             "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
+        )
+
+
+def _refuse_shared_gpu(place: Place) -> None:
+    # Functional collectives over gloo read a GPU's memory as the host's: SIGSEGV in torch 2.11.
+    if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
+        raise PlatformUnsupported(
+            f"fsdp_plugin was given where {place.world_size} processes talk by gloo about tensors "
+            f"on {place.device} (workers that share a GPU do): the process would be killed by "
+            "torch when shards are put together. Launch at most one process per GPU, with NCCL, "
+            "or leave fsdp_plugin out: a GPU that is shared has no more memory by sharding."
         )
 
 

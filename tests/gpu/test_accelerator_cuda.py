@@ -17,6 +17,7 @@ from nbaccel import (
     Accelerator,
     DistributedType,
     FullyShardedDataParallelPlugin,
+    WorkerFailed,
     notebook_launcher,
     set_seed,
 )
@@ -97,20 +98,36 @@ def test_a_bare_cell_trains_on_the_gpu_and_can_launch_afterwards(precision: str)
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
 def test_several_processes_train_on_gpus(precision: str, sharded: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"mixed_precision": precision}
+    num_processes = 2
     if sharded:
         settings["fsdp_plugin"] = FullyShardedDataParallelPlugin()
-    results = notebook_launcher(train, (settings, str(tmp_path / "state")), num_processes=2)
+        num_processes = num_sharding()
+    results = notebook_launcher(
+        train, (settings, str(tmp_path / "state")), num_processes, start_method="template"
+    )
     for found in results:
-        assert found["gathered"] == [0, 1]
-        assert found["objects"] == [0, 1]
+        assert found["gathered"] == found["objects"] == list(range(num_processes))
         assert_trained(found, precision)
     kind = DistributedType.FSDP if sharded else DistributedType.MULTI_GPU
-    assert [found["type"] for found in results] == [kind] * 2
+    assert [found["type"] for found in results] == [kind] * num_processes
+
+
+def num_sharding() -> int:
+    """Processes for fully_shard, which needs NCCL and so a GPU for each."""
+    return min(2, torch.cuda.device_count())
+
+
+def test_fsdp_on_a_shared_gpu_is_refused() -> None:
+    settings = {"fsdp_plugin": FullyShardedDataParallelPlugin()}
+    with pytest.raises(WorkerFailed, match="talk by gloo"):
+        notebook_launcher(train, (settings,), num_processes=torch.cuda.device_count() + 1)
 
 
 def test_fsdp_with_shards_in_host_memory_equals_ddp() -> None:
     plugin = FullyShardedDataParallelPlugin(cpu_offload=True)
-    sharded = notebook_launcher(train, ({"fsdp_plugin": plugin},), num_processes=2)[0]
-    whole = notebook_launcher(train, ({},), num_processes=2)[0]
+    sharded, whole = (
+        notebook_launcher(train, (settings,), num_sharding(), start_method="template")[0]
+        for settings in ({"fsdp_plugin": plugin}, {})
+    )
     for name, value in whole["weights"].items():
         torch.testing.assert_close(sharded["weights"][name], value)

@@ -21,7 +21,7 @@ from nbaccel.config.handlers import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
 )
-from nbaccel.errors import ConfigError
+from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.precision.native import Bf16, Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
 from tests.strategies.needs import SHARDING
@@ -292,6 +292,14 @@ def test_the_policy_follows_the_settings_else_the_precision():
     assert named._root == MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
     with pytest.raises(ConfigError, match=r"'fp12'.*Give one of"):
         fsdp(mixed_precision_policy="fp12")
+
+
+def test_a_gpu_that_workers_share_is_refused():
+    # Seen on an H100 with torch 2.11: both workers were killed by SIGSEGV in get_state_dict.
+    shared = Place(device=torch.device("cuda", 0), world_size=2, backend="gloo")
+    with pytest.raises(PlatformUnsupported, match=r"2 processes talk by gloo .* cuda:0 .*NCCL"):
+        fsdp(shared)
+    assert fsdp(replace(shared, backend="nccl")).place.backend == "nccl"
 
 
 def test_nobody_can_leave_the_others_early():
