@@ -116,7 +116,7 @@ def _settings_classes() -> Iterator[str]:
 
 def _strategies_by_handler() -> Iterator[StrategyRow]:
     """The strategies whose settings have no argument of their own."""
-    return (strategy for strategy in STRATEGIES if strategy.settings and not strategy.argument)
+    return (strategy for strategy in STRATEGIES if strategy.settings and not strategy.arguments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,7 @@ class Request:
             argument_name: ``fsdp_plugin``, for example.
         """
         strategy = self.asked.strategy
-        if strategy is None or strategy_row(strategy.strategy).argument != argument_name:
+        if strategy is None or argument_name not in strategy_row(strategy.strategy).arguments:
             return None
         return self.settings
 

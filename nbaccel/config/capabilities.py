@@ -16,6 +16,7 @@ from nbaccel.base.errors import InternalError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.config.capability_rows import (
     DeviceRow,
+    DeviceSigns,
     EngineRow,
     Fp8Choice,
     Fp8Row,
@@ -125,6 +126,16 @@ _DEVICES: tuple[DeviceRow, ...] = (
         start_methods=("template", "fork"),
         stages_copies=True,
         distributed_type="XLA",
+        signs=DeviceSigns(
+            packages=("torch_tpu", "torch_xla"),
+            variables=(
+                *("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME", "TPU_WORKER_HOSTNAMES"),
+                *("COLAB_TPU_ADDR", "PJRT_DEVICE"),
+            ),
+            files=("dev/accel*", "dev/vfio/[0-9]*"),
+            pci_vendor="0x1ae0",
+            facts=("tpu", "tpu_chips"),
+        ),
     ),
 )
 
@@ -327,8 +338,7 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         headline="fully sharded",
         needs_group=True,
         settings="nbaccel.config.fsdp_settings:FullyShardedDataParallelPlugin",
-        argument="fsdp_plugin",
-        wanted="nbaccel.strategies.fsdp_asked:fsdp_request",
+        arguments=("fsdp_plugin",),
         variables=(("ACCELERATE_USE_FSDP", "true"),),
         devices=("cpu", "cuda", "tpu"),
         precisions=_NATIVE_PRECISIONS,
@@ -344,14 +354,13 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         precisions=_NATIVE_PRECISIONS,
         distributed_type="DEEPSPEED",
         settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
-        argument="deepspeed_plugin",
-        wanted="nbaccel.deepspeed.asked:wanted",
+        arguments=("deepspeed_plugin", "deepspeed_plugins"),
+        make_settings="nbaccel.deepspeed.strategy.plugin:make_plugins",
         variables=(("ACCELERATE_USE_DEEPSPEED", "true"),),
         check="nbaccel.deepspeed.cpp_operations:check_tools",
         judge="nbaccel.deepspeed.checking:check_run",
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
-        memory="nbaccel.deepspeed.leftover_files",
         enter="nbaccel.deepspeed.in_worker:enter_worker",
         observe="nbaccel.deepspeed.teardown:observe",
         form="nbaccel.deepspeed.form.zero_form:DeepSpeedForm",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "DeviceRow",
+    "DeviceSigns",
     "EngineRow",
     "Fp8Choice",
     "Fp8Row",
@@ -17,6 +18,25 @@ __all__ = [
     "StartMethodRow",
     "StrategyRow",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSigns:
+    """What a machine has at least, if it has a device: one of these.
+
+    Attributes:
+        packages: Modules that can be imported.
+        variables: Environment variables.
+        files: Patterns of files, below the root.
+        pci_vendor: Vendor of a device on the PCI bus, as ``/sys`` writes it.
+        facts: Fields of an `Inventory` that the device fills.
+    """
+
+    packages: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    pci_vendor: str = ""
+    facts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +66,7 @@ class DeviceRow:
         distributed_type: What Accelerate calls training on it, whatever the number of processes.
         variables: Environment variables from which other libraries in a worker learn of it.
         never_run: Whether it has never been run. ``auto`` passes over it then.
+        signs: Without one of them its module is not even imported for a launch; None looks always.
     """
 
     name: str
@@ -66,6 +87,7 @@ class DeviceRow:
     distributed_type: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     never_run: bool = False
+    signs: DeviceSigns | None = None
 
     @property
     def noun(self) -> str:
@@ -188,21 +210,18 @@ class StrategyRow:
         distributed_type: What Accelerate calls it; empty where that depends on the device.
         settings: ``module:Class`` of its settings; an object of it among ``kwargs_handlers`` asks
             for the strategy, unless it is a default one. The module is light.
-        argument: Argument of `Accelerator` that takes them, if there is one.
-        wanted: ``module:function`` that says whether what was said requests it: given a
-            `Said` of `nbaccel.plan.contracts.asking`, it returns a `Wanted` of the same or
-            None. The module is light. Where it is empty, the name and the settings ask for it.
+        arguments: Arguments of `Accelerator` that take them, and so ask for it.
+        make_settings: ``module:function`` that makes them of what such an argument was given, or of
+            a run's configuration, one of which is None; empty where they are what was given.
         variables: Environment variables from which other libraries in a worker learn of it, where
-            it was requested by its name.
+            it was requested by its name. The first of them asks for it, where a user sets it.
         check: ``module:function`` that refuses what its library lacks on a machine.
         judge: ``module:function`` that refuses mistakes in a run's configuration of it.
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.ShardReader`.
-        memory: Module that knows the shared memory that the workers' library makes: the variables
-            for it, and the files to remove.
         enter: ``module:function`` that prepares a worker for it, given the type of its device.
         observe: ``module:function`` that looks at a process before the library is in it, for the
-            reader's ``tear_down``. This one, ``enter`` and ``memory`` are loaded even where the
+            reader's ``tear_down``. This one and ``enter`` are loaded even where the
             library is never used, so they are light.
         form: ``module:Class`` of what a picker offers of it, a
             :class:`~nbaccel.memory.settings_form.SettingsForm`; empty where it has none.
@@ -225,14 +244,13 @@ class StrategyRow:
     needs_group: bool = False
     distributed_type: str = ""
     settings: str = ""
-    argument: str = ""
-    wanted: str = ""
+    arguments: tuple[str, ...] = ()
+    make_settings: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     check: str = ""
     judge: str = ""
     library: str = ""
     shards: str = ""
-    memory: str = ""
     enter: str = ""
     observe: str = ""
     form: str = ""

@@ -92,7 +92,7 @@ def _etcd_needs_an_endpoint(run_config: _Settings) -> str:
 
 
 def _fsdp_by_its_strategy(run_config: _Settings) -> str:
-    names = [row.name for row in STRATEGIES if row.argument == "fsdp_plugin"]
+    names = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
     if run_config.fsdp is None or run_config.strategy in names:
         return ""
     return (

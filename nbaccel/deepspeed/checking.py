@@ -33,8 +33,8 @@ from nbaccel.deepspeed.combinations import (
 from nbaccel.deepspeed.config_keys import Finding, key_findings, missing_monitors
 from nbaccel.deepspeed.cpp_operations import missing_tools
 from nbaccel.deepspeed.field_types import AUTO
-from nbaccel.deepspeed.leftover_files import folder_mistakes, shortage
 from nbaccel.deepspeed.load_config import auto_keys, load_settings
+from nbaccel.deepspeed.room import folder_mistakes, shortage
 from nbaccel.deepspeed.schema import Schema, deepspeed_schema, quiet_logger
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
 from nbaccel.plan import Inventory, inspect_machine

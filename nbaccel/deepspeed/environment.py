@@ -220,7 +220,8 @@ _UNSET_VARIABLES: tuple[str, ...] = (
     "TORCHELASTIC_RUN_ID",
     "FORK_LAUNCHED",
 )
-# Here DeepSpeed would make shared memory of 66 MiB, and leave it there: see `leftover_files`.
+# Here DeepSpeed would make shared memory of 66 MiB, and leave it there: see
+# `plan.shared_memory_files`.
 _UNSET_VARIABLES += ("LOCAL_SIZE",)
 
 

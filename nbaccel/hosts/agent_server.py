@@ -28,7 +28,7 @@ from nbaccel.hosts.event_loop import EventLoop
 from nbaccel.hosts.file_copies import ReceivedFiles, passing_frames, range_frames
 from nbaccel.hosts.secure_link import FileBytes, SecureLink
 from nbaccel.hosts.versions import own_versions
-from nbaccel.plan import registry
+from nbaccel.plan import shared_memory_files
 from nbaccel.plan.contracts.host_engine import HANDED_FILES_VARIABLE, AgentHello
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.topology import Topology
@@ -447,9 +447,8 @@ class _Agent:
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this host's shared memory for these workers."""
         worker_places = [Topology.from_json(topology) for topology in self._topologies]
-        for module in registry.shared_memory_modules():
-            module.remove(worker_places)
-            module.remove_orphans()
+        shared_memory_files.remove(worker_places)
+        shared_memory_files.remove_orphans()
 
 
 _FRAME_TAKERS: dict[type, Callable[[_Agent, Any], None]] = {

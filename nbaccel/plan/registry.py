@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -32,6 +33,8 @@ from nbaccel.plan.contracts.device import Device, DeviceRuntime, UnlistedDevice
 from nbaccel.plan.contracts.host_engine import Engine
 from nbaccel.plan.contracts.precision import Precision
 from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.plan.device_signs import has_sign
+from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
     from nbaccel.plan.inventory import Gpu, Inventory
@@ -50,10 +53,10 @@ __all__ = [
     "load_advisor",
     "load_object",
     "plugin_class",
+    "possible_devices",
     "precision",
     "prepare_notebook",
     "settings_forms",
-    "shared_memory_modules",
     "strategy",
     "strategy_settings",
     "usable_units",
@@ -109,18 +112,42 @@ def device_runtime(device_name: str) -> DeviceRuntime:
     return UnlistedDevice(device_name)
 
 
-def known_devices() -> tuple[Device, ...]:
+def known_devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
     """All devices in the order of their rows, but those that cannot be loaded.
 
     The plan reports the latter, which come from other packages; a request for one by its name
     raises the error.
+
+    Args:
+        names: Only these.
     """
     loaded_devices = []
     for row in DEVICES:
+        if names is not None and row.name not in names:
+            continue
         # Another package's module may raise anything, and must not disable the other devices.
         with contextlib.suppress(Exception):
             loaded_devices.append(known_device(row.name))
     return tuple(loaded_devices)
+
+
+def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
+    """Of these the ones of which this machine, or a described one, has a sign.
+
+    Args:
+        inventory: What a machine has; None asks this one.
+    """
+    possible_names = {
+        row.name
+        for row in DEVICES
+        if row.signs is None
+        or (
+            has_sign(row.signs)
+            if inventory is None
+            else any(getattr(inventory, fact) for fact in row.signs.facts)
+        )
+    }
+    return known_devices(possible_names)
 
 
 def devices() -> tuple[Device, ...]:
@@ -135,7 +162,7 @@ def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
     Args:
         inventory: What the machine has.
     """
-    for known in known_devices():
+    for known in possible_devices(inventory):
         units = known.units(inventory)
         if units and not known.idle_reason(inventory):
             return units
@@ -223,13 +250,13 @@ def strategy(strategy_name: str) -> type[Strategy]:
 
 
 def wanted_strategy(said: Said) -> Wanted | None:
-    """The strategy that was requested; each strategy decides whether it was.
+    """The strategy that was requested.
 
     Args:
         said: What was said.
 
     Returns:
-        What the strategy says of it; None where none was asked for.
+        The request; None where none was asked for.
 
     Raises:
         ConfigError: Two were requested by the same, strongest source.
@@ -254,25 +281,45 @@ def wanted_strategy(said: Said) -> Wanted | None:
     return None
 
 
+_ZERO_SHARDS = ("nothing", "the optimizer", "optimizer and gradients", "all, weights too,")
+"""What is sharded, by ZeRO's stage."""
+
+
 def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
-    """What a strategy says itself; any other is requested by its name or settings."""
-    if row.wanted:
-        answer: Wanted | None = load_object(row.wanted)(said)
-        return answer
-    settings = next(_settings_among(row, said.handlers), None)
-    source: Source | None = said.source_of_name(row.name)
-    text = f"strategy={row.name!r}"
-    if settings is not None and not row.is_default:
-        source = "argument"
-        text = type(settings).__name__
-    if source is None:
-        return None
+    """The strongest request for a strategy: an argument, a run's configuration, the environment."""
+    given = {name: said.arguments[name] for name in row.arguments if name in said.arguments}
+    for argument_name, plugin in given.items():
+        if plugin is not None:
+            return _wanted(row, said, "argument", argument_name, plugin)
+    handler = next(_settings_among(row, said.handlers), None)
+    if handler is not None and not row.is_default and not row.arguments:
+        return _wanted(row, said, "argument", type(handler).__name__)
+    if said.run is not None and said.run.uses_deepspeed and row.library == "deepspeed":
+        stage = said.run.zero_stage or 0
+        choice = Choice(
+            "zero_stage", stage, f"asked for: {_ZERO_SHARDS[stage]} in shards, by DeepSpeed"
+        )
+        request = _wanted(row, said, "config", f"zero_stage={said.run.zero_stage}")
+        return replace(request, headline=f"ZeRO-{stage}", choices=(choice,))
+    if (source := said.source_of_name(row.name)) is not None:
+        return _wanted(row, said, source, f"strategy={row.name!r}")
+    if row.variables and said.flag(flag := row.variables[0][0]):
+        return _wanted(row, said, "environment", flag)
+    return None
+
+
+def _wanted(row: StrategyRow, said: Said, source: Source, what: str, plugin: Any = None) -> Wanted:
+    def settings() -> Any:
+        if row.make_settings:
+            return load_object(row.make_settings)(plugin, said.run)
+        return strategy_settings(row.name, said.handlers) if plugin is None else plugin
+
     return Wanted(
         strategy=row.name,
         source=source,
-        what=text,
-        reason=f"{text} was given: {row.meaning}",
-        settings=lambda: strategy_settings(row.name, said.handlers),
+        what=what,
+        reason=f"{what} was given: {row.meaning}",
+        settings=settings,
     )
 
 
@@ -379,11 +426,6 @@ def plugin_class(class_name: str) -> Any:
 def settings_forms() -> tuple[Any, ...]:
     """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
     return tuple(load_object(row.form)() for row in STRATEGIES if row.form)
-
-
-def shared_memory_modules() -> list[Any]:
-    """The modules that know the shared memory which strategies' libraries make in workers."""
-    return [load_object(row.memory) for row in STRATEGIES if row.memory]
 
 
 # ------------------------------------------------------------------------------- engines

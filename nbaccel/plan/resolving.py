@@ -156,7 +156,7 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
             "device", config.device, f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
         )
     unused_devices = []
-    for device in registry.known_devices():
+    for device in registry.possible_devices(found):
         device_row_of = device.row
         device_units = device.units(found)
         if device_units and (idle_reason := device.idle_reason(found)):
@@ -181,11 +181,10 @@ def _idle_devices_text(device_name: str, found: Inventory) -> str:
     """The devices that are there beside the requested one."""
     if not device_row(device_name).in_host_memory:
         return ""
-    other_devices = [(device.row, device.units(found)) for device in registry.known_devices()]
     idle_devices = [
-        _describe_units(other_row, device_units)
-        for other_row, device_units in other_devices
-        if device_units and other_row.name != device_name
+        _describe_units(device.row, units)
+        for device in registry.possible_devices(found)
+        if device.name != device_name and (units := device.units(found))
     ]
     return f"; {', '.join(idle_devices)} not used" if idle_devices else ""
 

@@ -49,7 +49,7 @@ def hazards() -> tuple[Hazard, ...]:
 
 
 def _find_hazards() -> Iterator[Hazard]:
-    for known_device in registry.known_devices():
+    for known_device in registry.possible_devices():
         for hazard_fact in known_device.hazards():
             yield Hazard(fact=hazard_fact, consequence=known_device.after_fork, is_fatal=True)
     if _has_process_group():

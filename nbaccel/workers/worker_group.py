@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nbaccel.base import env, process_death
 from nbaccel.base.errors import StartupFailed
 from nbaccel.config.variables import run_variables
-from nbaccel.plan import Plan, registry
+from nbaccel.plan import Plan, registry, shared_memory_files
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits, worker, working_folder
@@ -255,8 +255,7 @@ class WorkerGroup:
         ) | run_variables(plan.config)
         if is_on_other_host:
             own_environment |= _device_choice(self._starter.shares[worker_place.node_rank])
-        for memory_module in registry.shared_memory_modules():
-            own_environment |= memory_module.variables(worker_place, plan.device)
+        own_environment |= shared_memory_files.variables(worker_place, plan.device)
         # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's wins.
         default_variables = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
         environment = {
@@ -367,7 +366,7 @@ def _device_choice(host_share: HostShare) -> dict[str, str]:
 def _device_variables(plan: Plan) -> list[Mapping[str, str | None]]:
     """What the workers of a launch get for their device, by local rank, and for all others."""
     idle_variables: dict[str, str | None] = {}
-    for device in registry.known_devices():
+    for device in registry.possible_devices():
         if device.name != plan.device:
             idle_variables |= device.idle_variables()
     of_workers = registry.device(plan.device).launch_variables(plan) or ({},) * plan.num_processes
@@ -385,6 +384,5 @@ def _libraries_memory(worker_places: Sequence[Topology]) -> Iterator[None]:
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
-    for module in registry.shared_memory_modules():
-        module.remove(worker_places)
-        module.remove_orphans()
+    shared_memory_files.remove(worker_places)
+    shared_memory_files.remove_orphans()

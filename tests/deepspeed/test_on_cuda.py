@@ -39,9 +39,7 @@ def ran() -> tuple[dict[str, Any], dict[str, Any]]:
     rows = {name: row for name, row in ROWS.items() if CUDA_HOME or name not in NEEDS_NVCC}
     models = {name: net() for name in rows}
     # In workers also where there is one GPU: what comes home is looked at.
-    results = notebook_launcher(
-        train_all, (models, rows), start_method="template", timeout=800
-    )
+    results = notebook_launcher(train_all, (models, rows), start_method="template", timeout=800)
     return results[0], models
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.leftover_files import check_room, folder_mistakes
+from nbaccel.deepspeed.room import check_room, folder_mistakes
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from tests.deepspeed import needs
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.deepspeed import leftover_files
+from nbaccel.deepspeed import room
 from nbaccel.deepspeed.auto_values import Resolved
 from nbaccel.deepspeed.strategy import (
     diagnostics,
@@ -256,7 +256,7 @@ class DeepSpeedStrategy(Strategy):
             return
         # One process of each node looks at the disk; the others wait in their first collective
         # and have not yet written anything that would count as room taken.
-        leftover_files.check_room(
+        room.check_room(
             model,
             resolved_config.config,
             is_training=is_training,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
-from nbaccel.config.deepspeed_document import BATCH_SIZES, tidied_settings
+from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config, tidied_settings
 from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
 from nbaccel.config.nested_keys import has_key, put_at, value_at
@@ -32,8 +32,10 @@ from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
 if TYPE_CHECKING:
     from torch import nn
 
+    from nbaccel.config import RunConfig
 
-__all__ = ["DeepSpeedPlugin", "Filling", "Plugins"]
+
+__all__ = ["DeepSpeedPlugin", "Filling", "Plugins", "make_plugins"]
 
 
 _MOE_LAYERS = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
@@ -534,3 +536,13 @@ def _is_path(config: str) -> bool:
         return Path(config).exists()
     except (OSError, ValueError):  # no path has so many characters, or a null one
         return False
+
+
+def make_plugins(plugin: Any, run_config: RunConfig | None) -> Plugins:
+    """The plugins of an `Accelerator`, of what it was given or of its run's configuration."""
+    if plugin is not None:
+        return Plugins(plugin)
+    if run_config is None or not run_config.uses_deepspeed:
+        return Plugins(DeepSpeedPlugin(None))
+    config_file = None if run_config.deepspeed is None else engine_config(run_config)
+    return Plugins(DeepSpeedPlugin(config_file, zero_stage=run_config.zero_stage))
