@@ -23,11 +23,15 @@ __all__ = ["SLOW_NOTEBOOKS", "add_option", "changed", "deselect", "git", "is_ign
 
 LANDINGS = ROOT / ".ci" / "landings"
 SLOW_NOTEBOOKS = {
+    "notebooks/03_accelerator.ipynb": "tests/accelerator",
     "notebooks/05_deepspeed.ipynb": "tests/deepspeed",
+    "notebooks/06_pickers.ipynb": "tests/notebook",
+    "notebooks/07_fp8.ipynb": "tests/precision",
     "notebooks/09_big_models.ipynb": "tests/bigmodel",
+    "notebooks/10_leave_the_notebook.ipynb": "tests/cli",
     "notebooks/11_zero_inference.ipynb": "tests/deepspeed",
 }
-"""Those that compile operations or load transformers, with the tests of what they show."""
+"""Those that take half a minute or more, with the tests of what they show."""
 _ALSO = {
     "accelerator": ("peers",),
     "calls": ("kernel", "stress"),

@@ -75,6 +75,7 @@ def test_types_compare_with_their_names() -> None:
     assert GradientState().num_steps == 1
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
     from nbaccel import Accelerator
@@ -106,6 +107,7 @@ def test_a_state_without_arguments_is_that_of_the_newest_accelerator():
     assert refused()
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_after_a_reset_states_say_what_to_do_until_one_is_made():
     state, accelerator = PartialState(cpu=True), Accelerator(cpu=True)
@@ -123,6 +125,7 @@ def test_after_a_reset_states_say_what_to_do_until_one_is_made():
     assert state.num_processes == told.num_processes == later.state.num_processes == 1
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_a_type_that_is_set_is_said_from_then_on():
     accelerator = Accelerator(cpu=True)
@@ -134,6 +137,7 @@ def test_a_type_that_is_set_is_said_from_then_on():
     assert Accelerator(cpu=True).distributed_type is DistributedType.NO
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_a_gradient_state_without_settings_is_that_of_the_newest_accelerator():
     plugin = GradientAccumulationPlugin(num_steps=4)

@@ -356,6 +356,7 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         settings="nbaccel.deepspeed.strategy.plugin:DeepSpeedPlugin",
         arguments=("deepspeed_plugin", "deepspeed_plugins"),
         make_settings="nbaccel.deepspeed.strategy.plugin:make_plugins",
+        run_flag="uses_deepspeed",
         variables=(("ACCELERATE_USE_DEEPSPEED", "true"),),
         check="nbaccel.deepspeed.cpp_operations:check_tools",
         judge="nbaccel.deepspeed.checking:check_run",

@@ -213,6 +213,7 @@ class StrategyRow:
         arguments: Arguments of `Accelerator` that take them, and so ask for it.
         make_settings: ``module:function`` that makes them of what such an argument was given, or of
             a run's configuration, one of which is None; empty where they are what was given.
+        run_flag: Attribute of a `RunConfig` that says whether that asks for it beside its name.
         variables: Environment variables from which other libraries in a worker learn of it, where
             it was requested by its name. The first of them asks for it, where a user sets it.
         check: ``module:function`` that refuses what its library lacks on a machine.
@@ -246,6 +247,7 @@ class StrategyRow:
     settings: str = ""
     arguments: tuple[str, ...] = ()
     make_settings: str = ""
+    run_flag: str = ""
     variables: tuple[tuple[str, str], ...] = ()
     check: str = ""
     judge: str = ""

@@ -294,7 +294,7 @@ def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
     handler = next(_settings_among(row, said.handlers), None)
     if handler is not None and not row.is_default and not row.arguments:
         return _wanted(row, said, "argument", type(handler).__name__)
-    if said.run is not None and said.run.uses_deepspeed and row.library == "deepspeed":
+    if row.run_flag and said.run is not None and getattr(said.run, row.run_flag):
         stage = said.run.zero_stage or 0
         choice = Choice(
             "zero_stage", stage, f"asked for: {_ZERO_SHARDS[stage]} in shards, by DeepSpeed"
@@ -302,7 +302,7 @@ def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
         request = _wanted(row, said, "config", f"zero_stage={said.run.zero_stage}")
         return replace(request, headline=f"ZeRO-{stage}", choices=(choice,))
     if (source := said.source_of_name(row.name)) is not None:
-        return _wanted(row, said, source, f"strategy={row.name!r}")
+        return _wanted(row, said, source, f'strategy="{row.name}"')
     if row.variables and said.flag(flag := row.variables[0][0]):
         return _wanted(row, said, "environment", flag)
     return None

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from nbaccel.config.capabilities import device_row
 from nbaccel.plan.topology import Topology
 
 __all__ = ["FILE_BYTES", "free_shared_bytes", "has_room", "remove", "remove_orphans", "variables"]
@@ -47,7 +48,11 @@ def variables(worker_place: Topology, device: str) -> dict[str, str]:
         return {}
     # Only ranks on CPUs of one machine make the files. "0" and not unset, because a variable of the
     # notebook's own would be inherited.
-    is_enough = device != "cpu" or worker_place.num_nodes > 1 or has_room(process_count)
+    is_enough = (
+        not device_row(device).in_host_memory
+        or worker_place.num_nodes > 1
+        or has_room(process_count)
+    )
     return {"LOCAL_SIZE": str(process_count) if is_enough else "0"}
 
 

@@ -15,6 +15,7 @@ class Output(NamedTuple):
     labels: torch.Tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "batch_size", "options", "expected"),
     [

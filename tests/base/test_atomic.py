@@ -35,6 +35,7 @@ def killed_in(folder: Path, name: str) -> None:
     os.waitpid(forked(write), 0)
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_a_dead_processs_folder_is_cleared_by_the_next_save_of_that_name(tmp_path):
     for name in ("model", "model", "other"):
@@ -96,6 +97,7 @@ if needs.HAS_DEEPSPEED_ROW:
     WAYS["to-fp32"] = convert
 
 
+@pytest.mark.slow
 @isolated(timeout_s=110)
 @pytest.mark.parametrize("way", WAYS)
 def test_saves_killed_at_any_moment_leave_nothing_that_the_next_one_does_not_clear(tmp_path, way):

@@ -109,6 +109,7 @@ def many_budgets(total: int):
         yield {"cpu": budget}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ties", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_maps_of_transformers_models_are_those_of_accelerate_or_better(family, ties):
@@ -126,6 +127,7 @@ def test_maps_of_transformers_models_are_those_of_accelerate_or_better(family, t
     assert results["it raises"] < results.total() / 4, results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("odd", [False, True])
 def test_maps_of_random_models_are_those_of_accelerate_or_better(odd, fallback):

@@ -3,8 +3,12 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from nbaccel import notebook_launcher
 from nbaccel.workers import worker
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_worker_that_does_not_leave_after_its_return_is_ended() -> None:

@@ -204,6 +204,7 @@ def test_a_result_that_cannot_be_sent_loses_neither_the_others_nor_the_weights(
 # ------------------------------------------------------------------------- weights are copied back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_the_notebooks_model_is_the_trained_model(launch: Launch, optimizer: str) -> None:
     model = Net()
@@ -432,6 +433,7 @@ def test_a_worker_that_leaves_without_a_result(launch: Launch, status: int) -> N
     assert "os._exit" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -489,6 +491,7 @@ def test_a_real_abort_shows_the_line(template: Launch) -> None:
     assert "os.abort()" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hang", [workers.sleep_for_ever, workers.lock_up_in_c, workers.ignore_everything]
 )
@@ -513,6 +516,7 @@ def test_a_launch_that_hangs_ends_in_time(launch: Launch, hang: Callable[[], Non
     assert_equal(values(model), before)
 
 
+@pytest.mark.slow
 def test_a_rank_that_returned_early_is_named(launch: Launch) -> None:
     def train() -> None:
         workers.join()
@@ -582,6 +586,7 @@ def test_a_class_made_in_the_worker_comes_as_a_copy(launch: Launch) -> None:
     assert type(first).__name__ == "Made"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
@@ -734,6 +739,7 @@ def interrupt_when(path: Path, count: int) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stuck",
     [
@@ -1008,6 +1014,7 @@ def test_auto_forks_for_what_cannot_be_sent_and_says_so(capfd: pytest.CaptureFix
     assert "forked from the notebook, because args[0] (a generator) cannot be pickled" in said
 
 
+@pytest.mark.slow
 @isolated(timeout_s=100)
 def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack() -> None:
     from nbaccel.errors import StartupFailed
@@ -1026,6 +1033,7 @@ def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack() ->
     assert len(notebook_launcher(os.getpid, (), 2, start_method="template")) == 2
 
 
+@pytest.mark.slow
 @isolated(timeout_s=100)
 def test_a_live_process_group_forbids_the_fork() -> None:
     port = taken_and_freed()
@@ -1056,6 +1064,7 @@ def test_foreign_threads_keep_auto_from_forking_and_do_not_stop_the_template() -
             thread.join()
 
 
+@pytest.mark.slow
 @isolated(timeout_s=100)
 def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
     from nbaccel.workers import fork_safety
@@ -1078,6 +1087,7 @@ def test_a_fork_after_openmp_and_backward_does_not_hang() -> None:
     work()
 
 
+@pytest.mark.slow
 @isolated(timeout_s=100)
 def test_looking_at_the_launcher_from_another_thread() -> None:
     found: list[Any] = []
@@ -1120,6 +1130,7 @@ def test_a_launch_that_waits_for_another_threads_launch_says_so(
     assert said.count("another thread of this notebook has begun a launch") == 1
 
 
+@pytest.mark.slow
 @isolated(timeout_s=100)
 def test_the_template_dies_with_us_and_is_replaced_when_killed() -> None:
     from nbaccel.workers import template_prestart

@@ -52,6 +52,7 @@ def free_port(address: str) -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_two_nodes_train_together_and_each_gets_the_weights(tmp_path: Path) -> None:
     address = own_address()
     script = tmp_path / "node.py"

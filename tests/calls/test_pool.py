@@ -521,6 +521,7 @@ def test_idle_workers_use_no_processor_time(fresh: Pool) -> None:
     assert [processor_time(pid) for pid in found] == before
 
 
+@pytest.mark.slow
 def test_two_hundred_cells_leave_no_more_open_than_two(pool: Pool, names: Names) -> None:
     names["model"] = nn.Linear(8, 8)
     found = [psutil.Process(pid) for pid in pids(pool)]
@@ -550,6 +551,7 @@ def test_two_pools_do_not_disturb_each_other(pool: Pool) -> None:
 # ------------------------------------------------------------------------- last: it ends all pools
 
 
+@pytest.mark.slow
 def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
     fresh: Pool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -562,6 +564,7 @@ def test_the_end_of_the_template_breaks_the_pool_and_the_next_cell_starts_anew(
     assert "new workers started" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_template_that_is_killed_is_told_as_what_it_was(
     fresh: Pool, signum: signal.Signals, capsys: pytest.CaptureFixture[str]
@@ -581,6 +584,7 @@ def test_a_template_that_is_killed_is_told_as_what_it_was(
     assert f"new workers started, because the {told}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_launch_whose_template_is_killed_says_so() -> None:
     def kill() -> None:
         if workers.rank() == 1:

@@ -60,6 +60,7 @@ def facts(pool: Pool) -> dict[str, Any]:
     return {name: values[0] for name, values in found.items()}
 
 
+@pytest.mark.slow
 @MIXED
 def test_training_goes_on_as_if_nothing_had_happened(
     made: str, capfd: pytest.CaptureFixture[str]

@@ -283,6 +283,7 @@ def test_the_notebook_without_descriptors_keeps_the_old_weights_and_says_so(
     assert equal(model, [v - 0.5 for v in old])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
 def test_random_kills_tear_nothing(fresh: Pool, model: nn.Module, train: str) -> None:
     """At moments that nobody has chosen: all old or all new, and never silent."""

@@ -238,6 +238,7 @@ def test_an_sbatch_file(small: Path) -> None:
     assert '--num-nodes 2 --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR"' in text
 
 
+@pytest.mark.slow
 def test_an_sbatch_file_runs_where_srun_is_a_shell(small: Path, tmp_path: Path) -> None:
     """The part of the file after SLURM's own: with its commands and variables made up."""
     assert main(["export", "--to", "slurm", "-n", "2", "--cpu", small.name]) == 0

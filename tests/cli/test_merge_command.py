@@ -78,6 +78,7 @@ def test_accelerate_merges_the_same(saved, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_memory_holds_a_tensor_at_a_time(tmp_path):
     """The whole has 256 MiB; what the process may take of its own is far less."""
     code = (
@@ -154,6 +155,7 @@ def test_a_disk_without_room_keeps_what_is_there(tmp_path, small_disk, capsys):
     assert (small_disk / "model.safetensors").read_bytes() == b"old"
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_system_leaves_nothing(tmp_path):
     """The disk has room, and the write fails all the same: as with a quota."""
     shards = tmp_path / "pytorch_model_fsdp_0"

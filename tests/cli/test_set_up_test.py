@@ -31,6 +31,7 @@ def verdict(capfd: pytest.CaptureFixture[str]) -> tuple[dict[str, str], str]:
     return rows, shown.out + shown.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

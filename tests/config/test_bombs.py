@@ -43,6 +43,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_is_refused_in_a_few_words(tmp_path: Path, bomb: str) -> None:
     path = tmp_path / "run.yaml"

@@ -50,6 +50,7 @@ def our_answer(include: str, exclude: str) -> list | str:
     return [[host, list(slots)] for host, slots in kept.items()]
 
 
+@pytest.mark.slow
 def test_filters_mean_what_deepspeed_says() -> None:
     pytest.importorskip("deepspeed", reason="it is not installed")
     source = random.Random(0)

@@ -328,6 +328,7 @@ def test_fp16_on_a_cpu_is_refused_where_deepspeed_refuses_it():
     assert len(fp16_on_the_cpu()) == (0 if cpu.is_fp16_supported() else 2)
 
 
+@pytest.mark.slow
 def test_fp16_on_an_older_cpu_is_refused():
     code = "from tests.deepspeed import test_checking as t; print('\\n'.join(t.fp16_on_the_cpu()))"
     done = subprocess.run(

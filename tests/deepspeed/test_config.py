@@ -171,6 +171,7 @@ def configurations(draw):
     return flat | ({ZERO: zero} if zero or draw(st.booleans()) else {})
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(configurations())
 def test_any_configuration_comes_back_as_it_was(configuration):

@@ -113,6 +113,7 @@ def model(three: tuple[Pool, dict[str, Any]]) -> Iterator[nn.Module]:
 # ------------------------------------------------------------------------- cells that train
 
 
+@pytest.mark.slow
 def test_weights_come_home_after_each_cell_from_everyone_s_part(
     pool: Pool, model: nn.Module
 ) -> None:
@@ -139,6 +140,7 @@ def test_weights_come_home_after_each_cell_from_everyone_s_part(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -226,6 +228,7 @@ def test_another_stage_takes_the_trained_weights_over(
 # ------------------------------------------------------------------------- failures
 
 
+@pytest.mark.slow
 def test_after_a_cell_that_failed_in_a_collective_training_can_begin_again() -> None:
     model = net()
     with Pool(2, namespace={"model": model}, zero_stage=3, mixed_precision="bf16") as pool:
@@ -293,6 +296,7 @@ def test_what_an_engine_holds_is_pulled_without_it(
 # ------------------------------------------------------------------------- precision, ends
 
 
+@pytest.mark.slow
 def test_the_precision_asked_for_is_seen_and_missed_and_workers_end() -> None:
     names: dict[str, Any] = {"model": net()}
     with Pool(2, namespace=names, zero_stage=2, mixed_precision="bf16") as pool:

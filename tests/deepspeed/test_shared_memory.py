@@ -60,6 +60,7 @@ class TestInWorkers:
         assert notebook_launcher(add_up, (told,), num_processes=2) == [([3.0], 2)] * 2
         assert not files(told.read_text())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("ends", "error"), [("killed", WorkerDied), ("raises", RuntimeError)])
     def test_a_launch_that_fails_leaves_nothing(self, tmp_path, ends, error):
         told = tmp_path / "port"
@@ -80,6 +81,7 @@ class TestInWorkers:
             assert len(files(told.read_text())) == 2, "they live as long as the workers"
         assert not files(told.read_text())
 
+    @pytest.mark.slow
     def test_where_there_is_no_room_training_goes_on_and_it_is_said(self, tmp_path):
         """In a mount namespace of its own, where /dev/shm is as small as Docker makes it."""
         command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -c '{SMALL}'"

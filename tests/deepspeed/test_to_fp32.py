@@ -54,6 +54,7 @@ def test_help_answers_without_torch_and_names_the_command():
     assert done.stdout.splitlines()[-2:] == ["0", "set()"]
 
 
+@pytest.mark.slow
 def test_a_conversion_is_small_in_memory_and_tells_what_it_wrote(checkpoint, tmp_path):
     code = (
         "import json, sys\nfrom nbaccel.cli import main\n"

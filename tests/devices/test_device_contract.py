@@ -57,6 +57,7 @@ def test_what_holds_without_the_hardware(row):
     assert isinstance(device.is_available(), bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_looking_for_hazards_wakes_nothing(row):
     done = run(

@@ -19,6 +19,7 @@ def test_it_is_asked_only_where_a_driver_has_made_nodes(tmp_path):
     assert not is_worth_it(tmp_path, "2.13.0+cpu")
 
 
+@pytest.mark.slow
 def test_torch_itself_answers_in_another_process():
     gpus, note = probe_gpus()
     assert len(gpus) == torch.cuda.device_count()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 import nbaccel
 from tests.isolation import ROOT
@@ -24,6 +25,7 @@ print(versions(machine(), ("python", "nbaccel", "torch", "no such package")))
 """
 
 
+@pytest.mark.slow
 def test_interrupted_it_ends_with_the_table_of_what_there_is(tmp_path: Path) -> None:
     stored = tmp_path / "fp8.json"
     command = [sys.executable, "benchmarks/fp8.py", "--sections", "gpu", "--quick", "--no-page"]

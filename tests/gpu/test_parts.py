@@ -47,6 +47,7 @@ def test_what_a_part_measures_with_is_there() -> None:
         assert all((ROOT / script).is_file() for script in part.script[:1])
 
 
+@pytest.mark.slow
 def test_one_whose_time_is_over_tells_what_it_has(tmp_path: Path) -> None:
     tests, results, unwound = (tmp_path / name for name in ("test_it.py", "it.txt", "unwound"))
     tests.write_text(QUICK_AND_ENDLESS.format(unwound=str(unwound)))

@@ -11,6 +11,8 @@ import pytest
 from tests.apart import OUTCOMES
 from tests.isolation import ROOT
 
+pytestmark = pytest.mark.slow
+
 FORKS = (
     "tests/output/test_worker_prints.py::test_lines_are_shown_while_the_workers_run",
     "tests/workers/test_causes.py::test_the_last_lines_of_a_long_message_are_shown",

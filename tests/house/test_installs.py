@@ -50,6 +50,7 @@ def imported_by(notebook: dict) -> set[str]:
     return found - set(sys.stdlib_module_names) - {"nbaccel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_names_an_installation_that_is_enough(path: Path) -> None:
     notebook = json.loads(path.read_text())

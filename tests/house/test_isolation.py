@@ -97,6 +97,7 @@ def test_a_killed_process_is_named_by_its_signal(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_hang_shows_its_stacks_and_leaves_nothing(capsys):
     outcome, output = outcome_of(hang, capsys, timeout_s=10)
     assert outcome.kind == "failed"

@@ -229,6 +229,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_is_found_and_cleaned_up_for_the_next_test(verdicts, leak):
     found = verdicts.of(list(LEAKS).index(leak))

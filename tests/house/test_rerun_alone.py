@@ -55,6 +55,7 @@ def run_pytest(folder: Path, *options: str, **sources: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--numprocesses=2"]], ids=["one process", "two"])
 def test_what_passes_alone_is_told_and_fails_no_run(tmp_path, options):
     done = run_pytest(tmp_path, *options, once=FAILS_ONCE, end=FAILS_ONCE_AT_ITS_END, well=PASSES)
@@ -70,6 +71,7 @@ def test_what_passes_alone_is_told_and_fails_no_run(tmp_path, options):
     assert set((tmp_path / rerun_alone.FOUND).read_text().splitlines()) == told
 
 
+@pytest.mark.slow
 def test_what_fails_again_fails_the_run(tmp_path):
     done = run_pytest(tmp_path, once=FAILS_ONCE, always=FAILS)
     assert done.returncode == 1
@@ -77,6 +79,7 @@ def test_what_fails_again_fails_the_run(tmp_path):
     assert "again, alone: test_always.py::test_always\n  failed again" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_skip_is_no_pass(tmp_path):
     assert run_pytest(tmp_path, once=SKIPS_THEN).returncode == 1
 

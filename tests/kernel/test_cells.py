@@ -54,10 +54,12 @@ def train(more: str = "") -> str:
     return TRAIN.replace("{more}", more)
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_cells_train_a_model(kernel: Kernel) -> None:
     assert kernel.run(train()).check().stdout == "trained template\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.metadata.version("torch").startswith("2.6."),
     reason="threads of its libgomp forbid a fork",
@@ -180,6 +182,7 @@ def figures(cell: Cell) -> list[dict[str, Any]]:
     return [data for data in cell.displays if "image/png" in data]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_pyplot_shows_its_figure(kernel: Kernel, method: str) -> None:
     cell = kernel.run(
@@ -304,6 +307,7 @@ def test_the_next_launch_works_after_a_failure(kernel: Kernel) -> None:
 # ------------------------------------------------------------------------- fresh kernels
 
 
+@pytest.mark.slow
 def test_the_template_is_ready_soon_after_the_import_and_replaced_when_killed(
     fresh_kernel: Kernel,
 ) -> None:
@@ -318,6 +322,7 @@ def test_the_template_is_ready_soon_after_the_import_and_replaced_when_killed(
     assert set(fresh_kernel.templates()) - set(templates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_nothing_survives_the_kernel(fresh_kernel: Kernel, method: str) -> None:
     fresh_kernel.run(SETUP).check()

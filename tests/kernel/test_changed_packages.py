@@ -9,6 +9,8 @@ import pytest
 
 from tests.kernel.kernel import Kernel
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = """
 import decimal, locale, sys, warnings
 import numpy as np, torch

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernel.kernel import Kernel
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_cell_right_after_an_error_is_run(kernel: Kernel) -> None:

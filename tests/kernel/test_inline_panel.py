@@ -60,6 +60,7 @@ def kernel() -> Iterator[Kernel]:
         found.close()
 
 
+@pytest.mark.slow
 def test_a_loop_is_shown_above_what_it_prints_and_nothing_is_an_error(kernel: Kernel) -> None:
     cell = kernel.run("results = notebook_launcher(train, (3,), num_processes=1)").check()
     assert cell.stderr == ""

@@ -9,6 +9,7 @@ from tests.kernel.kernel import Kernel
 PROMPTS = "[name for name in ('ps1', 'ps2', 'ps3') if hasattr(sys, name)]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["template", "fork"])
 def test_workers_of_a_kernel_have_no_prompts(kernel: Kernel, method: str) -> None:
     said = kernel.run(

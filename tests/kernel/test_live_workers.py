@@ -53,6 +53,7 @@ def told(cell: Cell) -> str:
     return "\n".join(cell.traceback)
 
 
+@pytest.mark.slow
 def test_an_error_while_another_rank_waits_ends_the_cell_and_names_both(alive: Kernel) -> None:
     alive.run("%%accelerate\ndist.all_reduce(x)").check()
     code = "%%accelerate\nif rank == 1:\n    raise ValueError('no data')\ndist.all_reduce(x)"
@@ -84,6 +85,7 @@ def test_stop_ends_the_cell_and_the_workers_go_on(alive: Kernel) -> None:
     assert alive.run("print(kept)").stdout == "[8, 8]\n"
 
 
+@pytest.mark.slow
 def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
     # A thread of IPython's writes each cell to the history: a journal is open now and then.
     alive.run("get_ipython().history_manager.enabled = False").check()
@@ -106,6 +108,7 @@ def test_two_hundred_cells_do_not_grow(alive: Kernel) -> None:
         assert process.memory_info().rss < rss + 12 * 2**20
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_accelerator_notebook_runs_in_a_cell(alive: Kernel) -> None:
     cells = json.loads((ROOT / "notebooks" / "03_accelerator.ipynb").read_text())["cells"]
     source = {cell["id"]: "".join(cell["source"]) for cell in cells}
@@ -147,6 +150,7 @@ def unix_sockets(pid: int) -> list[object]:
 # ------------------------------------------------------------------------- the last acts
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_a_cell_is_named_and_the_next_cell_starts_new_ones(
     fresh_kernel: Kernel,
 ) -> None:
@@ -164,6 +168,7 @@ def test_a_worker_killed_in_a_cell_is_named_and_the_next_cell_starts_new_ones(
     assert not set(workers_of(fresh_kernel)) & set(before)
 
 
+@pytest.mark.slow
 def test_two_kernels_do_not_disturb_each_other(alive: Kernel, fresh_kernel: Kernel) -> None:
     theirs = live(fresh_kernel)
     mine = workers_of(alive)
@@ -179,6 +184,7 @@ def test_two_kernels_do_not_disturb_each_other(alive: Kernel, fresh_kernel: Kern
     assert workers_of(alive) == mine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "restart"])
 def test_workers_end_with_their_kernel(fresh_kernel: Kernel, end: str) -> None:
     live(fresh_kernel)

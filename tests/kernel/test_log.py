@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernel.kernel import Kernel
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_warning_of_all_ranks_is_seen_once_in_a_notebook(kernel: Kernel) -> None:

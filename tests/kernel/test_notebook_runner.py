@@ -23,6 +23,7 @@ def run(tmp_path):
     return run_cells
 
 
+@pytest.mark.slow
 def test_everything_a_cell_shows_is_printed(run):
     done = run(
         "print('printed')\n'returned'",
@@ -41,6 +42,7 @@ def test_a_cell_that_raises_ends_the_run(run):
     assert done.stderr.splitlines()[-1] == "try: failed"
 
 
+@pytest.mark.slow
 def test_outputs_are_saved_where_asked(run, tmp_path):
     assert run("print(6 * 7)").returncode == 0
     assert not nbformat.read(tmp_path / "test.ipynb", 4).cells[0].outputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernel.kernel import Kernel
 
 CLASSES = """
@@ -98,6 +100,7 @@ print(results.plan.start_method)
 """
 
 
+@pytest.mark.slow
 def test_what_cells_define_is_pickled_by_name_in_workers(kernel: Kernel) -> None:
     kernel.run(CLASSES).check()
     kernel.run(PICKLERS).check()
@@ -155,6 +158,7 @@ def test_of_two_classes_of_one_name_the_notebooks_is_known(kernel: Kernel) -> No
     assert kernel.run(tries).check().stdout == "2 True\n"
 
 
+@pytest.mark.slow
 def test_a_training_argument_class_of_a_cell_is_saved(kernel: Kernel) -> None:
     code = """
     import transformers, io

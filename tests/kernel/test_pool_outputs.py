@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kernel.kernel import Kernel
 
 
+@pytest.mark.slow
 def test_the_status_of_a_cell_is_one_output_that_is_changed(kernel: Kernel) -> None:
     cell = kernel.run(
         """

@@ -72,6 +72,7 @@ def notebook(tmp_path_factory):
     opened.close()
 
 
+@pytest.mark.slow
 def test_a_failed_worker_shows_its_line_and_no_library(notebook):
     name, lines = notebook.error(
         "def train(model):\n"

@@ -34,6 +34,7 @@ notebook_launcher(stuck, (net,), 2, start_method={method!r})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["template", "fork"])
 @pytest.mark.parametrize("what", STUCK)
 def test_stop_ends_the_cell(kernel: Kernel, what: str, method: str) -> None:
@@ -108,6 +109,7 @@ def live_kernel(kernel: Kernel) -> Kernel:
     return kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["launch", "cell"])
 def test_stop_in_a_storm_of_lines_does_not_wait_until_all_are_shown(
     live_kernel: Kernel, way: str
@@ -129,6 +131,7 @@ def test_stop_in_a_storm_of_lines_does_not_wait_until_all_are_shown(
     assert live_kernel.run("%%accelerate\nassert mine == os.getpid()").check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["launch", "cell"])
 def test_a_storm_that_ends_by_itself_is_shown_whole_and_in_order(
     live_kernel: Kernel, way: str

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.kernel.kernel import Kernel
+
+pytestmark = pytest.mark.slow
 
 WAITING = """
 def train():

@@ -35,6 +35,7 @@ def own() -> Iterator[Kernel]:
         found.close()
 
 
+@pytest.mark.slow
 def test_loading_wakes_no_torch_and_unloading_leaves_nothing(own: Kernel) -> None:
     own.run(STATE).check()
     own.run("%load_ext nbaccel").check()
@@ -93,6 +94,7 @@ def test_workers_from_start_to_end(own: Kernel) -> None:
     assert wait_for(lambda: not any(process.is_running() for process in left))
 
 
+@pytest.mark.slow
 def test_what_starts_workers_is_imported_once_the_notebook_has_torch() -> None:
     asks = "import sys; print('torch' in sys.modules, 'nbaccel.calls.pool' in sys.modules)"
     fresh = Kernel()

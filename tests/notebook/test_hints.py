@@ -21,6 +21,7 @@ def own(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("%accelerate stop").check()
 
 
+@pytest.mark.slow
 def test_the_magics_before_the_extension_say_how_to_load_it() -> None:
     own = Kernel()
     try:

@@ -121,6 +121,7 @@ def test_config_alone_opens_a_picker_for_the_next_start(kernel: Kernel) -> None:
     kernel.run("%accelerate config -n none --precision no").check()
 
 
+@pytest.mark.slow
 def test_config_takes_the_model_for_the_memory_that_it_shows(kernel: Kernel) -> None:
     kernel.run("import torch; net, batch = torch.nn.Linear(8, 2), torch.ones(4, 8)").check()
     shown = kernel.run("%accelerate config net batch").check()

@@ -411,6 +411,7 @@ def measured(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("activations.measure_activations = measure").check()
 
 
+@pytest.mark.slow
 def test_the_form_is_sent_before_the_memory_is_estimated_and_its_table_has_it_in_the_end(
     measured: Kernel,
 ):

@@ -13,6 +13,8 @@ import pytest
 
 from tests.kernel.kernel import WAIT_S, Cell, Kernel
 
+pytestmark = pytest.mark.slow
+
 LOOKS = 5  # of two seconds each, while nothing changes
 STATE_OF_TIMERS = """
 import asyncio, threading

@@ -291,6 +291,7 @@ def test_after_a_stop_a_short_backlog_is_shown_whole(notebook: Screen) -> None:
     assert notebook.err == ""
 
 
+@pytest.mark.slow
 def test_a_storm_without_end_is_thinned_out(
     notebook: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_pickers_magics_and_the_matrix_offer_it(run: Run) -> None:
     )
 
 
+@pytest.mark.slow
 def test_workers_train_with_all_of_it(run: Run) -> None:
     run(
         TRAINING
@@ -129,6 +130,7 @@ assert not torch.equal(before, net[0].weight), "trained weights come home"
     )
 
 
+@pytest.mark.slow
 def test_its_fp8_backend_trains_through_convert(run: Run) -> None:
     run(
         TRAINING
@@ -163,6 +165,7 @@ else:
     )
 
 
+@pytest.mark.slow
 def test_its_settings_ask_for_the_strategy_and_live_workers_know_it(run: Run) -> None:
     run(
         TRAINING
@@ -242,6 +245,7 @@ def test_what_cannot_be_had_is_refused_with_its_reason(run: Run) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "said"),
     [
@@ -292,6 +296,7 @@ def test_a_name_that_is_taken_is_not_taken_over(run: Run) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_device_whose_class_is_missing_is_no_end_of_other_launches(run: Run) -> None:
     run(
         TRAINING

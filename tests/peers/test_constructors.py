@@ -209,6 +209,7 @@ def test_a_profiler_is_built_from_its_settings() -> None:
         ProfileKwargs(activities=["gpu"]).build()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @isolated
 def test_the_state_of_a_stateful_loader_is_torchdatas_and_each_can_load_the_others(

@@ -180,6 +180,7 @@ def test_what_is_absent_has_a_reason(module: str) -> None:
         importlib.import_module(f"nbaccel.{module}")
 
 
+@pytest.mark.slow
 def test_modules_are_attributes_of_the_package_without_an_import_of_their_own() -> None:
     code = "import nbaccel; nbaccel.hooks.AlignDevicesHook, nbaccel.utils.set_seed"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -53,6 +53,7 @@ def build_model() -> Any:
     return Regression()
 
 
+@pytest.mark.slow
 @isolated(timeout_s=300)
 def test_several_workers_refuse_to_call_it() -> None:
     import lightning
@@ -73,6 +74,7 @@ def test_several_workers_refuse_to_call_it() -> None:
                 notebook_launcher(function, args, 2, timeout=60)
 
 
+@pytest.mark.slow
 @isolated(timeout_s=300)
 def test_the_other_package_is_known_too() -> None:
     import pytorch_lightning
@@ -82,6 +84,7 @@ def test_the_other_package_is_known_too() -> None:
         notebook_launcher(trainer.validate, (build_model(),), 2, timeout=60)
 
 
+@pytest.mark.slow
 @isolated(timeout_s=300)
 def test_one_worker_may_call_it_and_so_may_the_notebook() -> None:
     import lightning

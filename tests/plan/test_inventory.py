@@ -116,6 +116,7 @@ print("ok")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_that_has_looked_can_be_forked():
     done = run(LOOK_THEN_FORK)

@@ -214,6 +214,7 @@ def test_a_checkpoint_continues_bit_by_bit(settings, tmp_path):
     assert other.train(epochs=1) == wanted
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_precision_can_be_loaded(tmp_path):
     plain = Run.begin(network(), None)
     plain.train(epochs=1)
@@ -229,6 +230,7 @@ def test_a_checkpoint_of_another_precision_can_be_loaded(tmp_path):
     network().load_state_dict(state)
 
 
+@pytest.mark.slow
 @each(NATIVE, DELAYED, AO, O2)
 def test_an_unwrapped_model_is_the_users_own_again(settings):
     model = network()
@@ -242,6 +244,7 @@ def test_an_unwrapped_model_is_the_users_own_again(settings):
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_another_accelerator_takes_the_model_up_in_its_own_way():
     model = network()
     Run.begin(model, O2).train(epochs=1)
@@ -328,6 +331,7 @@ def test_torchaos_own_objects_are_passed_on():
     ]
 
 
+@pytest.mark.slow
 @isolated(timeout_s=100)
 def test_torchao_is_not_imported_to_look_for_its_layers():
     """Its first import warns of its own source."""
@@ -430,6 +434,7 @@ def launch(fp8: dict[str, Any], folder: Path | None = None, **settings: Any) -> 
     return model, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 @each(*IN_ONE, O3)
 def test_weights_come_home_in_the_notebooks_format(settings, num_processes, tmp_path, exact_loss):
@@ -450,6 +455,7 @@ def test_weights_come_home_in_the_notebooks_format(settings, num_processes, tmp_
     assert loss < 2.4  # log(16) is 2.77
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [NATIVE, DELAYED, AO], ids=name_of)
 def test_sharded_models_compute_in_8_bits(settings):
     model, found = launch(settings, num_processes=2, fsdp=True)
@@ -473,6 +479,7 @@ def gathered_in_fp8(model: nn.Module, gathers: bool) -> tuple[str, float, str]:
     return type(weight.to_local()).__name__, loss, accelerator.plan.explain()
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_weights_in_8_bits_with_torchao():
     pytest.importorskip("torchao")
     model = network()

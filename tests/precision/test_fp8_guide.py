@@ -70,6 +70,7 @@ def test_cell_1_takes_what_is_installed_and_trains():
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [CELL_2, CELL_3], ids=["cell 2", "cell 3"])
 def test_cells_2_and_3_keep_the_optimizer_in_8_and_16_bits(cell):
     names = run(cell)

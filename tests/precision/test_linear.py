@@ -261,6 +261,7 @@ def train(compile_with: str | None, with_history: bool) -> list[float]:
 
 
 # Dynamo's own, when it looks into an autograd function: torch 2.13.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("with_history", [False, True], ids=["current", "delayed"])
 def test_compiled_layers_train_the_same_in_one_graph(with_history):

@@ -57,6 +57,7 @@ print("recipes built")
 """
 
 
+@pytest.mark.slow
 def test_recipes_are_built_of_its_real_classes():
     if not (REAL / "transformer_engine").is_dir():
         pytest.skip(f"no {REAL}: make writes it with the environment")
@@ -76,6 +77,7 @@ def test_recipes_are_built_of_its_real_classes():
     assert "recipes built" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_an_installed_one_that_does_not_load_is_told_in_plain_words():
     if not (REAL / "transformer_engine").is_dir():
@@ -157,6 +159,7 @@ def test_settings_that_the_installed_version_does_not_read_are_told():
         precision(recipe="mxfp8")
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_accelerates_helpers_do_the_same():
     sys.path.insert(0, str(STAND_INS))
@@ -185,6 +188,7 @@ def test_accelerates_helpers_do_the_same():
     assert stand_in.SEEN[-1]["enabled"] is True
 
 
+@pytest.mark.slow
 @isolated(timeout_s=60)
 def test_the_package_msamp_is_used_where_somebody_has_it():
     sys.path.insert(0, str(STAND_INS))

@@ -140,6 +140,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOOKS)
 def test_compression_is_really_used_and_equal_everywhere(name):
     exact = debug_launcher(gradient_of, ({},))[0]

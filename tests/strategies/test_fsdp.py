@@ -49,6 +49,7 @@ def beside_ddp(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     return sharded, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_trains_exactly_as_ddp_does(optimizer, accumulate):
@@ -72,6 +73,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_sharded_and_how_does_not_change_the_result(name):
     recipe = replace(FSDP, optimizer="AdamW", accumulate=2, settings=SETTINGS[name])
@@ -80,6 +82,7 @@ def test_what_is_sharded_and_how_does_not_change_the_result(name):
     assert largest_difference(sharded["weights"], whole["weights"]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
 def test_gradients_are_clipped_to_a_norm_over_all_shards(max_norm):
     recipe = replace(FSDP, max_norm=max_norm)
@@ -155,6 +158,7 @@ def test_processes_that_built_different_models_start_from_that_of_process_0():
     assert largest_difference(sharded["weights"], whole["weights"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_short_formats_train_nearly_as_under_ddp(precision):
     sharded, whole = beside_ddp(replace(FSDP, precision=precision, optimizer="AdamW"))
@@ -330,6 +334,7 @@ def kept_and_continued(recipe: Recipe, folder: str) -> list[dict[str, torch.Tens
     return [training.weights(), fresh.weights()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_training_goes_on_from_a_checkpoint(optimizer, sharded, tmp_path):

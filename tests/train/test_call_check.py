@@ -156,6 +156,7 @@ def test_that_a_process_has_left_says_that_a_connection_was_lost() -> None:
     assert is_consequence
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_before_it_has_spoken_for_its_host_is_told() -> None:
     _, text, _ = run_plainly()["silenced"]
     assert "process 0 has left" in text

@@ -42,6 +42,7 @@ def test_tensors_are_joined_in_order_of_rank_whatever_holds_them(route: str) -> 
         assert found["turned"][3:].tolist() == [[10, 13], [11, 14], [12, 15]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["memory", "store"])
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "float8_e4m3fn", "bfloat16", "bool"])
 def test_tensors_of_every_dtype_are_joined(dtype: str, route: str) -> None:
@@ -67,6 +68,7 @@ def test_views_are_joined_as_they_look() -> None:
         assert found["single"].tolist() == [[4]] * 2
 
 
+@pytest.mark.slow
 @EACH_ROUTE
 @pytest.mark.parametrize("num_items", [1, 1 << 20])
 def test_objects_are_joined_in_order_of_rank(route: str, num_items: int) -> None:
@@ -80,6 +82,7 @@ def test_objects_are_joined_in_order_of_rank(route: str, num_items: int) -> None
     assert list(together(body, route=route)) == [expected] * 2
 
 
+@pytest.mark.slow
 @EACH_ROUTE
 @pytest.mark.parametrize(
     ("reduction", "expected"),
@@ -414,6 +417,7 @@ def test_a_mismatch_is_told_on_all_processes_of_all_hosts() -> None:
         assert after == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1, 3])
 def test_only_the_process_that_does_not_come_is_named_on_all_hosts(
     tmp_path: Path, absent: int

@@ -191,6 +191,7 @@ class Recording(dict[str, Any]):
             super().__delitem__(name)
 
 
+@pytest.mark.slow
 @given(blocks())
 def test_no_read_of_an_unbound_name_is_overlooked(text: str) -> None:
     try:

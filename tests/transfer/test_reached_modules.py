@@ -70,6 +70,7 @@ def means(*modules: nn.Module) -> list[float]:
     return [m.weight.mean().item() for m in modules]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "start"),
     [

@@ -184,6 +184,7 @@ def test_a_thread_that_writes_the_model_during_a_launch_is_told(tmp_path: Path) 
     thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "take",
     [lambda m: m.state_dict(), lambda m: m.weight.detach().numpy(), lambda m: m.weight.data[0]],

@@ -23,6 +23,7 @@ def test_the_answer_is_accelerates(name: str) -> None:
     assert getattr(imports, name)() is bool(getattr(accelerate_imports, name)())
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_to_find_out() -> None:
     done = subprocess.run(
         [

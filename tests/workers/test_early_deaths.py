@@ -16,6 +16,8 @@ from tests import worker_functions as workers
 from tests.kernel.kernel import wait_for
 from tests.process import lives
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=[(0,), (1,), (0, 1)], ids=str)
 def dying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ def start_and(end: str, way: Callable[[str], None], token: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("end", ["return", "raise", "die"])
 def test_what_left_its_group_ends_with_the_launch(

@@ -34,6 +34,7 @@ def numbers_of_threads() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(1, 2, 1), (2, 1)], ids=str)
 def test_each_launch_has_its_own_number(numbers: tuple[int, ...]) -> None:
     for number in numbers:

@@ -73,6 +73,7 @@ def test_with_much_memory_nothing_is_changed(ask):
     assert "slower than what was chosen" in found.rungs[-1].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_rung_is_reached_by_a_budget_of_what_it_needs(ask, all_rungs, name):
     found = ask(**needed(all_rungs[name]))
@@ -236,6 +237,7 @@ def test_what_zero_3_has_at_once_is_lowered_before_nothing_fits(model, batch):
     assert all(zero["sub_group_size"] == 10**9 for zero in held), "what was given is not changed"
 
 
+@pytest.mark.slow
 def test_what_is_to_be_turned_on_is_told(model, batch, ask, all_rungs):
     told = "model.gradient_checkpointing_enable()"
     assert told not in str(ask())

@@ -51,6 +51,7 @@ def train_in_both_ways(models):
     return [train(model, given) for model, given in zip(models, (None, CONFIG), strict=True)]
 
 
+@pytest.mark.slow
 def test_the_engine_has_what_was_picked():
     models = (torch.nn.Linear(4, 2), torch.nn.Linear(4, 2))
     results = notebook_launcher(train_in_both_ways, (models,), config=CONFIG)

@@ -39,6 +39,7 @@ print((resident() - before) >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "most", "least"), [("at once", 16, -99), ("later", 16, -99),
                                                      ("never", 999, 24)])  # fmt: skip
 def test_freed_blocks_are_returned_when_it_is_asked_for(when, most, least):

@@ -14,6 +14,7 @@ from tests.deepspeed.strategy.runs import Row, net, train_all
 pytestmark = [
     *needs.ENGINE,
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
 ]
 
 STAGES = [

@@ -334,6 +334,7 @@ def test_a_loop_that_is_left_early_ends_with_its_epoch(seen: Seen) -> None:
     assert (facts.outer.done, facts.outer.total) == (2, 3)
 
 
+@pytest.mark.slow
 def test_a_trainer_of_transformers_says_that_its_bar_is_that_of_the_whole_training(
     seen: Seen, tmp_path: Path
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_launch_whose_output_goes_to_a_file_adds_nothing_to_it(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_launch_in_a_terminal_is_told_of_there() -> None:
     code = "import time; from nbaccel import notebook_launcher as go; go(time.sleep, (1.6,), 2)"
     ours, theirs = pty.openpty()

@@ -100,6 +100,7 @@ def test_a_click_that_comes_late_stops_nothing(seen: Seen) -> None:
     time.sleep(0.01)  # where an interrupt that was left behind would be raised
 
 
+@pytest.mark.slow
 def test_clicks_race_with_the_end_of_launches_and_are_harmless(seen: Seen) -> None:
     """A storm of clicks at earlier launches, while others begin and end: no late one does harm."""
     through = threading.Event()

@@ -200,6 +200,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
     """Whatever of it is no text is refused, and text stays text, inside of images, too."""
     refused = 0

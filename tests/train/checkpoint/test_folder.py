@@ -195,6 +195,7 @@ def save_where_one_fails(folder: str, failing: int, what: str) -> tuple[str, str
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["limit", "object"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_if_one_process_fails_all_raise_and_name_it(tmp_path, failing, what):

@@ -86,6 +86,7 @@ def test_replicated(tmp_path: Path) -> None:
     assert load_file(tmp_path / "state" / "model.safetensors").keys() == TRAINED | {"seen"}
 
 
+@pytest.mark.slow
 @SHARDING
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_sharded_by_torch(tmp_path: Path, kind: str) -> None:

@@ -78,6 +78,7 @@ def load_sharded(folder: str) -> dict[str, Any]:
     return whole(training)
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_sharded_training_comes_back(tmp_path, in_shards):
     folder = tmp_path / "ckpt"
@@ -126,6 +127,7 @@ def disks(tmp_path: Path) -> list[str]:
     return [str(folder) for folder in folders]
 
 
+@pytest.mark.slow
 @KINDS
 def test_each_host_keeps_what_its_own_processes_need(disks, in_shards, capfd):
     saved, _ = debug_launcher(save_on_own_disks, args=(disks, in_shards))
