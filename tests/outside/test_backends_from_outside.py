@@ -226,7 +226,7 @@ def test_what_cannot_be_had_is_refused_with_its_reason(run: Run) -> None:
         told = refused(strategy="fsdp", device="abacus")
         assert 'strategy="fsdp" is not supported on abacus' in told, told
         told = refused(strategy="averaging", zero_stage=2, num_processes=2, device="cpu")
-        assert "zero_stage=2 and strategy='averaging' were both given" in told, told
+        assert 'zero_stage=2 and strategy="averaging" were both given' in told, told
         told = refused(strategy="averaging", num_processes=1, device="abacus")
         assert "is not supported with one process" in told, told
         """

@@ -127,7 +127,7 @@ def test_a_strategy_that_does_not_fit_the_number_of_processes_is_refused(
     wanted = registry.wanted_strategy(Said(run=RunConfig(strategy=strategy)))
     assert wanted is not None
     assert wanted.source == "config"
-    with pytest.raises(ConfigError, match=f"strategy='{strategy}' is not supported with {said}"):
+    with pytest.raises(ConfigError, match=f'strategy="{strategy}" is not supported with {said}'):
         plan_training(TrainingRequest(strategy=wanted), found)
 
 
