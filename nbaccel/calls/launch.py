@@ -192,15 +192,13 @@ def _run_attempt(
         launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs, waiting_line)
         call_result = launch_supervisor.run()
         launch_hosts.wait_for_nodes(call_result, is_over=launch_supervisor.nodes_wait)
-        call_outcome = conclude_call(
+        return conclude_call(
             plan,
             call_result,
             weight_receiver,
             was_stopped=f"all {plan.num_processes} workers have been stopped{was_stopped}",
             closing_lines=closing_lines,
         )
-        launch_supervisor.wait_for_exit()
-        return call_outcome
 
 
 # ------------------------------------------------------------------------- starting
@@ -233,7 +231,6 @@ def _start_workers(
             packed_call,
             weight_receiver,
             worker_assignment.assignment,
-            reads_memory=worker_group.reads_memory_of(worker_assignment.handle),
         )
         worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
 
@@ -284,8 +281,6 @@ def job_of(
     packed_call: PackedCall,
     weight_receiver: WeightReceiver,
     worker_assignment: messaging.WorkerAssignment | None,
-    *,
-    reads_memory: bool = False,
 ) -> tuple[messaging.Job, list[int]]:
     """The call as a worker gets it, with the descriptors that belong to it.
 
@@ -294,7 +289,6 @@ def job_of(
         packed_call: The call.
         weight_receiver: Where trained weights go.
         worker_assignment: The worker's assignment; None for one that has it already.
-        reads_memory: Whether the notebook reads trained weights in the worker's memory.
     """
     staging_fds = weight_receiver.staging
     # In the order of `messaging.Job`: arenas, staging files, payload.
@@ -316,7 +310,6 @@ def job_of(
         settings=packed_call.settings,
         mixed_precision=plan.config.mixed_precision,
         share_back=plan.config.share_back,
-        reads_memory=reads_memory,
     )
     return worker_job, file_descriptors if packed_call.fd is None else [
         *file_descriptors,

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from nbaccel.base.errors import LaunchInterrupted
 from nbaccel.base.torch_private import CREATES_GROUP
 from nbaccel.calls.listening import CallDisplay
 from nbaccel.calls.shutdown import END_WORKERS
@@ -77,48 +76,17 @@ class LaunchSupervisor(Supervisor):
             self.give_up()
 
     def run(self) -> CallResult:
-        """Wait until every worker has ended, or its weights can be read."""
+        """Wait until every worker has ended."""
         self.watch()
-        if any(map(self._keeps, self.members)):
-            # While the weights are read, the others can exit.
-            self._exits.release(member for member in self.members if not self._keeps(member))
         return CallResult(**self.facts())
-
-    def wait_for_exit(self) -> None:
-        """The weights were read: wait until every worker has ended.
-
-        Raises:
-            LaunchInterrupted: The user pressed Stop meanwhile; all workers have ended.
-        """
-        for member in self.members:
-            member.note_read()
-        if self.is_over():
-            return
-        self.listen()
-        if self._interrupted:
-            raise LaunchInterrupted(
-                f"the function had returned on all {len(self.members)} ranks; the notebook's "
-                "model has the new weights"
-            )
-
-    def _keeps(self, member: WorkerHandle) -> bool:
-        """Whether the call has succeeded, and a worker stays until its weights are read."""
-        return (
-            member.state is HandleState.RETURNED
-            and member.holds_weights
-            and not (self._interrupted or self._timed_out)
-            and not any(other.is_busy or other.returned is None for other in self.members)
-        )
 
     def begin(self) -> None:
         """Handle workers that have died while the others were started."""
         self.on_sentinel()
 
     def is_over(self) -> bool:
-        """Whether all have ended, or have returned and one's weights are to be read."""
-        return all(member.has_ended for member in self.members) or any(
-            map(self._keeps, self.members)
-        )
+        """Whether all have ended."""
+        return all(member.has_ended for member in self.members)
 
     def close_output(self) -> None:
         """Read what workers have printed that still live."""
@@ -153,8 +121,6 @@ class LaunchSupervisor(Supervisor):
         super().on_message(member, worker_message, file_descriptors)
         if isinstance(worker_message, messaging.Started):
             member.begin_work()
-        elif isinstance(worker_message, messaging.WeightsStaged):
-            member.take_weights(worker_message)
         elif isinstance(worker_message, (messaging.Returned, messaging.Failed)):
             member.finish_call()
             self._exits.note_return()
@@ -163,14 +129,10 @@ class LaunchSupervisor(Supervisor):
 
     def on_end(self, member: WorkerHandle, exit_status: messaging.Ended) -> None:
         """A worker is gone: a failure, unless it had finished or was stopped."""
-        weights = member.holds_weights and self._ladder is None
-        if not (member.is_busy or weights) or member.is_stopped:
+        if not member.is_busy or member.is_stopped:
             member.end()
             return
-        member.end(
-            member.record_of_death(exit_status, self._group.oom_kills),
-            loses_result=weights,
-        )
+        member.end(member.record_of_death(exit_status, self._group.oom_kills))
         if self._ladder is None:
             self.give_up(failed=True)
 
@@ -286,4 +248,4 @@ class ExitBarrier:
         self._released_at = self._released_at or time.monotonic()
         for member in members:
             self._released.add(member.rank)
-            member.let_exit(stages_weights=member.holds_weights)
+            member.let_exit()

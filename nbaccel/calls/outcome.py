@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import textwrap
@@ -27,14 +26,12 @@ from nbaccel.output import publish
 from nbaccel.output.report.collecting import ObservedRun, report_of
 from nbaccel.plan import Plan
 from nbaccel.transfer import pickling
-from nbaccel.transfer.process_memory import MemoryUnread
 from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.transfer.weight_sync import WeightReport
 from nbaccel.workers import failure, library_texts
 from nbaccel.workers.portable_exception import PortableException
 from nbaccel.workers.worker_handle import WorkerHandle
 
-__all__ = ["CallOutcome", "conclude_call", "stopped_error", "weights_unread"]
+__all__ = ["CallOutcome", "conclude_call", "stopped_error"]
 
 
 _LATEST_FAILURE: list[failure.FailureRecord] = []
@@ -363,7 +360,7 @@ def conclude_call(
     differing_models = weight_receiver.differing(weight_reports)
     # A model with half of the new weights would be useless.
     with uninterrupted():
-        _apply_weights(call_result, weight_receiver, weight_reports, closing_lines)
+        weight_receiver.apply(weight_reports)
     rank_values, lost_results = call_results(call_result.members)
     state_dicts = {
         module_path: state_dict
@@ -411,36 +408,3 @@ def _tell_lost_results(lost_results: Sequence[str], log_level: int) -> None:
         warnings.warn(
             f"{lost_results[0]}{others}. The results say so in its place.", stacklevel=log_level
         )
-
-
-def _apply_weights(
-    result: CallResult,
-    weight_receiver: WeightReceiver,
-    weight_reports: Sequence[WeightReport],
-    closing_lines: str,
-) -> None:
-    holders = [member for member in result.members if member.holds_weights]
-    try:
-        weight_receiver.apply(weight_reports, process_id=holders[0].pid if holders else None)
-    except MemoryUnread as error:
-        raise weights_unread(error, closing_lines) from error
-
-
-def weights_unread(error: MemoryUnread, closing_lines: str) -> WorkerFailed:
-    """The error when weights could not be read in a worker's memory.
-
-    Args:
-        error: What the system said.
-        closing_lines: What became of the model, if it is as before.
-    """
-    if error.errno == errno.EIO:
-        # See [Note: one call] in `process_memory`: only a system without memory does this.
-        closing_lines = (
-            "The notebook's model has some of the new weights and some of the old ones. Load its "
-            "state_dict again before you use it."
-        )
-    return WorkerFailed(
-        f"The trained weights could not be read in the memory of rank 0: {error.strerror}. It "
-        f"waited with them, and has ended or lost its memory (killed because memory is short?). "
-        f"{closing_lines}"
-    )

@@ -129,8 +129,6 @@ class WriteWeights:
 
     arenas: tuple[str, ...]
     """Keys of the arenas that the staging files belong to, in their order."""
-    reads_memory: bool = False
-    """Whether the notebook reads what lies in the worker's memory there, before WeightsReceived."""
 
     def file_hints(self) -> messaging.FileHints:
         """What it means for memory files."""

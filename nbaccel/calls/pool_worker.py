@@ -204,8 +204,7 @@ class _CellWorker:
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
         self._busy = True
         weight_report, whole_files = self._names.write_weights(
-            dict(zip(task.arenas, file_descriptors, strict=True)),
-            is_read=task.reads_memory,
+            dict(zip(task.arenas, file_descriptors, strict=True))
         )
         self._busy = False
         answer_message = pool_messages.Staged(report=weight_report, whole=tuple(whole_files))

@@ -20,7 +20,6 @@ from nbaccel.plan import Plan
 from nbaccel.transfer import arena
 from nbaccel.transfer.module_registry import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
-from nbaccel.transfer.process_memory import MemoryUnread
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.workers.template import dispose
 
@@ -35,18 +34,14 @@ class TaskTrouble:
         weights_text: What is known of the weights.
         result: How the task that failed ended.
         no_room: What the notebook's own process could not do, where that was the cause.
-        unread: Why weights could not be read in a worker's memory, where that was the cause.
     """
 
     weights_text: str
     result: TaskResult | None = None
     no_room: OSError | None = None
-    unread: MemoryUnread | None = None
 
     def error(self, plan: Plan) -> BaseException | None:
         """What has to be raised because of it."""
-        if self.unread is not None:
-            return outcome.weights_unread(self.unread, self.weights_text)
         if self.result is None:
             return WorkerFailed(message_texts.no_room(self.weights_text, self.no_room))
         lines = message_texts.after_cell(self.result, self.weights_text)
@@ -130,13 +125,8 @@ class PostTask:
         try:
             with staged(module_records, shared_arenas) as weight_receiver:
                 rank_files = [weight_receiver.staging[arena_key] for arena_key in shared_arenas]
-                rank_0 = self._workers.members[0]
                 staging_result = self._workers.everyone(
-                    pool_messages.WriteWeights(
-                        arenas=tuple(shared_arenas),
-                        reads_memory=self._workers.reads_memory_of(rank_0),
-                    ),
-                    rank_files,
+                    pool_messages.WriteWeights(arenas=tuple(shared_arenas)), rank_files
                 )
                 try:
                     if not staging_result.went_well:
@@ -146,8 +136,6 @@ class PostTask:
                 finally:
                     # Closed by the template process: freeing gigabytes would delay the next cell.
                     dispose(staging_result.take_files())
-        except MemoryUnread as error:
-            return TaskTrouble(weights_text=message_texts.on_the_way(module_paths), unread=error)
         # No memory or no descriptors: nothing has been written yet.
         except OSError as error:
             return TaskTrouble(weights_text=message_texts.on_the_way(module_paths), no_room=error)
@@ -168,9 +156,7 @@ class PostTask:
         differing_models = weight_receiver.differing(weight_reports)
         # Otherwise these new values would count as the notebook's change and be sent to all ranks.
         with self._namespace_sync.taking_weights(module_records):
-            weight_receiver.apply(
-                weight_reports, staging_result.whole_files, self._workers.members[0].pid
-            )
+            weight_receiver.apply(weight_reports, staging_result.whole_files)
         told_lines = [
             (module_path, message_texts.stays_behind(module_path, stranded_reason))
             for weight_report in weight_reports

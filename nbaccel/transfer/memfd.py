@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,6 @@ _READ_WRITE = 0x1 | 0x2  # read, write; the mmap module has no such names on Win
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not export it
 _MAP_NORESERVE = 0x4000
 _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
-
-CALL_RANGES = 1024  # IOV_MAX of Linux
-"""Ranges that one call of `read_process` takes."""
-CALL_BYTES = ((1 << 31) - 1) // PAGE_BYTES * PAGE_BYTES
-"""Bytes that one call moves at most: MAX_RW_COUNT of Linux."""
 
 _PAGE_ENTRIES_READ = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
 
@@ -49,12 +43,6 @@ def _c_library() -> ctypes.CDLL:
     c_library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     c_library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return c_library
-
-
-class _MemoryRange(ctypes.Structure):
-    """``struct iovec``."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 ByteRange = tuple[int, int]
@@ -104,66 +92,6 @@ def read_at(file_descriptor: int, target_bytes: memoryview, file_offset: int) ->
         if bytes_read == 0:
             raise EOFError(f"the memory file ended at byte {file_offset + bytes_done}")
         bytes_done += bytes_read
-
-
-def bytes_at(address: int, num_bytes: int) -> memoryview:
-    """This process's memory at an address; whoever owns it must outlive the view."""
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
-
-
-def read_process(process_id: int, byte_moves: Sequence[tuple[int, int, int]]) -> int:
-    """Copy memory of another process into this one's, in one call (``process_vm_readv(2)``).
-
-    Args:
-        process_id: Whose memory it is.
-        byte_moves: Address here, address there, and bytes; at most `CALL_RANGES`, and `CALL_BYTES`
-            in all.
-
-    Returns:
-        Bytes that were copied, in this order.
-
-    Raises:
-        OSError: Nothing was copied: the process is gone, or this one may not read its memory
-            (``EPERM``; ``ENOSYS``: the system does not have the call).
-    """
-    read_function = getattr(_c_library(), "process_vm_readv", None)
-    if read_function is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    read_function.restype = ctypes.c_ssize_t
-    read_function.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(_MemoryRange),
-        ctypes.c_ulong,
-        ctypes.POINTER(_MemoryRange),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
-    own_ranges = (_MemoryRange * len(byte_moves))(
-        *(_MemoryRange(here, size) for here, _, size in byte_moves)
-    )
-    other_ranges = (_MemoryRange * len(byte_moves))(
-        *(_MemoryRange(there, size) for _, there, size in byte_moves)
-    )
-    copied_bytes = read_function(
-        process_id, own_ranges, len(byte_moves), other_ranges, len(byte_moves), 0
-    )
-    if copied_bytes < 0:
-        error_code = ctypes.get_errno()
-        raise OSError(
-            error_code, f"reading memory of process {process_id}: {os.strerror(error_code)}"
-        )
-    return int(copied_bytes)
-
-
-def can_read_process(process_id: int) -> bool:
-    """Whether this process may read another one's memory. Some containers forbid it."""
-    byte = ctypes.c_char()
-    try:
-        # Nothing is ever mapped at address 0, and whether one may read is found out before.
-        read_process(process_id, [(ctypes.addressof(byte), 0, 1)])
-    except OSError as error:
-        return error.errno == errno.EFAULT
-    return True
 
 
 class Mapping:

@@ -32,7 +32,7 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import InternalError
 from nbaccel.transfer import (
     memfd,
-    process_memory,
+    page_comparison,
     sharded_tensors,
     training_in_place,
     weight_checks,
@@ -99,7 +99,6 @@ class ReceivedModules:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have been looked at since weights were last copied back."""
         self._handed_over: frozenset[str] = frozenset()
-        self._writer: weight_sync.WeightWriter | None = None
         """Keys of the arenas of which every byte was in the last report."""
         _report_steps(self)
 
@@ -290,15 +289,13 @@ class ReceivedModules:
             yield slot, module_tensor, local_arena.mapping
 
     def write_weights(
-        self, staging_files: Mapping[str, int], *, is_read: bool = False
+        self, staging_files: Mapping[str, int]
     ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
         """Write what this rank owes of the changed modules into staging files.
 
         Args:
             staging_files: Descriptors of the notebook's staging files by key of the arena. A module
                 that lies in other arenas as well is not copied back.
-            is_read: Whether the notebook reads weights in this process's memory, before it says
-                that they can be shared again.
 
         Returns:
             What was written, and the files of this rank's own that hold whole arenas, by key: their
@@ -311,8 +308,7 @@ class ReceivedModules:
         ]
         used_arenas = self._used_by(changed_keys)
         own_files = {key: self._in_files[key] for key in used_arenas if key in self._in_files}
-        # Kept until the notebook has read what it refers to.
-        self._writer = weight_sync.WeightWriter(
+        writer = weight_sync.WeightWriter(
             own_rank=self._rank,
             shared_modules=[self._modules[key] for key in changed_keys],
             arena_mappings={key: self._arenas[key].mapping for key in used_arenas},
@@ -325,9 +321,8 @@ class ReceivedModules:
             },
             keeps_states=False,
             arena_files={key: self._arenas[key].fd for key in used_arenas},
-            is_read=is_read,
         )
-        weight_report = self._writer.write()
+        weight_report = writer.write()
         if self._rank != 0:
             written_ranges = self._written()
             self._reported |= {key: self._own_digest(key, written_ranges) for key in changed_keys}
@@ -343,7 +338,6 @@ class ReceivedModules:
 
     def share_equal_pages(self) -> None:
         """The notebook has the weights: give back private pages that are equal to the arena's."""
-        self._writer = None
         for key in self._modules:
             self._notebook_states[key] = self._departed_state(key)
             self._known_names[key] = self._tensor_names(key)
@@ -357,8 +351,8 @@ class ReceivedModules:
             # The private mapping would show this worker's own pages.
             notebook_bytes = local_arena.as_the_notebook_sees_it().bytes()
             own_bytes = local_arena.mapping.bytes()
-            for first_byte, end_byte in process_memory.equal_runs(own_bytes, notebook_bytes, spans):
-                local_arena.mapping.give_back(first_byte, end_byte)
+            for equal_range in page_comparison.equal_runs(own_bytes, notebook_bytes, spans):
+                local_arena.mapping.give_back(*equal_range)
 
     def _move_back(self, key: str, local_arena: _LocalArena) -> None:
         """Map the arena again, privately; what it does not say is kept as private pages."""
@@ -370,7 +364,7 @@ class ReceivedModules:
             kept_ranges = [
                 # Copied, because replacing the mapping takes these pages away.
                 (byte_range, own_bytes[slice(*byte_range)].copy())
-                for byte_range in process_memory.different_runs(own_bytes, notebook_bytes)
+                for byte_range in page_comparison.different_runs(own_bytes, notebook_bytes)
             ]
         local_arena.mapping.replace(local_arena.fd, is_private=True)
         for (first_byte, end_byte), new_values in kept_ranges:

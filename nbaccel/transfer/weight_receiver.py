@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch.autograd.graph import increment_version
 
 from nbaccel.base.process_death import uninterrupted
-from nbaccel.transfer import memfd, process_memory, weight_checks
+from nbaccel.transfer import memfd, weight_checks
 from nbaccel.transfer.arena import Arena, Sharing, module_version, named_tensors, refresh_devices
 from nbaccel.transfer.weight_sync import WeightReport
 
@@ -43,33 +43,26 @@ class WeightReceiver:
         self,
         weight_reports: Iterable[WeightReport],
         whole_files: Mapping[str, int] | None = None,
-        process_id: int | None = None,
     ) -> None:
         """Copy the trained values into the notebook's modules. Call once all ranks have returned.
 
         Args:
             weight_reports: What the ranks wrote.
             whole_files: Descriptors of the files that hold complete arenas, where a rank owns them.
-            process_id: Rank 0's, where a report says what is to be read in its memory.
 
         Raises:
             OSError: Memory is short; nothing has changed.
-            MemoryUnread: Rank 0 has ended meanwhile; see `process_memory.read_pieces`.
         """
         merged_report = WeightReport()
         for weight_report in weight_reports:
             merged_report.complete |= weight_report.complete
             merged_report.stranded |= weight_report.stranded
-            merged_report.in_memory += weight_report.in_memory
             for arena_key, byte_ranges in weight_report.written.items():
                 merged_report.written.setdefault(arena_key, []).extend(byte_ranges)
         written_keys = {*merged_report.complete, *merged_report.written, *(whole_files or {})}
-        written_keys |= {piece.arena_key for piece in merged_report.in_memory}
         # What can fail comes first: afterwards half of the new values may be there.
         for arena_key in written_keys & self._arenas.keys():
             self._arenas[arena_key].leave_file()
-        if merged_report.in_memory and process_id is not None:
-            process_memory.read_pieces(process_id, merged_report.in_memory, self._arenas)
         for arena_key, arena in self._arenas.items():
             self._apply_one(arena_key, arena, merged_report, (whole_files or {}).get(arena_key))
         # After the arenas: tensors on devices are filled from their host copies there.

@@ -20,11 +20,6 @@ the file that its rank 0 trains in is made by the worker itself, and travels to 
 the report. Such a file holds a whole arena; everything else goes to the staging files that the
 notebook made, for all ranks.
 
-[Note: read in place] What no optimizer trained lies in pages of rank 0's own, and a staging file
-would cost new memory for all of it. So rank 0 says where they lie and waits, and the notebook reads
-them from its memory: once, and only pages that differ. Where the notebook may not read a worker's
-memory, or rank 0 leaves before the others have returned, they go through the staging file.
-
 A tensor that left the arena (moved to a device, given another dtype) is copied into its slot, cast
 to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
@@ -45,13 +40,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nbaccel.base.units import first_few
 from nbaccel.transfer import (
     memfd,
-    process_memory,
+    page_comparison,
     sharded_tensors,
     training_in_place,
     weight_checks,
 )
 from nbaccel.transfer.arena import (
-    PLAIN,
     Sharing,
     Slot,
     is_in_arena,
@@ -89,8 +83,6 @@ class WeightReport:
     own_bytes: dict[str, list[memfd.ByteRange]] = field(default_factory=dict)
     """Exactly the bytes that this rank put into the staging files it was given: of a sharded
     tensor its own piece. Who copies these files to another host copies no others."""
-    in_memory: list[process_memory.MemoryPiece] = field(default_factory=list)
-    """What the notebook has to read in this rank's memory: [Note: read in place]."""
     stranded: dict[str, str] = field(default_factory=dict)
     """Path of a module whose weights could not be written back → why."""
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -133,8 +125,6 @@ class WeightWriter:
         keeps_states: Whether the report has the weights of modules that are not written back
             unchanged.
         arena_files: Descriptors of the arenas, by key: what equals them is not copied.
-        is_read: Whether the notebook reads this process's memory. It has to wait for that, with the
-            modules as they are.
     """
 
     def __init__(
@@ -150,7 +140,6 @@ class WeightWriter:
         original_tensors: Mapping[str, weight_checks.OriginalTensors] | None = None,
         keeps_states: bool = True,
         arena_files: Mapping[str, int] | None = None,
-        is_read: bool = False,
     ) -> None:
         self._rank = own_rank
         self._num_nodes = num_nodes
@@ -160,10 +149,6 @@ class WeightWriter:
         self._in_files = dict(in_files or {})
         self._keeps_states = keeps_states
         self._arena_files = arena_files or {}
-        self._is_read = is_read
-        self._pieces: list[process_memory.MemoryPiece] = []
-        # Alive as long as this writer, so that the notebook can read what the pieces refer to.
-        self._read_tensors: list[torch.Tensor] = []
         self._origins = original_tensors or {
             module_manifest.path: weight_checks.original_tensors_of(module)
             for module_manifest, module in shared_modules
@@ -233,24 +218,7 @@ class WeightWriter:
         # After the loop: private pages must not overwrite the tensors that were written in it.
         if self._rank == 0:
             self._write_arenas(weight_report, kept_slots, written_ranges)
-        weight_report.in_memory, rest_pieces = process_memory.fit_in_one_call(self._pieces)
-        self._stage(rest_pieces, weight_report)
         return weight_report
-
-    def stage_memory(self, weight_report: WeightReport) -> WeightReport:
-        """Put into the staging files what the notebook was to read in this process's memory."""
-        self._stage(weight_report.in_memory, weight_report)
-        weight_report.in_memory = []
-        return weight_report
-
-    def _stage(
-        self, staged_pieces: Iterable[process_memory.MemoryPiece], weight_report: WeightReport
-    ) -> None:
-        for key, first_byte, end_byte, address in staged_pieces:
-            source_bytes = memfd.bytes_at(address, end_byte - first_byte)
-            memfd.write_at(self._staging[key], source_bytes, first_byte)
-            weight_report.written.setdefault(key, []).append((first_byte, end_byte))
-            weight_report.own_bytes.setdefault(key, []).append((first_byte, end_byte))
 
     def _take_fingerprints(
         self,
@@ -307,9 +275,6 @@ class WeightWriter:
                 if kept_key == arena_key
             ]
             taken_ranges += weight_report.written.get(arena_key, [])
-            taken_ranges += [
-                (piece.start, piece.end) for piece in self._pieces if piece.arena_key == arena_key
-            ]
             for byte_span in self._changed(arena_key, written_ranges[arena_key]):
                 self._write_around(arena_key, byte_span, taken_ranges, weight_report)
 
@@ -318,7 +283,7 @@ class WeightWriter:
     ) -> Sequence[memfd.ByteRange]:
         if key not in self._arena_files:
             return byte_ranges
-        return process_memory.changed_ranges(
+        return page_comparison.changed_ranges(
             self._mappings[key], self._arena_files[key], byte_ranges
         )
 
@@ -353,21 +318,11 @@ class WeightWriter:
             )
             for range_start, range_end in taken_ranges
         )
-        own_pieces = [
-            process_memory.MemoryPiece(
-                arena_key,
-                byte_span[0] + first_byte,
-                byte_span[0] + end_byte,
-                arena_mapping.address + byte_span[0] + first_byte,
-            )
-            for first_byte, end_byte in memfd.gaps_between(
-                shifted_ranges, byte_span[1] - byte_span[0]
-            )
-        ]
-        if self._is_read:
-            self._pieces += own_pieces
-        else:
-            self._stage(own_pieces, weight_report)
+        for gap_start, gap_end in memfd.gaps_between(shifted_ranges, byte_span[1] - byte_span[0]):
+            own_range = (byte_span[0] + gap_start, byte_span[0] + gap_end)
+            memfd.write_at(self._staging[arena_key], arena_mapping.view(*own_range), own_range[0])
+            weight_report.written.setdefault(arena_key, []).append(own_range)
+            weight_report.own_bytes.setdefault(arena_key, []).append(own_range)
 
     def _write_departed(
         self,
@@ -393,14 +348,6 @@ class WeightWriter:
                 continue
             written_places.add(tensor_place)
             # Of what an engine shards (ZeRO, FSDP), its own copy counts, and this one may be stale.
-            if not is_sharded and self._can_be_read(arena_key, arena_slot, current_tensor):
-                slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-                # User code may drop it before the notebook has read it.
-                self._read_tensors.append(current_tensor)
-                self._pieces.append(
-                    process_memory.MemoryPiece(arena_key, *slot_range, current_tensor.data_ptr())
-                )
-                continue
             if not is_sharded and (arena_key, arena_slot.start) not in seeded_storages:
                 # Seeding a second time would undo what is written below.
                 seeded_storages.add((arena_key, arena_slot.start))
@@ -423,21 +370,6 @@ class WeightWriter:
             if is_sharded:
                 slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
                 self._sharded.setdefault(arena_key, []).append(slot_range)
-
-    def _can_be_read(self, key: str, slot: Slot, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is, byte by byte, what belongs into the slot's storage."""
-        return (
-            self._is_read
-            and key not in self._in_files
-            and type(tensor) in PLAIN
-            and tensor.device.type == "cpu"
-            and tensor.layout is torch.strided
-            and tensor.dtype == slot.dtype
-            and tensor.stride() == slot.stride
-            and tensor.is_contiguous()
-            and tensor.nbytes == slot.nbytes
-            and not (tensor.is_conj() or tensor.is_neg())
-        )
 
     def _put_pieces(
         self,

@@ -120,18 +120,17 @@ class Namespace:
         return self._received_modules.dirty()
 
     def write_weights(
-        self, staging_files: Mapping[str, int], *, is_read: bool = False
+        self, staging_files: Mapping[str, int]
     ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
         """Write the changed weights into staging files: rank 0 all, others their shards.
 
         Args:
             staging_files: Descriptors of the notebook's staging files, by key of the arena.
-            is_read: Whether the notebook reads weights in this process's memory.
 
         Returns:
             What was written, and the files of this rank's own that hold whole arenas, by key.
         """
-        return self._received_modules.write_weights(staging_files, is_read=is_read)
+        return self._received_modules.write_weights(staging_files)
 
     def share_equal_pages(self) -> None:
         """The notebook has the weights: share those pages again that are equal to the arena's."""

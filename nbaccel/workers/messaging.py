@@ -376,8 +376,6 @@ class Job:
     share_back: bool
     settings: bytes = b""
     """Settings of libraries; see `transfer.library_settings`."""
-    reads_memory: bool = False
-    """Whether the notebook reads weights in the worker's memory, once all ranks have returned."""
 
     handler: ClassVar[str] = "nbaccel.workers.worker:serve_job"
     """What a worker runs whose first message this is, as module:function."""
@@ -394,10 +392,6 @@ class Leave:
 
     See [Note: exit barrier] in `calls.launch_supervisor`.
     """
-
-    stages_weights: bool = False
-    """Whether it first writes to the staging files what was to be read in its memory, because the
-    others have not returned. Answered by WeightsStaged."""
 
 
 # ---- notebook → worker: to the second thread of a pool's worker, which answers at once
@@ -520,14 +514,6 @@ class Returned:
     """Why the value could not be sent, if so."""
     weight_report: Any
     """`WeightReport`: which trained weights lie in the staging files."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsStaged:
-    """What was to be read in this worker's memory lies in the staging files now."""
-
-    weight_report: Any
-    """`WeightReport`, in the place of that of `Returned`."""
 
 
 @dataclass(frozen=True, slots=True)

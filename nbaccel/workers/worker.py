@@ -314,7 +314,6 @@ def serve_job(
             f"a job with {len(file_descriptors)} descriptors came without an assignment. Please "
             "report this."
         )
-    work: Work | None = None
     try:
         worker_context = set_up_process(job.assignment, file_descriptors)
         worker_output.forward_displays(notebook_channel.send)
@@ -325,13 +324,9 @@ def serve_job(
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
-        work = Work(notebook_channel, worker_context, job, file_descriptors, inherited)
-        work.run()
-    # Waits for Leave: until then this worker may serve the store, which slower ranks need, and the
-    # notebook may read its weights.
-    leave_message, _ = notebook_channel.receive()
-    if work is not None and leave_message.stages_weights:
-        notebook_channel.send(messaging.WeightsStaged(work.stage_weights()))
+        Work(notebook_channel, worker_context, job, file_descriptors, inherited).run()
+    # Waits for Leave: until then this worker may serve the store, which slower ranks need.
+    notebook_channel.receive()
 
 
 def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
@@ -371,8 +366,6 @@ class Work:
         other_fds = list(file_descriptors)
         # The order of the descriptors is that of `messaging.Job`: arenas, staging files, payload.
         self._payload_fd = other_fds.pop() if job.payload is not None else None
-        self._weight_writer: WeightWriter | None = None
-        self._weight_report: Any = None
         self._arena_fds = other_fds[: len(arena_keys)]
         self._staging = dict(zip(arena_keys, other_fds[len(arena_keys) :], strict=False))
         self._inheritance = inherited
@@ -380,6 +373,7 @@ class Work:
     def run(self) -> None:
         """Make the call and hand over what it returns or raises."""
         try:
+            weight_report = None
             with contextlib.ExitStack() as clean_up:
                 call, weight_writer = self._prepare(clean_up)
                 self._channel.send(messaging.Started(time.monotonic()))
@@ -387,19 +381,11 @@ class Work:
                 worker_output.show_figures()
                 flush_streams()
                 if self._job.share_back:
-                    # Kept: the notebook may read what it refers to until this worker leaves.
-                    self._weight_writer = weight_writer
-                    self._weight_report = weight_writer.write()
+                    weight_report = weight_writer.write()
         except BaseException as raised_error:  # an interrupt too: the notebook waits for a report
             report(self._channel, raised_error, self._rank, self._pack)
         else:
-            self._hand_over(value, self._weight_report)
-
-    def stage_weights(self) -> Any:
-        """Write to the staging files what was to be read in this process; returns the report."""
-        if self._weight_writer is None:
-            return self._weight_report
-        return self._weight_writer.stage_memory(self._weight_report)
+            self._hand_over(value, weight_report)
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
         job = self._job
@@ -425,7 +411,6 @@ class Work:
             staging_files=self._staging,
             num_nodes=self._worker_context.num_notebooks,
             arena_files=dict(zip(self._staging, self._arena_fds, strict=False)),
-            is_read=job.reads_memory,
         )
         if job.share_back:
             clean_up.callback(weight_writer.watch_first_step())

@@ -145,10 +145,6 @@ class WorkerGroup:
         """See :meth:`Starter.prepare_files`."""
         self._starter.prepare_files(file_descriptors)
 
-    def reads_memory_of(self, member: WorkerHandle) -> bool:
-        """Whether this process may read a worker's memory; some containers forbid it."""
-        return not self._starter.shares and memfd.can_read_process(member.pid)
-
     def sentinels(self) -> Sequence[int]:
         """Descriptors that become readable when a worker may have ended."""
         return self._starter.sentinels()

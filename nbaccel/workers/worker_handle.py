@@ -7,7 +7,7 @@ import enum
 import os
 import signal
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nbaccel.base import frames
 from nbaccel.base.leftovers import LeftoverFolders
@@ -65,8 +65,6 @@ class WorkerHandle:
     """Its end of the channel is closed, or it is gone."""
     leftovers: set[LeftoverFolders] = field(default_factory=set)
     """What it would leave on disk if it were killed."""
-    is_read: bool = False
-    """The notebook has read the weights in its memory."""
     is_stopped: bool = False
     """The notebook has stopped its call, so how it ends says nothing about the user's code."""
 
@@ -79,16 +77,6 @@ class WorkerHandle:
     def is_busy(self) -> bool:
         """Whether its function may still be running."""
         return self.state in (HandleState.FORKED, HandleState.ALIVE, HandleState.RUNNING)
-
-    @property
-    def holds_weights(self) -> bool:
-        """Whether weights lie in its memory that the notebook has to read there."""
-        return (
-            self.returned is not None
-            and self.returned.weight_report is not None
-            and bool(self.returned.weight_report.in_memory)
-            and not self.is_read
-        )
 
     @property
     def stack(self) -> tuple[frames.Frame, ...]:
@@ -140,7 +128,7 @@ class WorkerHandle:
         """Drop what is known of its last call."""
         self._close_payloads()
         self.returned = self.record = self.whereabouts = None
-        self.is_stopped = self.is_read = False
+        self.is_stopped = False
 
     def begin_call(self) -> None:
         """It has a call."""
@@ -153,15 +141,6 @@ class WorkerHandle:
         """It has handed over what its function returned."""
         self.returned = message
         self.result_fd = file_descriptors[0] if file_descriptors else None
-
-    def take_weights(self, message: messaging.WeightsStaged) -> None:
-        """It has written its weights where they are safe without it."""
-        if self.returned is not None:
-            self.returned = replace(self.returned, weight_report=message.weight_report)
-
-    def note_read(self) -> None:
-        """The notebook has read the weights in its memory."""
-        self.is_read = True
 
     def take_failure(
         self, message: messaging.Failed, file_descriptors: list[int], record: failure.FailureRecord
@@ -264,15 +243,11 @@ class WorkerHandle:
         self.is_stopped = True
         self.starter.kill(self.pid)
 
-    def let_exit(self, *, stages_weights: bool = False) -> None:
-        """Let it exit: its work is over.
-
-        Args:
-            stages_weights: Whether it first writes to the staging files what its memory holds.
-        """
+    def let_exit(self) -> None:
+        """Let it exit: its work is over."""
         # It may have exited by itself.
         with contextlib.suppress(OSError):
-            self.channel.send(messaging.Leave(stages_weights))
+            self.channel.send(messaging.Leave())
 
     def wake(self) -> None:
         """Let it continue if it was stopped (SIGSTOP)."""

@@ -19,8 +19,6 @@ from torch import nn
 
 from nbaccel import Pool, WorkerDied, WorkerFailed
 from nbaccel.calls import PoolState
-from nbaccel.transfer import memfd
-from nbaccel.transfer.memfd import PAGE_BYTES
 from tests.process import descriptors
 
 TRAIN = """
@@ -66,12 +64,6 @@ ROOM = "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
 
 
 @pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notebook may not read a worker's memory, as in some containers."""
-    monkeypatch.setattr(memfd, "can_read_process", lambda process_id: False)
-
-
-@pytest.fixture
 def model(fresh: Pool) -> Iterator[nn.Module]:
     """A model of many pages that the pool's notebook calls `model`."""
     found = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
@@ -90,25 +82,16 @@ def equal(module: nn.Module, expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("train", "end", "is_read"),
-    [
-        (TRAIN, DIE_AT_THE_END, True),
-        (FILL, DIE_AT_THE_END, True),
-        (FILL, DIE_AT_THE_END, False),
-        (FILL, DIE_HALF_WAY, False),
-    ],
-    ids=["optimizer", "by hand", "by hand, staged", "half way"],
+    ("train", "end"),
+    [(TRAIN, DIE_AT_THE_END), (FILL, DIE_AT_THE_END), (FILL, DIE_HALF_WAY)],
+    ids=["optimizer", "by hand", "half way"],
 )
 def test_a_worker_that_dies_on_the_way_leaves_the_model_old_and_is_told(
     fresh: Pool,
     model: nn.Module,
     train: str,
     end: str,
-    is_read: bool,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if not is_read:
-        request.getfixturevalue("unread")
     old = values(model)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         fresh.run(train + end.format(signal="SIGKILL"), ranks=[0])
@@ -128,7 +111,6 @@ def test_what_out_asks_for_does_not_hide_it(fresh: Pool, model: nn.Module) -> No
     assert equal(model, old)
 
 
-@pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
 def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
     fresh: Pool, model: nn.Module, train: str
@@ -142,60 +124,6 @@ def test_a_worker_without_room_tells_and_the_next_cell_brings_the_weights(
     assert equal(model, old)
     fresh.run(ROOM)
     assert equal(model, [v - 0.5 for v in old])
-
-
-@pytest.mark.parametrize("train", [TRAIN, FILL], ids=["optimizer", "by hand"])
-def test_weights_that_are_read_where_they_lie_need_no_room(
-    fresh: Pool, model: nn.Module, train: str
-) -> None:
-    old = values(model)
-    fresh.run(NO_ROOM + train)
-    fresh.run(ROOM)
-    assert equal(model, [v - 0.5 for v in old])
-
-
-def test_what_a_cell_changes_by_hand_is_read_once_and_equal_pages_not(
-    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, moves, read = values(model), [], memfd.read_process
-
-    def noted(process_id: int, byte_moves: Any) -> int:
-        moves.append([size for _, _, size in byte_moves])
-        return read(process_id, byte_moves)
-
-    fresh.run("model")
-    monkeypatch.setattr(memfd, "read_process", noted)
-    fresh.run(FILL)
-    assert [sum(sizes) for sizes in moves] == [1, NUM_BYTES], "may it be read; and all of it, once"
-    moves.clear()
-    fresh.run("with torch.no_grad():\n    for p in model.parameters(): p.mul_(1)")
-    assert [sum(sizes) for sizes in moves] == [1], "all pages were written, and none has changed"
-    moves.clear()
-    fresh.run("with torch.no_grad(): model[1].weight[0, 0] = 7.0")
-    assert [sum(sizes) for sizes in moves] == [1, PAGE_BYTES]
-    old[2][0, 0] = 7.5
-    assert equal(model, [v - 0.5 for v in old])
-
-
-def test_a_rank_0_that_ends_before_its_weights_are_read_leaves_the_model_old(
-    fresh: Pool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, read = values(model), memfd.read_process
-
-    def too_late(process_id: int, byte_moves: Any) -> int:
-        if len(byte_moves) > 1 or byte_moves[0][2] > 1:
-            os.kill(process_id, signal.SIGKILL)
-            while psutil.pid_exists(process_id) and (
-                psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
-            ):
-                time.sleep(0.01)
-        return read(process_id, byte_moves)
-
-    monkeypatch.setattr(memfd, "read_process", too_late)
-    with pytest.raises(WorkerFailed, match="could not be read in the memory of rank 0") as caught:
-        fresh.run(FILL)
-    assert "model is as before the cell, all of the weights old and none new" in str(caught.value)
-    assert equal(model, old)
 
 
 def test_a_cell_that_fails_tells_that_its_weights_did_not_come_home(

@@ -20,7 +20,7 @@ from nbaccel.transfer.weight_receiver import WeightReceiver
 class Worker:
     """One rank's copy of the arguments, and its way home."""
 
-    def __init__(self, trip: Trip, rank: int, *, is_read: bool) -> None:
+    def __init__(self, trip: Trip, rank: int) -> None:
         self.mappings = {
             key: memfd.Mapping(found.fd, found.nbytes, is_private=True)
             for key, found in trip.arenas.items()
@@ -33,7 +33,6 @@ class Worker:
             arena_mappings=self.mappings,
             staging_files=trip.weight_receiver.staging,
             arena_files={key: found.fd for key, found in trip.arenas.items()},
-            is_read=is_read,
         )
 
 
@@ -51,13 +50,13 @@ class Trip:
         self.arenas = dict(sender.arenas)
         self.weight_receiver = WeightReceiver(self.sharing, self.arenas)
 
-    def worker(self, rank: int = 0, *, is_read: bool = False) -> Worker:
-        return Worker(self, rank, is_read=is_read)
+    def worker(self, rank: int = 0) -> Worker:
+        return Worker(self, rank)
 
     def come_home(self, *workers: Worker) -> weight_sync.WeightReport:
         """All ranks have returned; the first worker's report is given back."""
         reports = [worker.homebound.write() for worker in workers]
-        self.weight_receiver.apply(reports, process_id=os.getpid())
+        self.weight_receiver.apply(reports)
         return reports[0]
 
     def close(self) -> None:

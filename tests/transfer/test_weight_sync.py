@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nbaccel.base import process_death
-from nbaccel.transfer import memfd, process_memory
+from nbaccel.transfer import memfd
 from nbaccel.transfer import weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
@@ -138,13 +138,10 @@ def test_a_change_without_an_optimizer_comes_home(launch: Launch) -> None:
     assert_equal(module, values(worker.args[0]))
 
 
-@pytest.mark.parametrize("is_read", [True, False], ids=["read", "staged"])
-def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(
-    launch: Launch, is_read: bool
-) -> None:
+def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(launch: Launch) -> None:
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))  # 4 pages each
     trip = launch(module)
-    worker = trip.worker(is_read=is_read)
+    worker = trip.worker()
     (staging,) = trip.weight_receiver.staging.values()
     with torch.no_grad():
         for number, p in enumerate(worker.args[0].parameters()):
@@ -152,26 +149,9 @@ def test_pages_changed_by_hand_are_copied_once_and_equal_ones_not(
     (mapping,) = worker.mappings.values()
     assert memfd.total_bytes(mapping.written()) == 24 * PAGE_BYTES, "all were written"
     report = trip.come_home(worker)
-    pieces = sum(piece.end - piece.start for piece in report.in_memory)
     through_file = sum(map(memfd.total_bytes, report.written.values()))
-    assert (pieces, through_file) == ((8 * PAGE_BYTES, 0) if is_read else (0, 8 * PAGE_BYTES))
-    assert disk_bytes(staging) == through_file
+    assert through_file == disk_bytes(staging) == 8 * PAGE_BYTES
     assert_equal(module, values(worker.args[0]))
-
-
-def test_a_tensor_put_in_by_hand_is_read_where_it_lies(launch: Launch) -> None:
-    module = Net()
-    trip = launch(module)
-    worker = trip.worker(is_read=True)
-    (staging,) = trip.weight_receiver.staging.values()
-    there = worker.args[0]
-    with torch.no_grad():
-        there.base.weight.zero_()  # written in its place first, and then replaced
-    there.base.weight.data = torch.full((256, 256), 3.0)
-    report = trip.come_home(worker)
-    assert [piece.address for piece in report.in_memory] == [there.base.weight.data_ptr()]
-    assert disk_bytes(staging) == 0
-    assert_equal(module, values(there))
 
 
 @pytest.mark.parametrize(
@@ -179,65 +159,16 @@ def test_a_tensor_put_in_by_hand_is_read_where_it_lies(launch: Launch) -> None:
     [torch.full((256, 256), 3.0).double(), torch.full((256, 256), 3.0).t()],
     ids=["another dtype", "transposed"],
 )
-def test_a_tensor_that_lies_otherwise_than_the_notebooks_goes_through_the_file(
+def test_a_tensor_that_lies_otherwise_than_the_notebooks_comes_home(
     launch: Launch, replaced: torch.Tensor
 ) -> None:
     module = Net()
     trip = launch(module)
-    worker = trip.worker(is_read=True)
+    worker = trip.worker()
     replaced[0, 1] = 5.0
     worker.args[0].base.weight = nn.Parameter(replaced)
-    report = trip.come_home(worker)
-    assert not report.in_memory
+    trip.come_home(worker)
     assert torch.equal(module.base.weight.detach(), replaced.float())
-
-
-def test_what_does_not_fit_into_one_call_goes_through_the_file(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memfd, "CALL_BYTES", 8 * PAGE_BYTES)
-    module = Net()
-    trip = launch(module)
-    worker = trip.worker(is_read=True)
-    (staging,) = trip.weight_receiver.staging.values()
-    with torch.no_grad():
-        worker.args[0].base.weight.add_(1)
-    report = trip.come_home(worker)
-    assert sum(piece.end - piece.start for piece in report.in_memory) == 8 * PAGE_BYTES
-    assert disk_bytes(staging) >= 55 * PAGE_BYTES
-    assert_equal(module, values(worker.args[0]))
-
-
-def test_a_worker_that_cannot_wait_stages_what_was_to_be_read(launch: Launch) -> None:
-    module = Net()
-    trip = launch(module)
-    worker = trip.worker(is_read=True)
-    with torch.no_grad():
-        worker.args[0].base.weight.add_(1)
-    report = worker.homebound.stage_memory(worker.homebound.write())
-    assert not report.in_memory
-    expected = values(worker.args[0])
-    trip.weight_receiver.apply([report])
-    assert_equal(module, expected)
-
-
-def test_weights_that_cannot_be_read_leave_the_model_as_it_was(launch: Launch) -> None:
-    one, other = Net(), Net()
-    before, trip = values(one), launch(one, other)
-    worker = trip.worker(is_read=True)
-    with torch.no_grad():
-        worker.args[0].base.weight.add_(1)
-        worker.args[1].base.weight.data = torch.ones(256, 256).double()  # through the file
-    report = worker.homebound.write()
-    assert report.in_memory
-    assert report.written
-    gone = os.fork()
-    if gone == 0:
-        os._exit(0)
-    os.waitpid(gone, 0)
-    with pytest.raises(process_memory.MemoryUnread):
-        trip.weight_receiver.apply([report], process_id=gone)
-    assert_equal(one, before)
 
 
 def test_nothing_written_is_nothing_copied(launch: Launch) -> None:

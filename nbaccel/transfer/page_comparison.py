@@ -1,36 +1,15 @@
-"""Weights that the notebook reads in a worker's own memory, with no staging file between.
-
-    notebook's arena ◄──── process_vm_readv ──── private pages of rank 0, which waits meanwhile
-
-Weights that no optimizer changed lie in pages that the worker wrote for itself. Writing them to a
-staging file would take new memory for every page, which costs several copies; read where they lie,
-each is copied once.
-
-[Note: one call] A worker may be killed at any moment, and a model with half of the new weights is
-useless. While a call of ``process_vm_readv(2)`` lasts it holds the other process's memory, even if
-that process dies meanwhile; between two calls nothing does. So all that is read comes in a single
-call, and what does not fit into one goes through the staging file.
-"""
+"""Which pages of a worker differ from the notebook's: a page may be written with equal values."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from nbaccel.transfer import memfd
 
-__all__ = [
-    "MemoryPiece",
-    "MemoryUnread",
-    "changed_ranges",
-    "different_runs",
-    "equal_runs",
-    "fit_in_one_call",
-    "read_pieces",
-]
+__all__ = ["changed_ranges", "different_runs", "equal_runs"]
 
 _WORD_BYTES = 8
 _CLOSELY_COMPARED_BYTES = 1 << 26
@@ -40,21 +19,6 @@ _COMPARED_BYTES = 1 << 20  # compared at a time: small enough to stay in the cac
 
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-class MemoryUnread(OSError):
-    """A worker's memory could not be read: nothing of it was copied, or with ``EIO`` a part."""
-
-
-class MemoryPiece(NamedTuple):
-    """Bytes of an arena whose new values lie in a worker's memory."""
-
-    arena_key: str
-    start: int
-    """First byte in the arena."""
-    end: int
-    address: int
-    """Of the first byte, in the worker."""
 
 
 def changed_ranges(
@@ -147,60 +111,3 @@ def different_runs(own_bytes: _Bytes, notebook_bytes: _Bytes) -> Iterator[memfd.
 
 def _as_words(raw_bytes: _Bytes) -> _Bytes:
     return raw_bytes.view(np.uint64) if raw_bytes.size % _WORD_BYTES == 0 else raw_bytes
-
-
-def fit_in_one_call(
-    memory_pieces: Iterable[MemoryPiece],
-) -> tuple[list[MemoryPiece], list[MemoryPiece]]:
-    """What is read in one call, and what has to go another way. See [Note: one call].
-
-    Args:
-        memory_pieces: Everything that is to be copied.
-
-    Returns:
-        The largest pieces, as much as one call takes; and the rest.
-    """
-    bytes_left = memfd.CALL_BYTES
-    read_pieces: list[MemoryPiece] = []
-    rest_pieces: list[MemoryPiece] = []
-    for piece in sorted(memory_pieces, key=lambda piece: piece.start - piece.end):
-        taken_bytes = min(piece.end - piece.start, bytes_left)
-        if len(read_pieces) == memfd.CALL_RANGES:
-            taken_bytes = 0
-        bytes_left -= taken_bytes
-        if taken_bytes:
-            read_pieces.append(piece._replace(end=piece.start + taken_bytes))
-        if piece.start + taken_bytes < piece.end:
-            rest_pieces.append(
-                piece._replace(start=piece.start + taken_bytes, address=piece.address + taken_bytes)
-            )
-    return read_pieces, rest_pieces
-
-
-def read_pieces(
-    process_id: int,
-    memory_pieces: Sequence[MemoryPiece],
-    arenas: Mapping[str, memfd.Mapping],
-) -> None:
-    """Copy the pieces from a process's memory into the notebook's arenas, in one call.
-
-    Args:
-        process_id: Whose memory it is.
-        memory_pieces: What is read; as much as `fit_in_one_call` gives.
-        arenas: The notebook's arenas, by key.
-
-    Raises:
-        MemoryUnread: Nothing was copied, as the process has ended; with ``EIO``: part of it,
-            because the system took pages of the other process away meanwhile.
-    """
-    num_bytes = sum(piece.end - piece.start for piece in memory_pieces)
-    byte_moves = [
-        (arenas[piece.arena_key].address + piece.start, piece.address, piece.end - piece.start)
-        for piece in memory_pieces
-    ]
-    try:
-        copied_bytes = memfd.read_process(process_id, byte_moves)
-    except OSError as error:
-        raise MemoryUnread(error.errno, error.strerror) from error
-    if copied_bytes != num_bytes:
-        raise MemoryUnread(errno.EIO, f"only {copied_bytes} of {num_bytes} bytes could be read")
