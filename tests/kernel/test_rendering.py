@@ -104,10 +104,10 @@ def test_a_library_s_frames_are_one_line_without_folders(notebook):
 
 
 def test_a_mistake_shows_the_cell_and_the_text(notebook):
-    name, lines = notebook.error("notebook_launcher(train, model, num_processes=2)")
+    name, lines = notebook.error("notebook_launcher(print, model, num_processes=2)")
     assert name == "WrongArguments"
     assert re.fullmatch(r"  Cell In\[\d+\], line 1", lines[0])
-    assert lines[1] == "  ---->   1 notebook_launcher(train, model, num_processes=2)"
+    assert lines[1] == "  ---->   1 notebook_launcher(print, model, num_processes=2)"
     assert lines[2].startswith("WrongArguments: args is a Linear, not a tuple")
 
 
