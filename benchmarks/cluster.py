@@ -59,16 +59,13 @@ class Machines:
         return str(path)
 
 
-def seconds_told(*nodes: subprocess.Popen[str]) -> float:
-    """What the slowest node told."""
-    told = []
-    for node in nodes:
-        output, errors = node.communicate(timeout=LIMIT_S)
-        lines = [line[5:] for line in output.splitlines() if line.startswith("TOLD ")]
-        if not lines:
-            raise RuntimeError(errors[-800:])
-        told.append(json.loads(lines[0])["seconds"])
-    return max(told)
+def seconds_told(node: subprocess.Popen[str]) -> float:
+    """What the notebook told."""
+    output, errors = node.communicate(timeout=LIMIT_S)
+    lines = [line[5:] for line in output.splitlines() if line.startswith("TOLD ")]
+    if not lines:
+        raise RuntimeError(errors[-800:])
+    return float(json.loads(lines[0])["seconds"])
 
 
 def by_hostfile(machines: Machines, part: str) -> float:
@@ -78,16 +75,6 @@ def by_hostfile(machines: Machines, part: str) -> float:
     settings = machines.settings(hostfile=str(hostfile))
     environment = machines.environment(NBACCEL_SSH=str(shell))
     return seconds_told(machines.hosts[0].python(CELL, part, settings, env=environment))
-
-
-def by_elastic(machines: Machines, part: str) -> float:
-    settings = machines.settings(
-        num_processes=2, num_nodes=2, rdzv_backend="c10d", rdzv_endpoint="alpha:29511"
-    )
-    nodes = [
-        host.python(CELL, part, settings, env=machines.environment()) for host in machines.hosts
-    ]
-    return seconds_told(*nodes)
 
 
 def by_slurm(machines: Machines, part: str) -> float:
@@ -158,7 +145,6 @@ class Subject:
 SUBJECTS = {
     "nbaccel, hostfile": Subject(by_hostfile, TORCHRUN),
     "nbaccel, slurm": Subject(by_slurm, TORCHRUN, slurm_cluster.MISSING),
-    "nbaccel, elastic": Subject(by_elastic, TORCHRUN),
     TORCHRUN: Subject(by_torchrun),
     "nbaccel, ray": Subject(functools.partial(by_ray, "nbaccel"), RAY_TRAIN),
     RAY_TRAIN: Subject(functools.partial(by_ray, "trainer")),

@@ -118,8 +118,8 @@ def notebook_launcher(
         master_addr: Address of the store; loopback unless several machines take part.
         node_rank: This machine's number among `num_nodes`.
         num_nodes: Machines that take part, each with its own notebook or script.
-        rdzv_backend: `"static"`: the machines are known beforehand. `"c10d"`: they agree, by torch
-            elastic, on who takes part, and agree again after a failure (`max_restarts`).
+        rdzv_backend: `"static"`: the machines are known beforehand. Others, `"c10d"` among them,
+            are for scripts on several machines, which `nbaccel launch` starts.
         rdzv_endpoint: `host:port` of the rendezvous, the same on all machines.
         rdzv_conf: Further settings of the rendezvous.
         rdzv_id: Name of the job, the same on all machines.

@@ -20,7 +20,7 @@ from nbaccel.base.log import write_notice
 from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import format_bytes
 from nbaccel.calls.edited_sources import tell_of_edits
-from nbaccel.calls.launch_hosts import LaunchHosts, NodesWait
+from nbaccel.calls.launch_hosts import LaunchHosts
 from nbaccel.calls.launch_supervisor import LaunchSupervisor
 from nbaccel.calls.outcome import CallOutcome, conclude_call
 from nbaccel.calls.packing import PackedCall, pack_call
@@ -80,11 +80,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             plan = with_imports(plan, learner)
         launch_hosts = LaunchHosts(plan)
         clean_up.callback(launch_hosts.close)
-        try:
-            return _run_attempts(launch_hosts, packed_call, waiting_line)
-        except (WorkerFailed, KeyboardInterrupt) as error:
-            launch_hosts.give_up(error)
-            raise
+        return _run_attempts(launch_hosts, packed_call, waiting_line)
 
 
 def _tell_host_memory(plan: Plan, packed_call: PackedCall) -> Plan:
@@ -142,14 +138,11 @@ def _run_attempts(
     while True:
         try:
             call_outcome = _run_attempt(launch_hosts, packed_call, attempt_number, waiting_line)
-        except NodesWait:
-            # No failure of this node's: it does not count.
-            write_notice("nbaccel: another node joins: all workers are started anew.\n")
         except (LaunchTimeout, StartupFailed):
             # The same would happen again, after the same wait.
             raise
         except WorkerFailed as error:
-            if attempt_number == allowed_restarts or launch_hosts.is_ended():
+            if attempt_number == allowed_restarts:
                 # The last attempt: its error is the user's.
                 raise
             attempt_number += 1
@@ -178,8 +171,8 @@ def _run_attempt(
             clean_up.callback(weight_receiver.close, dispose)
         clean_up.callback(launch_hosts.close_store)
         meeting_place = launch_hosts.meeting_place()
-        plan = dataclasses.replace(plan, world_size=meeting_place.world_size(plan.num_processes))
-        first_rank = meeting_place.first_rank(plan.num_processes)
+        plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
+        first_rank = plan.num_processes * meeting_place.node_rank
         rank_logs = clean_up.enter_context(logs_of_run(plan, first_rank=first_rank))
         was_stopped, closing_lines = _closing_words(packed_call)
         worker_starter = launch_hosts.starter() or _choose_starter(plan, packed_call, waiting_line)
@@ -189,9 +182,8 @@ def _run_attempt(
         _start_workers(worker_group, packed_call, weight_receiver, meeting_place, attempt_number)
         # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
         launch_hosts.close_store()
-        launch_supervisor = _make_supervisor(worker_group, launch_hosts, rank_logs, waiting_line)
+        launch_supervisor = _make_supervisor(worker_group, rank_logs, waiting_line)
         call_result = launch_supervisor.run()
-        launch_hosts.wait_for_nodes(call_result, is_over=launch_supervisor.nodes_wait)
         return conclude_call(
             plan,
             call_result,
@@ -212,13 +204,9 @@ def _start_workers(
     attempt_number: int,
 ) -> None:
     run_config = worker_group.plan.config
-    rounds_before = meeting_place.rounds_before
     num_restarts = {
-        # The variables that torchrun sets, which training scripts read. Of nodes that meet the
-        # number is the same on all, and so is whether they load a checkpoint.
-        "TORCHELASTIC_RESTART_COUNT": str(
-            attempt_number if rounds_before is None else rounds_before
-        ),
+        # The variables that torchrun sets, which training scripts read.
+        "TORCHELASTIC_RESTART_COUNT": str(attempt_number),
         "TORCHELASTIC_MAX_RESTARTS": str(run_config.max_restarts),
         "TORCHELASTIC_RUN_ID": run_config.rdzv_id,
         "GROUP_WORLD_SIZE": str(meeting_place.num_nodes),
@@ -244,7 +232,6 @@ def _closing_words(packed_call: PackedCall) -> tuple[str, str]:
 
 def _make_supervisor(
     worker_group: WorkerGroup,
-    launch_hosts: LaunchHosts,
     rank_logs: RankLogs | None,
     waiting_line: WaitingLine,
 ) -> LaunchSupervisor:
@@ -266,7 +253,6 @@ def _make_supervisor(
             place=waiting_line.place,
             waiting_line=waiting_line,
         ),
-        meeting=launch_hosts.meeting,
     )
 
 

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import socket
 
-from nbaccel.base.errors import WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.ports import listen
-from nbaccel.calls.supervisor import CallResult
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import engine_row
 from nbaccel.hosts.host_session import HostSession
-from nbaccel.hosts.node_meeting import NodeMeeting
 from nbaccel.plan import Plan
 from nbaccel.workers.start_method import Starter
 from nbaccel.workers.worker_group import MeetingPlace
 
-__all__ = ["LaunchHosts", "NodesWait"]
-
-
-class NodesWait(Exception):
-    """Another node waits to join: all nodes start their workers anew."""
+__all__ = ["LaunchHosts"]
 
 
 class LaunchHosts:
@@ -28,10 +21,6 @@ class LaunchHosts:
 
     Args:
         plan: What was planned with what this machine has.
-
-    Attributes:
-        meeting: The meeting with nodes that have notebooks or commands of their own; None where
-            the nodes are known beforehand.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -40,7 +29,6 @@ class LaunchHosts:
         self._session: HostSession | None = None
         self._lost: list[str] = []
         self._store_listener: socket.socket | None = None
-        self.meeting: NodeMeeting | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -77,18 +65,11 @@ class LaunchHosts:
 
         Raises:
             PortTaken: The port asked for is in use.
-            StartupFailed: The other nodes did not come.
         """
         plan = self._plan
         config = self._plan.config
         if self._session is not None:
             return self._session.bind_store(plan.port)
-        if self._row.meets and config.num_nodes > 1:
-            if self.meeting is None:
-                self.meeting = NodeMeeting(plan)
-            meeting_place = self.meeting.join()
-            self._store_listener = meeting_place.store_socket
-            return meeting_place
         if config.node_rank == 0:
             self._store_listener = listen(plan.master_addr, plan.port)
         return MeetingPlace(
@@ -109,47 +90,9 @@ class LaunchHosts:
         """What starts workers on the hosts; None for this machine."""
         return None if self._session is None else self._session.starter()
 
-    def wait_for_nodes(self, call_result: CallResult, *, is_over: bool) -> None:
-        """Before anything of a call is taken over: hear what the other nodes do.
-
-        Args:
-            call_result: How the workers of this node ended.
-            is_over: Whether they were stopped because of another node.
-
-        Raises:
-            NodesWait: All nodes start their workers anew.
-            WorkerFailed: Another node has given up.
-        """
-        if self.meeting is None or call_result.interrupted:
-            return
-        if not is_over and (not call_result.went_well or self.meeting.finish()):
-            return
-        if not self.meeting.end_reason:
-            raise NodesWait
-        raise WorkerFailed(
-            f"Another node has ended the run: {self.meeting.end_reason}.\nThis node's workers "
-            "were stopped, and its model is as it was. Look at that node's own report."
-        )
-
-    def is_ended(self) -> bool:
-        """Whether another node has given up, so that no restart can succeed."""
-        if self.meeting is not None:
-            self.meeting.wants_new_round()
-        return self.meeting is not None and bool(self.meeting.end_reason)
-
-    def give_up(self, error: BaseException) -> None:
-        """This launch ends with an error: the other nodes are to end, too."""
-        if self.meeting is not None and not self.meeting.end_reason:
-            is_stop = isinstance(error, KeyboardInterrupt)
-            headline = str(error).partition("\n")[0].rstrip(":")
-            self.meeting.give_up("it was stopped by its user" if is_stop else headline)
-
     def close(self) -> None:
         """Let all hosts go."""
         self.close_store()
         if self._session is not None:
             self._session.close()
             self._session = None
-        if self.meeting is not None:
-            self.meeting.close()
-            self.meeting = None

@@ -22,7 +22,6 @@ from nbaccel.base.torch_private import CREATES_GROUP
 from nbaccel.calls.listening import CallDisplay
 from nbaccel.calls.shutdown import END_WORKERS
 from nbaccel.calls.supervisor import CallResult, Supervisor
-from nbaccel.hosts.node_meeting import NodeMeeting
 from nbaccel.output.console import Console
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.failure import RankActivity
@@ -40,10 +39,6 @@ class LaunchSupervisor(Supervisor):
         console: Where their output goes.
         timeout_s: Seconds after which the launch is ended; None for no limit.
         show: Shows the progress of the launch; None for no display.
-        meeting: The meeting with other nodes, if nodes may come and go.
-
-    Attributes:
-        nodes_wait: Whether the workers were ended because another node waits to join.
     """
 
     def __init__(
@@ -53,27 +48,9 @@ class LaunchSupervisor(Supervisor):
         console: Console,
         timeout_s: float | None,
         show: CallDisplay | None = None,
-        meeting: NodeMeeting | None = None,
     ) -> None:
         super().__init__(group, END_WORKERS, console=console, timeout_s=timeout_s, show=show)
         self._exits = ExitBarrier(self.members)
-        self._meeting = meeting
-        self.nodes_wait = False
-
-    def sentinels(self) -> Sequence[int]:
-        """Descriptors of which `on_sentinel` is told."""
-        meeting_ends = [] if self._meeting is None else [self._meeting.fileno()]
-        return [*super().sentinels(), *meeting_ends]
-
-    def on_sentinel(self) -> None:
-        """Workers may have ended, or another node may wait."""
-        super().on_sentinel()
-        if self._meeting is None or self.nodes_wait or not self._meeting.wants_new_round():
-            return
-        self.nodes_wait = True
-        self.ignore(self._meeting.fileno())
-        if self._ladder is None:
-            self.give_up()
 
     def run(self) -> CallResult:
         """Wait until every worker has ended."""

@@ -145,10 +145,6 @@ class WorkerListener:
             finally:
                 self._selector.close()
 
-    def ignore(self, sentinel: int) -> None:
-        """Listen to one of the sentinels no more."""
-        self._selector.unregister(sentinel)
-
     def receive(self, patience_s: float | None) -> None:
         """Wait until something happens, at most so long, and let it be decided."""
         if self._show is not None:

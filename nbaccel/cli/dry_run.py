@@ -10,6 +10,7 @@ from rich.table import Table
 
 from nbaccel.base import env
 from nbaccel.cli.command_plan import plan_of_command
+from nbaccel.cli.engine_command import EngineCommand
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.cli.peer_options import PEER_OPTIONS
 from nbaccel.cli.tables import plain_table, terminal_console
@@ -20,11 +21,12 @@ __all__ = ["show_dry_run", "show_peer_options"]
 _SHOWN_CHARS = 60
 
 
-def show_dry_run(request: LaunchRequest) -> None:
-    """Print every setting with its source, and the plan. Nothing is started.
+def show_dry_run(request: LaunchRequest, engine_command: EngineCommand | None) -> None:
+    """Print every setting with its source, and the plan, or the command. Nothing is started.
 
     Args:
         request: What was asked for.
+        engine_command: What starts the script on several machines; None on this one.
 
     Raises:
         ConfigError: This machine cannot serve it.
@@ -33,10 +35,13 @@ def show_dry_run(request: LaunchRequest) -> None:
     console.print(_settings_table(request))
     if request.variables:
         console.print(_variables_table(request))
-    with env.applied(dict(request.variables)):
-        console.print()
-        # The plan's own text is for a fixed width: rich would break its lines anew.
-        sys.stdout.write(f"{plan_of_command(request.config).explain()}\n")
+    console.print()
+    # The plan's own text is for a fixed width: rich would break its lines anew.
+    if engine_command is not None:
+        sys.stdout.write(f"What would run:\n\n    {engine_command}\n")
+    else:
+        with env.applied(dict(request.variables)):
+            sys.stdout.write(f"{plan_of_command(request.config).explain()}\n")
     sys.stdout.write("\nNothing was started: --dry-run.\n")
 
 

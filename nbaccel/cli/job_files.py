@@ -17,13 +17,23 @@ import yaml
 
 from nbaccel import __version__
 from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import device_row
+from nbaccel.config.capabilities import device_row, engine_row
+from nbaccel.config.engine_choice import chosen_engine
 from nbaccel.config.variables import run_variables
 from nbaccel.notebook.picker.exporters import flag_of
 
-__all__ = ["COMMANDS", "JOBS", "ExportedFile", "command_line", "job_file"]
+__all__ = [
+    "COMMANDS",
+    "JOBS",
+    "ExportedFile",
+    "command_line",
+    "for_ray",
+    "job_file",
+    "settings_variables",
+]
 
 _PORT = 29500
+_MEETING_PORT = 29400  # torch's own, for rendezvous
 _TIME_LIMIT = "24:00:00"
 # What the cluster decides, and not the command line of a job.
 _PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "use_port")
@@ -57,13 +67,23 @@ class _Place:
     master_port: str
 
 
-def _variables_of(config: RunConfig) -> dict[str, str]:
-    """What `nbaccel launch` would set, for launchers that do not know these settings."""
+def settings_variables(config: RunConfig) -> dict[str, str]:
+    """What `nbaccel launch` would set, for launchers that do not know these settings.
+
+    Args:
+        config: The settings.
+    """
     variables = dict(run_variables(config))
     if config.mixed_precision != "no":
         variables["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
     if config.device != "auto":
         variables |= dict(device_row(config.device).variables)
+    return variables
+
+
+def _variables_of(config: RunConfig) -> dict[str, str]:
+    """The same, for a command line that has files beside it."""
+    variables = settings_variables(config)
     if config.deepspeed is not None:
         # A file that can be read in the place of its text in base64.
         variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _DEEPSPEED_FILE
@@ -87,10 +107,11 @@ def _node_words(
 ) -> list[str]:
     if config.num_nodes == 1:
         return [] if config.use_port is None else [f"--master-port {config.use_port}"]
+    name, _, port = config.rdzv_endpoint.rpartition(":")
     place = place or _Place(
         node_rank=str(config.node_rank),
-        master_addr=config.master_addr,
-        master_port=str(config.use_port or _PORT),
+        master_addr=name or config.master_addr,
+        master_port=port or str(config.use_port or _PORT),
     )
     return [
         f"{nodes_flag} {config.num_nodes}",
@@ -103,11 +124,24 @@ def _node_words(
 def _torchrun_words(config: RunConfig, place: _Place | None) -> list[str]:
     restarts = [f"--max-restarts {config.max_restarts}"] if config.max_restarts else []
     count = "gpu" if config.num_processes is None else config.num_processes
+    nodes_may_leave = engine_row(chosen_engine(config)[0]).starts_scripts_only
+    nodes = _meeting_words(config) if nodes_may_leave else _node_words(config, place, "--nnodes")
+    return ["torchrun", f"--nproc-per-node {count}", *nodes, *restarts]
+
+
+def _meeting_words(config: RunConfig) -> list[str]:
+    """How nodes that may come and go agree on who takes part."""
+    settings = dict(config.rdzv_conf or {})
+    least_nodes = settings.pop("min_nodes", None)
+    backend = "c10d" if config.rdzv_backend == "static" else config.rdzv_backend
+    endpoint = config.rdzv_endpoint or f"{config.master_addr}:{config.use_port or _MEETING_PORT}"
+    pairs = ",".join(f"{name}={value}" for name, value in settings.items())
     return [
-        "torchrun",
-        f"--nproc-per-node {count}",
-        *_node_words(config, place, "--nnodes"),
-        *restarts,
+        f"--nnodes {f'{least_nodes}:' if least_nodes else ''}{config.num_nodes}",
+        f"--rdzv-backend {shlex.quote(backend)}",
+        f"--rdzv-endpoint {shlex.quote(endpoint)}",
+        f"--rdzv-id {shlex.quote(config.rdzv_id)}",
+        *([f"--rdzv-conf {shlex.quote(pairs)}"] if pairs else []),
     ]
 
 
@@ -244,17 +278,20 @@ def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> Expo
         "  --working-dir . \\",
         '  --runtime-env-json "${RUNTIME_ENV:-$packages}" \\',
         *resources,
-        f"  -- {_for_ray(command)}",
+        f"  -- {for_ray(command)}",
         "",
     ]
     return ExportedFile(name=f"{stem}_ray.sh", text="\n".join(lines), submit=f"bash {stem}_ray.sh")
 
 
-def _for_ray(command: str) -> str:
+def for_ray(command: str) -> str:
     """A command as `ray job submit` has to be given it.
 
     Ray joins the words with the quotes of Windows, and gives that to a shell, which runs what is in
     them. A command of plain words comes through; any other goes in letters that mean nothing to it.
+
+    Args:
+        command: A line for a shell.
     """
     if all(word == shlex.quote(word) for word in shlex.split(command)):
         return command

@@ -122,54 +122,66 @@ def _launch(
     request = read_launch_request(
         {**further_options, "debug": debug}, *read_settings_file(config_file)
     )
-    for note in request.notes if not quiet else ():
+    if script is None and not dry_run:
+        raise ConfigError(
+            f"SCRIPT must be given: got {script!r}. Nothing says what to run. Write nbaccel launch "
+            "[options] script.py [its arguments]."
+        )
+    read_script = _read_script(script or "SCRIPT", tuple(arguments or ()), module, no_python)
+    if not dry_run:
+        _check_script(read_script)
+    from nbaccel.cli.engine_command import command_of_engine
+
+    engine_command = command_of_engine(request, read_script)
+    notes = (*request.notes, *(engine_command.notes if engine_command else ()))
+    for note in notes if not quiet else ():
         print(f"nbaccel: {note}", file=sys.stderr)
     if dry_run:
         from nbaccel.cli.dry_run import show_dry_run
 
-        show_dry_run(request)
+        show_dry_run(request, engine_command)
         raise typer.Exit
-    found_script = _find_script(script, tuple(arguments or ()), module, no_python)
+    if engine_command is not None:
+        engine_command.take_over()
     from nbaccel.cli.script_run import run_to_exit_status
 
     raise typer.Exit(
-        run_to_exit_status(found_script, request, is_quiet=quiet, shows_tracebacks=debug)
+        run_to_exit_status(read_script, request, is_quiet=quiet, shows_tracebacks=debug)
     )
 
 
-def _find_script(
-    target: str | None, arguments: tuple[str, ...], is_module: bool, is_program: bool
+def _read_script(
+    target: str, arguments: tuple[str, ...], is_module: bool, is_program: bool
 ) -> Script:
-    """What is to be run, refused where it is not there."""
-    # Here, so that --help and --dry-run need none of the machinery of launches.
+    """What is to be run."""
+    # Here, so that --help needs none of the machinery of launches.
     from nbaccel.calls.script import Script
 
-    if target is None:
-        raise ConfigError(
-            f"SCRIPT must be given: got {target!r}. Nothing says what to run. Write nbaccel launch "
-            "[options] script.py [its arguments]."
-        )
     if is_module and is_program:
         raise ConfigError(
             f"-m and --no-python contradict each other: {target!r} cannot be a module and a "
             "program. Leave one of them out."
         )
     if is_module:
-        _check_module(target)
         return Script(kind="module", target=target, arguments=arguments)
-    if is_program:
-        if shutil.which(target) is None:
-            raise ConfigError(
-                f"--no-python {target!r}: there is no such program. Nothing would run. Give its "
-                "path, or leave --no-python out for a Python script."
-            )
-        return Script(kind="program", target=target, arguments=arguments)
-    if not Path(target).exists():
+    return Script(kind="program" if is_program else "file", target=target, arguments=arguments)
+
+
+def _check_script(script: Script) -> None:
+    """Refuse what is not there."""
+    target = script.target
+    if script.kind == "module":
+        _check_module(target)
+    elif script.kind == "program" and shutil.which(target) is None:
+        raise ConfigError(
+            f"--no-python {target!r}: there is no such program. Nothing would run. Give its "
+            "path, or leave --no-python out for a Python script."
+        )
+    elif script.kind == "file" and not Path(target).exists():
         raise ConfigError(
             f"{target!r} is not there: looked for it in {Path.cwd()}. Nothing would run. Give the "
             "path of the script, after all options and before its own arguments."
         )
-    return Script(kind="file", target=target, arguments=arguments)
 
 
 def _check_module(module_name: str) -> None:

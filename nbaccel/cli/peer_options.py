@@ -127,6 +127,7 @@ _FP8_SETTINGS = (
     *("override-linear-precision", "opt-level", "enable-fsdp-float8-all-gather", "pad-inner-dim"),
 )
 _NO_PODS = "TPU pods are not started from here. Run nbaccel launch on each host of the pod"
+_DEFAULT_LAUNCHER = "hosts of a hostfile are reached as deepspeed does by default, by pdsh and ssh"
 _NO_SAGEMAKER = "Amazon SageMaker is not supported. Run nbaccel launch in the job's own container"
 
 _OF_ACCELERATE = (
@@ -219,7 +220,7 @@ _OF_ACCELERATE = (
             ("--main-training-function", "a script calls its function itself"),
             ("--no-tpu-cluster=yes", "TPU pods are never started from here"),
             ("--tpu-use-sudo=yes", "no command is run on other hosts"),
-            ("--deepspeed-multinode-launcher", "hosts of a hostfile are reached by ssh"),
+            ("--deepspeed-multinode-launcher", _DEFAULT_LAUNCHER),
         ),
     ),
     _row(_ACCELERATE, "computed", "--env", reason="an environment variable of workers: NAME=VALUE"),
@@ -321,11 +322,8 @@ _OF_DEEPSPEED = (
         _DEEPSPEED,
         "none",
         (
-            ("--launcher", "hosts of a hostfile are reached by ssh"),
-            (
-                "--launcher-args",
-                "hosts of a hostfile are reached by ssh, as its configuration says",
-            ),
+            ("--launcher", _DEFAULT_LAUNCHER),
+            ("--launcher-args", _DEFAULT_LAUNCHER),
             ("--no-local-rank=yes", "scripts get no --local_rank: LOCAL_RANK has it, as torchrun"),
             ("--no-ssh=yes", "without a hostfile no other host is reached"),
             ("--no-ssh-check=yes", "hosts are reached, or named in an error"),

@@ -400,10 +400,10 @@ _ENGINES: tuple[EngineRow, ...] = (
     ),
     EngineRow(
         name="elastic",
-        meaning="machines with notebooks or commands of their own, which agree on who takes part",
-        needs="an rdzv_endpoint that all of them reach",
+        meaning="machines with a command each, which agree on who takes part by torchrun's agent",
+        needs="a script, started by nbaccel launch, and an rdzv_endpoint that all of them reach",
         words=("torchelastic", "torchrun"),
-        meets=True,
+        starts_scripts_only=True,
     ),
     EngineRow(
         name="slurm",

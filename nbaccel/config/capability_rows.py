@@ -293,7 +293,8 @@ class EngineRow:
         words: Other words that people write for the name.
         setting: The setting of ``RunConfig`` that names its hosts, which asks for it; empty where
             it finds them itself.
-        meets: Whether machines with notebooks or commands of their own meet by it.
+        starts_scripts_only: Whether it is for scripts, which `nbaccel launch` hands to it, and not
+            for notebooks.
         extra: The extra of nbaccel that installs what it needs; empty where nothing is needed.
     """
 
@@ -303,7 +304,7 @@ class EngineRow:
     path: str = ""
     words: tuple[str, ...] = ()
     setting: str = ""
-    meets: bool = False
+    starts_scripts_only: bool = False
     extra: str = ""
 
     @property

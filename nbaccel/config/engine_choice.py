@@ -46,7 +46,8 @@ def chosen_engine(config: _EngineSettings) -> tuple[str, str]:
         if row.setting and (value := getattr(config, row.setting)) is not None:
             return row.name, f"{row.setting}={value!r} names the hosts"
     if text := elastic_reason(config):
-        return _meeting_engine(), f"{text}: the nodes agree again on who takes part"
+        name = next(row.name for row in ENGINES if row.starts_scripts_only)
+        return name, f"{text}: the nodes agree again on who takes part"
     if config.num_nodes > 1:
         return ENGINES[0].name, f"a fixed set of {config.num_nodes} nodes"
     return ENGINES[0].name, "this machine"
@@ -70,10 +71,6 @@ def elastic_reason(config: _EngineSettings) -> str:
     if config.max_restarts > 0:
         return f"max_restarts={config.max_restarts} with num_nodes={config.num_nodes}"
     return ""
-
-
-def _meeting_engine() -> str:
-    return next(row.name for row in ENGINES if row.meets)
 
 
 def _hosts_are_one_notebooks(run_config: _EngineSettings) -> str:

@@ -252,7 +252,7 @@ class RunConfig(Exchangeable):
         FieldRule(
             must="the name of a rendezvous backend of torch elastic",
             why="Nodes find each other by it",
-            do='Leave it at "static" unless nodes may come and go; then "c10d"',
+            do='Leave it at "static" in a notebook; "c10d" is for nbaccel launch',
         ),
     ] = "static"
     rdzv_endpoint: Annotated[

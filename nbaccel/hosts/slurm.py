@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nbaccel.base import env
@@ -18,7 +18,7 @@ from nbaccel.config import RunConfig
 from nbaccel.hosts.agent_command import ProcessCrew, agent_command
 from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
 
-__all__ = ["SlurmEngine"]
+__all__ = ["SlurmEngine", "job_number", "own_step_variables", "srun_words"]
 
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _NODES_VARIABLE = "SLURM_JOB_NODELIST"
@@ -27,7 +27,7 @@ _TASKS_VARIABLE = "SLURM_TASKS_PER_NODE"
 _OWN_NODE_VARIABLE = "SLURMD_NODENAME"
 _SCONTROL_S = 20.0
 _GROUP = re.compile(r"(\d+)(?:\(x(\d+)\))?$")
-# Of the notebook's own step: srun would take them for options of the new one.
+# Of the notebook's own step.
 _STEP_VARIABLES = re.compile(
     r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)"
 )
@@ -75,21 +75,42 @@ class SlurmEngine(Engine):
     def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
         """See :meth:`Engine.start_agents`."""
         names = tuple(host.name for host in hosts)
-        command = [
-            "srun",
-            "--overlap",
-            "--kill-on-bad-exit=1",
-            "--ntasks-per-node=1",
-            f"--nodes={len(names)}",
-            f"--ntasks={len(names)}",
-            f"--nodelist={','.join(names)}",
-            # All cores of the node: the workers are the agent's children.
-            "--cpu-bind=none",
-            *agent_command(),
-        ]
+        command = [*srun_words(names), *agent_command()]
         # One line of text goes to all tasks; each finds the name of its host.
         told = replace(hello, host_variable=_OWN_NODE_VARIABLE)
-        return ProcessCrew({names: (command, told)}, _without_own_step(env.snapshot()))
+        environment = env.snapshot()
+        for name in own_step_variables():
+            del environment[name]
+        return ProcessCrew({names: (command, told)}, environment)
+
+
+def srun_words(names: Sequence[str]) -> list[str]:
+    """The beginning of a command that runs once on each of these nodes.
+
+    Args:
+        names: Nodes of the allocation.
+    """
+    return [
+        "srun",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+        "--ntasks-per-node=1",
+        f"--nodes={len(names)}",
+        f"--ntasks={len(names)}",
+        f"--nodelist={','.join(names)}",
+        # All cores of the node: workers are children of what runs there.
+        "--cpu-bind=none",
+    ]
+
+
+def job_number() -> int:
+    """The number of the allocation that this process is in."""
+    return int(env.read(_JOB_VARIABLE, "0") or 0)
+
+
+def own_step_variables() -> list[str]:
+    """Variables of the step that this process is, which srun would take for options."""
+    return [name for name in env.snapshot() if _STEP_VARIABLES.match(name)]
 
 
 def _allocated_names(node_list: str) -> list[str]:
@@ -130,7 +151,3 @@ def _first_nodes(found: Sequence[Host], num_workers: int | None) -> Iterator[Hos
         yield host
         if num_workers is not None:
             num_workers -= host.slots or 1
-
-
-def _without_own_step(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: text for name, text in variables.items() if not _STEP_VARIABLES.match(name)}

@@ -27,7 +27,7 @@ from nbaccel.config.capabilities import (
     strategy_fits,
     strategy_row,
 )
-from nbaccel.config.engine_choice import chosen_engine
+from nbaccel.config.engine_choice import chosen_engine, elastic_reason
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.asking import Said, Wanted
 from nbaccel.plan.fp8_choice import (
@@ -91,7 +91,7 @@ def resolve(
     local_count, count_findings = _local_view(num_local, process_count, engine_choice, findings)
     thread_count = _choose_threads(config, found, local_count, count_findings)
     group_backend_choice = _choose_backend(config, found, device, local_count, count_findings)
-    port_choice = _choose_port(config, engine_choice, findings)
+    port_choice = _choose_port(config, findings)
     fp8_choice = _choose_fp8(config, found, device, process_count, findings)
     precision_choice = _choose_precision(config, found, device, process_count, fp8_choice, findings)
     requested_strategy, strategy_choices = _choose_strategy(
@@ -240,6 +240,15 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
             findings.mistakes.append(unavailable_reason)
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
         _check_added_rendezvous(config.rdzv_backend, findings)
+    elif engine_row(name).starts_scripts_only:
+        asked_text = elastic_reason(config) or f"engine={name!r}"
+        findings.mistakes.append(
+            f"{asked_text} needs torchrun's agent on every machine, which starts scripts and no "
+            "functions of a notebook. Run `nbaccel launch --nnodes 2 --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT script.py` on each machine (`nbaccel export` writes the "
+            'script), or have this notebook start the workers of all: engine="ray", with '
+            "max_restarts if a machine may be lost."
+        )
     return Choice("engine", name, reason)
 
 
@@ -368,9 +377,9 @@ def _choose_backend(
     return Choice(setting_name, backend_name, f"one worker per {chosen_row.name} device")
 
 
-def _choose_port(config: RunConfig, engine: Choice, findings: _Findings) -> Choice:
-    # An elastic rendezvous may have an endpoint without a port; so may one that was refused.
-    if findings.mistakes or engine_row(str(engine.value)).meets:
+def _choose_port(config: RunConfig, findings: _Findings) -> Choice:
+    # The endpoint of a rendezvous that was refused may have no port.
+    if findings.mistakes:
         config = RunConfig()
     if config.use_port is not None:
         return Choice("use_port", config.use_port, _AS_REQUESTED)

@@ -36,8 +36,6 @@ class MeetingPlace:
             a socket of its own host; None where another node serves it.
         node_rank: Number of this node.
         num_nodes: Nodes with a notebook of their own.
-        rounds_before: How often these nodes have met before; None where they do not meet anew.
-        workers_per_node: How many workers each node has; empty: all as many as this one.
     """
 
     address: str
@@ -45,26 +43,6 @@ class MeetingPlace:
     store_socket: socket.socket | None
     node_rank: int = 0
     num_nodes: int = 1
-    rounds_before: int | None = None
-    workers_per_node: tuple[int, ...] = ()
-
-    def world_size(self, num_local: int) -> int:
-        """Workers on all nodes.
-
-        Args:
-            num_local: Workers on this one.
-        """
-        return sum(self.workers_per_node) or num_local * self.num_nodes
-
-    def first_rank(self, num_local: int) -> int:
-        """The lowest rank of this node.
-
-        Args:
-            num_local: Workers on this one.
-        """
-        if self.workers_per_node:
-            return sum(self.workers_per_node[: self.node_rank])
-        return self.node_rank * num_local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +143,6 @@ class WorkerGroup:
                 [host_share.num_workers for host_share in self._starter.shares],
                 master_addr=meeting_place.address,
                 master_port=meeting_place.port,
-            )
-        if meeting_place.workers_per_node:
-            all_places = Topology.of_hosts(
-                meeting_place.workers_per_node,
-                master_addr=meeting_place.address,
-                master_port=meeting_place.port,
-            )
-            return tuple(
-                place for place in all_places if place.node_rank == meeting_place.node_rank
             )
         return Topology.of_node(
             num_processes=self.plan.num_processes,

@@ -260,7 +260,7 @@ def test_filters_choose_among_the_hosts_of_a_file(
     (tmp_path / "hosts").write_text("w1 slots=3\nw2 slots=2\n")
     words = ["-H", str(tmp_path / "hosts"), *flags, "--cpu", "--dry-run", "train.py"]
     assert main(["launch", *words]) == 0
-    assert "4 CPU workers" in capsys.readouterr().out
+    assert "--include w1:0,1@w2:0,1 " in capsys.readouterr().out
 
 
 def test_one_host_of_a_file_may_be_this_machine(tmp_path) -> None:

@@ -118,14 +118,16 @@ SLURM = (
 
 
 @pytest.mark.parametrize(("line", "node_rank"), [(TORCHRUN, 0), (SLURM, 1)])
-def test_lines_of_torchrun_for_two_hosts_are_planned(
+def test_lines_of_torchrun_for_two_hosts_are_its_own(
     line: str, node_rank: int, folder: Path, capfd
 ) -> None:
     assert main(["launch", "--dry-run", *shlex.split(line)]) == 0
     printed = capfd.readouterr().out
-    assert f"8 CPU workers, 1 thread each, started from the template, node {node_rank} of 2" in (
-        printed
-    )
+    assert (
+        f"    torchrun --nproc-per-node 8 --nnodes 2 --node-rank {node_rank} "
+        "--master-addr hostname1 --master-port 9901 "
+        "your_program.py 1 2 --deepspeed ds_config.json\n"
+    ) in printed
     rows = [line.split()[:2] for line in printed.splitlines()]
     for row in (["num_processes", "8"], ["num_nodes", "2"], ["master_addr", "hostname1"]):
         assert row in rows

@@ -22,6 +22,7 @@ from tests.hosts.exported_project import (
 )
 from tests.hosts.running_script import RunningScript
 from tests.hosts.slurm_cluster import SlurmCluster
+from tests.isolation import ROOT
 
 pytestmark = [pytest.mark.slow, netns.needs_hosts, slurm_cluster.needs_slurm]
 
@@ -128,6 +129,27 @@ def test_the_exported_sbatch_file_trains_on_all_nodes(
     output = "".join(log.read_text() for log in folder.glob("n-*.log"))
     assert job.returncode == 0, job.stderr + output
     check_trained(folder, output, 4)
+    assert left_in(cluster) == []
+
+
+def test_a_script_is_launched_by_srun_on_all_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)\n"
+        "print('NODE', os.environ['SLURMD_NODENAME'], 'SUM', int(total), os.environ['A'])\n"
+    )
+    job = cluster.run(
+        *("env", f"PYTHONPATH={ROOT}", "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"),
+        *(sys.executable, "-m", "nbaccel", "launch", "--cpu", "--engine", "slurm"),
+        *("--env", "A=b", str(script)),
+        seconds=200,
+    )
+    assert job.returncode == 0, job.stderr
+    told = sorted(line for line in job.stdout.splitlines() if line.startswith("NODE"))
+    assert told == ["NODE n1 SUM 4 b"] * 2 + ["NODE n2 SUM 4 b"] * 2, job.stdout + job.stderr
     assert left_in(cluster) == []
 
 

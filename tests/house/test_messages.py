@@ -15,7 +15,6 @@ CONSTANT_MESSAGES: dict[str, str] = {
     "the other side hung up during the handshake": "its cause has the address",
     "the other side closed the connection": "as above",
     "a frame was changed on its way, or is not the other side's": "nothing in it can be believed",
-    "the notebook gave up": "it has hung up: nobody reads it",
 }
 
 BROAD = {"Exception", "BaseException"}

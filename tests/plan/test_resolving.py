@@ -126,13 +126,14 @@ def test_the_start_method(settings, method):
             {"num_processes": 1, "num_nodes": 2, "master_addr": "10.0.0.1", "max_restarts": 1},
             "max_restarts=1 with num_nodes=2",
         ),
+        ({"engine": "elastic"}, "engine='elastic'"),
     ],
 )
-def test_what_needs_torch_elastic_gets_it(settings, named):
-    plan = plan_of(**settings)
-    assert plan.engine == "elastic"
-    assert plan.start_method == "template"
-    assert any(choice.name == "engine" and named in choice.reason for choice in plan.choices)
+def test_what_needs_torchruns_agent_is_refused_in_a_notebook(settings, named):
+    [mistake] = mistakes_of(**settings)
+    assert mistake.startswith(f"{named} needs torchrun's agent")
+    assert "nbaccel launch --nnodes 2 --rdzv-backend c10d" in mistake
+    assert 'engine="ray"' in mistake
 
 
 def test_rendezvous_of_other_packages_are_looked_for_only_where_one_is_asked_for(monkeypatch):
