@@ -18,7 +18,7 @@ from typing import Any
 from nbaccel.base.errors import LaunchTimeout, StartupFailed, WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.process_death import uninterrupted
-from nbaccel.base.units import format_bytes
+from nbaccel.base.units import first_few, format_bytes
 from nbaccel.calls.edited_sources import tell_of_edits
 from nbaccel.calls.launch_hosts import LaunchHosts
 from nbaccel.calls.launch_supervisor import LaunchSupervisor
@@ -174,7 +174,7 @@ def _run_attempt(
         plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
         first_rank = plan.num_processes * meeting_place.node_rank
         rank_logs = clean_up.enter_context(logs_of_run(plan, first_rank=first_rank))
-        was_stopped, closing_lines = _closing_words(packed_call)
+        was_stopped, closing_lines = _closing_words(packed_call, plan)
         worker_starter = launch_hosts.starter() or _choose_starter(plan, packed_call, waiting_line)
         worker_group = WorkerGroup(plan, worker_starter)
         # Registered last, so that it runs first: the workers end before their files are closed.
@@ -223,11 +223,27 @@ def _start_workers(
         worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
 
 
-def _closing_words(packed_call: PackedCall) -> tuple[str, str]:
-    """What a Stop and a failure say of the notebook's models; nothing where there are none."""
-    if not packed_call.arenas:
-        return "", ""
-    return "; the model is as it was", "The notebook's model is as it was before the launch."
+def _closing_words(packed_call: PackedCall, plan: Plan) -> tuple[str, str]:
+    """What a Stop and a failure say at their end: of the notebook's models, and of other nodes."""
+    lines = []
+    if packed_call.arenas:
+        lines.append("The notebook's model is as it was before the launch.")
+    if plan.config.num_nodes > 1:
+        lines.append(_words_of_other_nodes(plan))
+    return "; the model is as it was" if packed_call.arenas else "", " ".join(lines)
+
+
+def _words_of_other_nodes(plan: Plan) -> str:
+    config = plan.config
+    others = [
+        f"node {node} (ranks {node * plan.num_processes} to {(node + 1) * plan.num_processes - 1})"
+        for node in range(config.num_nodes)
+        if node != config.node_rank
+    ]
+    return (
+        f"This is node {config.node_rank} of {config.num_nodes}. Nothing but a broken connection "
+        f"or a timeout tells of another one that is lost: look at {first_few(others, 3)}."
+    )
 
 
 def _make_supervisor(

@@ -75,6 +75,56 @@ def test_two_nodes_train_together_and_each_gets_the_weights(tmp_path: Path) -> N
     assert first[2] == second[2]  # DDP averages over all four: both notebooks have the same model
 
 
+MISSED = """
+import sys, torch
+from datetime import timedelta
+from torch import nn
+from nbaccel import notebook_launcher
+
+def train(model):
+    import time, torch.distributed as dist
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    print("met", flush=True)
+    while True:
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+
+model = nn.Linear(4, 1)
+node, address, port = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+try:
+    notebook_launcher(train, (model,), 1, num_nodes=2, node_rank=node, master_addr=address,
+                      use_port=port, timeout=60)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_node_that_is_lost_is_named(comes: bool, tmp_path: Path) -> None:
+    """One that never comes, and one that is killed with its workers."""
+    address = own_address()
+    script = tmp_path / "node.py"
+    script.write_text(MISSED)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": interface_of(address)}
+    command = [sys.executable, str(script)]
+    rest = [address, str(free_port(address))]
+    nodes = [
+        subprocess.Popen(
+            [*command, rank, *rest], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in ("0", "1")[: 1 + comes]
+    ]
+    if comes:
+        assert "met" in nodes[1].stdout.readline()
+        nodes[1].kill()
+        nodes[1].communicate()
+    output = nodes[0].communicate(timeout=100)[0]
+    assert "WorkerFailed" in output
+    assert "rank 0 of 2" in output
+    told = "This is node 0 of 2. Nothing but a broken connection or a timeout tells of another one"
+    assert f"{told} that is lost: look at node 1 (ranks 1 to 1)." in output
+
+
 def interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == address for found in addresses):
