@@ -1,7 +1,7 @@
 """A process that works for the notebook beside its workers: forked from the template like one.
 
-The relay and the meeting of nodes are such: they wait, keep connections and threads, and can be
-ended at any time, which the notebook's own process must not have to do.
+The relay is such: it waits, keeps connections, and can be ended at any time, which the notebook's
+own process must not have to do.
 """
 
 from __future__ import annotations
