@@ -22,7 +22,7 @@ from nbaccel.transfer.module_registry import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
 from nbaccel.transfer.process_memory import MemoryUnread
 from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers.template import dispose
+from nbaccel.workers.template_starter import dispose
 
 __all__ = ["PostTask", "TaskTrouble", "staged"]
 
