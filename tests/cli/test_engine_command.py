@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,18 @@ def test_the_command_of_ray(capfd) -> None:
         "ray job submit --working-dir . -- env A=b nbaccel launch --num-processes 4 --engine ray "
         "train.py"
     )
+
+
+@pytest.mark.skipif(not is_installed("ray"), reason="ray is not installed: pip install ray")
+def test_in_a_job_of_ray_the_command_starts_the_workers_itself(monkeypatch, capfd) -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        # As Ray's job supervisor sets them for the command of a job.
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert main(["launch", "--dry-run", "--engine", "ray", "-n", "4", "train.py"]) == 2
+    assert f"nothing answers at RAY_ADDRESS='{address}'" in " ".join(capfd.readouterr().err.split())
 
 
 def test_without_an_allocation_slurm_says_how_to_get_one(monkeypatch, capfd) -> None:
