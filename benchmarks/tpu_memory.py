@@ -104,9 +104,9 @@ def subject(name: str) -> None:
 
     if name == OURS:
         import nbaccel
-        from nbaccel.workers import template_prestart
+        from nbaccel.workers.template import template_for
 
-        template_prestart.start("tpu")
+        template_for("tpu").start()
         nbaccel.notebook_launcher  # noqa: B018 - its imports are a part of what is idle
     assert torch_xla is not None
     _tell("idle")

@@ -15,7 +15,7 @@ from nbaccel.base.log import write_notice
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call, explained
 from nbaccel.plan import Plan, registry, resolve
-from nbaccel.workers import template_learning, template_prestart
+from nbaccel.workers import template
 
 if TYPE_CHECKING:
     from nbaccel.calls import Pool
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
 
 if "ipykernel" in sys.modules:
-    # A fork of this process if it is clean; else its imports take seconds, and are done by the time
-    # the first cell launches.
-    template_learning.learner(registry.prepare_notebook()).start_ahead()
-    template_learning.follow_cells()
+    # Its imports take seconds.
+    template.template_for(registry.prepare_notebook()).start_ahead()
+    template.follow_cells()
 
 
 class Results(list[Any]):
@@ -200,7 +199,7 @@ def debug_launcher(
 
 def shutdown() -> None:
     """End the template process that waits to start workers. The next launch starts a new one."""
-    template_prestart.stop()
+    template.stop()
 
 
 def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, Any]) -> RunConfig:

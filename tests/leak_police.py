@@ -71,7 +71,7 @@ STARTING_EVENTS = frozenset(
     }
 )
 
-TEMPLATE_NAME = "nbaccel-tmpl"  # nbaccel.workers.reaping.TEMPLATE_NAME, which needs torch
+TEMPLATE_NAME = "nbaccel-tmpl"  # nbaccel.workers.template_server.TEMPLATE_NAME
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _count_start(event: str, _arguments: tuple[Any, ...]) -> None:
 
 def end_session() -> None:
     """Send the template server home, and forget the mark."""
-    template = sys.modules.get("nbaccel.workers.template_prestart")
+    template = sys.modules.get("nbaccel.workers.template")
     if template is not None:
         template.stop()
     os.environ.pop(TOKEN, None)
@@ -179,9 +179,9 @@ def _siblings() -> list[psutil.Process]:
 
 def _session_servers() -> Iterator[int]:
     """Processes that by design outlive a test: the template, and multiprocessing's own helpers."""
-    template = sys.modules.get("nbaccel.workers.template_prestart")
-    if template is not None and (pid := template.current_pid()) is not None:
-        yield pid
+    template = sys.modules.get("nbaccel.workers.template")
+    for running in [] if template is None else template.running():
+        yield running.process.pid
     forkserver = sys.modules.get("multiprocessing.forkserver")
     for helper, attribute in (
         (multiprocessing.resource_tracker._resource_tracker, "_pid"),

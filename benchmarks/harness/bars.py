@@ -23,7 +23,7 @@ MEMCPYS_BY_HAND = 3.0  # read page by page in another process, and not in one pi
 STOP_S, KILLED_S, ERROR_S = 0.5, 1.0, 3.0
 ERROR_LINES = 40
 LATER_OF_FORK, LATER_OF_PEER, FIRST_OF_FORK = 1.3, 1 / 3, 1.5
-JUST_IMPORTED_S, MEMORY_OF_FORK = 0.4, 1.2
+JUST_IMPORTED_S, MEMORY_OF_FORK = 0.6, 1.2
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,7 @@ def _libraries(results: Results) -> Iterator[Verdict]:
         what = f"{TEMPLATE}: {kind} 4 workers that use transformers"
         yield at_most("g", what, ratio, MEMORY_OF_FORK, f"of {FORK}'s")
     beside = ours["others"] if ours else None
-    # The one that workers are forked from, and the one that it was forked from, which collects it.
-    yield at_most("g", f"{TEMPLATE}: templates beside them", beside, 2, "processes")
+    yield at_most("g", f"{TEMPLATE}: templates beside them", beside, 1, "processes")
 
 
 def _of_other(results: Results, measure: str, other: str, bar: float) -> Verdict:

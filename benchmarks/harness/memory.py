@@ -23,7 +23,7 @@ WORLD_SIZES = (2, 4)
 TIMEOUT_S = 90.0
 NUM_TRIES = 3
 MIB = 2**20
-TEMPLATE_NAME = "nbaccel-tmpl"  # of the process, as nbaccel.workers.reaping names it
+TEMPLATE_NAME = "nbaccel-tmpl"  # of the process, as nbaccel.workers.template_server names it
 
 
 def measure(num_processes: int) -> str:

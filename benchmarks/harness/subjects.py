@@ -63,7 +63,7 @@ _SPAWN = (
     'mp.start_processes(bench_module.enter, arguments, 2, start_method="spawn")'
 )
 SUBJECTS = (
-    Subject("nbaccel-template", "nbaccel_cell.py", "nbaccel", _OURS, "template"),
+    Subject("nbaccel-template", "nbaccel_cell.py", "nbaccel", _OURS, "auto"),
     Subject("nbaccel-fork", "nbaccel_cell.py", "nbaccel", _OURS, "fork"),
     Subject(
         "accelerate",

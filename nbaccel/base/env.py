@@ -6,17 +6,15 @@ All other modules use these functions, so that it is visible which code reads an
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = ["applied", "changes", "flag", "noted_reads", "read", "replace_all", "snapshot"]
+__all__ = ["applied", "changes", "flag", "read", "replace_all", "snapshot"]
 
 _YES_WORDS = frozenset({"1", "true", "yes", "on", "y", "t"})
-EVERY_VARIABLE = ""
-"""Stands for all of them; no variable has an empty name."""
 _OF_THIS_MACHINE = frozenset({"PATH", "HOME", "PWD", "TMPDIR", "HOSTNAME", "LD_LIBRARY_PATH"})
 _NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
 
@@ -100,42 +98,6 @@ def applied(changes: Mapping[str, str | None]) -> Iterator[None]:
         yield
     finally:
         _write_variables(previous_values)
-
-
-@contextmanager
-def noted_reads(names: Collection[str] | None) -> Iterator[set[str]]:
-    """Note which variables are asked for during a ``with`` block, in this process.
-
-    What reads them without `os.environ` and `os.getenv` (C code) is not noted.
-
-    Args:
-        names: The variables of interest; None for all.
-
-    Yields:
-        Those that were asked for so far; all, where something went through the environment:
-        where all are of interest, `EVERY_VARIABLE` says so.
-    """
-    plain_class = type(os.environ)
-    read_names: set[str] = set()
-
-    class WatchedEnvironment(plain_class):  # type: ignore[valid-type, misc]
-        def __getitem__(self, variable_name: str) -> str:
-            if names is None or variable_name in names:
-                read_names.add(variable_name)
-            variable_value: str = super().__getitem__(variable_name)
-            return variable_value
-
-        def __iter__(self) -> Iterator[str]:
-            read_names.update((EVERY_VARIABLE,) if names is None else names)
-            all_names: Iterator[str] = super().__iter__()
-            return all_names
-
-    # The object itself stays: other modules hold a reference to it.
-    os.environ.__class__ = WatchedEnvironment
-    try:
-        yield read_names
-    finally:
-        os.environ.__class__ = plain_class
 
 
 def flag(variable_name: str) -> bool | None:

@@ -23,7 +23,7 @@ from nbaccel.calls.edited_sources import tell_of_edits
 from nbaccel.calls.launch_hosts import LaunchHosts, NodesWait
 from nbaccel.calls.launch_supervisor import LaunchSupervisor
 from nbaccel.calls.outcome import CallOutcome, conclude_call
-from nbaccel.calls.packing import PackedCall, pack_call
+from nbaccel.calls.packing import PackedCall, fork_if_sooner, pack_call
 from nbaccel.config.capabilities import device_row
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
@@ -37,14 +37,13 @@ from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.workers import (
     messaging,
     requirements,
-    template_learning,
+    template,
     worker,
     worker_output,
 )
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import Starter
-from nbaccel.workers.template import TemplateStarter, dispose
-from nbaccel.workers.template_facts import uses_template, with_imports
+from nbaccel.workers.template_starter import TemplateStarter, dispose
 from nbaccel.workers.worker_group import MeetingPlace, WorkerGroup
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
@@ -63,21 +62,21 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         waiting_line = WaitingLine(plan.num_processes)
         clean_up.callback(waiting_line.close)
-        if plan.start_method != "fork":
-            # A fork has the notebook's modules and imports none anew.
-            tell_of_edits()
-        if uses_template(plan):
-            # Before models are shared, which a fork of this process would hold in memory.
-            template_learning.learner(plan.device).before_launch()
+        # A fork has the notebook's modules and imports none anew.
+        has_edits = plan.start_method != "fork" and tell_of_edits()
+        if template.uses_template(plan):
+            is_outdated = template.template_for(plan.device).drop_outdated()
+            if not has_edits and not is_outdated:
+                plan = fork_if_sooner(plan)
         module_sharing = arena.share_modules(find_modules(args))
         packed_call, plan = pack_call(plan, function, args, module_sharing)
         plan = _tell_host_memory(plan, packed_call)
         if packed_call.fd is not None:
             clean_up.callback(os.close, packed_call.fd)
-        if uses_template(plan) and packed_call.payload is not None:
-            learner = template_learning.learner(plan.device)
-            clean_up.enter_context(learner.during_launch(packed_call.mentions, waiting_line.say))
-            plan = with_imports(plan, learner)
+        if template.uses_template(plan) and packed_call.payload is not None:
+            launch_template = template.template_for(plan.device)
+            launch_template.wait(waiting_line.say, packed_call.mentions)
+            plan = launch_template.told_in(plan)
         launch_hosts = LaunchHosts(plan)
         clean_up.callback(launch_hosts.close)
         try:
@@ -273,7 +272,10 @@ def _make_supervisor(
 def _choose_starter(plan: Plan, packed_call: PackedCall, waiting_line: WaitingLine) -> Starter:
     if packed_call.payload is not None:
         return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)
-    return ForkStarter(worker.InheritedObjects(call=packed_call.call, arenas=packed_call.arenas))
+    return ForkStarter(
+        worker.InheritedObjects(call=packed_call.call, arenas=packed_call.arenas),
+        is_asked=plan.config.start_method == "fork",
+    )
 
 
 def job_of(

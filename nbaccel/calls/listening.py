@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.board import RunBoard
-from nbaccel.workers import messaging, template
+from nbaccel.workers import messaging, template_starter
 from nbaccel.workers.worker_handle import WorkerHandle
 
 _READ_BYTES = 1 << 16
@@ -161,7 +161,7 @@ class WorkerListener:
                 # All of it: several presses of Stop within one wait are one interrupt.
                 os.read(selector_key.data, 4096)
                 # A stopped template (SIGSTOP) would not report the ends of its workers.
-                template.go_on()
+                template_starter.go_on()
                 self.on_interrupt()
             elif selector_key.fileobj is selector_key.data.channel:
                 if not selector_key.data.hung_up:

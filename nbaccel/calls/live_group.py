@@ -22,11 +22,10 @@ from nbaccel.output.console import Console
 from nbaccel.output.rank_logs import hidden_streams, logs_of_run
 from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Plan
-from nbaccel.workers import messaging, template_learning, time_limits, worker
+from nbaccel.workers import messaging, template, time_limits, worker
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import Starter
-from nbaccel.workers.template import TemplateStarter
-from nbaccel.workers.template_facts import uses_template, with_imports
+from nbaccel.workers.template_starter import TemplateStarter
 from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import WorkerHandle
 
@@ -83,14 +82,12 @@ class LiveGroup(WorkerGroup):
         waiting_line = WaitingLine(plan.num_processes)
         with contextlib.ExitStack() as undo_start, contextlib.ExitStack() as when_started:
             when_started.callback(waiting_line.close)
-            if uses_template(plan):
-                learner = template_learning.learner(plan.device)
-                learner.before_launch()
+            if template.uses_template(plan):
+                pool_template = template.template_for(plan.device)
+                pool_template.drop_outdated()
                 # The cells to come may use anything that the notebook has.
-                when_started.enter_context(
-                    learner.during_launch(lambda _package: True, waiting_line.say)
-                )
-                plan = with_imports(plan, learner)
+                pool_template.wait(waiting_line.say, lambda _package: True)
+                plan = pool_template.told_in(plan)
             launch_hosts = LaunchHosts(plan)
             undo_start.callback(launch_hosts.close)
             plan = launch_hosts.prepare()

@@ -16,9 +16,9 @@ from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus
 from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall, resident
 from nbaccel.plan import Plan
-from nbaccel.workers import failure, messaging, template_learning
+from nbaccel.workers import failure, messaging
 from nbaccel.workers.failure import RankActivity
-from nbaccel.workers.template_facts import left_out_text
+from nbaccel.workers.template import template_for
 from nbaccel.workers.worker_handle import WorkerHandle
 
 __all__ = [
@@ -341,7 +341,7 @@ def status_table(
             "starts new workers"
         )
     worker_words = plan.headline() if rows else f"The next cell starts {plan.headline()}"
-    left_out = left_out_text(template_learning.learner(plan.device))
+    left_out = template_for(plan.device).left_out_text()
     headline = f"{pool_state.name.lower()}{told_reason}. {worker_words} {left_out}".rstrip()
     return StatusTable(rows, headline=headline)
 

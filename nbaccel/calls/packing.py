@@ -1,28 +1,32 @@
 """Preparing a call for workers: pickled for those of the template, or inherited by a fork.
 
-Where the plan says `auto`, this module decides: the template, unless something cannot be pickled or
-would cost too much to copy, and a fork is safe.
+Where `auto` is asked for, this module decides: the template, unless a fork is safe and the template
+is not ready, or something cannot be pickled or would cost too much to copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import mmap
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from nbaccel.base import frames
 from nbaccel.base.errors import ModelNotShareable, NotSendable, UnsafeFork
 from nbaccel.base.log import write_notice
 from nbaccel.calls.changed_packages import sendable_changes
-from nbaccel.plan import Plan
+from nbaccel.config.capabilities import ENGINES
+from nbaccel.plan import Plan, registry
 from nbaccel.transfer import arena, pickling, weight_sync
 from nbaccel.transfer.find_modules import outermost_modules, reached_modules
 from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.package_changes import LateChange, PackageChange
-from nbaccel.workers import fork_safety, worker
+from nbaccel.workers import fork_safety, template, worker
 
 _COPY_LIMIT_BYTES = 256 * 2**20
 """A pickle longer than this costs seconds per launch; a fork would cost nothing."""
@@ -61,6 +65,27 @@ class PackedCall:
             return True
         with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as payload_bytes:
             return payload_bytes.find(package.encode(), first_byte, end_byte) >= 0
+
+
+def fork_if_sooner(plan: Plan) -> Plan:
+    """The plan, with a fork of the notebook where that is asked for, safe, and sooner ready."""
+    if (
+        plan.config.start_method != "auto"
+        or plan.engine != ENGINES[0].name
+        or registry.known_device(plan.device).own_process
+        # A script has no cells that a first launch would keep waiting.
+        or frames.running_shell() is None
+        or threading.current_thread() is not threading.main_thread()
+        or template.template_for(plan.device).is_ready()
+        # Workers have none, and it is said.
+        or torch.get_default_device().type != "cpu"
+        or fork_safety.hazards()
+        or fork_safety.has_native_threads()
+    ):
+        return plan
+    return plan.with_start_method(
+        "fork", "the template is not ready yet, and preflight found nothing against a fork"
+    )
 
 
 def pack_call(

@@ -23,7 +23,7 @@ from nbaccel.plan import Plan
 from nbaccel.transfer import arena
 from nbaccel.transfer.find_modules import find_modules
 from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers.template import dispose
+from nbaccel.workers.template_starter import dispose
 
 __all__ = ["PoolCall", "prepare_call"]
 

@@ -173,9 +173,7 @@ class _CellWorker:
         self._busy = True
         try:
             with own_process():
-                bundle = self._shell.run(task.source)
-            self._worker_context.imports.tell(self._channel.send)
-            return bundle
+                return self._shell.run(task.source)
         except SystemExit as raised_error:
             if raised_error.code not in (None, 0):
                 raise

@@ -21,7 +21,7 @@ from nbaccel.transfer import arena
 from nbaccel.transfer.module_registry import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
 from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers.template import dispose
+from nbaccel.workers.template_starter import dispose
 
 __all__ = ["PostTask", "TaskTrouble", "staged"]
 

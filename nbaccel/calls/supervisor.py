@@ -20,7 +20,7 @@ from nbaccel.calls.listening import CallDisplay, WorkerListener
 from nbaccel.calls.shutdown import ShutdownLadder, ShutdownPolicy
 from nbaccel.output.console import Console
 from nbaccel.output.report.collecting import ObservedRun
-from nbaccel.workers import messaging, template_learning, time_limits
+from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
@@ -247,8 +247,6 @@ class Supervisor(WorkerListener):
             member.take_result(worker_message, file_descriptors)
         elif isinstance(worker_message, messaging.Failed):
             self.on_failure(member, worker_message, file_descriptors)
-        elif isinstance(worker_message, messaging.Imported):
-            template_learning.learner(self._group.plan.device).note_imports(worker_message)
         elif isinstance(worker_message, messaging.Interrupting) and self._ladder is not None:
             self._ladder.unwinds(member)
 

@@ -20,8 +20,8 @@ from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.launchers import launch_configured
 from nbaccel.plan import registry
-from nbaccel.workers import template_prestart
 from nbaccel.workers.failure import FailureRecord, FailureReport
+from nbaccel.workers.template import template_for
 
 __all__ = ["run_to_exit_status"]
 
@@ -75,7 +75,7 @@ def _run(
         )
         return _status_here(script_end, shows_tracebacks)
     # Imports torch beside this process, which does the same now.
-    template_prestart.start_ahead(registry.prepare_notebook())
+    template_for(registry.prepare_notebook()).start_ahead()
     try:
         with _signals_as_interrupts(received_signals):
             launch_configured(run_script, (script,), request.config, tells_warnings=not is_quiet)

@@ -67,7 +67,7 @@ def _run_test(config: RunConfig) -> int:
     from nbaccel.cli.command_plan import plan_of_command
     from nbaccel.cli.set_up_checks import SetUpCheckFailed
     from nbaccel.plan import registry
-    from nbaccel.workers import template_prestart
+    from nbaccel.workers.template import template_for
 
     if config.timeout is None:
         # A set-up that does not work may hang.
@@ -75,7 +75,7 @@ def _run_test(config: RunConfig) -> int:
     plan = plan_of_command(config)
     print(f"{plan.headline()}", flush=True)
     if plan.start_method != "inline":
-        template_prestart.start_ahead(registry.prepare_notebook())
+        template_for(registry.prepare_notebook()).start_ahead()
     start_time = time.monotonic()
     try:
         check_results = _launch_checks(config, plan.world_size)

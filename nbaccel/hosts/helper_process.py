@@ -16,7 +16,7 @@ from typing import Any
 from nbaccel.base.errors import StartupFailed
 from nbaccel.transfer import memfd
 from nbaccel.workers import time_limits
-from nbaccel.workers.template import TemplateStarter
+from nbaccel.workers.template_starter import TemplateStarter
 from nbaccel.workers.worker_handle import connect
 
 __all__ = ["HelperProcess"]

@@ -13,7 +13,7 @@ from nbaccel.notebook.magics import MAGIC_NAME, cell_magic, line_magic
 from nbaccel.notebook.session import Readiness, Session
 from nbaccel.notebook.worker_board import WorkerBoard
 from nbaccel.plan import registry
-from nbaccel.workers import template_learning, template_prestart
+from nbaccel.workers import template
 
 __all__ = ["Extension", "load_extension", "unload_extension"]
 
@@ -35,11 +35,11 @@ class Extension:
     def load(self) -> None:
         """Add it."""
         # A template that somebody else started must survive `%unload_ext`.
-        self._started_template = template_prestart.current() is None
+        self._started_template = not template.running()
         # Now, so that its imports are done by the time the first cell is run.
         if self._started_template:
-            template_learning.learner(registry.prepare_notebook()).start_ahead()
-        template_learning.follow_cells()
+            template.template_for(registry.prepare_notebook()).start_ahead()
+        template.follow_cells()
         register_magic = self.shell.magics_manager.register_function
         register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)
         register_magic(line_magic(self.session, self._cells, self._board), "line", MAGIC_NAME)
@@ -63,8 +63,8 @@ class Extension:
         self.session.stop()
         self._board.tell_end()
         if self._started_template:
-            template_learning.unfollow_cells()
-            template_prestart.stop()
+            template.unfollow_cells()
+            template.stop()
 
 
 class _ShellSlot:

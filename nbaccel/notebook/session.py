@@ -19,8 +19,7 @@ from nbaccel.config import RunConfig
 from nbaccel.notebook.magic_line import MagicLine, check_ranks, missing_names, ranks_as_text
 from nbaccel.notebook.picker.exporters import flag_of
 from nbaccel.plan import Plan
-from nbaccel.workers import template_learning
-from nbaccel.workers.template_facts import left_out_text
+from nbaccel.workers.template import template_for
 
 if TYPE_CHECKING:
     from nbaccel.calls.pool import Pool
@@ -246,7 +245,7 @@ class Session:
     def absence_text(self) -> str:
         """The text where there are no workers."""
         plan = plan_pool(self.config)
-        left_out = left_out_text(template_learning.learner(plan.device))
+        left_out = template_for(plan.device).left_out_text()
         first_cell = f"The first %%accelerate cell starts {plan.headline()}."
         return f"No workers yet. {first_cell} {left_out}".rstrip()
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -116,11 +116,9 @@ def _apply(change: PackageChange) -> Callable[[], object]:
     key = change.key
     value = change.value
     if change.kind == "element":
-        _drop_former(holder, value, holder.remove)
         holder.append(value)
         return lambda: holder.remove(value)
     if change.kind == "entry":
-        _drop_former(holder, key, holder.pop)
         had = key in holder
         before = holder.get(key)
         holder[key] = value
@@ -130,11 +128,3 @@ def _apply(change: PackageChange) -> Callable[[], object]:
     before = vars(holder).get(key)
     setattr(holder, key, value)
     return (lambda: setattr(holder, key, before)) if had else lambda: delattr(holder, key)
-
-
-def _drop_former(holder: Iterable[Any], named: Any, remove: Callable[[Any], object]) -> None:
-    """Remove what a template that is a fork of the notebook has under the name."""
-    name = getattr(named, "__module__", None), getattr(named, "__qualname__", None)
-    for former in tuple(holder) if name[1] is not None else ():
-        if (getattr(former, "__module__", None), getattr(former, "__qualname__", None)) == name:
-            remove(former)

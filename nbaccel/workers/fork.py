@@ -25,18 +25,20 @@ class ForkStarter(LocalProcesses):
 
     Args:
         inherited: What each worker takes along.
+        is_asked: Whether the user wants forks: then this process imports what each would.
     """
 
     name = "fork"
     status: int | None = None
 
-    def __init__(self, inherited: worker.InheritedObjects) -> None:
+    def __init__(self, inherited: worker.InheritedObjects, *, is_asked: bool = True) -> None:
         self._inheritance = inherited
         self._children: dict[int, int] = {}
         self.ours: list[int] = []
         """The notebook's own ends of all connections: a child closes them."""
-        # The first optimizer of a process imports it (a second): once here, not once per worker.
-        importlib.import_module("torch._dynamo")
+        if is_asked:
+            # The first optimizer of a process imports it (a second): once here, not in each worker.
+            importlib.import_module("torch._dynamo")
         pause_pools()
         fork_safety.end_bar_monitors()
 

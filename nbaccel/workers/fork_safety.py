@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nbaccel.plan import registry
+from nbaccel.workers import forkable_state
 
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
 _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
@@ -85,6 +86,16 @@ def _find_hazards() -> Iterator[Hazard]:
             "worker",
             is_fatal=False,
         )
+
+
+def has_native_threads() -> bool:
+    """Whether a library has threads beside Python's (polars, TensorFlow): a fork would miss them.
+
+    OpenMP's are ended for it.
+    """
+    pause_pools()
+    python_ids = [live_thread.native_id or 0 for live_thread in threading.enumerate()]
+    return bool(forkable_state.lasting_threads(python_ids))
 
 
 def end_bar_monitors() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import stat
+import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,14 @@ from nbaccel.base.units import count_noun
 from nbaccel.plan import registry
 from nbaccel.workers.reaping import child_processes
 
-__all__ = ["ProcessState", "name_of_thread", "native_threads", "open_descriptors", "open_files"]
+__all__ = ["ProcessState", "lasting_threads", "native_threads", "open_descriptors"]
 
 
 # Those above are glibc's own: it handles two of them as soon as a process has a thread.
 _STANDARD_SIGNALS = (1 << 31) - 1
 _SIGNAL_MASKS = ("SigBlk", "SigIgn", "SigCgt")
 
-_STARTED_ANEW = "jemalloc_bg_thd"
+_WITHOUT_HARM = ("jemalloc_bg_thd", "ZMQbg")
 _IN_MEMORY = ("/memfd:", "/dev/shm/")  # noqa: S108 - nothing is written there
 _SETTLE_S = 0.3
 _SETTLE_STEP_S = 0.002
@@ -31,38 +32,30 @@ _SETTLE_STEP_S = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """Threads, signal handlers, connections, children and devices of this process.
+    """Threads, signal handlers, descriptors, children and devices of this process.
 
     Attributes:
-        num_threads: Threads that a fork does not take along.
-        handlers: What Python does on each signal.
-        masks: Signals that are blocked, ignored and handled, C code's included.
-        connections: Open sockets of the network.
-        ends: Pipes, other sockets and what waits for events: processes that are forked share them.
-        files: Paths of open files: processes that are forked read on from where another one is.
+        num_threads: Threads of libraries, which a fork does not take along.
+        signals: What Python does on each, and those that are blocked, ignored and handled, by C
+            code, too.
+        descriptors: What processes that are forked would share → what it is.
         children: Process ids.
         device_facts: What devices say against a fork.
     """
 
     num_threads: int
-    handlers: tuple[Any, ...]
-    masks: tuple[int, ...]
-    connections: frozenset[str]
-    ends: frozenset[str]
-    files: frozenset[str]
+    signals: tuple[Any, ...]
+    descriptors: Mapping[str, str]
     children: frozenset[int]
     device_facts: frozenset[str]
 
     @classmethod
     def now(cls) -> ProcessState:
-        """That of this process. It has to be single-threaded but for threads of libraries."""
+        """That of this process. It must have no threads of its own but this one and the main."""
         return cls(
-            num_threads=_lasting_threads(),
-            handlers=tuple(map(signal.getsignal, sorted(signal.valid_signals()))),
-            masks=_signal_masks(),
-            connections=frozenset(_network_sockets()),
-            ends=frozenset(_shared_ends()),
-            files=open_files(),
+            num_threads=len(lasting_threads({os.getpid(), threading.get_native_id()})),
+            signals=(*map(signal.getsignal, sorted(signal.valid_signals())), *_signal_masks()),
+            descriptors=dict(_shared_descriptors()),
             children=frozenset(child_processes(os.getpid())),
             device_facts=frozenset(
                 hazard_fact
@@ -80,14 +73,11 @@ class ProcessState:
         changes = []
         if new_threads := self.num_threads - earlier.num_threads:
             changes.append(f"it starts {count_noun(new_threads, 'thread')}")
-        if self.handlers != earlier.handlers or self.masks != earlier.masks:
+        if self.signals != earlier.signals:
             changes.append("it changes how signals are handled")
-        if new_connections := self.connections - earlier.connections:
-            changes.append(f"it opens {count_noun(len(new_connections), 'network connection')}")
-        if self.ends - earlier.ends and not new_connections:
-            changes.append("it keeps a pipe, a socket or an event loop open")
-        if new_files := sorted(self.files - earlier.files):
-            changes.append(f"it keeps {new_files[0]} open")
+        new_descriptors = self.descriptors.keys() - earlier.descriptors.keys()
+        kept = sorted({self.descriptors[key] for key in new_descriptors})
+        changes += [f"it keeps {what} open" for what in kept]
         if new_children := self.children - earlier.children:
             changes.append(f"it starts other programs ({len(new_children)})")
         changes += sorted(self.device_facts - earlier.device_facts)
@@ -97,37 +87,21 @@ class ProcessState:
 def native_threads() -> list[int]:
     """Ids of the threads of this process, those of C code included.
 
-    Without jemalloc's (pyarrow brings it), which it ends before a fork and starts anew at once.
+    Without jemalloc's (pyarrow brings it), which it ends before a fork and starts anew at once, and
+    a kernel's ZeroMQ, which workers do not use.
     """
     return [
         int(thread_id)
         for thread_id in os.listdir("/proc/self/task")
-        if not name_of_thread(int(thread_id)).startswith(_STARTED_ANEW)
+        if not _name_of_thread(thread_id).startswith(_WITHOUT_HARM)
     ]
 
 
-def name_of_thread(thread_id: int) -> str:
-    """What the system calls a thread; empty for one that has ended.
-
-    Args:
-        thread_id: Its native id.
-    """
-    try:
-        with open(f"/proc/self/task/{thread_id}/comm") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def open_files() -> frozenset[str]:
-    """Paths of the regular files that this process has open, those in memory left out."""
-    paths = set()
-    for file_descriptor, path in open_descriptors():
-        with contextlib.suppress(OSError):
-            is_file = stat.S_ISREG(os.fstat(file_descriptor).st_mode)
-            if is_file and not path.startswith(_IN_MEMORY):
-                paths.add(path)
-    return frozenset(paths)
+def _name_of_thread(thread_id: str) -> str:
+    # Empty for one that has ended.
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread_id}/comm") as file:
+        return file.read().strip()
+    return ""
 
 
 def open_descriptors() -> Iterator[tuple[int, str]]:
@@ -149,7 +123,10 @@ def _trial_fork() -> None:
     needed (pthread_atfork): OpenBLAS, which numpy and scipy bring, does. What is left afterwards
     are threads of others.
     """
-    child_id = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of every fork with threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child_id = os.fork()
     if child_id == 0:
         os._exit(0)
     # Other code of this process may have waited for it.
@@ -157,14 +134,19 @@ def _trial_fork() -> None:
         os.waitpid(child_id, 0)
 
 
-def _lasting_threads() -> int:
-    if len(native_threads()) > 1:
+def lasting_threads(own_ids: Collection[int]) -> set[int]:
+    """Threads that would be missed in a fork, those of C code included.
+
+    Args:
+        own_ids: Threads that do not count.
+    """
+    if set(native_threads()) - set(own_ids):
         _trial_fork()
     # A thread that has been joined is still listed until the system has removed it.
     deadline = time.monotonic() + _SETTLE_S
-    while (num_threads := len(native_threads())) > 1 and time.monotonic() < deadline:
+    while (other_ids := set(native_threads()) - set(own_ids)) and time.monotonic() < deadline:
         time.sleep(_SETTLE_STEP_S)
-    return num_threads
+    return other_ids
 
 
 def _signal_masks() -> tuple[int, ...]:
@@ -173,23 +155,13 @@ def _signal_masks() -> tuple[int, ...]:
     return tuple(int(fields[name], 16) & _STANDARD_SIGNALS for name in _SIGNAL_MASKS)
 
 
-def _shared_ends() -> list[str]:
-    return [
-        f"{file_descriptor} {target}"
-        for file_descriptor, target in open_descriptors()
-        if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]"))
-    ]
-
-
-def _network_sockets() -> list[str]:
-    sockets = []
+def _shared_descriptors() -> Iterator[tuple[str, str]]:
     for file_descriptor, target in open_descriptors():
-        if target.startswith("socket:"):
-            # A copy: the object closes its descriptor.
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(fileno=os.dup(file_descriptor)) as open_socket,
-            ):
-                if open_socket.family in (socket.AF_INET, socket.AF_INET6):
-                    sockets.append(target)
-    return sockets
+        key = f"{file_descriptor} {target}"
+        if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]")):
+            yield key, "a socket, a pipe or an event loop"
+        elif not target.startswith(_IN_MEMORY):
+            with contextlib.suppress(OSError):
+                # Each process would read on from where another one is.
+                if stat.S_ISREG(os.fstat(file_descriptor).st_mode):
+                    yield key, target

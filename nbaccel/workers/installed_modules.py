@@ -1,25 +1,22 @@
 """Modules of installed packages that this process has imported, and whether their files changed.
 
-Standard library only, because `template_prestart` imports it at load time.
+Standard library only, because `template` imports it at load time.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
     "FileStamp",
     "by_package",
-    "files_of",
     "installed_modules",
-    "is_as_imported",
     "local_modules",
     "stamps_of",
 ]
@@ -31,17 +28,10 @@ _OF_THE_KERNEL = frozenset(
     # The latter sets itself up for the shell that is there when it is imported.
     | {"nest_asyncio", "matplotlib_inline"}
 )
-# What of nbaccel works in the notebook's process only.
+# What of nbaccel works in the notebook's process only; of the rest workers have what they need.
 _OF_LAUNCHES = tuple(
     f"nbaccel.{name}"
-    for name in (
-        *("launchers", "output", "hosts", "notebook", "cli"),
-        *("plan.inspecting", "plan.inventory", "plan.launch_plan", "plan.resolving", "plan.matrix"),
-        *("plan.training_plan", "plan.fp8_choice", "plan.named_gpus"),
-        *("calls.launch", "calls.inline", "calls.packing", "calls.script", "calls.supervisor"),
-        *("calls.listening", "calls.shutdown", "calls.outcome"),
-        *("calls.changed_packages", "calls.edited_sources"),
-    )
+    for name in ("launchers", "output", "hosts", "notebook", "cli", "calls", "plan")
 )
 _OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"
 """It puts its own folder on the path, so that its modules have names of their own."""
@@ -63,15 +53,6 @@ def installed_modules() -> Mapping[str, str]:
         Name → file, in the order in which they were imported. A kernel's own are left out.
     """
     return _sorted_out(len(sys.modules), next(reversed(sys.modules)))[0]
-
-
-def files_of(module_names: Iterable[str]) -> dict[str, str]:
-    """Those of some modules that belong to installed packages, as :func:`installed_modules` has it.
-
-    Args:
-        module_names: Names of imported modules.
-    """
-    return _sort_out(module_names)[0]
 
 
 def local_modules() -> frozenset[str]:
@@ -103,46 +84,15 @@ def stamps_of(files: Mapping[str, str]) -> dict[str, FileStamp | None]:
     return {module_name: _version_of(path) for module_name, path in files.items()}
 
 
-def is_as_imported(module_name: str, file_path: str, stamp: FileStamp, started_at: float) -> bool:
-    """Whether a file is certainly the version that this process has imported.
-
-    Args:
-        module_name: The module.
-        file_path: Its file.
-        stamp: The file's present version.
-        started_at: When this process was started, in seconds since the epoch.
-    """
-    if stamp.mtime_ns < started_at * 1e9:
-        return True
-    if not file_path.endswith(_PURE):
-        return False
-    # Installed since: the bytecode file that Python imported names the source's version (PEP 552).
-    module_spec = getattr(sys.modules.get(module_name), "__spec__", None)
-    try:
-        with Path(getattr(module_spec, "cached", None) or "").open("rb") as bytecode_file:
-            header = bytecode_file.read(16)
-    except OSError:
-        return False
-    return (
-        header[:8] == importlib.util.MAGIC_NUMBER + bytes(4)
-        and int.from_bytes(header[8:12], "little") == int(stamp.mtime_ns // 10**9) & 0xFFFFFFFF
-        and int.from_bytes(header[12:16], "little") == stamp.size_bytes & 0xFFFFFFFF
-    )
-
-
 @functools.lru_cache(maxsize=1)
 def _sorted_out(name_count: int, last_name: str) -> tuple[Mapping[str, str], frozenset[str]]:
     """Installed modules and local ones; found anew when modules were imported or removed.
 
     A thousand modules take a millisecond, which every cell would wait for.
     """
-    return _sort_out(tuple(sys.modules))
-
-
-def _sort_out(module_names: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
     installed_files: dict[str, str] = {}
     local_names = set()
-    for module_name in module_names:
+    for module_name in tuple(sys.modules):
         # Not by getattr: a module may import another one when it is asked for what it lacks.
         attributes = getattr(sys.modules.get(module_name), "__dict__", {})
         file_path = attributes.get("__file__")

@@ -226,60 +226,22 @@ class Dispose:
     """Close the descriptors that come along: freeing much memory takes time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learn:
-    """Import modules in a fork, which becomes a template of its own if it can still be forked.
-
-    Descriptors: the new template's channel, and a memory file for its stderr.
-    """
-
-    packages: dict[str, tuple[str, ...]]
-    """Top-level package → the modules of it that are imported, in the order of the import."""
-    left_out: dict[str, str]
-    """Package → why it is not imported."""
-    environment: dict[str, str]
-    """The notebook's, which some packages read when they are imported."""
-    import_path: tuple[str, ...]
-    of_workers: dict[str, dict[str, str]]
-    """Imported last: what workers have and the notebook has not, by package, with files."""
-    worker_variables: dict[str, str | None]
-    """Variables that were otherwise there, with their values. A package of these that reads one
-    when it is imported is left out: in a worker it would have found another value."""
-
-
-@dataclass(frozen=True, slots=True)
-class PauseLearning:
-    """Let a fork that imports wait (a launch runs), or go on."""
-
-    is_paused: bool
-
-
 # ---- template → notebook
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The template has imported everything and can fork."""
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
 class Importing:
-    """What the new template is importing now; the first one, before it has begun, is empty."""
+    """The package that the template is about to import."""
 
     package: str
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """The new template has imported everything but these, and can fork."""
+class Ready:
+    """The template has imported everything but these, and can fork."""
 
     left_out: dict[str, str]
     """Package → why it was left out."""
-    read_names: frozenset[str]
-    """Variables that were read by imports that the notebook has not made itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,8 +313,6 @@ class WorkerAssignment:
     """Notebooks that take part, each with its own staging files."""
     on_other_host: bool = False
     """Whether environment, folder and import path are to be laid over those of its host."""
-    tells_imports: bool = False
-    """Whether it tells of modules that it imports; see `worker_imports`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,16 +452,6 @@ class Leaves:
     leftover: LeftoverFolders
     is_there: bool
     """False: it has removed it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """The worker has imported modules that its template had not."""
-
-    files: dict[str, str]
-    """Module of an installed package → file, in the order of the import."""
-    environment: dict[str, str]
-    """The worker's, in which they were imported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from nbaccel.workers.messaging import Ended
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-TEMPLATE_NAME = "nbaccel-tmpl"
 WORKER_NAME = "nbaccel-worker"
 _REAP_PAUSE_S = 0.002
 

@@ -1,27 +1,35 @@
 """The template process: clean, single-threaded, everything imported; workers are forked from it.
 
     notebook ── channel ──► template ── fork ──► worker, worker, …
-             ◄── Ready, Forked, Ended ──
+             ◄── Importing, Ready, Forked, Ended ──
 
 It has never touched a GPU, an autograd engine or an OpenMP pool, whatever the notebook has done, so
 a fork of it is safe. It exits when the notebook is gone or hangs up, and takes its workers along.
+
+A package after whose import the process could not be forked any more (a fork takes no threads
+along, and shares connections and devices) is left out: the program begins anew without it (exec).
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import importlib
 import importlib.metadata
+import json
 import os
 import select
 import signal
-import socket
 import sys
-from typing import TYPE_CHECKING, NoReturn
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from nbaccel.workers import messaging
+from nbaccel.base import env
 
 # The first optimizer of a process imports torch._dynamo (one to two seconds): here it is paid once.
 _PREIMPORTED_MODULES = (
@@ -40,74 +48,190 @@ _FOR_NOTEBOOKS = (
 )
 
 
-def serve(
-    channel_fd: int, parent_id: int, *, device: str, in_notebook: bool, extends_torch: bool
-) -> NoReturn:
+TEMPLATE_NAME = "nbaccel-tmpl"
+"""As `ps` and `top` show it."""
+_LOWEST_PRIORITY = 19
+# Imports are deeply nested, and a thread's stack may be small (ulimit -s unlimited: 2 MiB).
+_IMPORT_STACK_BYTES = 16 * 2**20
+_LOOK_S = 0.25
+_PROGRESS_S = 0.05
+_REASON_CHARS = 200
+
+
+def serve(channel_fd: int) -> NoReturn:
     """Import, report ready, then fork on request until the notebook is gone.
 
     Args:
-        channel_fd: To the notebook.
-        parent_id: Process id of the notebook.
-        device: The device whose library is imported, too; empty for none.
-        in_notebook: Whether cells will be run, for which IPython is imported.
-        extends_torch: Whether packages that extend torch are imported, as torch does by itself.
+        channel_fd: To the notebook. What to import stands in standard input, as JSON.
     """
-    _die_with(parent_id)
+    request = json.load(sys.stdin)
+    parent = _open_process(request["parent_id"])
+    if os.getppid() != request["parent_id"]:
+        sys.exit("the notebook process ended before its template process started")
+    # Not by `reaping.take_name`, which comes with torch.
+    Path("/proc/self/comm").write_text(TEMPLATE_NAME)
+    environment = env.snapshot()
     # To look for garbage takes a tenth of the imports' time, and modules leave none worth it.
     gc.disable()
-    import_for_workers(device, in_notebook=in_notebook, extends_torch=extends_torch)
+    imports = _Imports(request, channel_fd)
+    imports.run(parent)
+    if imports.unclean:
+        request["left_out"] |= imports.unclean
+        _begin_anew(request, channel_fd, environment)
     freeze_memory()
-    serve_forks(channel_fd, parent_id)
+    # In the same context: decimal's, and how NumPy treats errors, as packages have set them.
+    imports.context.run(_serve_forks, channel_fd, parent, imports.left_out)
 
 
-def serve_forks(channel_fd: int, parent_id: int) -> NoReturn:
-    """Report ready, then fork on request until the notebook is gone.
+def _serve_forks(channel_fd: int, parent: Sequence[int], left_out: dict[str, str]) -> NoReturn:
+    from nbaccel.workers.fork_server import ForkServer
 
-    Args:
+    ForkServer(channel_fd, parent).serve(left_out)
+
+
+@dataclass
+class _Imports:
+    """What this process imports, in a thread of the lowest priority if no launch waits for it.
+
+    In a thread, because a process that has lowered its priority may not raise it again, and its
+    workers would inherit it.
+
+    Attributes:
+        request: What to import.
         channel_fd: To the notebook.
-        parent_id: Process id of the notebook.
+        context: The thread's.
+        importing: The package that is imported now.
+        unclean: A package after which no worker may be forked from this process, and why.
     """
-    from nbaccel.workers import messaging
-    from nbaccel.workers.reaping import TEMPLATE_NAME, take_name
 
-    take_name(TEMPLATE_NAME)
-    channel = messaging.Channel.from_fd(channel_fd)
-    fork_server = _ForkServer(channel, parent_id)
-    channel.send(messaging.Ready(os.getpid()))
-    fork_server.serve()
+    request: dict[str, Any]
+    channel_fd: int
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    importing: str = ""
+    unclean: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    errors: list[BaseException] = field(default_factory=list)
+    local_values: list[tuple[threading.local, dict[str, Any]]] = field(default_factory=list)
+
+    def run(self, parent: Sequence[int]) -> None:
+        """Import everything, or up to what makes this process unclean; leaves with the notebook.
+
+        Args:
+            parent: Readable once the notebook has ended.
+        """
+        former_size = threading.stack_size(_IMPORT_STACK_BYTES)
+        # Not to be waited for at the end: it may hang.
+        thread = threading.Thread(target=self.context.run, args=(self._import_all,), daemon=True)
+        thread.start()
+        threading.stack_size(former_size)
+        looked_at = ("", 0.0)
+        got_on_at = time.monotonic()
+        while thread.is_alive() and not self.unclean:
+            thread.join(_LOOK_S)
+            if select.select(parent, [], [], 0.0)[0]:
+                os._exit(0)
+            # Processor time counts as getting on: at the lowest priority an import may take minutes
+            # beside a cell that computes.
+            used_s = time.process_time()
+            if self.importing != looked_at[0] or used_s > looked_at[1] + _PROGRESS_S:
+                looked_at = (self.importing, used_s)
+                got_on_at = time.monotonic()
+            elif self.importing and time.monotonic() - got_on_at > self.request["import_limit_s"]:
+                limit_s = self.request["import_limit_s"]
+                self.unclean[self.importing] = f"its import does nothing for {limit_s:.0f} s"
+        if self.errors:
+            raise self.errors[0]
+        for thread_local, values in self.local_values:
+            # Code of other packages, as the class may be theirs.
+            with contextlib.suppress(Exception):
+                vars(thread_local).update(values)
+
+    def _import_all(self) -> None:
+        if self.request["in_background"]:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        try:
+            import_for_workers(
+                self.request["device"],
+                in_notebook=self.request["in_notebook"],
+                extends_torch=self.request["extends_torch"],
+            )
+            self._import_packages()
+        except BaseException as error:  # raised in the main thread, which ends the process
+            self.errors.append(error)
+        # What imports keep for this thread is for the one that workers use. Other classes than the
+        # plain one set themselves up when a thread asks first.
+        self.local_values = [
+            (found, dict(vars(found)))
+            for found in gc.get_objects()
+            if type(found) is threading.local
+        ]
+
+    def _import_packages(self) -> None:
+        from nbaccel.transfer import sharded_tensors
+        from nbaccel.workers import messaging
+        from nbaccel.workers.forkable_state import ProcessState
+
+        self.left_out = dict(self.request["left_out"])
+        failed_names: dict[str, list[str]] = {}
+        channel = messaging.Channel.from_fd(os.dup(self.channel_fd))
+        state = ProcessState.now()
+        for package, module_names in self.request["packages"].items():
+            missing_names = [name for name in module_names if name not in sys.modules]
+            if package in self.left_out or not missing_names:
+                continue
+            with messaging.unless_gone():
+                channel.send(messaging.Importing(package))
+            self.importing = package
+            import_error = _first_error(missing_names)
+            state_before, state = state, ProcessState.now()
+            if changes := state.changes_since(state_before):
+                self.unclean[package] = " and ".join(changes)
+                return
+            if import_error is not None and package not in sys.modules:
+                failed_names[package] = missing_names
+                reason = f"its import fails ({type(import_error).__name__}: {import_error})"
+                self.left_out[package] = reason[:_REASON_CHARS]
+        self.importing = ""
+        for package, names in failed_names.items():
+            # One of two that import each other may fail first, and succeed with the other.
+            if all(name in sys.modules for name in names):
+                del self.left_out[package]
+        channel.close()
+        sharded_tensors.load_readers()
 
 
-def serve_notebook_fork(channel_fd: int, parent_id: int) -> NoReturn:
-    """Serve in a fork of the notebook's process, which has imported what is needed.
-
-    Args:
-        channel_fd: To the notebook.
-        parent_id: Process id of the notebook.
-    """
-    import torch
-
-    from nbaccel.base import accelerate_library
-    from nbaccel.transfer import sharded_tensors
-    from nbaccel.workers.reaping import adopt_orphans
-
-    # Workers of a fresh interpreter have the usual one; on a GPU, the rehearsal would wake it here.
-    torch.set_default_device(None)
-    # Its state says that this process is the only one.
-    accelerate_library.forget()
-    adopt_orphans()
-    sharded_tensors.load_readers()
-    rehearse_transfer()
-    gc.freeze()
-    serve_forks(channel_fd, parent_id)
+def _first_error(module_names: Sequence[str]) -> BaseException | None:
+    """Import modules; returns the first error, if there was one."""
+    import_errors: list[BaseException] = []
+    for module_name in module_names:
+        try:
+            importlib.import_module(module_name)
+        # Workers that need the module meet the same error, with its traceback.
+        except BaseException as error:  # code of other packages, which may call sys.exit()
+            import_errors.append(error)
+    return import_errors[0] if import_errors else None
 
 
-def modules_for_workers(*, in_notebook: bool) -> tuple[str, ...]:
-    """Modules that every worker needs, whatever the notebook has imported.
+def _begin_anew(request: dict[str, Any], channel_fd: int, environment: dict[str, str]) -> NoReturn:
+    """Run this program again in this process, which keeps its channel and nothing else."""
+    from nbaccel.workers.forkable_state import open_descriptors
+    from nbaccel.workers.reaping import end_descendants
 
-    Args:
-        in_notebook: Whether cells will be run, for which IPython is imported.
-    """
-    return _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ())
+    end_descendants()
+    for file_descriptor, _ in tuple(open_descriptors()):
+        # The descriptor of the listing is gone already.
+        with contextlib.suppress(OSError):
+            os.set_inheritable(file_descriptor, file_descriptor in (0, 1, 2, channel_fd))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # The others are reset by exec.
+    for number in signal.valid_signals():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    request_file = os.memfd_create("nbaccel-template-request")
+    os.write(request_file, json.dumps(request).encode())
+    os.lseek(request_file, 0, os.SEEK_SET)
+    os.dup2(request_file, 0)
+    os.execve(sys.executable, sys.orig_argv, environment)  # noqa: S606 - this very program
 
 
 def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -> None:
@@ -118,7 +242,7 @@ def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -
         in_notebook: Whether cells will be run, for which IPython is imported.
         extends_torch: Whether packages that extend torch are imported, as torch does by itself.
     """
-    for name in modules_for_workers(in_notebook=in_notebook):
+    for name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ()):
         importlib.import_module(name)
     from nbaccel.plan import registry
     from nbaccel.workers.reaping import adopt_orphans
@@ -130,7 +254,7 @@ def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -
     if extends_torch:
         _load_extensions({known_device.extension for known_device in devices})
     adopt_orphans()
-    rehearse_transfer()
+    _rehearse_transfer()
 
 
 def freeze_memory() -> None:
@@ -155,7 +279,7 @@ def _load_extensions(paths: set[str]) -> None:
             sys.stderr.write(f"nbaccel: {entry.value} could not extend torch: {error}\n")
 
 
-def rehearse_transfer() -> None:
+def _rehearse_transfer() -> None:
     """Transfer a small model once, so that workers inherit what Python and torch set up then."""
     from torch import nn
 
@@ -183,138 +307,6 @@ def rehearse_transfer() -> None:
         arena_mappings=sample_mappings,
         staging_files={},
     ).write()
-
-
-def _die_with(parent_id: int) -> None:
-    if os.getppid() != parent_id:
-        sys.exit("the notebook process ended before its template process started")
-
-
-class _ForkServer:
-    def __init__(self, channel: object, parent_id: int) -> None:
-        from nbaccel.workers import messaging, template_candidate, thread_limits
-
-        self._wire = messaging
-        self._set_threads = thread_limits.set_before_fork
-        self._channel: messaging.Channel = channel  # type: ignore[assignment]
-        self._workers: set[int] = set()
-        self._candidates = template_candidate.CandidateKeeper(
-            lambda own_channel, learned: _become_template(own_channel, learned, parent_id),
-            self._let_go,
-        )
-        self._woken, self._waker = socket.socketpair()
-        for wakeup_end in (self._woken, self._waker):
-            # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
-            wakeup_end.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno())
-        # Any handler: Python writes to the wakeup descriptor only for signals that have one.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._parent = _open_process(parent_id)
-        thread_limits.find_libraries()
-
-    def serve(self) -> NoReturn:
-        """Serve until the notebook hangs up or dies, and leave."""
-        try:
-            self._loop()
-        finally:
-            self.end_all()
-            os._exit(0)
-
-    def _loop(self) -> None:
-        watched_sockets = [self._channel.fileno(), self._woken.fileno(), *self._parent]
-        while True:
-            readable_sockets, _, _ = select.select(
-                watched_sockets, [], [], self._candidates.due_in()
-            )
-            self._candidates.end_overdue()
-            if self._woken.fileno() in readable_sockets:
-                self._collect()
-            if self._channel.fileno() in readable_sockets and not self._serve_one():
-                return
-            if any(file_descriptor in readable_sockets for file_descriptor in self._parent):
-                return
-
-    def _serve_one(self) -> bool:
-        try:
-            message, file_descriptors = self._channel.receive()
-        except EOFError:
-            return False
-        if isinstance(message, self._wire.Fork):
-            self._set_threads(message.threads)
-            process_id = self._fork(file_descriptors)
-            self._workers.add(process_id)
-            self._channel.send(self._wire.Forked(message.ticket, process_id))
-        elif isinstance(message, self._wire.Learn):
-            self._candidates.begin(message, file_descriptors)
-        elif isinstance(message, self._wire.PauseLearning):
-            self._candidates.pause(is_paused=message.is_paused)
-        for file_descriptor in file_descriptors:
-            os.close(file_descriptor)
-        return True
-
-    def _fork(self, file_descriptors: list[int]) -> int:
-        template_id = os.getpid()
-        process_id = os.fork()
-        if process_id:
-            return process_id
-        from nbaccel.workers import worker
-
-        self._let_go()
-        channel, stdout, stderr, file = file_descriptors
-        return worker.run_worker(
-            worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=file),
-            template_id,
-        )
-
-    def _let_go(self) -> None:
-        """Close, in a child, what is this process's."""
-        signal.set_wakeup_fd(-1)
-        # A child that held this end would hide the end of the template from the notebook.
-        self._channel.close()
-        self._woken.close()
-        self._waker.close()
-        self._candidates.close_copies()
-        for file_descriptor in self._parent:
-            os.close(file_descriptor)
-
-    def _collect(self) -> None:
-        from nbaccel.workers.reaping import end_descendants, reap
-
-        # Emptied before reaping: a child that ends in between writes again and is found next time.
-        with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
-                continue
-        # All are looked at, because several SIGCHLD may be merged into one.
-        for process_id in tuple(self._workers | self._candidates.process_ids()):
-            exit_status = reap(process_id)
-            if exit_status is not None:
-                self._workers.discard(process_id)
-                self._candidates.ended(process_id, exit_status.status)
-                # Before the report: the notebook takes it as the end of all the worker had started.
-                end_descendants(kept_ids=self._workers | self._candidates.process_ids())
-                # The notebook is gone: the loop is about to return.
-                with contextlib.suppress(OSError):
-                    self._channel.send(exit_status)
-
-    def end_all(self) -> None:
-        """Kill all workers, and whatever they have started."""
-        from nbaccel.workers.reaping import end_descendants
-
-        end_descendants()
-
-
-def _become_template(channel: messaging.Channel, learned: object, parent_id: int) -> NoReturn:
-    """Serve as a template of its own; called in a fork of another one."""
-    from nbaccel.transfer import sharded_tensors
-    from nbaccel.workers.reaping import adopt_orphans
-
-    adopt_orphans()
-    sharded_tensors.load_readers()
-    fork_server = _ForkServer(channel, parent_id)
-    freeze_memory()
-    # Not before: the next launch would wait for the collection of what the imports have left.
-    channel.send(learned)
-    fork_server.serve()
 
 
 def _open_process(process_id: int) -> list[int]:

@@ -52,7 +52,6 @@ from nbaccel.transfer.weight_sync import Manifest, WeightWriter
 from nbaccel.workers import (
     exit_functions,
     failure,
-    import_effects,
     messaging,
     metrics_reporter,
     portable_exception,
@@ -69,7 +68,6 @@ from nbaccel.workers.reaping import (
     end_with_parent,
     take_name,
 )
-from nbaccel.workers.worker_imports import WorkerImports
 
 __all__ = ["own_process", "send_notebook_classes"]
 
@@ -216,7 +214,6 @@ class WorkerContext:
     """What torch calls it: `cpu`, `cuda:1`."""
     store: Any
     """The rendezvous store, in the worker that serves it."""
-    imports: WorkerImports
     staging_rank: int = 0
     num_notebooks: int = 1
     on_other_host: bool = False
@@ -253,7 +250,6 @@ def set_up_process(
         _move_into(worker_assignment)
     else:
         env.replace_all(worker_assignment.environment)
-        import_effects.apply_variables()
         os.chdir(worker_assignment.working_directory)
         # In place, because other modules hold a reference to this list.
         sys.path[:] = worker_assignment.import_path
@@ -280,7 +276,6 @@ def set_up_process(
         hardware=hardware_device,
         device=str(hardware_device.torch_device(place.local_rank)),
         store=rendezvous_store,
-        imports=WorkerImports(is_told=worker_assignment.tells_imports),
         staging_rank=worker_assignment.staging_rank,
         num_notebooks=worker_assignment.num_notebooks,
         on_other_host=worker_assignment.on_other_host,
@@ -442,7 +437,6 @@ class Work:
     def _hand_over(self, returned_value: Any, weight_report: Any) -> None:
         # The work is done: an interrupt must not lose the result.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._worker_context.imports.tell(self._channel.send)
         try:
             packed_value, file_descriptor = self._pack(returned_value)
         except BaseException as raised_error:  # the user's own __reduce__ may raise anything

@@ -19,7 +19,6 @@ from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits, worker, working_folder
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import HostShare, Starter
-from nbaccel.workers.template import TemplateStarter
 from nbaccel.workers.worker_handle import WorkerHandle, connect
 
 __all__ = ["AssignedWorker", "MeetingPlace", "WorkerGroup"]
@@ -279,9 +278,6 @@ class WorkerGroup:
             staging_rank=worker_place.rank if is_on_other_host else worker_place.local_rank,
             num_notebooks=1 if is_on_other_host else worker_place.num_nodes,
             on_other_host=is_on_other_host,
-            # One of them, as all import the same.
-            tells_imports=isinstance(self._starter, TemplateStarter)
-            and worker_place.local_rank == 0,
         )
 
     # ---- ending

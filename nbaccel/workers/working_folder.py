@@ -1,6 +1,6 @@
 """The folder that this process works in, and what it imports from: also where it has been deleted.
 
-Standard library only, because `template_prestart` imports it at load time.
+Standard library only, because `template` imports it at load time.
 """
 
 from __future__ import annotations

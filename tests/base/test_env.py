@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from nbaccel.base import env
@@ -74,26 +72,3 @@ def test_a_flag_that_is_neither_is_named(monkeypatch):
     monkeypatch.setenv("NB_FLAG", "perhaps")
     with pytest.raises(ConfigError, match=r"NB_FLAG.*'perhaps'.*Set it to 1 or 0"):
         env.flag("NB_FLAG")
-
-
-@pytest.mark.parametrize(
-    ("ask", "names"),
-    [
-        (lambda: os.environ.get("NB_ASKED"), {"NB_ASKED"}),
-        (lambda: os.getenv("NB_ASKED", "default"), {"NB_ASKED"}),
-        (lambda: "NB_ASKED" in os.environ, {"NB_ASKED"}),
-        (lambda: os.environ["NB_OTHER"], {"NB_OTHER"}),
-        (lambda: os.environ.get("NB_OF_NO_INTEREST"), set()),
-        (lambda: dict(os.environ), {"NB_ASKED", "NB_OTHER"}),
-        (os.environ.copy, {"NB_ASKED", "NB_OTHER"}),
-        (lambda: None, set()),
-    ],
-)
-def test_what_asks_for_a_variable_is_noted(monkeypatch, ask, names):
-    monkeypatch.delenv("NB_ASKED", raising=False)
-    monkeypatch.setenv("NB_OTHER", "value")
-    plain_class = type(os.environ)
-    with env.noted_reads({"NB_ASKED", "NB_OTHER"}) as read_names:
-        ask()
-    assert read_names == names
-    assert type(os.environ) is plain_class

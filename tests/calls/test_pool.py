@@ -20,7 +20,7 @@ import nbaccel
 from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.calls import PoolState
 from nbaccel.errors import NotSendable, UnsafeMoment
-from nbaccel.workers import template_prestart
+from nbaccel.workers import template
 from tests import worker_functions as workers
 from tests.process import descriptors, lives
 
@@ -570,9 +570,7 @@ def test_a_template_that_is_killed_is_told_as_what_it_was(
     fresh: Pool, signum: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = [psutil.Process(pid) for pid in pids(fresh)]
-    template = template_prestart.current_pid()
-    assert template is not None
-    os.kill(template, signum)
+    os.kill(template.running()[0].process.pid, signum)
     assert not psutil.wait_procs(before, timeout=10)[1]
     with pytest.raises(WorkerDied) as caught:
         fresh.run("1 + 1")

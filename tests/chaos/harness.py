@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from nbaccel.workers import reaping
+from nbaccel.workers import reaping, template_server
 from tests.chaos.scenes import SCENES, SETUP, Scene
 from tests.kernel.kernel import Cell, Kernel, wait_for
 
@@ -183,19 +183,19 @@ class Chaos:
             own = psutil.Process(kernel.pid)
             if party == "kernel":
                 return own
-            # A template may be a fork of another one, and the workers are children of the last.
+            # The one that is to take the place of the other has begun later.
             named = {
                 name: sorted(
                     (p for p in own.children(recursive=True) if p.name() == name),
                     key=lambda p: p.pid,
                 )
-                for name in (reaping.TEMPLATE_NAME, reaping.WORKER_NAME)
+                for name in (template_server.TEMPLATE_NAME, reaping.WORKER_NAME)
             }
-            templates, workers = named[reaping.TEMPLATE_NAME], named[reaping.WORKER_NAME]
+            templates, workers = named[template_server.TEMPLATE_NAME], named[reaping.WORKER_NAME]
             if not templates:
                 return None
             if party == "template":
-                return templates[-1]
+                return templates[0]
             number = int(party.split()[1])
             return workers[number] if number < len(workers) else None
         return None

@@ -192,15 +192,15 @@ FAKE_TEMPLATE = """
 import subprocess, sys, types
 
 def install(child_too):
-    # In place of nbaccel.workers.template_prestart: a server that is kept, with a worker or not.
+    # In place of nbaccel.workers.template: a server that is kept, with a worker or not.
     command = 'sleep 65 & echo; wait' if child_too else 'echo; exec sleep 65'
     server = subprocess.Popen(['sh', '-c', command], stdout=subprocess.PIPE)
     server.stdout.readline()
     server.stdout.close()
-    module = types.ModuleType('nbaccel.workers.template_prestart')
-    module.current_pid = lambda: server.pid
+    module = types.ModuleType('nbaccel.workers.template')
+    module.running = lambda: [types.SimpleNamespace(process=server)]
     module.stop = lambda: (server.kill(), server.wait(), print('template: shut down'))
-    sys.modules['nbaccel.workers.template_prestart'] = module
+    sys.modules['nbaccel.workers.template'] = module
 """
 TEMPLATE_ALONE = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=False)\n"
 TEMPLATE_WITH_WORKER = FAKE_TEMPLATE + "\ndef test():\n    install(child_too=True)\n"

@@ -42,10 +42,6 @@ _ALLOWED = {
         # multiprocessing.
         *("_clear", "_run_exitfuncs", "_registry", "_exitfunc", "_shutdown", "_run_finalizers")
     },
-    "nbaccel/workers/template_from_kernel.py": {
-        # multiprocessing's tracker and whether it runs; of importlib's module specs.
-        *("_resource_tracker", "_fd", "_initializing")
-    },
     "nbaccel/utils/imports.py": {"_get_device_type"},  # of habana_frameworks
 }
 

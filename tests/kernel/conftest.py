@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from nbaccel import notebook_launcher
 from tests import worker_functions as workers
-notebook_launcher(os.getpid, (), 2);
+notebook_launcher(os.getpid, (), 2, start_method="template");
 """
 
 

@@ -115,7 +115,7 @@ def test_a_setting_that_cannot_be_sent_is_told_once(kernel: Kernel) -> None:
     np.set_printoptions(formatter={"float": formatted})
     """
     kernel.run(code).check()
-    launch = "notebook_launcher(lambda: 1, (), 2);"
+    launch = "notebook_launcher(lambda: 1, (), 2, start_method='template');"
     said = kernel.run(launch).check().text
     assert "numpy.set_printoptions" in said
     assert 'start_method="fork"' in said
@@ -238,11 +238,13 @@ def test_a_class_of_the_users_own_module_is_registered_when_a_worker_imports_tha
         leaves = _pytree.tree_leaves([my_outputs.Output(loss=1), my_outputs.Pair([2, 3])])
         return "my_outputs" in sys.modules, leaves
 
-    print(*notebook_launcher(without, (), 2), *notebook_launcher(with_it, (), 2))
+    for found in (without, with_it):
+        print(*notebook_launcher(found, (), 2, start_method="template"), end=" ")
+    print()
     with Pool(2) as live:
         print(*live.call(without), *live.call(with_it), *live.call(with_it))
     """
-    told = fresh_kernel.run(code).check().stdout.splitlines()
+    told = [line.strip() for line in fresh_kernel.run(code).check().stdout.splitlines()]
     there = "(True, [1, 2, 3])"
     assert told == [f"False False {there} {there}", f"False False {' '.join([there] * 4)}"]
 
@@ -258,7 +260,7 @@ def test_a_change_that_cannot_be_sent_is_told_once(fresh_kernel: Kernel) -> None
     torch.nn.Identity.forward = locked
     """
     fresh_kernel.run(code).check()
-    launch = "notebook_launcher(lambda: 1, (), 2);"
+    launch = "notebook_launcher(lambda: 1, (), 2, start_method='template');"
     said = fresh_kernel.run(launch).check().text
     assert "torch.nn.modules.linear.Identity.forward" in said
     assert 'start_method="fork"' in said

@@ -100,7 +100,7 @@ def test_a_library_trains_in_workers_of_a_kernel(library: str, is_imported: bool
     pytest.importorskip(library.partition(".")[0])
     function, *others = FUNCTIONS[library]
     model = "tiny_llama()" if others else "nn.Linear(8, 4)"
-    # In the notebook itself: a kernel with modules of the user's own is not forked for a template.
+    # In the notebook itself, as users have it.
     code = "\n\n".join(inspect.getsource(part) for part in (*others, function))
     names = {"name": function.__name__, "model": model}
     kernel = Kernel()

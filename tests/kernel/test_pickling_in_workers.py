@@ -104,7 +104,8 @@ print(results.plan.start_method)
 def test_what_cells_define_is_pickled_by_name_in_workers(kernel: Kernel) -> None:
     kernel.run(CLASSES).check()
     kernel.run(PICKLERS).check()
-    kernel.run("model = Net()\nresults = notebook_launcher(pickle_all, (model, folder), 2)").check()
+    code = "(pickle_all, (model, folder), 2, start_method='template')"
+    kernel.run(f"model = Net()\nresults = notebook_launcher{code}").check()
     assert kernel.run(LOADED).check().stdout == "template\n"
 
 

@@ -183,7 +183,7 @@ def test_stop_reaches_workers_whose_template_is_stopped_by_a_signal(kernel: Kern
             print("stuck now")
             os.kill(os.getppid(), signal.SIGSTOP)
             time.sleep(600)
-        notebook_launcher(stuck, (), 2)
+        notebook_launcher(stuck, (), 2, start_method="template")
         """
     )
     kernel.until(running, "[0-1] stuck now")

@@ -18,7 +18,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer import weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
-from nbaccel.workers import messaging, template, template_prestart
+from nbaccel.workers import messaging, template, template_starter
 from tests.transfer.round_trip import Trip, Worker, replace_tensor
 
 pytestmark = pytest.mark.no_memfd_growth
@@ -396,13 +396,13 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
     weight_receiver = launch(Net()).weight_receiver
     (fd,) = weight_receiver.staging.values()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(template_prestart, "current", lambda: SimpleNamespace(socket=here))
+    monkeypatch.setattr(template, "running", lambda: [SimpleNamespace(socket=here, ready=True)])
     monkeypatch.setattr(messaging.Channel, "send", lambda *_: signal.raise_signal(signal.SIGINT))
     went_on = []
 
     def to_the_end() -> None:
         with process_death.uninterrupted():
-            weight_receiver.close(template.dispose)
+            weight_receiver.close(template_starter.dispose)
             went_on.append(True)
 
     with here, there, pytest.raises(KeyboardInterrupt):

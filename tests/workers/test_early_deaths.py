@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel import Pool, WorkerDied, notebook_launcher
-from nbaccel.workers import template_prestart
+from nbaccel.workers import template
 from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import WorkerHandle
 from tests import worker_functions as workers
@@ -72,7 +72,7 @@ def test_a_deleted_working_folder_does_not_keep_workers_from_running(
     gone.rmdir()
     gone.parent.rmdir()
     # The template process, too, is started there.
-    template_prestart.stop()
+    template.stop()
     assert notebook_launcher(os.getcwd, (), 2) == [str(tmp_path)] * 2
     told = capfd.readouterr().err
     assert f"working folder {gone} has been deleted, so its workers run in {tmp_path}" in told

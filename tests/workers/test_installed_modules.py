@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from nbaccel.workers import installed_modules
-from nbaccel.workers.installed_modules import by_package, is_as_imported, stamps_of
+from nbaccel.workers.installed_modules import by_package, stamps_of
 
 OLD, NEW = "VERSION = 1\n", "VERSION = 2222\n"
 
@@ -62,28 +60,3 @@ def test_a_changed_and_a_lost_file_are_seen(imported: dict[str, Path]) -> None:
     assert stamps_of({"nb_targeted": str(path)}) != before
     path.unlink()
     assert stamps_of({"nb_targeted": str(path)}) == {"nb_targeted": None}
-
-
-def test_what_was_installed_after_the_start_is_judged_by_its_bytecode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = tmp_path / "nb_installed_late.py"
-    path.write_text(OLD)
-    importlib.import_module("nb_installed_late")
-    try:
-        started_at = time.time() - 3600.0
-        (stamp,) = stamps_of({"m": str(path)}).values()
-        assert stamp is not None
-        assert is_as_imported("nb_installed_late", str(path), stamp, started_at)
-        path.write_text(NEW)
-        (stamp,) = stamps_of({"m": str(path)}).values()
-        assert stamp is not None
-        assert not is_as_imported("nb_installed_late", str(path), stamp, started_at)
-        os.utime(path, (started_at - 5.0, started_at - 5.0))
-        (stamp,) = stamps_of({"m": str(path)}).values()
-        assert stamp is not None
-        assert is_as_imported("nb_installed_late", str(path), stamp, started_at), "older than all"
-    finally:
-        del sys.modules["nb_installed_late"]

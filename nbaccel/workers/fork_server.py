@@ -1,0 +1,109 @@
+"""The template's last part, once all is imported: it forks workers on request and reaps them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Sequence
+from typing import NoReturn
+
+from nbaccel.transfer import memfd
+from nbaccel.workers import messaging, thread_limits, worker
+from nbaccel.workers.reaping import end_descendants, reap
+
+__all__ = ["ForkServer"]
+
+
+class ForkServer:
+    """Forks this process, which has one thread, until the notebook is gone.
+
+    Args:
+        channel_fd: To the notebook.
+        parent: Descriptors that become readable when the notebook ends.
+    """
+
+    def __init__(self, channel_fd: int, parent: Sequence[int]) -> None:
+        self._channel = messaging.Channel.from_fd(channel_fd)
+        self._parent = parent
+        self._workers: set[int] = set()
+        self._woken, self._waker = socket.socketpair()
+        for wakeup_end in (self._woken, self._waker):
+            # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
+            wakeup_end.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno())
+        # Any handler: Python writes to the wakeup descriptor only for signals that have one.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        thread_limits.find_libraries()
+
+    def serve(self, left_out: dict[str, str]) -> NoReturn:
+        """Report ready, serve until the notebook hangs up or dies, and leave.
+
+        Args:
+            left_out: What this process has not imported, and why.
+        """
+        try:
+            self._channel.send(messaging.Ready(left_out))
+            self._loop()
+        finally:
+            end_descendants()
+            os._exit(0)
+
+    def _loop(self) -> None:
+        watched_sockets = [self._channel.fileno(), self._woken.fileno(), *self._parent]
+        while True:
+            readable_sockets, _, _ = select.select(watched_sockets, [], [])
+            if self._woken.fileno() in readable_sockets:
+                self._collect()
+            if self._channel.fileno() in readable_sockets and not self._serve_one():
+                return
+            if any(file_descriptor in readable_sockets for file_descriptor in self._parent):
+                return
+
+    def _serve_one(self) -> bool:
+        try:
+            message, file_descriptors = self._channel.receive()
+        except EOFError:
+            return False
+        if isinstance(message, messaging.Fork):
+            thread_limits.set_before_fork(message.threads)
+            process_id = self._fork(file_descriptors)
+            self._workers.add(process_id)
+            self._channel.send(messaging.Forked(message.ticket, process_id))
+        # Those of `Dispose`, too.
+        memfd.close_all(file_descriptors)
+        return True
+
+    def _fork(self, file_descriptors: list[int]) -> int:
+        template_id = os.getpid()
+        process_id = os.fork()
+        if process_id:
+            return process_id
+        signal.set_wakeup_fd(-1)
+        # A child that held this end would hide the end of the template from the notebook.
+        for own_end in (self._channel, self._woken, self._waker):
+            own_end.close()
+        memfd.close_all(self._parent)
+        channel, stdout, stderr, file = file_descriptors
+        return worker.run_worker(
+            worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=file),
+            template_id,
+        )
+
+    def _collect(self) -> None:
+        # Emptied before reaping: a child that ends in between writes again and is found next time.
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                continue
+        # All are looked at, because several SIGCHLD may be merged into one.
+        for process_id in tuple(self._workers):
+            exit_status = reap(process_id)
+            if exit_status is not None:
+                self._workers.discard(process_id)
+                # Before the report: the notebook takes it as the end of all the worker had started.
+                end_descendants(kept_ids=self._workers)
+                # The notebook is gone: the loop is about to return.
+                with contextlib.suppress(OSError):
+                    self._channel.send(exit_status)
