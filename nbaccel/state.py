@@ -136,7 +136,7 @@ class PartialState(ProcessInfo):
 
     @property
     def debug(self) -> bool:
-        """Whether ``ACCELERATE_DEBUG_MODE`` is set. Collectives are checked without it, too."""
+        """Whether ``ACCELERATE_DEBUG_MODE`` is set. It lets all collectives be compared."""
         return bool(env.flag("ACCELERATE_DEBUG_MODE")) if self._debug is None else self._debug
 
     @debug.setter

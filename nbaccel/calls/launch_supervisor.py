@@ -24,7 +24,6 @@ from nbaccel.calls.shutdown import END_WORKERS
 from nbaccel.calls.supervisor import CallResult, Supervisor
 from nbaccel.output.console import Console
 from nbaccel.workers import messaging, time_limits
-from nbaccel.workers.failure import RankActivity
 from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
@@ -88,8 +87,8 @@ class LaunchSupervisor(Supervisor):
         """Let ranks that have returned leave when it is time."""
         if self._exits.is_overdue():
             self.give_up()
-        elif notice := self._exits.advance():
-            self.notice(notice)
+        else:
+            self._exits.advance()
 
     def on_message(
         self, member: WorkerHandle, worker_message: Any, file_descriptors: list[int]
@@ -124,16 +123,14 @@ class ExitBarrier:
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._members = members
         self._next_poll: float | None = None
-        """When ranks at work are looked at; None before one has returned, or after the message."""
+        """When ranks at work are looked at; None if no rank waits to leave."""
         self._are_asked = False
-        self._has_begun = False
         self._released_at: float | None = None
         self._released: set[int] = set()
 
     def note_return(self) -> None:
         """A worker has returned."""
-        if not self._has_begun:
-            self._has_begun = True
+        if self._next_poll is None:
             self._next_poll = time.monotonic() + time_limits.EXIT_RECHECK_S
 
     def due(self) -> float | None:
@@ -155,12 +152,12 @@ class ExitBarrier:
             return False
         return time.monotonic() >= self._released_at + time_limits.EXIT_S
 
-    def advance(self) -> str | None:
-        """Do what is due. Returns a line for the user if ranks seem to wait for ever."""
+    def advance(self) -> None:
+        """Do what is due."""
         current_time = time.monotonic()
         due_time = self.due()
         if due_time is None or current_time < due_time:
-            return None
+            return
         busy_members = self._at_work()
         if not busy_members:
             self.release(self._waiting())
@@ -174,8 +171,10 @@ class ExitBarrier:
         else:
             self._are_asked = False
             self._next_poll = current_time + time_limits.EXIT_RECHECK_S
-            return self._judge(busy_members, current_time)
-        return None
+            # A rank that sets up a group may still need the connections of one that has returned.
+            waiting_members = self._waiting()
+            if waiting_members and not any(map(_sets_up, busy_members)):
+                self.release(waiting_members)
 
     def _at_work(self) -> list[WorkerHandle]:
         return [member for member in self._members if member.is_busy]
@@ -188,41 +187,17 @@ class ExitBarrier:
             if member.state is HandleState.RETURNED and member.rank not in self._released
         ]
 
-    def _judge(self, busy_members: list[WorkerHandle], current_time: float) -> str | None:
-        is_connecting = any(
-            stack_frame.function in _CONNECTING_FUNCTIONS
-            for member in busy_members
-            for stack_frame in member.stack
-        )
-        is_starting = any(member.state is not HandleState.RUNNING for member in busy_members)
-        if self._waiting():
-            # A rank that sets up a group may still need the connections of one that has returned.
-            if not (is_connecting or is_starting):
-                self.release(self._waiting())
-            return None
-        if self._released_at is None or current_time < self._released_at + time_limits.EXIT_ALONE_S:
-            return None
-        activity_words = {
-            member.rank: RankActivity.of_stack(member.stack) for member in busy_members
-        }
-        if not all(rank_activity.collective for rank_activity in activity_words.values()):
-            return None
-        # The message is shown once.
-        self._next_poll = None
-        done_ranks = ", ".join(str(member.rank) for member in self._members if not member.is_busy)
-        waiting_lines = "".join(
-            f"\n  rank {worker_rank}: {rank_activity}"
-            for worker_rank, rank_activity in activity_words.items()
-        )
-        return (
-            f"nbaccel: rank {done_ranks} has returned, and every other rank waits in a "
-            "collective. A collective needs all ranks: if this one counts on it, it waits for "
-            f"ever.{waiting_lines}"
-        )
-
     def release(self, members: Iterable[WorkerHandle]) -> None:
         """Let workers that have returned exit."""
+        self._next_poll = None
         self._released_at = self._released_at or time.monotonic()
         for member in members:
             self._released.add(member.rank)
             member.let_exit()
+
+
+def _sets_up(member: WorkerHandle) -> bool:
+    """Whether it sets up a process group, or itself."""
+    return member.state is not HandleState.RUNNING or any(
+        stack_frame.function in _CONNECTING_FUNCTIONS for stack_frame in member.stack
+    )

@@ -144,7 +144,7 @@ class ProcessGroups:
 
     def sequence(self) -> tuple[tuple[str, int], ...]:
         """How many collectives each group has begun: equal on all ranks that are in step."""
-        # Most of nbaccel's own are none of torch's: they are made in shared memory.
+        # Calls that processes compare before a collective are none of torch's.
         group_counts = [("calls of nbaccel", call_check.calls_begun())]
         for process_group, name in torch_private.process_group_names().items():
             # Raised by a backend that does not count its collectives.

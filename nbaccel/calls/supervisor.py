@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.base import process_death
+from nbaccel.calls.collective_watch import CollectiveWatch
 from nbaccel.calls.listening import CallDisplay, WorkerListener
 from nbaccel.calls.shutdown import ShutdownLadder, ShutdownPolicy
 from nbaccel.output.console import Console
@@ -74,6 +75,7 @@ class Supervisor(WorkerListener):
         self._policy = policy
         self._began = time.monotonic()
         self._deadline = None if timeout_s is None else self._began + timeout_s
+        self._collective_watch = CollectiveWatch()
         self._ladder: ShutdownLadder | None = None
         self._interrupted = False
         self._timed_out = False
@@ -210,6 +212,8 @@ class Supervisor(WorkerListener):
             self._timed_out = True
             self.give_up()
         else:
+            if notice_text := self._collective_watch.advance(list(self.participants())):
+                self.notice(notice_text)
             self.on_clock()
 
     def _members_without_message(self) -> Iterator[WorkerHandle]:
@@ -226,6 +230,7 @@ class Supervisor(WorkerListener):
             member.forked_at + time_limits.FIRST_MESSAGE_S
             for member in self._members_without_message()
         )
+        yield self._collective_watch.due()
         yield from self.clocks()
 
     def _patience(self) -> float | None:

@@ -279,7 +279,7 @@ def _read_debug(reading: FileReading, key: str, value: Any) -> None:
         reading.use(key, value, "variables: ACCELERATE_DEBUG_MODE")
     else:
         reading.note_unused(
-            key, value, "the default; NBACCEL_COLLECTIVE_CHECK=off turns checks off"
+            key, value, "the default; NBACCEL_COLLECTIVE_CHECK says which calls are compared"
         )
 
 

@@ -4,50 +4,57 @@
     process 1   call 12: gather  float32 (7, 10)  train.py:31    → all raise, with both shapes
     process 2   call 11: …                  → after a while: who is missing, last seen where
 
-Comparing before, not after: gloo answers different shapes with garbage, or ends the process. It
-synchronises no GPU. There are two entries per process, for even and odd calls: a process in call
-`n` has read all of call `n - 1`, so none is overwritten unread. And the entries of a missing
-process still say where it was last. `entry_exchange` says how entries reach the others.
+Comparing before, not after: gloo answers different shapes with garbage, or ends the process. The
+calls are exchanged by the store in which the group has met, so that no device takes part.
+
+[Note: which calls are compared] In a notebook's workers the first two of each call (name and
+shapes) and of each place in the code. What calls were made before is the same on all processes of
+a correct program: each may wait until all have come. The place need not be the same (`if`, `else`),
+so what is compared only because its place is new waits for a moment, and goes on unchecked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-import math
 import os
+import sys
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from nbaccel.base import spent_time, torch_private
-from nbaccel.base.errors import CollectiveMismatch, CollectiveTimeout, UnsafeMoment
+from nbaccel.base import env, frames, spent_time, torch_private
+from nbaccel.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, UnsafeMoment
 from nbaccel.base.log import write_notice
 from nbaccel.base.units import format_seconds
-from nbaccel.train import page_setup
-from nbaccel.train.announced_calls import (
-    AnnouncedCall,
-    Entry,
-    describe_detail,
-    encode_call,
-    user_place,
-)
-from nbaccel.train.entry_exchange import EntryExchange
+from nbaccel.workers.rendezvous import RETURNED_KEY
 
 __all__ = [
+    "CHECK_VARIABLE",
     "DEFAULT_TIMEOUT_S",
     "CollectiveCheck",
     "calls_begun",
     "default_group_check",
     "forget_left_groups",
+    "wanted_check",
 ]
 
 
+CHECK_VARIABLE = "NBACCEL_COLLECTIVE_CHECK"
+_CHECKS = ("first", "always", "off")
 DEFAULT_TIMEOUT_S = 600.0
-_WARN_AFTER_S = 30.0
-_SHOW_AFTER_S = 0.2  # a wait after which a process shows its entry to other hosts, too
+_TIMES_COMPARED = 2
+_NEW_PLACE_WAIT_S = 2.0
+_MOST_TOLD = 50  # calls of which entries stay in the store where deleting them would take time
+_MOST_POLL_S = 0.05  # between two looks into the store
+# Of the time already waited: a short wait ends with little delay, a long one uses little CPU.
+_POLL_SHARE = 0.1
+_RETURNED_POLL_S = 0.25  # between two looks for processes whose function has returned
 
 # Weak keys: a check ends with its group, and a new group at the same address gets a new one.
 _CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] = (
@@ -55,20 +62,42 @@ _CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] 
 )
 
 
+def wanted_check() -> str:
+    """Which calls this process compares: ``first``, ``always`` or ``off``.
+
+    Raises:
+        ConfigError: The environment says something else.
+    """
+    default = "first" if env.flag("FORK_LAUNCHED") else "off"
+    if env.flag("ACCELERATE_DEBUG_MODE"):
+        default = "always"
+    check = (env.read(CHECK_VARIABLE, "") or "").strip().lower() or default
+    if check not in _CHECKS:
+        raise ConfigError(
+            f"Environment variable {CHECK_VARIABLE} must be one of {', '.join(_CHECKS)}: got "
+            f"{check!r}. It says before which collectives processes compare their calls. Correct "
+            f"it, or unset it for {default!r}."
+        )
+    return check
+
+
 def default_group_check() -> CollectiveCheck:
-    """The check of the default process group; the first use is itself a collective."""
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()  # a live worker joins the group here
+    """The check of the default process group."""
     process_group: Any = dist.group.WORLD
+    if process_group is None:
+        dist.get_world_size()  # a live worker joins the group here
+        process_group = dist.group.WORLD
     check = _CHECKS_BY_GROUP.get(process_group)
     if check is None:
         forget_left_groups()
-        check = _CHECKS_BY_GROUP[process_group] = CollectiveCheck(rank, world_size)
+        check = _CHECKS_BY_GROUP[process_group] = CollectiveCheck(
+            dist.get_rank(), dist.get_world_size()
+        )
     return check
 
 
 def forget_left_groups() -> None:
-    """Give back the memory of groups that this process has left, and tell those who wait there."""
+    """Give back the memory of groups that this process has left."""
     # Something else may hold the group itself: a worker keeps all it has been in.
     groups = torch_private.process_groups()
     for process_group in list(_CHECKS_BY_GROUP):
@@ -77,7 +106,7 @@ def forget_left_groups() -> None:
 
 
 def calls_begun() -> int:
-    """How many calls this process has announced in the default group; 0 where there is none."""
+    """How many calls this process has begun in the default group; 0 where there is none."""
     process_group: Any = dist.group.WORLD if dist.is_initialized() else None
     check = None if process_group is None else _CHECKS_BY_GROUP.get(process_group)
     return 0 if check is None else check.calls_begun
@@ -86,42 +115,87 @@ def calls_begun() -> int:
 class CollectiveCheck:
     """Compares the calls of the processes of one group.
 
-    Made by :func:`default_group_check`, together with the other processes.
-
     Args:
         rank: This process's number.
         world_size: How many there are.
 
     Raises:
-        ConfigError: The variable that chooses the way of comparing is wrong, or differs.
+        ConfigError: The variable that says which calls are compared is wrong.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
+        self._ranks = range(world_size)
+        self._check = wanted_check()
         self._process_id = os.getpid()
         self.calls_begun = 0
-        """How many calls this process has announced."""
-        # Whoever comes to the first call early waits for the others here, not in the exchange.
-        with spent_time.communicating:
-            meeting = page_setup.set_up_page(rank, world_size)
-        self.hosts = meeting.hosts
-        """The ranks that share memory, host by host."""
-        self._is_on = meeting.route != "off"
-        self._exchange = EntryExchange(rank, meeting)
+        """How many calls this process has begun."""
+        self._times_seen: Counter[Hashable] = Counter()
+        self._settled: set[Hashable] = set()
+        """Calls with their places that are compared no more."""
+        self._group_store = torch_private.default_store()
+        # A store outlives a process group, and the next one must not find this one's keys.
+        group_number = self._group_store.add(f"nbaccel/groups/{rank}", 1)
+        self._store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"nbaccel/{group_number}", self._group_store
+        )
+        self._told_calls: deque[tuple[int, list[str]]] = deque()
+        """The last calls that this process told of, with the keys that are its to delete."""
 
-    @property
-    def data_bytes(self) -> int:
-        """How much data can go along with a call; 0 for none."""
-        return self._exchange.data_bytes if self._is_on else 0
+    def compare(
+        self, what: str, detail: Hashable = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Compare this process's call with the others', if it is one of those that are compared.
+
+        Args:
+            what: Name of the collective.
+            detail: Further information that must be equal on all processes; as JSON it has text
+                for what JSON does not know.
+            timeout_s: How long to wait for a process before giving up, in seconds.
+
+        Raises:
+            CollectiveMismatch: Others do something else, or with another detail.
+            CollectiveTimeout: A process did not call in time, or has returned.
+        """
+        self._begin(what)
+        if self._check == "off":
+            return
+        place = _user_place()
+        if (what, detail, place) in self._settled:
+            return
+        # Before the exchange: a process that gives up has made the call as the late one will.
+        self._times_seen[what, detail] += 1
+        self._times_seen[what, detail, place] += 1
+        waits_for_all = self._check == "always" or self._times_seen[what, detail] <= _TIMES_COMPARED
+        if not waits_for_all and self._times_seen[what, detail, place] > _TIMES_COMPARED:
+            self._settled.add((what, detail, place))
+            return
+        with self._telling(what, detail, place) as told:
+            count_key = f"{self.calls_begun}/{told.entry.text}"
+            if self._rank == 0:
+                self._told_calls[-1][1].append(count_key)
+            # Mostly one request: how many have told the same. Else their entries are looked at.
+            if self._store.add(count_key, 1) == len(told.keys) or not self._await_all(
+                told,
+                lambda: self._store.add(count_key, 0) == len(told.keys) or self._have_told(told),
+                timeout_s if waits_for_all else min(timeout_s, _NEW_PLACE_WAIT_S),
+                raises=waits_for_all,
+            ):
+                return
+            entries = self._entries(told)
+        if any(entry.text != told.entry.text for entry in entries):
+            # The processes have counted different calls.
+            self._times_seen[what, detail] -= 1
+            raise _mismatch(entries)
 
     def announce(
         self, what: str, detail: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
-        """Announce this process's call, and read what the others announced.
+        """Tell the other processes something, and read what they tell.
 
         Args:
             what: Name of the collective.
-            detail: Further information for the others; JSON.
+            detail: JSON.
             timeout_s: How long to wait for a process before giving up, in seconds.
 
         Returns:
@@ -129,171 +203,217 @@ class CollectiveCheck:
 
         Raises:
             CollectiveMismatch: Others do something else.
-            CollectiveTimeout: A process did not call in time, or has ended.
+            CollectiveTimeout: A process did not call in time, or has returned.
         """
-        entries = self._exchange_entries(encode_call(what, detail), None, timeout_s)
+        self._begin(what)
+        with self._telling(what, detail, _user_place()) as told:
+            self._await_all(told, lambda: self._have_told(told), timeout_s)
+            entries = self._entries(told)
         # After all have come: a mismatch is raised on every process, so none is left waiting.
-        _check_names(entries)
-        return [json.loads(entry.call_text)[1] for entry in entries]
+        if any(entry.name != what for entry in entries):
+            raise _mismatch(entries)
+        return [entry.detail for entry in entries]
 
-    def compare(
-        self,
-        what: str,
-        detail: Any = None,
-        data: Sequence[memoryview] | None = None,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> list[memoryview] | None:
-        """Announce a call that must be the same everywhere, and give small data along.
-
-        Args:
-            what: Name of the collective.
-            detail: Further information that must be equal on all processes; JSON.
-            data: Up to `data_bytes` for the others; None for none.
-            timeout_s: How long to wait for a process before giving up, in seconds.
-
-        Returns:
-            The data of all processes, by rank, each piece at an `aligned` place, to be read before
-            the next call; None if not all gave some.
-
-        Raises:
-            CollectiveMismatch: Others do something else, or with another detail.
-            CollectiveTimeout: A process did not call in time, or has ended.
-        """
-        if not self._is_on:
-            return None
-        call_text = encode_call(what, detail)
-        entries = self._exchange_entries(call_text, data, timeout_s)
-        if any(entry.call_text != call_text for entry in entries):
-            _check_names(entries)
-            _check_details(entries)
-        pieces = [entry.data for entry in entries if entry.data is not None]
-        return pieces if len(pieces) == len(entries) else None
-
-    def _exchange_entries(
-        self, call_text: bytes, data: Sequence[memoryview] | None, timeout_s: float
-    ) -> list[Entry]:
-        """The entries of all processes for this call, by rank."""
+    def _begin(self, what: str) -> None:
         if os.getpid() != self._process_id:
             raise UnsafeMoment(
                 f"Process {os.getpid()} was forked from process {self._rank} of the group, and "
-                f"calls {json.loads(call_text)[0]}. It would send as its parent, and the "
-                "others would get wrong data. Call collectives in the parent only."
+                f"calls {what}. It would send as its parent, and the others would get wrong data. "
+                "Call collectives in the parent only."
             )
-        entry = Entry(self.calls_begun, call_text, user_place())
         self.calls_begun += 1
-        wait = _Wait(self._exchange, entry, self._rank, timeout_s)
+
+    # --------------------------------------------------------------------- the store
+
+    @contextlib.contextmanager
+    def _telling(self, what: str, detail: Any, place: _CodePlace) -> Iterator[_ToldCall]:
+        """Tell the others of this call; within the block they are waited for."""
+        entry = _Entry(json.dumps([what, detail], default=str), *place)
+        told = _ToldCall(entry, [_key(self.calls_begun, rank) for rank in self._ranks])
         try:
             with spent_time.communicating:
-                return self._exchange.exchange(entry, data, wait.look_around)
+                self._store.set(told.keys[self._rank], json.dumps(entry))
+                self._told_calls.append((self.calls_begun, [told.keys[self._rank]]))
+                self._forget_calls(_MOST_TOLD)
+                yield told
         except dist.DistNetworkError as error:
-            message = wait.describe_left(0, ", and with it the store through which processes meet")
-            raise CollectiveTimeout(message) from error
+            also = ", and with it the store through which processes meet"
+            raise CollectiveTimeout(self._describe_returned(entry, 0, also)) from error
 
+    def _await_all(
+        self,
+        told: _ToldCall,
+        have_come: Callable[[], bool],
+        timeout_s: float,
+        *,
+        raises: bool = True,
+    ) -> bool:
+        """Wait until all processes have come to this call; False if they have not in time."""
+        start_time = time.monotonic()
+        look_at_s = _RETURNED_POLL_S
+        notice_at_s = timeout_s / 2
+        self._forget_calls(2)  # here it costs no time: others are waited for
+        while not have_come():
+            waited_s = time.monotonic() - start_time
+            if waited_s >= timeout_s and not raises:
+                return False
+            if waited_s >= look_at_s:
+                look_at_s = waited_s + _RETURNED_POLL_S
+                self._check_returned(told)
+            if waited_s >= timeout_s:
+                raise CollectiveTimeout(self._describe_missing(told, waited_s))
+            if waited_s >= notice_at_s and raises:
+                notice_at_s = timeout_s
+                write_notice(f"nbaccel: {self._describe_missing(told, waited_s)}\n")
+            time.sleep(min(_MOST_POLL_S, waited_s * _POLL_SHARE))
+        return True
 
-class _Wait:
-    """What a process does and says while others do not come to its call.
+    def _forget_calls(self, num_kept: int) -> None:
+        """Delete what older calls have left; all have left a call when they come to the next."""
+        while len(self._told_calls) > num_kept:
+            for key in self._told_calls.popleft()[1]:
+                self._store.delete_key(key)
 
-    Args:
-        exchange: The entries.
-        own_entry: This process's.
-        rank: This process's number.
-        timeout_s: How long to wait, in seconds.
-    """
+    def _have_told(self, told: _ToldCall) -> bool:
+        return bool(self._store.check(told.keys))
 
-    def __init__(
-        self, exchange: EntryExchange, own_entry: Entry, rank: int, timeout_s: float
-    ) -> None:
-        self._exchange = exchange
-        self._own_entry = own_entry
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._start_time = time.monotonic()
-        self._show_at_s = _SHOW_AFTER_S
-        # A timeout below a minute still gets its warning before the error.
-        self._warn_at_s = min(_WARN_AFTER_S, timeout_s / 2)
+    def _entries(self, told: _ToldCall) -> list[_Entry]:
+        return [_Entry(*json.loads(text)) for text in self._store.multi_get(told.keys)]
 
-    def look_around(self) -> None:
-        """Raise or warn, if it is time to.
+    def _missing_ranks(self, told: _ToldCall) -> list[int]:
+        return [rank for rank in self._ranks if not self._store.check([told.keys[rank]])]
 
-        Raises:
-            CollectiveTimeout: Others did not come in time, or one has ended.
-        """
-        waited_s = time.monotonic() - self._start_time
-        if waited_s >= self._show_at_s:
-            self._show_at_s = math.inf
-            self._exchange.show(self._own_entry)
-        ended_rank = self._exchange.ended_rank(self._own_entry.call_number)
-        if ended_rank is not None:
+    def _check_returned(self, told: _ToldCall) -> None:
+        """Raise if a process's function has returned without having come to this call."""
+        if not self._group_store.check([RETURNED_KEY]):
+            return
+        returned_ranks = {int(text) for text in self._group_store.get(RETURNED_KEY).split()}
+        # Looked at last, because one may have come to this call just before it returned.
+        for rank in returned_ranks.intersection(self._missing_ranks(told)):
+            message = self._describe_returned(told.entry, rank, f" ({self._last_seen(rank)})")
             # The cause lets a launch look for the failure of that process instead.
-            last_entry = self._exchange.known_entries(self._own_entry.call_number)[ended_rank]
-            message = self.describe_left(ended_rank, f" ({_last_seen(last_entry)})")
             raise CollectiveTimeout(message) from ConnectionResetError(
-                f"connection closed: process {ended_rank} has ended"
+                f"connection closed: process {rank} has returned"
             )
-        if waited_s >= self._timeout_s:
-            raise CollectiveTimeout(self._describe_missing(waited_s))
-        if waited_s >= self._warn_at_s:
-            self._warn_at_s = math.inf
-            write_notice(f"nbaccel: {self._describe_missing(waited_s)}\n")
 
-    def describe_left(self, rank: int, also: str = "") -> str:
-        """The message about a process that has left.
+    # --------------------------------------------------------------------- messages
 
-        Args:
-            rank: Its number.
-            also: What is gone with it.
-        """
-        call = AnnouncedCall.of(self._own_entry).describe()
+    def _describe_returned(self, own_entry: _Entry, rank: int, also: str) -> str:
         return (
-            f"Process {self._rank} is in {call}, but process {rank} has left: its function "
-            f"returned or it died{also}. Every process must call every collective equally often; "
-            f"look for an `if` or a `break` around this line that process {rank} does not take."
+            f"Process {self._rank} is in {own_entry.describe()}, but process {rank} has left: its "
+            f"function returned or it died{also}. Every process must call every collective equally "
+            f"often; look for an `if` or a `break` around this line that process {rank} does not "
+            "take."
         )
 
-    def _describe_missing(self, waited_s: float) -> str:
-        number = self._own_entry.call_number
-        entries = self._exchange.known_entries(number)
-        missing_ranks = [rank for rank, entry in enumerate(entries) if entry.call_number != number]
+    def _describe_missing(self, told: _ToldCall, waited_s: float) -> str:
+        missing_ranks = self._missing_ranks(told)
         lines = [
             f"process {self._rank} has waited {format_seconds(waited_s)} in "
-            f"{AnnouncedCall.of(self._own_entry).describe()}.",
-            f"{len(missing_ranks)} of {len(entries)} processes did not come:",
+            f"{told.entry.describe()}.",
+            f"{len(missing_ranks)} of {len(told.keys)} processes did not come:",
         ]
-        lines += [f"  process {rank}: {_last_seen(entries[rank])}" for rank in missing_ranks]
+        lines += [f"  process {rank}: {self._last_seen(rank)}" for rank in missing_ranks]
         lines.append(
             "A collective must be called by all processes, equally often. Look for an `if` or a "
             "`break` that only some of them take, or a process that is merely slow (then give "
             "InitProcessGroupKwargs(timeout=...))."
         )
+        if self._check == "first":
+            lines.append(
+                "A process whose shapes differ may be in this very call, which it has made twice "
+                f"before and compares no more: {CHECK_VARIABLE}=always compares all."
+            )
         return "\n".join(lines)
 
+    def _last_seen(self, rank: int) -> str:
+        for number, _ in reversed(self._told_calls):
+            if self._store.check([_key(number, rank)]):
+                entry = _Entry(*json.loads(self._store.get(_key(number, rank))))
+                return f"last seen in {entry.describe()}"
+        return "not seen in a call that was compared"
 
-def _last_seen(entry: Entry) -> str:
-    prefix = "last seen in " if entry.call_number >= 0 else ""
-    return prefix + AnnouncedCall.of(entry).describe()
+
+# ------------------------------------------------------------------------- calls
+
+_CodePlace = tuple[str, int, str]
+"""File, line and function."""
 
 
-def _check_names(entries: Sequence[Entry]) -> None:
-    calls = [AnnouncedCall.of(entry) for entry in entries]
-    if len({call.collective_name for call in calls}) > 1:
-        raise CollectiveMismatch(
+class _Entry(NamedTuple):
+    """What one process tells of its call."""
+
+    text: str
+    """Name and detail, as JSON. Equal texts are equal calls."""
+    file: str
+    line: int
+    function: str
+
+    @property
+    def name(self) -> str:
+        return str(json.loads(self.text)[0])
+
+    @property
+    def detail(self) -> Any:
+        return json.loads(self.text)[1]
+
+    def describe(self) -> str:
+        """Name and line of code."""
+        frame = frames.Frame(file=self.file, line=self.line, function=self.function)
+        line = frames.source_line(frame)
+        return f"{self.name}, {frames.place(frame)}" + (f": {line}" if line else "")
+
+
+class _ToldCall(NamedTuple):
+    """A call that this process has told the others of."""
+
+    entry: _Entry
+    keys: list[str]
+    """Of the entries of all processes, by rank."""
+
+
+def _key(call_number: int, rank: int) -> str:
+    return f"{call_number}/{rank}"
+
+
+def _user_place() -> _CodePlace:
+    """The innermost code that is not in a library."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
+    # The outermost frame is not tested: it is the answer where all code is in libraries.
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    code = frame.f_code
+    return code.co_filename, frame.f_lineno, code.co_name
+
+
+@functools.lru_cache(maxsize=4096)  # the same few files are asked for again and again
+def _is_library(file_name: str) -> bool:
+    return frames.Frame(file=file_name, line=0, function="").is_library
+
+
+def _mismatch(entries: Sequence[_Entry]) -> CollectiveMismatch:
+    if len({entry.name for entry in entries}) > 1:
+        calls = [f"  process {rank}: {entry.describe()}" for rank, entry in enumerate(entries)]
+        return CollectiveMismatch(
             "The processes call different collectives at the same time:\n"
-            + "\n".join(f"  process {rank}: {call.describe()}" for rank, call in enumerate(calls))
+            + "\n".join(calls)
             + "\nThey would wait for each other for ever. Let all of them run the same calls."
         )
+    calls = [
+        f"  process {rank}: {_describe_detail(entry.detail)} ({entry.describe()})"
+        for rank, entry in enumerate(entries)
+    ]
+    return CollectiveMismatch(
+        f"{entries[0].name} got other data on some processes:\n"
+        + "\n".join(calls)
+        + "\nThe result would be garbage. Make them equal first: "
+        "accelerator.pad_across_processes(tensor, dim=0), or gather_object for what has "
+        "no fixed size."
+    )
 
 
-def _check_details(entries: Sequence[Entry]) -> None:
-    calls = [AnnouncedCall.of(entry) for entry in entries]
-    if any(call.detail != calls[0].detail for call in calls):
-        raise CollectiveMismatch(
-            f"{calls[0].collective_name} got other data on some processes:\n"
-            + "\n".join(
-                f"  process {rank}: {describe_detail(call.detail)} ({call.describe()})"
-                for rank, call in enumerate(calls)
-            )
-            + "\nThe result would be garbage. Make them equal first: "
-            "accelerator.pad_across_processes(tensor, dim=0), or gather_object for what has "
-            "no fixed size."
-        )
+def _describe_detail(detail: Any) -> str:
+    """The detail of a call in words: types and shapes where it lists tensors."""
+    if isinstance(detail, list) and detail and isinstance(detail[0], list):
+        return ", ".join(f"{name.removeprefix('torch.')} {tuple(shape)}" for name, shape in detail)
+    return str(detail)

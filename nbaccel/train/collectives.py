@@ -1,20 +1,17 @@
-"""Collectives over trees of tensors; before each, the processes check that all make the same call.
+"""Collectives over trees of tensors; processes check that all make the same call.
 
 A collective that only some processes call hangs; one that they call with different shapes returns
-garbage (gloo) or kills the process. So before each of nbaccel's own collectives the processes
-compare their calls (`call_check`). Where they share memory, tensors of the host go along with the
-comparison (`host_tensors`), and nothing is left for the group to do.
+garbage (gloo) or kills the process. So before nbaccel's own collectives the processes compare their
+calls, the first ones or all (`call_check`).
 
 Everything works with one process too, where it changes nothing.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +21,6 @@ from torch.nn import functional
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
-from nbaccel.train.host_tensors import COPIED_TYPES, NUMBER_TYPES, HostTensors
 from nbaccel.train.trees import leaves, map_leaves, map_tensors, slice_rows
 
 __all__ = ["DEFAULT_TIMEOUT_S", "CannotPadNestedTensorWarning", "Collectives"]
@@ -32,12 +28,11 @@ __all__ = ["DEFAULT_TIMEOUT_S", "CannotPadNestedTensorWarning", "Collectives"]
 
 # Torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Gloo does not implement these dtypes. A gather only copies, so their bytes can be sent instead.
-_GATHERED_AS_BYTES = frozenset(
+# Gloo does not implement these dtypes. What only copies can send their bytes instead.
+_COPIED_AS_BYTES = frozenset(
     getattr(torch, name)
     for name in ("int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
 )
-_DEVICES_OF_GLOO = frozenset({"cpu", "cuda"})
 _REDUCTIONS = ("sum", "mean", "max", "none")
 
 
@@ -48,8 +43,8 @@ class CannotPadNestedTensorWarning(UserWarning):
 class Collectives:
     """What the processes of a run can do together.
 
-    Every method must be called by all processes; each compares the calls first, so that one that
-    does not fit the others raises instead of hanging or returning garbage.
+    Every method must be called by all processes. Where calls are compared first, one that does not
+    fit the others raises instead of hanging or returning garbage.
 
     Args:
         place: This process among the others.
@@ -67,30 +62,18 @@ class Collectives:
     def _announce_call(self, what: str, detail: Any = None) -> list[Any]:
         return default_group_check().announce(what, detail, timeout_s=self._timeout_s)
 
-    def _compare_calls(
-        self, what: str, detail: Any = None, data: Sequence[memoryview] | None = None
-    ) -> list[memoryview] | None:
-        return default_group_check().compare(what, detail, data, timeout_s=self._timeout_s)
-
-    def _host_tensors(
-        self, what: str, tree: Any, dtypes: frozenset[torch.dtype] = COPIED_TYPES
-    ) -> HostTensors:
-        exchange = functools.partial(self._compare_calls, what)
-        return HostTensors(tree, exchange, default_group_check().data_bytes, dtypes)
-
-    @staticmethod
-    def _as_data(item: Any) -> list[memoryview] | None:
-        """An object's bytes, if they can go along with a call."""
-        data_bytes = default_group_check().data_bytes
-        if data_bytes == 0:
-            return None
-        pickled = pickle.dumps(item)
-        return [memoryview(pickled)] if len(pickled) <= data_bytes else None
+    def _compare_calls(self, what: str, detail: Hashable = None) -> None:
+        default_group_check().compare(what, detail, timeout_s=self._timeout_s)
 
     def barrier(self, what: str = "wait_for_everyone") -> None:
         """Wait until every process is here."""
-        if not self.place.is_alone:
-            # Reading every entry of this call means that every process has reached it.
+        if self.place.is_alone:
+            return
+        if "cpu:" in str(dist.get_backend_config()):
+            self._compare_calls(what)
+            dist.barrier()
+        else:
+            # A barrier of the device waits until it has done all that it was given.
             self._announce_call(what)
 
     def answers(self, what: str, detail: Any) -> list[Any]:
@@ -117,24 +100,16 @@ class Collectives:
         """
         if self.place.is_alone:
             return tree
-        signature = _tensor_signature(tree, "gather")
-        host_tensors = self._host_tensors("gather", tree)
-        if host_tensors.begin(signature):
-            return host_tensors.gathered()
+        self._compare_calls("gather", _tensor_signature(tree, "gather"))
         return map_tensors(self._gather_one, tree)
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        # The backends refuse tensors that are not contiguous. The result has no gradient, so the
-        # copy needs none either.
-        local_rows = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
-        local_rows = _where_group_works(local_rows)
+        # The result has no gradient, so a copy needs none either.
+        local_rows = _as_sent((tensor if tensor.dim() else tensor[None]).detach())
         all_rows = local_rows.new_empty(
             (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])
         )
-        if local_rows.dtype in _GATHERED_AS_BYTES:
-            _all_gather(all_rows.view(torch.uint8), local_rows.view(torch.uint8))
-        else:
-            _all_gather(all_rows, local_rows)
+        _all_gather(_copyable(all_rows), _copyable(local_rows))
         return all_rows.to(tensor.device)
 
     def gather_object(self, items: Any) -> list[Any]:
@@ -173,9 +148,7 @@ class Collectives:
         """Every process's picklable object, by rank."""
         if self.place.is_alone:
             return [item]
-        data = self._compare_calls(what, None, self._as_data(item))
-        if data is not None:
-            return [pickle.loads(piece) for piece in data]
+        self._compare_calls(what)
         objects_by_rank: list[Any] = [None] * self.place.world_size
         dist.all_gather_object(objects_by_rank, item)
         return objects_by_rank
@@ -201,30 +174,18 @@ class Collectives:
                 f"reduce(reduction={reduction!r}) is unknown: the "
                 f"processes' values cannot be combined. Give one of {', '.join(_REDUCTIONS)}."
             )
-        combined = self._combine(tree, reduction)
-        return map_tensors(lambda tensor: self._scale_one(tensor, reduction, scale), combined)
-
-    def _combine(self, tree: Any, reduction: str) -> Any:
-        """Sums or maxima over all processes, in new tensors."""
         if not self.place.is_alone:
-            signature = _tensor_signature(tree, "reduce")
-            dtypes = frozenset() if reduction == "none" else NUMBER_TYPES
-            host_tensors = self._host_tensors("reduce", tree, dtypes)
-            if host_tensors.begin(signature):
-                return host_tensors.combined(self.place.rank, is_maximum=reduction == "max")
-        return map_tensors(lambda tensor: self._combine_one(tensor, reduction), tree)
+            self._compare_calls("reduce", _tensor_signature(tree, "reduce"))
+        return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
 
-    def _combine_one(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+    def _reduce_one(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
         # `all_reduce` writes into its argument: without the copy the caller's tensor would change.
         combined = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if self.place.is_alone or reduction == "none":
-            return combined
-        reduce_op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
-        combined = _where_group_works(combined)
-        dist.all_reduce(combined, reduce_op)
-        return combined.to(tensor.device)
-
-    def _scale_one(self, combined: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+        if not self.place.is_alone and reduction != "none":
+            reduce_op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            sent = _as_sent(combined)
+            dist.all_reduce(sent, reduce_op)
+            combined = sent.to(tensor.device)
         if reduction == "mean":
             combined = combined / self.place.world_size
         return combined if scale == 1.0 else combined * scale
@@ -241,21 +202,13 @@ class Collectives:
         """
         if self.place.is_alone:
             return tree
-        signature = _tensor_signature(tree, "broadcast")
-        is_sender = self.place.rank == from_process
-        host_tensors = self._host_tensors("broadcast", tree)
-        if host_tensors.begin(signature, is_sent=is_sender):
-            received = leaves(host_tensors.received(from_process))
-            for tensor, sent in zip(leaves(tree), received, strict=True):
-                if not is_sender:
-                    # In place as the group does it, also where the tensor requires a gradient.
-                    tensor.detach().copy_(sent)
-            return tree
+        self._compare_calls("broadcast", _tensor_signature(tree, "broadcast"))
         for tensor in leaves(tree):
-            sent = _where_group_works(tensor)
-            dist.broadcast(sent, from_process)
-            if sent is not tensor:
-                tensor.copy_(sent)
+            target = tensor.detach()
+            sent = _as_sent(target)
+            dist.broadcast(_copyable(sent), from_process)
+            if sent is not target:
+                target.copy_(sent)
         return tree
 
     def broadcast_object(self, item: Any, from_process: int = 0) -> Any:
@@ -274,13 +227,8 @@ class Collectives:
         """
         if self.place.is_alone:
             return items
-        is_sender = self.place.rank == from_process
-        own_data = self._as_data(items) if is_sender else []
-        data = self._compare_calls("broadcast_object_list", len(items), own_data)
-        if data is None:
-            dist.broadcast_object_list(items, src=from_process)
-        elif not is_sender:
-            items[:] = pickle.loads(data[from_process])
+        self._compare_calls("broadcast_object_list", len(items))
+        dist.broadcast_object_list(items, src=from_process)
         return items
 
     def pad_across_processes(
@@ -345,18 +293,26 @@ def _is_nested(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_nested
 
 
-def _where_group_works(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it in host memory where the group's backend cannot take it.
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as the group's backend takes it, or a copy: contiguous, maybe in host memory.
 
     gloo takes tensors of CPUs and CUDA GPUs. Given one of torch_xla, it returns at once and changes
     nothing (torch 2.9), so this must not be left to its errors.
     """
-    device_type = tensor.device.type
-    if device_type in _DEVICES_OF_GLOO:
-        return tensor
+    if tensor.is_conj() or tensor.is_neg():  # a view that has the bytes of what it is a view of
+        tensor = tensor.resolve_conj().resolve_neg()
+    plain = tensor.contiguous()
+    if plain.is_cpu or plain.is_cuda:
+        return plain
+    device_type = plain.device.type
     backend_parts = str(dist.get_backend_config()).split(",")
     has_own_backend = any(part.partition(":")[0] == device_type for part in backend_parts)
-    return tensor if has_own_backend else tensor.cpu()
+    return plain if has_own_backend else plain.cpu()
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, or its bytes where gloo does not know its dtype."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _COPIED_AS_BYTES else tensor
 
 
 def _pad_tensor(
@@ -376,7 +332,9 @@ def _pad_tensor(
     return functional.pad(tensor, pad_widths, value=value)
 
 
-def _tensor_signature(tree: Any, collective_name: str) -> list[Any]:
+def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+    if isinstance(tree, torch.Tensor):
+        return ((tree.dtype, tree.shape),)
     tree_leaves = list(leaves(tree))
     other_types = {
         type(leaf).__name__ for leaf in tree_leaves if not isinstance(leaf, torch.Tensor)
@@ -387,4 +345,4 @@ def _tensor_signature(tree: Any, collective_name: str) -> list[Any]:
             f"{', '.join(sorted(other_types))} in it. Other objects have no fixed size to "
             "exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
         )
-    return [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in tree_leaves]
+    return tuple((leaf.dtype, leaf.shape) for leaf in tree_leaves)

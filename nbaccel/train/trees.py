@@ -33,6 +33,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = 
     Returns:
         The same containers, with what the function gave.
     """
+    if isinstance(tree, torch.Tensor):  # first, because it is what most trees are
+        return fn(tree)
     if isinstance(tree, (list, tuple)):
         return sequence_like(tree, [map_leaves(fn, item, skip_keys) for item in tree])
     if isinstance(tree, Mapping):
@@ -51,7 +53,9 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Everything that is no container, in the order of :func:`map_leaves`."""
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
         for item in tree:
             yield from leaves(item)
     elif isinstance(tree, Mapping):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nbaccel.base.errors import CollectiveMismatch
 from nbaccel.base.optional_packages import require
@@ -57,10 +59,19 @@ DistributedOperationException = CollectiveMismatch
 # --------------------------------------------------------------------------- collectives
 
 
+# By group, because it may be left and joined anew; finding the place takes longer than a broadcast.
+_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
+
+
 def _together() -> Collectives:
-    # Not kept: the process group may have been left and joined anew since the last call.
-    place = distributed.init_process()
-    return Collectives(place)
+    process_group: Any = dist.group.WORLD
+    collectives = None if process_group is None else _BY_GROUP.get(process_group)
+    if collectives is None:
+        collectives = Collectives(distributed.init_process())
+        process_group = dist.group.WORLD
+        if process_group is not None:
+            _BY_GROUP[process_group] = collectives
+    return collectives
 
 
 def wait_for_everyone() -> None:

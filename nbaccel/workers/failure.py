@@ -273,7 +273,11 @@ def _error_frames(entry: TracebackType | None) -> tuple[Frame, ...]:
     return tuple(found_frames)
 
 
-_WORKER_FILE = str(Path(__file__).parents[1] / "workers" / "worker.py")
+_PACKAGE_FOLDER = Path(__file__).parents[1]
+_WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")
+# Names of files, because this is below what trains.
+_COLLECTIVES_FILE = str(_PACKAGE_FOLDER / "train" / "collectives.py")
+_CHECK_FILE = str(_PACKAGE_FOLDER / "train" / "call_check.py")
 _STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
 
 
@@ -308,7 +312,10 @@ class RankActivity:
     """What a rank was doing. As text, one line: `waiting in barrier (Cell In[2], line 4)`."""
 
     collective: str = ""
-    """The function of torch.distributed that it was in; empty if it was in none."""
+    """The function of torch.distributed, or the call of nbaccel's, that it was in; empty if it was
+    in none."""
+    is_comparing: bool = False
+    """It was not in the collective yet, but waited to compare its call with those of others."""
     called: str = ""
     """What else its own code had called; empty if that was running itself."""
     at: Frame | None = None
@@ -318,6 +325,20 @@ class RankActivity:
     def of_stack(cls, stack_frames: Sequence[Frame]) -> RankActivity:
         """What a stack says, innermost call first."""
         frame = user_frame(stack_frames)
+        own_calls = [
+            stack_frame.function
+            for stack_frame in stack_frames
+            if stack_frame.file == _COLLECTIVES_FILE and not stack_frame.function.startswith("_")
+        ]
+        if own_calls:
+            return cls(
+                collective=_called_name(stack_frames, frame) if frame else own_calls[-1],
+                is_comparing=any(
+                    stack_frame.function == "compare" and stack_frame.file == _CHECK_FILE
+                    for stack_frame in stack_frames
+                ),
+                at=frame,
+            )
         names = [
             stack_frame.function
             for stack_frame in stack_frames
@@ -341,7 +362,10 @@ class RankActivity:
 
     def __str__(self) -> str:
         words = f"in {self.called}" if self.called else "running"
-        words = f"waiting in {self.collective}" if self.collective else words
+        if self.collective:
+            words = f"waiting in {self.collective}"
+        if self.is_comparing:
+            words = f"waiting before {self.collective}, to compare calls"
         return f"{words} ({place(self.at)})" if self.at else words
 
 

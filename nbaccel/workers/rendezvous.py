@@ -10,6 +10,7 @@ its stack.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -23,8 +24,18 @@ from nbaccel.base import env, ports, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
-__all__ = ["group_names", "join_store", "keep_groups_alive", "serve_store"]
+__all__ = [
+    "RETURNED_KEY",
+    "group_names",
+    "join_store",
+    "keep_groups_alive",
+    "say_returned",
+    "serve_store",
+]
 
+
+RETURNED_KEY = "nbaccel/returned"
+"""Under it the store of a group has the numbers of ranks that will call no collective any more."""
 
 _CreateStore = Callable[..., Any]
 
@@ -112,6 +123,14 @@ def keep_groups_alive() -> None:
     open: `calls/process_groups.py`.)
     """
     torch_private.keep_process_groups()
+
+
+def say_returned(own_rank: int) -> None:
+    """Tell ranks that still wait for this one that its function has returned."""
+    if dist.is_initialized():
+        # The store is gone where the rank that serves it has left.
+        with contextlib.suppress(RuntimeError):
+            torch_private.default_store().append(RETURNED_KEY, f"{own_rank} ")
 
 
 def group_names() -> Callable[[], str]:

@@ -68,9 +68,5 @@ DESCENDANTS_S = 2.0
 EXIT_RECHECK_S = 2.0
 """Between looks at ranks that still work while others have returned."""
 
-EXIT_ALONE_S = 15.0
-"""Until the user is told that all ranks which still work wait for those that have returned: a
-collective that is only slow has finished by then."""
-
 EXIT_S = 10.0
 """For a worker to exit after all have returned: a library's clean-up may take its time."""

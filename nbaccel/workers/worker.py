@@ -381,6 +381,8 @@ class Work:
             report(self._channel, raised_error, self._rank, self._pack)
         else:
             self._hand_over(value, weight_report)
+            # Only now: a rank that fails by it must find that this one has returned.
+            rendezvous.say_returned(self._rank)
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
         job = self._job

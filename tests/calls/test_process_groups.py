@@ -120,7 +120,7 @@ def test_an_accelerator_gathers_in_the_new_groups() -> None:
 
 @pytest.mark.parametrize("call", ["wait_for_everyone()", "gather(torch.ones(1))"])
 def test_ranks_that_made_different_numbers_of_calls_meet_again(call: str) -> None:
-    """Calls in shared memory are no collectives of torch, whose numbers stay equal."""
+    """What is compared before a collective is none of torch's, whose numbers stay equal."""
     with Pool(2, namespace={}, timeout=TIMEOUT_S) as pool:
         pool.run(
             "import torch\nfrom nbaccel import Accelerator\naccelerator = Accelerator()\n"

@@ -1,4 +1,4 @@
-"""Runs a function on several processes that compare their calls in a given way."""
+"""Runs a function on several processes that compare the calls they are told to."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ from typing import Any
 
 from nbaccel import notebook_launcher
 from nbaccel.base import env
-from nbaccel.train import page_setup
+from nbaccel.train.call_check import CHECK_VARIABLE
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 
-TWO_HOSTS = "two hosts"
-"""The way of several hosts: as if the first half of the processes could not see the other one's
-memory."""
-
 
 def together(
-    body: Callable[[Collectives], Any], *, timeout_s: float = 30, n: int = 2, route: str = "memory"
+    body: Callable[[Collectives], Any], *, timeout_s: float = 30, n: int = 2, check: str = "first"
 ) -> list[Any]:
     """What `body` returns on each of `n` processes."""
 
     def run() -> Any:
         place = init_process(cpu=True)
-        if route == TWO_HOSTS:
-            page_setup._suggest_host = lambda: f"host {2 * place.rank // n}"
-        else:
-            env.update({page_setup.ROUTE_VARIABLE: route})
+        env.update({CHECK_VARIABLE: check})
         return body(Collectives(place, timeout_s))
 
     return notebook_launcher(run, num_processes=n)

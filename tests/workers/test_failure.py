@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from nbaccel.accelerator import accelerator
 from nbaccel.base.frames import Frame
+from nbaccel.train import call_check, collectives
 from nbaccel.workers import failure
 from nbaccel.workers.failure import (
     FailureRecord,
@@ -177,12 +179,22 @@ def test_what_ran_where_a_worker_was_forked_is_no_part_of_its_stack() -> None:
 
 
 TORCH = "/site-packages/torch/distributed/distributed_c10d.py"
+GATHERS = [
+    (TORCH, "all_gather"),
+    (collectives.__file__, "_gather_one"),
+    (collectives.__file__, "gather"),
+    (accelerator.__file__, "gather_for_metrics"),
+    ("me.py", "f"),
+]
+COMPARES = [(call_check.__file__, "_await_all"), (call_check.__file__, "compare"), *GATHERS[1:]]
 
 
 @pytest.mark.parametrize(
     ("stack", "text", "waits"),
     [
         ([(TORCH, "wrapper"), (TORCH, "barrier"), ("me.py", "f")], "waiting in barrier", True),
+        (GATHERS, "waiting in gather_for_metrics", True),
+        (COMPARES, "waiting before gather_for_metrics, to compare calls", True),
         ([("me.py", "f")], "running", False),
         ([("/lib/python3.11/time.py", "nap"), ("me.py", "waiting in")], "in nap", False),
         ([], "running", False),
