@@ -295,22 +295,14 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Give a notebook `%%accelerate` and `%accelerate`: IPython calls this at `%load_ext nbaccel`.
-
-    Args:
-        ipython: The notebook's shell.
-    """
+    """Give a notebook `%%accelerate` and `%accelerate`; `%load_ext nbaccel` calls this."""
     from nbaccel.notebook import extension
 
     extension.load_extension(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Take them back and end the workers: IPython calls this at `%unload_ext nbaccel`.
-
-    Args:
-        ipython: The notebook's shell.
-    """
+    """Take them back and end the workers: IPython calls this at `%unload_ext nbaccel`."""
     from nbaccel.notebook import extension
 
     extension.unload_extension(ipython)

@@ -291,13 +291,7 @@ def _reading_class(is_stateful: bool) -> Any:
 def _place_settings(
     base_loader: DataLoader[Any], *, splits_batches: bool | None = None
 ) -> dict[str, Any]:
-    """Settings of a loader: this process among the others, and the samples in a batch.
-
-    Args:
-        base_loader: What is read.
-        splits_batches: Whether process 0 splits batches for all, or joins them; None where it does
-            neither.
-    """
+    """Settings of a loader: this process among the others, and the samples in a batch."""
     place = distributed.init_process()
     batch_sampler = base_loader.batch_sampler
     # A loader with a batch sampler has no batch size itself, and not every sampler has one.

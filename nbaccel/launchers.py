@@ -227,17 +227,7 @@ def launch_configured(
     *,
     tells_warnings: bool = True,
 ) -> Results:
-    """What both launchers and the command `nbaccel launch` do with their settings.
-
-    Args:
-        function: What each worker calls.
-        args: Its arguments.
-        config: The settings.
-        tells_warnings: Whether the plan's warnings are printed.
-
-    Returns:
-        The functions' return values, by rank.
-    """
+    """What both launchers and the command `nbaccel launch` do with their settings."""
     __tracebackhide__ = True
     check_call(function, args)
     # Again, because a hiding file may have been imported after nbaccel.

@@ -240,11 +240,7 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget which accelerators there are, until one is made anew; they train on.
-
-        Args:
-            reset_partial_state: Whether objects of `PartialState` answer no more, too.
-        """
+        """Forget which accelerators there are, until one is made anew; they train on."""
         _LIVE_ACCELERATORS.clear()
         _RESET_CLASSES.add(AcceleratorState)
         if reset_partial_state:

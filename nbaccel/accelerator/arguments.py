@@ -49,11 +49,7 @@ class Handlers:
 
     @classmethod
     def of(cls, given_handlers: Sequence[Handler] | None) -> Handlers:
-        """Sort a list of handlers.
-
-        Raises:
-            ConfigError: Two of one class, or something that is no handler.
-        """
+        """Sort a list of handlers."""
         field_names = {
             AutocastKwargs: "autocast",
             GradScalerKwargs: "scaler",
@@ -145,22 +141,14 @@ class Request:
         return self.project.logging_dir
 
     def settings_for(self, strategy_name: str) -> Any:
-        """The settings of the strategy that the plan names.
-
-        Args:
-            strategy_name: Its name; one that was not asked for gets its settings from the handlers.
-        """
+        """The settings of the strategy that the plan names."""
         strategy = self.asked.strategy
         if strategy is not None and strategy.strategy == strategy_name:
             return self.settings
         return registry.strategy_settings(strategy_name, self.handlers.given)
 
     def settings_of(self, argument_name: str) -> Any:
-        """The settings that an argument of `Accelerator` stands for, if that strategy was asked.
-
-        Args:
-            argument_name: ``fsdp_plugin``, for example.
-        """
+        """The settings that an argument of `Accelerator` stands for, if that strategy was asked."""
         strategy = self.asked.strategy
         if strategy is None or argument_name not in strategy_row(strategy.strategy).arguments:
             return None
@@ -184,26 +172,7 @@ class Request:
         downcast_bf16: bool = False,
         kwarg_handlers: Sequence[Handler] | None = None,
     ) -> Request:
-        """Merge what was given in several places.
-
-        Args:
-            mixed_precision: As in `Accelerator`, like all the others.
-            cpu: The same.
-            gradient_accumulation_steps: The same.
-            gradient_accumulation_plugin: The same.
-            split_batches: The same.
-            dataloader_config: The same.
-            project_dir: The same.
-            project_config: The same.
-            plugins: Settings of strategies, by the argument that had them.
-            kwargs_handlers: As in `Accelerator`.
-            config: The same.
-            downcast_bf16: The same.
-            kwarg_handlers: Another spelling of `kwargs_handlers`.
-
-        Raises:
-            ConfigError: Two of them contradict each other, or a value is wrong.
-        """
+        """Merge what was given in several places."""
         run_config = None if config is None else run_config_of(config)
         handlers = Handlers.of(_one_spelling(kwargs_handlers, kwarg_handlers))
         requested_strategy = registry.wanted_strategy(
@@ -389,11 +358,7 @@ def _merge_precision(
 def _one_spelling(
     kwargs_handlers: Sequence[Handler] | None, kwarg_handlers: Sequence[Handler] | None
 ) -> Sequence[Handler] | None:
-    """What was given under either name of the argument.
-
-    Raises:
-        ConfigError: Under both.
-    """
+    """What was given under either name of the argument."""
     if kwargs_handlers is not None and kwarg_handlers is not None:
         raise ConfigError(
             f"Accelerator got kwargs_handlers={kwargs_handlers} and kwarg_handlers="
@@ -403,11 +368,7 @@ def _one_spelling(
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """How prepared models are compiled, said in one of two ways.
-
-    Raises:
-        ConfigError: In both, or by something that is no plugin.
-    """
+    """How prepared models are compiled, said in one of two ways."""
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
     if not isinstance(plugin, TorchDynamoPlugin):
@@ -438,16 +399,7 @@ def _with_reason(strategy: Wanted | None, reason: str) -> Wanted | None:
 
 
 def refuse_unserved(torch_tp_plugin: Any, megatron_lm_plugin: Any, parallelism_config: Any) -> None:
-    """Refuse arguments of Accelerator that this version does not serve, rather than ignore them.
-
-    Args:
-        torch_tp_plugin: As in `Accelerator`, like the others.
-        megatron_lm_plugin: The same.
-        parallelism_config: The same.
-
-    Raises:
-        PlatformUnsupported: One was given.
-    """
+    """Refuse arguments of Accelerator that this version does not serve, rather than ignore them."""
     values = (torch_tp_plugin, megatron_lm_plugin, parallelism_config)
     for name, argument_value in zip(_UNSERVED_ARGUMENTS, values, strict=True):
         if argument_value is not None:

@@ -25,11 +25,6 @@ _NO_CONTEXT = contextlib.nullcontext()
 class GradientSteps:
     """The way from a loss to gradients that an optimizer can use.
 
-    Args:
-        run: Strategy and precision of the run.
-        gradient_state: The position in an accumulated group of batches; counted here.
-        prepared: Optimizers and loaders that are used in the loop.
-
     Attributes:
         step: Batches since the last complete group.
     """

@@ -48,15 +48,7 @@ class TrainingRun:
 
     @classmethod
     def begin(cls, request: Request, dynamo: TorchDynamoPlugin) -> TrainingRun:
-        """Join the process group, and choose strategy and precision.
-
-        Args:
-            request: The arguments.
-            dynamo: How prepared models are to be compiled.
-
-        Raises:
-            ConfigError: The arguments do not fit this process; it has not joined the others then.
-        """
+        """Join the process group, and choose strategy and precision."""
         asked = request.asked
         handlers = request.handlers
         device_backend = registry.device(asked.device or distributed.name_device())

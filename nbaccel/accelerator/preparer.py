@@ -65,13 +65,7 @@ class PrepareOptions:
 
 
 class Preparer:
-    """Makes objects ready for a run, and releases them.
-
-    Args:
-        run: The run.
-        gradient_state: The state that optimizers, schedulers and loaders share.
-        prepared: Where everything that was made ready is listed.
-    """
+    """Makes objects ready for a run, and releases them."""
 
     def __init__(
         self, run: TrainingRun, gradient_state: GradientState, prepared: PreparedObjects

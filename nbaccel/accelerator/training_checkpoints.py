@@ -23,12 +23,6 @@ __all__ = ["TrainingCheckpoints"]
 class TrainingCheckpoints:
     """Checkpoints of a run.
 
-    Args:
-        run: The run; its strategy knows how models are wrapped or sharded.
-        prepared: What is saved.
-        steps: Where the accumulation of gradients stands; saved, too.
-        gradient_state: The same, as optimizers and loaders see it.
-
     Attributes:
         folders: Names of checkpoints, and the hooks that run before saving and loading.
     """

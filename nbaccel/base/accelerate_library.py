@@ -45,11 +45,7 @@ def _has_shared_state(name: str) -> bool:
 
 
 def forget() -> None:
-    """Let the next ``Accelerator`` find out anew what this process is.
-
-    Raises:
-        PlatformUnsupported: This version of Accelerate has no way to do so.
-    """
+    """Let the next ``Accelerator`` find out anew what this process is."""
     if not is_set_up():
         return
     state = sys.modules["accelerate.state"]

@@ -46,11 +46,7 @@ def _short_name(final_name: str) -> str:
 
 @contextlib.contextmanager
 def hold_claim(folder: Path) -> Iterator[None]:
-    """A block in which no process clears a hidden folder away, unless this process dies in it.
-
-    Args:
-        folder: Named by :func:`partial_name`; made in the block, and gone at its end.
-    """
+    """A block in which no process clears a hidden folder away, unless this process dies in it."""
     # Imported here, because every package of nbaccel imports this module.
     from filelock import FileLock
 
@@ -73,12 +69,7 @@ def hold_claim(folder: Path) -> Iterator[None]:
 
 
 def clear_leftovers(parent: Path, name_pattern: str) -> None:
-    """Delete what killed processes have left; what is being written stays.
-
-    Args:
-        parent: The folder.
-        name_pattern: A regular expression for what they were writing.
-    """
+    """Delete what killed processes have left; what is being written stays."""
     from filelock import FileLock
 
     leftover_pattern = re.compile(rf"(\.(?:{name_pattern})\.partial-[0-9a-f]+)(\.lock)?")
@@ -100,13 +91,6 @@ def partial_folder(parent: Path, base_name: str) -> Iterator[Path]:
     """A hidden folder beside the files to be, on the same disk, gone afterwards.
 
     Those that killed processes have left under that name are cleared away first.
-
-    Args:
-        parent: The folder where they are to be.
-        base_name: What they are called, for its own name.
-
-    Yields:
-        The folder.
     """
     clear_leftovers(parent, re.escape(_short_name(base_name)))
     folder = parent / partial_name(base_name)
@@ -123,10 +107,6 @@ def keep_access(new_path: Path, old_path: Path) -> None:
 
     What replaces nothing gets what a new file has: safetensors makes its own readable by nobody
     else, whatever the umask is.
-
-    Args:
-        new_path: What was written beside its place.
-        old_path: Its place.
     """
     if new_path.is_dir():
         _take_access(new_path, old_path)
@@ -159,13 +139,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file in one step: readers see the old one or the new one.
 
     A link stays one, and what it leads to is replaced.
-
-    Args:
-        path: The file.
-        text: What is to be in it.
-
-    Raises:
-        OSError: It cannot be written; what was there is still there.
     """
     path = path.resolve()
     with partial_folder(path.parent, path.name) as folder:
@@ -180,15 +153,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def publish_weights(built_folder: Path, folder: Path, name_pattern: str) -> None:
-    """Move files of weights to their places; stale ones of an earlier save are removed last.
-
-    Args:
-        built_folder: Where they are, whole.
-        folder: Where they are to be.
-        name_pattern: How they are called: ``model{suffix}.safetensors``, where the suffix tells
-            which of several a file is; an index has the name of a single file and
-            ``.index.json``.
-    """
+    """Move files of weights to their places; stale ones of an earlier save are removed last."""
     sync_tree(built_folder)
     # The index last: it may only name files that are there.
     paths = sorted(built_folder.iterdir(), key=lambda p: (p.suffix == ".json", p.name))

@@ -9,23 +9,12 @@ __all__ = ["free_bytes", "nearest_folder"]
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free on the disk that a folder is, or will be, on.
-
-    Args:
-        folder: Any path.
-    """
+    """What is free on the disk that a folder is, or will be, on."""
     return shutil.disk_usage(nearest_folder(folder)).free
 
 
 def nearest_folder(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there.
-
-    Args:
-        folder: Any path.
-
-    Returns:
-        A path that exists, on the disk that the folder is or will be on.
-    """
+    """The folder, or the nearest above it that is there."""
     absolute_folder = folder.expanduser().absolute()
     return next(
         existing_folder

@@ -34,16 +34,7 @@ _AnyRow = TypeVar("_AnyRow", bound=NamedRow)
 def rows_from_outside(
     group: str, row_class: type[_AnyRow], built_in: tuple[_AnyRow, ...]
 ) -> tuple[tuple[_AnyRow, ...], tuple[str, ...]]:
-    """The built-in rows with those of installed packages behind them.
-
-    Args:
-        group: The entry points' group: ``nbaccel.devices``.
-        row_class: What the objects must be.
-        built_in: Rows whose names are taken.
-
-    Returns:
-        All rows, and for each entry point that cannot be used a message that names it.
-    """
+    """The built-in rows with those of installed packages behind them."""
     rows_by_name = {loaded_row.name: loaded_row for loaded_row in built_in}
     problems = []
     group_points: Iterable[EntryPoint] = _all_entry_points().select(group=group)

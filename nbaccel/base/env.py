@@ -20,33 +20,17 @@ _NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
 
 
 def read(variable_name: str, default: str | None = None) -> str | None:
-    """Value of one variable.
-
-    Args:
-        variable_name: The variable.
-        default: What to answer when it is not set.
-
-    Returns:
-        The value as it stands (an empty one included), or ``default``.
-    """
+    """Value of one variable."""
     return os.environ.get(variable_name, default)
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the whole environment, to give to :func:`replace_all` later.
-
-    Returns:
-        Names and values; changing it changes nothing.
-    """
+    """A copy of the whole environment, to give to :func:`replace_all` later."""
     return dict(os.environ)
 
 
 def changes() -> dict[str, str]:
-    """The variables that this process has set since it was started.
-
-    Returns:
-        Names and values, without those that name programs and folders of this machine.
-    """
+    """The variables that this process has set since it was started."""
     try:
         started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # no /proc: all may have been set
@@ -59,22 +43,14 @@ def changes() -> dict[str, str]:
 
 
 def state() -> Mapping[bytes, bytes]:
-    """The environment as it is now, to compare with later: much faster than a :func:`snapshot`.
-
-    Returns:
-        Names and values, as the system has them.
-    """
+    """The environment as it is now, to compare with later: much faster than a :func:`snapshot`."""
     # The private table: the public mapping decodes every value.
     environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001
     return environment
 
 
 def replace_all(environment: Mapping[str, str]) -> None:
-    """Make the environment exactly ``environment``: what it lacks is unset.
-
-    Args:
-        environment: The complete environment.
-    """
+    """Make the environment exactly ``environment``: what it lacks is unset."""
     # Not clear() + update(): another thread would see an environment without PATH or HOME.
     for name in [name for name in os.environ if name not in environment]:
         del os.environ[name]
@@ -83,15 +59,7 @@ def replace_all(environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def applied(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for the length of a ``with`` block.
-
-    Args:
-        changes: Names and values; ``None`` unsets a variable.
-
-    Yields:
-        Nothing. Afterwards exactly these variables are as they were, also after an exception;
-        what the block did to others stays.
-    """
+    """Set variables for the length of a ``with`` block."""
     previous_values = {name: os.environ.get(name) for name in changes}
     _write_variables(changes)
     try:
@@ -101,17 +69,7 @@ def applied(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def flag(variable_name: str) -> bool | None:
-    """A variable read as yes or no.
-
-    Args:
-        variable_name: The variable.
-
-    Returns:
-        True or False, or None where it is unset or empty.
-
-    Raises:
-        ConfigError: It holds something that is neither.
-    """
+    """A variable read as yes or no."""
     variable_text = os.environ.get(variable_name, "").strip()
     if not variable_text:
         return None
@@ -126,11 +84,7 @@ def flag(variable_name: str) -> bool | None:
 
 
 def update(changes: Mapping[str, str | None]) -> None:
-    """Set variables, or remove them.
-
-    Args:
-        changes: Values by name; None removes a variable.
-    """
+    """Set variables, or remove them."""
     _write_variables(changes)
 
 

@@ -87,11 +87,7 @@ class UserMistake(_PlainlyShownError):
 
 
 class ConfigError(UserMistake, ValueError):
-    """Settings that are wrong or contradict each other, all of them at once.
-
-    Args:
-        *mistakes: One message per mistake, each naming the value and the remedy.
-    """
+    """Settings that are wrong or contradict each other, all of them at once."""
 
     _what = "settings are wrong"
 
@@ -150,12 +146,7 @@ class ModelNotShareable(UserMistake, ValueError):
 
 
 class NotSendable(UserMistake, TypeError):
-    """A function, an argument or a result that cannot be pickled.
-
-    Args:
-        message: What it is and how to avoid sending it.
-        path: Where it hangs, as Python would reach it: ``train.__closure__['lock']``.
-    """
+    """A function, an argument or a result that cannot be pickled."""
 
     def __init__(self, message: str, *, path: str = "") -> None:
         super().__init__(message)
@@ -163,12 +154,7 @@ class NotSendable(UserMistake, TypeError):
 
 
 class PortTaken(UserMistake, OSError):
-    """The port that was asked for belongs to another process.
-
-    Args:
-        message: The port, its holder where known, and what to do.
-        port: The port's number.
-    """
+    """The port that was asked for belongs to another process."""
 
     def __init__(self, message: str, *, port: int | None = None) -> None:
         super().__init__(message)
@@ -242,13 +228,7 @@ class _WatchedRunEnd(BaseException):
 
 
 class WorkerFailed(_WatchedRunEnd, NbaccelError, RuntimeError):
-    """A launch failed because a worker did.
-
-    Args:
-        message: What is shown to the user.
-        failure: The first failure by time, the one to look at.
-        failures: All failures, the first one included, in order of time.
-    """
+    """A launch failed because a worker did."""
 
     def __init__(
         self, message: str = "", *, failure: object | None = None, failures: tuple[object, ...] = ()

@@ -17,21 +17,12 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new tensor of shape ``[n]`` with the elements of all.
-
-    Args:
-        tensors: Of one data type, on one device.
-    """
+    """A new tensor of shape ``[n]`` with the elements of all."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of a flat tensor into tensors, in place.
-
-    Args:
-        flat: What :meth:`flatten` gave, or a tensor of its shape.
-        tensors: Those that it was made of.
-    """
+    """Copy the elements of a flat tensor into tensors, in place."""
     untyped: Any = flat  # torch's `split` has no types
     pieces = untyped.split([tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):

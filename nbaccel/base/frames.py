@@ -76,11 +76,7 @@ class Frame:
 
 
 def is_module(function: str) -> bool:
-    """Whether code of this name is outside of functions, at the top level of a cell or file.
-
-    Args:
-        function: The name of a frame's code. IPython 7.34 and 8 use another name for it.
-    """
+    """Whether code of this name is outside of functions, at the top level of a cell or file."""
     return function == MODULE_LEVEL or function.startswith("<cell line: ")
 
 
@@ -99,9 +95,6 @@ def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
     Before a worker begins stands what was running where it was forked: its template's own calls,
     or the cell in which the notebook was forked.
-
-    Args:
-        frames: The stack, innermost call first.
     """
     stack_length = next(
         (
@@ -135,12 +128,7 @@ def caller_level() -> int:
 
 
 def place(frame: Frame) -> str:
-    """Where a frame stands, without the folders of this machine.
-
-    Returns:
-        `Cell In[7], line 3` for code of a cell, `torch/nn/functional.py:3` for a package's, and
-        `file.py:3` for the rest.
-    """
+    """Where a frame stands, without the folders of this machine."""
     if (cell_count := cell_number(frame.file)) is not None:
         return f"Cell In[{cell_count}], line {frame.line}"
     if _CELL_NAME.search(frame.file):
@@ -153,14 +141,7 @@ def place(frame: Frame) -> str:
 
 
 def cell_number(compiled_name: str) -> int | None:
-    """The number that a cell was last run under, as in `In[7]`.
-
-    Args:
-        compiled_name: What its code was compiled as.
-
-    Returns:
-        The number; None where no cell that this process has run is called so.
-    """
+    """The number that a cell was last run under, as in `In[7]`."""
     ipython_shell = running_shell()
     compiler = getattr(ipython_shell, "compile", None)
     cell_numbers = ipython_private.cell_numbers(compiler)
@@ -213,12 +194,7 @@ def source_line(frame: Frame) -> str:
 
 
 def source(frame: Frame, *, num_around: int) -> list[str]:
-    """The frame's line with an arrow, and the lines around it; none if they are not known.
-
-    Args:
-        frame: The frame.
-        num_around: How many lines before and after.
-    """
+    """The frame's line with an arrow, and the lines around it; none if they are not known."""
     if not source_line(frame):
         return []
     lines = []
@@ -231,11 +207,7 @@ def source(frame: Frame, *, num_around: int) -> list[str]:
 
 
 def has_magic(magic_name: str) -> bool:
-    """Whether the IPython of this process has a line magic of nbaccel's extension.
-
-    Args:
-        magic_name: The magic's name.
-    """
+    """Whether the IPython of this process has a line magic of nbaccel's extension."""
     magics_manager = getattr(running_shell(), "magics_manager", None)
     function = magics_manager.magics["line"].get(magic_name) if magics_manager is not None else None
     return getattr(function, "__module__", "").startswith("nbaccel.notebook.")

@@ -15,12 +15,7 @@ PatchModule = Callable[[ModuleType], None]
 
 
 def patch_module(module_name: str, patch: PatchModule) -> None:
-    """Change a module, now or when it is imported. The module is not imported for it.
-
-    Args:
-        module_name: Its full name.
-        patch: What changes it; called once.
-    """
+    """Change a module, now or when it is imported. The module is not imported for it."""
     if (imported_module := sys.modules.get(module_name)) is not None:
         patch(imported_module)
     else:

@@ -65,15 +65,7 @@ def digest(path: Path) -> str:
 
 
 def file_problem(path: Path, recorded: Recorded | None = None) -> str:
-    """What is wrong with a file of a checkpoint.
-
-    Args:
-        path: The file.
-        recorded: What was noted when it was saved, if anything was.
-
-    Returns:
-        The rest of a sentence that begins with the file's name; empty if nothing is wrong.
-    """
+    """What is wrong with a file of a checkpoint."""
     if not path.is_file():
         return "is missing"
     try:
@@ -113,15 +105,7 @@ def _safetensors_problem(path: Path) -> str:
 
 
 def archive_problem(file: IO[bytes], num_bytes: int) -> str:
-    """What is wrong with an archive that `torch.save` wrote; every record is read once.
-
-    Args:
-        file: Open for reading, at its beginning.
-        num_bytes: Its size.
-
-    Returns:
-        The rest of a sentence; empty if nothing is wrong.
-    """
+    """What is wrong with an archive that `torch.save` wrote; every record is read once."""
     start = file.read(len(OLD_TORCH_FORMAT))
     file.seek(0)
     # Nothing in it can be checked.
@@ -162,13 +146,7 @@ def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 
 
 class Window(io.RawIOBase):
-    """A part of a file, as a file of its own: several archives may lie in one.
-
-    Args:
-        file: Open for reading.
-        begin: Its first byte.
-        num_bytes: How many.
-    """
+    """A part of a file, as a file of its own: several archives may lie in one."""
 
     def __init__(self, file: IO[bytes], begin: int, num_bytes: int) -> None:
         self._file = file

@@ -159,14 +159,7 @@ def _warn(name: PrivateName) -> None:
 
 
 def cell_numbers(compiler: Any) -> dict[str, int] | None:
-    """The numbers of cells by the file names that they were compiled under.
-
-    Args:
-        compiler: A shell's `compile`.
-
-    Returns:
-        The table itself; None before IPython 8, which puts the number into the file name.
-    """
+    """The numbers of cells by the file names that they were compiled under."""
     numbers: dict[str, int] | None = getattr(compiler, "_filename_map", None)
     return numbers
 
@@ -193,15 +186,7 @@ def keep_no_prints(shell: Any) -> None:
 def wrap_completions(
     shell_completer: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace what all completions of IPython before 8.6 come from.
-
-    Args:
-        shell_completer: The shell's `IPCompleter`.
-        wrapper: Given IPython's method, returns the one to call.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Replace what all completions of IPython before 8.6 come from."""
     complete = getattr(shell_completer, "_complete", None)
     if complete is None:
         _warn(_COMPLETE)
@@ -214,15 +199,7 @@ def wrap_completions(
 def inspect_also(
     shell: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace what `name?` calls.
-
-    Args:
-        shell: The notebook's shell.
-        wrapper: Given IPython's method, returns the one to call.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Replace what `name?` calls."""
     inspect = getattr(shell, "_inspect", None)
     if inspect is None:
         _warn(_INSPECT)
@@ -260,10 +237,6 @@ def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) 
 
     ipykernel flushes standard output and error before each output, and waits for its own thread
     twice. Where neither has text, it is enough to know that no flush is under way: one wait.
-
-    Args:
-        display_publisher: A shell's `display_pub`.
-        display_content: Keyword arguments of its `publish`.
     """
     streams = (sys.stdout, sys.stderr)
     thread = threading.get_ident()
@@ -285,14 +258,7 @@ def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) 
 
 
 def is_in_output_widget(running_kernel: Any) -> bool:
-    """Whether an `Output` of ipywidgets takes what is displayed now: it shows no changes of it.
-
-    Args:
-        running_kernel: The shell's `kernel`.
-
-    Returns:
-        False also for an ipywidgets that does not list its widgets (7 and 8 do).
-    """
+    """Whether an `Output` of ipywidgets takes what is displayed now: it shows no changes of it."""
     widget_module = sys.modules.get("ipywidgets.widgets.widget")
     output_class = getattr(sys.modules.get("ipywidgets.widgets.widget_output"), "Output", None)
     if output_class is None or not hasattr(running_kernel, "get_parent"):

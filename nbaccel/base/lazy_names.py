@@ -13,10 +13,6 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """What a package calls ``__getattr__``.
 
     Type checkers cannot read the table: they need the imports under ``TYPE_CHECKING`` beside it.
-
-    Args:
-        package: Its name.
-        homes: Name → module that it is imported from.
     """
 
     def find(name: str) -> Any:

@@ -48,22 +48,12 @@ _LEFTOVER_LISTENERS: list[Callable[[LeftoverFolders, bool], None]] = []
 
 
 def listen_for_leftovers(listener: Callable[[LeftoverFolders, bool], None]) -> None:
-    """Report this process's folders to a listener from now on.
-
-    Args:
-        listener: Called with the folders, and whether they are this process's to remove from now
-            on (or are gone).
-    """
+    """Report this process's folders to a listener from now on."""
     # Replaced, not added to: a live worker has a new reporter for each cell.
     _LEFTOVER_LISTENERS[:] = [listener]
 
 
 def announce_leftover(leftover: LeftoverFolders, *, is_there: bool) -> None:
-    """Say what will have to be removed if this process cannot do it.
-
-    Args:
-        leftover: The folders.
-        is_there: Whether they are about to be made; otherwise they have been removed.
-    """
+    """Say what will have to be removed if this process cannot do it."""
     for listener in _LEFTOVER_LISTENERS:
         listener(leftover, is_there)

@@ -90,9 +90,6 @@ def tell_of_worker(rank: int) -> None:
 
     Seen with Lightning 2.6 in a kernel: Trainer and Fabric refused to start in workers, as they do
     where somebody types (`sys.ps1`).
-
-    Args:
-        rank: This worker's.
     """
     rank_module = sys.modules.get("lightning_utilities.core.rank_zero")
     if (rank_zero_only := getattr(rank_module, "rank_zero_only", None)) is not None:

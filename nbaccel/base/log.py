@@ -62,14 +62,7 @@ def _has_other_handlers() -> bool:
 
 
 def get_logger(logger_name: str = ROOT_LOGGER_NAME) -> logging.LoggerAdapter[logging.Logger]:
-    """The logger of a module of nbaccel.
-
-    Args:
-        logger_name: The module's ``__name__``; a name outside the package is put under it.
-
-    Returns:
-        A logger whose messages carry the rank inside a worker.
-    """
+    """The logger of a module of nbaccel."""
     root_logger = logging.getLogger(ROOT_LOGGER_NAME)
     if not any(isinstance(handler, _NoticeHandler) for handler in root_logger.handlers):
         root_logger.addHandler(_NoticeHandler())
@@ -86,11 +79,7 @@ def notice_stream() -> TextIO:
 
 
 def write_notice(notice_text: str) -> None:
-    """Tell the user something that is no error.
-
-    Args:
-        notice_text: Lines with their ends.
-    """
+    """Tell the user something that is no error."""
     text_stream = notice_stream()
     text_stream.write(notice_text)
     text_stream.flush()

@@ -74,11 +74,6 @@ def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> N
     """Give back the pages that lie wholly within these bytes, if they are in a private mapping.
 
     What was written there is lost; pages that other tensors have a part in are kept.
-
-    Args:
-        address: The first byte.
-        num_bytes: How many bytes.
-        keep_written: Keep pages that were written to, because other tensors may view these bytes.
     """
     mapping = find_mapping(address, num_bytes)
     if mapping is None:
@@ -95,15 +90,7 @@ def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> N
 
 
 def same_bytes(spans: Iterable[tuple[int, int] | None]) -> tuple[object, ...] | None:
-    """What tells that another process sees the same bytes of the same files.
-
-    Args:
-        spans: Address and number of bytes, for each tensor; None for one that has no address.
-
-    Returns:
-        The machine, and for each tensor its file and place: equal in two processes only if they
-        see the same bytes. None where some lie elsewhere, or in a mapping that was written to.
-    """
+    """What tells that another process sees the same bytes of the same files."""
     is_written: dict[int, bool] = {}
     places: list[object] = [_machine_identity()]
     for span in spans:

@@ -20,19 +20,7 @@ _VERSION_FIELD = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILIN
 
 
 def require(module: str, *, extra: str, why: str) -> ModuleType:
-    """Import a module that only some users need.
-
-    Args:
-        module: Dotted name of the module.
-        extra: The extra of nbaccel that installs it; empty where nbaccel itself does.
-        why: What needs it, as the start of a sentence: ``"ZeRO"``, ``"Reading YAML"``.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingBackend: It is not installed, or is and fails to import.
-    """
+    """Import a module that only some users need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -42,14 +30,7 @@ def require(module: str, *, extra: str, why: str) -> ModuleType:
 
 
 def is_installed(module_name: str) -> bool:
-    """Whether a module could be imported, found out without running any of its code.
-
-    Args:
-        module_name: Dotted name; parent packages are not imported either.
-
-    Returns:
-        True where Python's path has it. (Importing may still fail, on a broken library.)
-    """
+    """Whether a module could be imported, found out without running any of its code."""
     if module_name in sys.modules:
         # An entry of None makes Python refuse the import.
         return sys.modules[module_name] is not None
@@ -69,10 +50,6 @@ def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
     """Whether a module could be imported and belongs to an installed package.
 
     A folder that happens to have its name, such as trackers leave, is none.
-
-    Args:
-        module: Dotted name of the module.
-        distributions: What pip calls the package; any of them will do. The module's name if empty.
     """
     if not is_installed(module):
         return False
@@ -86,14 +63,7 @@ def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
 
 
 def installed_version(distribution_name: str) -> str:
-    """The version of what is installed under a name, without importing it.
-
-    Args:
-        distribution_name: What pip calls the package.
-
-    Returns:
-        Its version; empty where it is not installed.
-    """
+    """The version of what is installed under a name, without importing it."""
     try:
         return metadata_version(importlib.metadata.distribution(distribution_name))
     except importlib.metadata.PackageNotFoundError:
@@ -101,15 +71,7 @@ def installed_version(distribution_name: str) -> str:
 
 
 def metadata_version(distribution: importlib.metadata.Distribution) -> str:
-    """The version of a distribution, without parsing all of its metadata, which takes milliseconds.
-
-    Args:
-        distribution: An installed distribution.
-
-    Returns:
-        Its version; empty where it has no metadata, as in the folder of an interrupted
-        installation.
-    """
+    """The version of a distribution, without parsing all of its metadata (milliseconds)."""
     # Of wheels, of eggs, and of distributions that are a single file: as importlib.metadata.
     for name in ("METADATA", "PKG-INFO", ""):
         text = (distribution.read_text(name) or "").partition("\n\n")[0]

@@ -18,12 +18,6 @@ def install_line(extra: str = "") -> str:
 
     The packages themselves: nbaccel may be on no index, and `pip install "nbaccel[deepspeed]"` then
     ends in "No matching distribution found", as a reader of the guides has met.
-
-    Args:
-        extra: The extra; empty for what nbaccel itself needs.
-
-    Returns:
-        A line for a terminal.
     """
     from packaging.requirements import Requirement
 

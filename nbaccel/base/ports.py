@@ -23,11 +23,7 @@ _LISTEN_BACKLOG = 4096  # connections that may wait for the store: all workers o
 
 
 def loopback(host_address: str) -> str:
-    """The address to use for one: version 6's where this machine has no other.
-
-    Args:
-        host_address: Any address; one that is not 127.0.0.1 is given back as it is.
-    """
+    """The address to use for one: version 6's where this machine has no other."""
     if host_address != LOOPBACK_ADDRESSES[0]:
         return host_address
     for loopback_address, address_family in zip(
@@ -54,15 +50,6 @@ def listen(
 
     It listens from the first moment: a process that connects before the store serves it waits, and
     no other process can take the port.
-
-    Args:
-        host: Address to bind; loopback unless several machines take part.
-        port: The port asked for; None for any free one.
-        setting: The argument by which it was asked for.
-        waiting_processes: The processes that were to meet there.
-
-    Raises:
-        PortTaken: If the port asked for is in use.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -103,14 +90,7 @@ def _describe_holder(port: int) -> str:
 
 
 def store_options(listener: int) -> dict[str, Any]:
-    """What makes torch's `TCPStore` serve on a socket that is bound already.
-
-    Args:
-        listener: The socket's descriptor.
-
-    Returns:
-        Keyword arguments.
-    """
+    """What makes torch's `TCPStore` serve on a socket that is bound already."""
     torch_release = tuple(
         int(release_part) for release_part in re.findall(r"\d+", version("torch"))[:2]
     )

@@ -10,15 +10,7 @@ _LONGEST_COMMAND = 80  # characters: what fits beside the rest of a message
 
 
 def describe_process(process_id: int) -> str:
-    """Name a process so that a user finds it.
-
-    Args:
-        process_id: Its number.
-
-    Returns:
-        ``"process 123 (python train.py)"``; without a command where the process has ended, or
-        belongs to a user whose command this one may not read.
-    """
+    """Name a process so that a user finds it."""
     try:
         facts = psutil.Process(process_id).as_dict(["cmdline", "name"])
     except psutil.NoSuchProcess:

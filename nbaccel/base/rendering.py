@@ -30,14 +30,7 @@ _NO_DEBUGGER_HINT = (
 
 
 def render_mistake(error: BaseException) -> list[str]:
-    """An error whose reason is in the cell: the user's frames, then the text.
-
-    Args:
-        error: What was raised.
-
-    Returns:
-        Lines with colours (ANSI).
-    """
+    """An error whose reason is in the cell: the user's frames, then the text."""
     user_frames = [f for f in frames.of_traceback(error.__traceback__) if not f.is_library]
     # What `%%time` compiles has no lines: IPython 7 shows its errors without the cell's own frame.
     user_frames = [frame for frame in user_frames if not frame.file.startswith("<timed ")]
@@ -50,14 +43,7 @@ def render_mistake(error: BaseException) -> list[str]:
 
 
 def render_failure(error: BaseException) -> list[str]:
-    """An error whose reason is in another process: the text has the frames that matter.
-
-    Args:
-        error: What was raised.
-
-    Returns:
-        Lines with colours (ANSI).
-    """
+    """An error whose reason is in another process: the text has the frames that matter."""
     lines = _render_error_text(error)
     user_frames = [
         frame for frame in frames.of_traceback(error.__traceback__) if not frame.is_library
@@ -114,12 +100,7 @@ def _wrap_line(line: str) -> list[str]:
 
 
 def coloured(line_text: str, *, stands_out: bool = False) -> str:
-    """A line as it is shown: places green, the arrow and what stands out red.
-
-    Args:
-        line_text: Its text.
-        stands_out: Whether it stands out.
-    """
+    """A line as it is shown: places green, the arrow and what stands out red."""
     if stands_out:
         return f"{_ANSI_BOLD}{_ANSI_RED}{line_text}{_ANSI_OFF}"
     if _ARROW_LINE.match(line_text):

@@ -56,11 +56,7 @@ class SpentTime:
 
 
 class TimeAccount:
-    """Adds up the time of one thread by what it was spent on.
-
-    Args:
-        read_clock: Seconds of a clock that never goes back.
-    """
+    """Adds up the time of one thread by what it was spent on."""
 
     def __init__(self, read_clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = read_clock
@@ -84,11 +80,7 @@ class TimeAccount:
                 self._seconds[kind] = 0.0
 
     def enter(self, kind: str) -> None:
-        """The thread begins to wait.
-
-        Args:
-            kind: `data` or `communication`. What it is in already is interrupted.
-        """
+        """The thread begins to wait."""
         if threading.get_ident() != self._thread_id:
             return
         current_time = self._clock()
@@ -203,11 +195,7 @@ def present_spent() -> SpentTime | None:
 
 
 def add_exchange(source: ExchangeSource) -> None:
-    """Count what a library measures of its exchange of gradients, in this process from now on.
-
-    Args:
-        source: Gives the seconds so far.
-    """
+    """Count what a library measures of its exchange of gradients, in this process from now on."""
     _exchange_sources.append(source)
     if _process_account is not None:
         _process_account.add_exchange(source)

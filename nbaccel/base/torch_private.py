@@ -207,11 +207,7 @@ def process_group_names() -> dict[Any, str]:
 
 
 def collectives_begun(group: Any) -> int:
-    """How many collectives a process group has begun.
-
-    Raises:
-        RuntimeError: Its backend does not count them.
-    """
+    """How many collectives a process group has begun."""
     return int(group._get_sequence_number_for_group())
 
 
@@ -225,19 +221,12 @@ def default_store() -> Any:
 
     nbaccel serves it in its own launches only; under torchrun, or where the user has created the
     group, nothing but torch has it.
-
-    Raises:
-        ValueError: There is no default process group.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def create_in_default_group(join: Callable[[], None]) -> None:
-    """Let code that looks up the default process group create it where there is none.
-
-    Args:
-        join: Creates it.
-    """
+    """Let code that looks up the default process group create it where there is none."""
     c10d = dist.distributed_c10d
     get_default_group = c10d._get_default_group
 
@@ -251,11 +240,7 @@ def create_in_default_group(join: Callable[[], None]) -> None:
 
 
 def watch_new_groups(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Create every further process group inside a context.
-
-    Args:
-        around: Makes the context; called once per group.
-    """
+    """Create every further process group inside a context."""
     c10d = dist.distributed_c10d
     create_group = c10d._new_process_group_helper
 
@@ -268,12 +253,7 @@ def watch_new_groups(around: Callable[[], contextlib.AbstractContextManager[None
 
 
 def replace_rendezvous_store(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what creates the store of an `env://` or `tcp://` rendezvous.
-
-    Args:
-        make: Given torch's function, returns the one to call: host name, port, rank, world size
-            and options → store.
-    """
+    """Replace what creates the store of an `env://` or `tcp://` rendezvous."""
     # Not by attribute: torch.distributed.rendezvous is a function that hides the module.
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
     rendezvous._create_c10d_store = make(rendezvous._create_c10d_store)
@@ -287,12 +267,7 @@ def communication_hooks(model: Any) -> list[tuple[Any, Any]]:
 
 
 def exchange_delays(model: Any) -> tuple[int, float] | None:
-    """By how much the exchange of gradients has prolonged a DDP model's backward passes.
-
-    Returns:
-        The number of the last pass that torch has measured, and the mean delay of all those, in
-        seconds, 0 of each before the first; None where torch keeps no such log.
-    """
+    """By how much the exchange of gradients has prolonged a DDP model's backward passes."""
     try:
         log: Mapping[str, Any] = model._get_ddp_logging_data()
         # Nanoseconds. What overlaps with computing delays nothing.
@@ -327,11 +302,7 @@ def orthogonalizes_matrices() -> bool:
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor, and where it begins in the whole.
-
-    Args:
-        tensor: A DTensor.
-    """
+    """The shape of this rank's part of a DTensor, and where it begins in the whole."""
     compute = _imported(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
@@ -359,10 +330,6 @@ def replace_in_place(tensor: torch.Tensor, replacement: torch.Tensor) -> None:
 
     ``Tensor.data`` refuses a tensor of another kind, and ``torch.utils.swap_tensors`` an object
     with weak references, which stay right here, because the object is the same.
-
-    Args:
-        tensor: A leaf, which no graph that is still to be walked refers to; it keeps its hooks.
-        replacement: What it becomes; afterwards it is what `tensor` was.
     """
     untyped: Any = tensor
     hooks = {name: getattr(untyped, name) for name in _HOOK_ATTRIBUTES}
@@ -452,19 +419,7 @@ def multiply_scaled(
     *,
     fast_accumulation: bool,
 ) -> torch.Tensor:
-    """A matrix product of payloads of 8 bits, by the device's own kernel.
-
-    Args:
-        left: ``[m, k]``, row-major; on a GPU `k` and `n` are divisible by 16.
-        right: ``[k, n]``, column-major.
-        left_inverse_scale: 0-d, float32: what its payload is multiplied with.
-        right_inverse_scale: The same of the other.
-        out_dtype: Of the result.
-        fast_accumulation: Whether partial sums may be kept in fewer bits.
-
-    Returns:
-        ``[m, n]``.
-    """
+    """A matrix product of payloads of 8 bits, by the device's own kernel."""
     multiply = _private(torch, "_scaled_mm", "FP8 products on GPUs are not available")
     product: torch.Tensor = multiply(
         left,
@@ -485,15 +440,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
-    """Replace all tensors that are nested in containers.
-
-    Args:
-        tree: Lists, tuples, mappings, and types that were registered with torch.
-        replacement: Given a tensor, returns what takes its place.
-
-    Returns:
-        Containers of the same types.
-    """
+    """Replace all tensors that are nested in containers."""
     loss = "inputs of an engine cannot be cast to the type of its weights"
     tree_map_only = _imported("torch.utils._pytree", "tree_map_only", loss)
     return tree_map_only(torch.Tensor, replacement, tree)
@@ -503,12 +450,7 @@ def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> An
 
 
 def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:
-    """Let `DistributedDataParallel` leave parameters of a module alone.
-
-    Args:
-        module: The module, before it is wrapped.
-        parameter_names: Their names in it.
-    """
+    """Let `DistributedDataParallel` leave parameters of a module alone."""
     exclude = _private(
         nn.parallel.DistributedDataParallel,
         "_set_params_and_buffers_to_ignore_for_model",
@@ -648,9 +590,6 @@ def watch_steps_again(scheduler: Any) -> None:
     """Let a scheduler see the first step of its optimizer, which it watched before both were sent.
 
     Pickling leaves the watch behind, and torch then warns of a step that nobody has overridden.
-
-    Args:
-        scheduler: Of torch; another kind is left as it is.
     """
     optimizer: Any = getattr(scheduler, "optimizer", None)
     if not isinstance(optimizer, torch.optim.Optimizer) or "step" in vars(optimizer):
@@ -678,12 +617,7 @@ def has_stepped(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
 def infinity_flags(
     scaler: torch.amp.GradScaler, optimizer: Any | None = None
 ) -> list[torch.Tensor]:
-    """The flags of infinite gradients, float tensors of one element: above 0 where there are any.
-
-    Args:
-        scaler: The scaler.
-        optimizer: Whose; None for all.
-    """
+    """The flags of infinite gradients, float tensors of one element: above 0 if there are any."""
     states = _scaling_states(scaler)
     chosen = states.values() if optimizer is None else [states.get(id(optimizer), {})]
     return [flag for state in chosen for flag in state.get("found_inf_per_device", {}).values()]
@@ -714,11 +648,7 @@ def drop_loader_iterator(loader: Any) -> None:
 
 
 def draw_order_now(batches: Any) -> None:
-    """Let the sampler behind a loader's iterator draw now, not when the first batch is read.
-
-    Args:
-        batches: The iterator of a loader without worker processes.
-    """
+    """Let the sampler behind a loader's iterator draw now, not when the first batch is read."""
     indices = _private(batches, "_sampler_iter", _ORDER_LOSS)
     # torchdata's samplers, which have a state, have drawn already.
     if not hasattr(indices, "state_dict"):

@@ -30,11 +30,7 @@ def is_sharding_new_models() -> bool:
 
 
 def run_notebook_trainers(around_training: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let trainers from the notebook work in this worker. Once per worker.
-
-    Args:
-        around_training: Makes a context in which a trainer trains; it draws one bar for all steps.
-    """
+    """Let trainers from the notebook work in this worker. Once per worker."""
     patch_module(
         _TRAINER_MODULE, functools.partial(_patch_trainer, around_training=around_training)
     )

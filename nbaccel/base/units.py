@@ -29,15 +29,6 @@ def parse_bytes(text: str | int) -> int:
 
     ``KiB, MiB, GiB, ...`` are powers of 1024 and ``kB, MB, GB, ...`` powers of 1000. A bare
     letter (``"16G"``) counts in 1024, as it does for Docker and Slurm.
-
-    Args:
-        text: The size; a plain number counts bytes.
-
-    Returns:
-        The size in bytes, rounded to a whole byte.
-
-    Raises:
-        ConfigError: The text is not a size.
     """
     # A bool is an int, and no size.
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
@@ -57,42 +48,18 @@ def parse_bytes(text: str | int) -> int:
 
 
 def count_noun(number: int, noun: str) -> str:
-    """Write a count for people.
-
-    Args:
-        number: How many.
-        noun: Of what, in the singular.
-
-    Returns:
-        ``"1 worker"``, ``"2 workers"``.
-    """
+    """Write a count for people."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_few(names: Sequence[str], most: int, *, separator: str = ", ") -> str:
-    """The first of many names, and how many more there are.
-
-    Args:
-        names: All of them.
-        most: How many are named.
-        separator: What stands between two.
-
-    Returns:
-        For example "a, b and 3 more".
-    """
+    """The first of many names, and how many more there are."""
     text = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + text
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a size for people.
-
-    Args:
-        num_bytes: The size in bytes.
-
-    Returns:
-        The size in the largest unit of 1024s that keeps it at 1 or more: ``"16.0 GiB"``.
-    """
+    """Write a size for people."""
     size = float(abs(num_bytes))
     text = "-" if num_bytes < 0 else ""
     for name in _BINARY_UNITS:
@@ -104,14 +71,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration for people.
-
-    Args:
-        seconds: The duration in seconds.
-
-    Returns:
-        Two units at most: ``"12 ms"``, ``"1.5 s"``, ``"2 min 5 s"``, ``"3 h 20 min"``.
-    """
+    """Write a duration for people."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     # The bounds are where rounding would print the next unit: 1000 ms, 60.0 s.
@@ -127,14 +87,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Write a set of numbers for people.
-
-    Args:
-        numbers: Whole numbers, in any order.
-
-    Returns:
-        ``"0-2,5"`` for 0, 1, 2 and 5; an empty text for none.
-    """
+    """Write a set of numbers for people."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
@@ -148,15 +101,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def shorten_text(text: str, max_chars: int) -> str:
-    """Keep head and tail of a long text.
-
-    Args:
-        text: The text.
-        max_chars: How long it may be.
-
-    Returns:
-        The text itself, or head and tail with a note of how much is left out in the middle.
-    """
+    """Keep head and tail of a long text."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2
@@ -164,14 +109,5 @@ def shorten_text(text: str, max_chars: int) -> str:
 
 
 def mark_left_out(head: str, num_chars: int, tail: str) -> str:
-    """Write a text whose middle is missing.
-
-    Args:
-        head: What was before it.
-        num_chars: How many characters are missing.
-        tail: What was behind it.
-
-    Returns:
-        Head and tail, with a note of what is missing between them.
-    """
+    """Write a text whose middle is missing."""
     return f"{head} … {num_chars:,} characters not shown … {tail}" if num_chars else head + tail

@@ -94,16 +94,7 @@ class _MissingName:
 
 
 def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str) -> Any:
-    """A stand-in for a class or function of Accelerate.
-
-    Args:
-        missing_name: Its name.
-        missing_part: What it belongs to.
-        module_name: The module that has it here, as ``__name__``.
-
-    Returns:
-        A class. Calling it, or a subclass of it, raises `PlatformUnsupported`.
-    """
+    """A stand-in for a class or function of Accelerate."""
     docstring = (
         f"Of Accelerate; not in this version, which lacks {missing_part.what}. "
         f"{missing_part.instead}."

@@ -344,11 +344,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuse a model with tensors on ``meta`` that nothing brings in.
-
-    Raises:
-        ConfigError: It has some; they are named.
-    """
+    """Refuse a model with tensors on ``meta`` that nothing brings in."""
     empty_names = list(_names_without_values(model))
     if empty_names:
         raise ConfigError(

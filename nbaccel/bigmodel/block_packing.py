@@ -119,11 +119,6 @@ class Packing:
 class BlockForest:
     """Blocks by number: those inside of a block follow it, so that it is a range of numbers.
 
-    Args:
-        blocks: Each before those inside of it, and these before the next.
-        tied_groups: Names of tensors that are one; each lies in the innermost block whose name
-            begins its own, and what lies in none is left out.
-
     Attributes:
         blocks: The blocks.
         parents: The block that each is a part of; -1 at the top.
@@ -171,15 +166,7 @@ class BlockForest:
             number = self.parents[number]
 
     def together(self, number: int, waiting: Container[int]) -> list[int]:
-        """A block and all that must share its device, because tensors of them are tied.
-
-        Args:
-            number: The block.
-            waiting: The blocks that have no place yet, with the block itself.
-
-        Returns:
-            The block first. With it come those tied to it, those tied to these, and so on.
-        """
+        """A block and all that must share its device, because tensors of them are tied."""
         found = {number: None}
         members = [number]
         for member in members:
@@ -216,17 +203,7 @@ def find_block(
     fits: Callable[[list[int], float], bool],
     skipped: int = -1,
 ) -> list[int]:
-    """The first block, in the model's order and from the outside in, that fits somewhere.
-
-    Args:
-        forest: All blocks.
-        waiting: Those that may be taken, or split.
-        fits: Asked with blocks that must stay together, and their bytes.
-        skipped: One that is not looked at.
-
-    Returns:
-        The block first, and what comes with it; empty where none fits.
-    """
+    """The first block, in the model's order and from the outside in, that fits somewhere."""
     known = set(waiting)
     stack = sorted(known - {skipped}, reverse=True)
     while stack:
@@ -253,14 +230,6 @@ def pack_blocks(
     what is kept away; and what comes along with a block, being tied to it, needs none. Where no
     packing with room for what is brought back leaves as little to the slowest tier as the first
     one, the first one stands without that room: `lacking_room` says how much that is.
-
-    Args:
-        forest: The blocks.
-        tiers: The fastest first; layers are brought back to the first.
-        may_skip_ahead: Whether a tier that would stay empty takes a later block that fits.
-
-    Returns:
-        The packing; it is not complete where the budgets are too small.
     """
     rules = _Rules(may_skip_ahead=may_skip_ahead)
     first_packing = _BlockPacker(forest, tiers, rules).pack()
@@ -316,13 +285,7 @@ class _Rules:
 
 
 class _BlockPacker:
-    """One way through the blocks.
-
-    Args:
-        forest: The blocks.
-        tiers: The tiers.
-        rules: The way.
-    """
+    """One way through the blocks."""
 
     def __init__(self, forest: BlockForest, tiers: Sequence[Tier], rules: _Rules) -> None:
         self._forest = forest

@@ -109,21 +109,7 @@ class CheckpointContent:
 
 
 def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
-    """Read the headers of a checkpoint.
-
-    Args:
-        checkpoint: A file of weights, an ``*.index.json``, or a folder that holds one of them. Of a
-            folder with several kinds, ``pytorch_model.bin`` comes first, then
-            ``model.safetensors``, then an index, as in Accelerate.
-
-    Returns:
-        What is in it.
-
-    Raises:
-        ConfigError: There is no checkpoint, or a folder holds several indexes.
-        CheckpointDamaged: Files are missing, truncated or damaged, hold code, or do not hold what
-            the index says; all of them are listed.
-    """
+    """Read the headers of a checkpoint."""
     source = Path(checkpoint)
     file_paths, weight_map = _locate_files(source)
     tensors_by_file: dict[str, dict[str, CheckpointTensor]] = {}
@@ -391,11 +377,7 @@ def _open_torch_file(path: Path) -> tuple[Any, bool]:
 
 
 def _is_plain_archive(path: Path) -> bool:
-    """Whether a file is an archive whose records can be used where they lie.
-
-    Raises:
-        ValueError: It is one, and its records are compressed or end beyond the file.
-    """
+    """Whether a file is an archive whose records can be used where they lie."""
     with path.open("rb") as file:
         if file.read(len(_ARCHIVE_START)) != _ARCHIVE_START:
             return False

@@ -151,25 +151,7 @@ def fill_model(
     strict: bool = False,
     needs_mapping: bool = True,
 ) -> LoadedWeights:
-    """Fill a model, and tell where weights on the ``disk`` tier are.
-
-    Args:
-        model: The model.
-        checkpoint: As for :func:`load_checkpoint_in_model`.
-        device_map: The same.
-        dtype: Format of floating-point weights; None: that of the model.
-        keep_in_fp32_modules: Modules that become float32 where `dtype` is float16.
-        offload_buffers: Whether buffers stay on disk, too.
-        strict: Whether missing and left-over weights are errors.
-        needs_mapping: Whether weights on disk are going to be read from the files themselves.
-
-    Returns:
-        The weights that stayed in files.
-
-    Raises:
-        ConfigError: The checkpoint or the map does not fit the model.
-        CheckpointDamaged: Files cannot be used.
-    """
+    """Fill a model, and tell where weights on the ``disk`` tier are."""
     plan = plan_loading(
         model,
         read_checkpoint(checkpoint),
@@ -215,11 +197,7 @@ def load_state_dict(
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Read a format, as ``torch.float16``, ``"float16"`` or ``"torch.float16"``.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Read a format, as ``torch.float16``, ``"float16"`` or ``"torch.float16"``."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
@@ -436,11 +414,7 @@ def _put(model: nn.Module, placement: Placement, values: torch.Tensor) -> None:
 
 
 def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) -> bool:
-    """Let the same object have other values, so that an optimizer made before still steps it.
-
-    Returns:
-        Whether it was possible.
-    """
+    """Let the same object have other values, so that an optimizer made before still steps it."""
     if old_parameter.requires_grad == new_parameter.requires_grad:
         with contextlib.suppress(RuntimeError):  # one of the two is on meta
             old_parameter.data = new_parameter.data
@@ -534,12 +508,7 @@ def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 # ------------------------------------------------------------------------------ index of a folder
 def write_offload_index(offload_folder: str | Path, loaded: LoadedWeights) -> None:
-    """Say in a folder where the weights on disk are, in Accelerate's format.
-
-    Args:
-        offload_folder: The folder; made if it is not there.
-        loaded: The weights that stayed in files.
-    """
+    """Say in a folder where the weights on disk are, in Accelerate's format."""
     folder = Path(offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}

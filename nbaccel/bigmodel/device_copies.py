@@ -37,11 +37,7 @@ class CopiesUnderWay:
     end: torch.Event
 
     def finish(self) -> Mapping[str, torch.Tensor]:
-        """Let what is computed from now on wait for the copies; the host does not wait.
-
-        Returns:
-            The weights by name.
-        """
+        """Let what is computed from now on wait for the copies; the host does not wait."""
         computing_stream = torch.accelerator.current_stream(self.device)
         computing_stream.wait_event(self.end)
         for tensor in self.tensors.values():
@@ -54,15 +50,7 @@ class CopiesUnderWay:
 def start_copies(
     weights: Mapping[str, torch.Tensor], device: torch.device
 ) -> CopiesUnderWay | None:
-    """Begin to copy weights to a device, beside what it computes.
-
-    Args:
-        weights: Tensors by name; those that are not in host memory are left out.
-        device: Where to.
-
-    Returns:
-        The copies; None where the device cannot do it, or has no room for them now.
-    """
+    """Begin to copy weights to a device, beside what it computes."""
     host_weights = {
         name: weight.detach() for name, weight in weights.items() if weight.device.type == "cpu"
     }

@@ -48,12 +48,6 @@ class ExecutionOrder:
 
     Before the first pass has ended, it is the order in which the blocks were registered. A pass
     ends where its first block begins again.
-
-    Args:
-        window_bytes: How many bytes of weights are asked for before they are needed; at least
-            those of the next block are, and in each pass at most an eighth of the host memory that
-            is free when it begins: what is read early must not drive out what is in use.
-        prefetch: Whether anything is asked for at all.
     """
 
     def __init__(self, window_bytes: int = PREFETCH_WINDOW_BYTES, prefetch: bool = True) -> None:
@@ -69,19 +63,11 @@ class ExecutionOrder:
         self._copied: OffloadedBlock | None = None
 
     def register(self, block: OffloadedBlock) -> None:
-        """Add a block; it comes after those that are there.
-
-        Args:
-            block: The block.
-        """
+        """Add a block; it comes after those that are there."""
         self._registered.setdefault(block)
 
     def forget(self, block: OffloadedBlock) -> None:
-        """Remove a block, which will not run as one any more.
-
-        Args:
-            block: The block.
-        """
+        """Remove a block, which will not run as one any more."""
         self._registered.pop(block, None)
         self._last_pass = [other for other in self._last_pass if other is not block]
         self._this_pass = [other for other in self._this_pass if other is not block]
@@ -91,11 +77,7 @@ class ExecutionOrder:
             self._copied = None
 
     def enter(self, block: OffloadedBlock) -> None:
-        """A block begins: its weights are asked for if they were not, then those of the next.
-
-        Args:
-            block: The block.
-        """
+        """A block begins: its weights are asked for if they were not, then those of the next."""
         self.register(block)
         self._record(block)
         if not self.prefetch:

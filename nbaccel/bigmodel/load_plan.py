@@ -77,24 +77,7 @@ def plan_loading(
     offload_buffers: bool = False,
     strict: bool = False,
 ) -> LoadPlan:
-    """Compare a checkpoint's headers with a model.
-
-    Args:
-        model: The model; its tensors may be on ``meta``, or shards.
-        content: The headers.
-        device_map: Where each module goes; None: each tensor stays where it is.
-        dtype: Format of floating-point weights; None: that of the model's tensors.
-        fp32_modules: Names of modules whose weights become float32 where ``dtype`` is float16.
-        offload_buffers: Whether buffers on the ``disk`` tier stay there, too.
-        strict: Whether weights that are missing or left over are mistakes.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ConfigError: Weights are missing or have other shapes, or the map leaves some out; all
-            mistakes are listed.
-    """
+    """Compare a checkpoint's headers with a model."""
     model = inner_model(model)
     groups = _tensor_groups(model)
     buffer_names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -149,11 +132,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def tier_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
-    """What a device map says of a tensor: the entry of the nearest module around it.
-
-    Returns:
-        The entry; an empty text where there is none.
-    """
+    """What a device map says of a tensor: the entry of the nearest module around it."""
     module_name = tensor_name
     while module_name and module_name not in device_map:
         module_name = module_name.rpartition(".")[0]

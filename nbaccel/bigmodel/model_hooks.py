@@ -58,9 +58,6 @@ def outside_compiled_code(method: _Method) -> _Method:
 
     ``torch.compiler.disable`` imports the compiler, which takes seconds; here it is asked for
     once a compiler is at work.
-
-    Args:
-        method: The function.
     """
     untraced: _Method | None = None
 

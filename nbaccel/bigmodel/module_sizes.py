@@ -40,14 +40,7 @@ _log = get_logger(__name__)
 
 # ------------------------------------------------------------------------------- names
 def names_upwards(tensor_name: str) -> Iterator[str]:
-    """A name and those of all modules around it, from the inside out; the model's is empty.
-
-    Args:
-        tensor_name: Dotted: ``encoder.0.weight``.
-
-    Yields:
-        ``encoder.0.weight``, ``encoder.0``, ``encoder`` and the empty name.
-    """
+    """A name and those of all modules around it, from the inside out; the model's is empty."""
     while tensor_name:
         yield tensor_name
         tensor_name = tensor_name.rpartition(".")[0]
@@ -55,11 +48,7 @@ def names_upwards(tensor_name: str) -> Iterator[str]:
 
 
 def class_names(no_split_module_classes: str | Iterable[str] | None) -> frozenset[str]:
-    """Names of classes, however they were given.
-
-    Args:
-        no_split_module_classes: One name, several, or None.
-    """
+    """Names of classes, however they were given."""
     if isinstance(no_split_module_classes, str):
         return frozenset({no_split_module_classes})
     return frozenset(no_split_module_classes or ())

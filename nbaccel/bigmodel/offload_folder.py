@@ -120,11 +120,7 @@ def save_offload_index(
 
 
 def _file_name(weight_name: Any) -> str:
-    """The file of a weight.
-
-    Raises:
-        ConfigError: The name would lead elsewhere.
-    """
+    """The file of a weight."""
     is_plain = isinstance(weight_name, str) and weight_name and "\0" not in weight_name
     if not is_plain or {"/", "\\"} & set(weight_name):
         raise ConfigError(
@@ -172,17 +168,7 @@ def _publish_file(hidden_folder: Path, folder: Path, file_name: str) -> None:
 
 
 def load_offload_index(offload_folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a folder's index.
-
-    Args:
-        offload_folder: The folder.
-
-    Returns:
-        What is known of each weight, by name.
-
-    Raises:
-        CheckpointDamaged: There is none, or it cannot be read.
-    """
+    """Read a folder's index."""
     index_path = Path(offload_folder, INDEX_NAME)
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))

@@ -35,18 +35,7 @@ def write_merged_file(
     *,
     key_prefix: str,
 ) -> None:
-    """Write ``model.safetensors`` out of shards; it appears whole, or not at all.
-
-    Args:
-        stored_tensors: Metadata of the tensors, by key.
-        read_into: Reads the shards into tensors that it is given by key.
-        output_folder: Where the file is to be; made if it is not there.
-        key_prefix: What keys have before the tensor's name.
-
-    Raises:
-        ConfigError: The disk has too little room, or `output_folder` is a file.
-        CheckpointFailed: The disk failed.
-    """
+    """Write ``model.safetensors`` out of shards; it appears whole, or not at all."""
     header, offsets, total_bytes = _layout_of(stored_tensors, key_prefix)
     if output_folder.exists() and not output_folder.is_dir():
         raise ConfigError(

@@ -37,12 +37,7 @@ class WeightFiles:
         self._owners: dict[int, str] = {}
 
     def map_files(self, stored_tensors: Iterable[CheckpointTensor]) -> None:
-        """Map the files of these tensors now, so that later nothing can be missing.
-
-        Raises:
-            CheckpointDamaged: Files are gone, cannot be mapped, or are shorter than their header
-                said a moment ago.
-        """
+        """Map the files of these tensors now, so that later nothing can be missing."""
         problems = {}
         for stored in stored_tensors:
             if stored.opened is not None or not stored.num_bytes or stored.path in problems:
@@ -110,15 +105,7 @@ class WeightFiles:
     def bring_in(
         self, stored: CheckpointTensor, when_read: Callable[[int], object] | None = None
     ) -> None:
-        """Read a tensor's bytes into memory now.
-
-        Args:
-            stored: The tensor.
-            when_read: Called with the number of bytes of each portion that was read.
-
-        Raises:
-            OSError: The file could not be read.
-        """
+        """Read a tensor's bytes into memory now."""
         count_bytes = when_read or _count_nothing
         mapped = self._span_of(stored)
         if mapped is None:
@@ -154,13 +141,7 @@ def _count_nothing(num_bytes: int) -> None:
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
-    """Weights by name, of which some stay in a checkpoint's files until they are asked for.
-
-    Args:
-        files: Where the files are mapped.
-        stored: What is in the files, by name.
-        held: What is in memory, by name.
-    """
+    """Weights by name, of which some stay in a checkpoint's files until they are asked for."""
 
     def __init__(
         self,

@@ -34,17 +34,7 @@ PlacedTensors = MutableMapping[Any, torch.Tensor]
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """A device by its name or number.
-
-    Args:
-        device: A number counts this machine's accelerators.
-
-    Returns:
-        The device.
-
-    Raises:
-        ConfigError: There is no such kind of device, or no accelerator to count.
-    """
+    """A device by its name or number."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -56,17 +46,7 @@ def as_device(device: torch.device | str | int) -> torch.device:
 
 @functools.lru_cache(maxsize=64)
 def usable_device(device: torch.device | str | int) -> torch.device:
-    """A device that tensors can be made on.
-
-    Args:
-        device: Its name, or the number of an accelerator.
-
-    Returns:
-        The device.
-
-    Raises:
-        ConfigError: It is none, or this torch or machine has none of its kind.
-    """
+    """A device that tensors can be made on."""
     found_device = as_device(device)
     try:
         torch.empty(0, device=found_device)
@@ -100,18 +80,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def own_module(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
-    """The submodule that a parameter or buffer belongs to, and its name there.
-
-    Args:
-        module: Where the name starts.
-        tensor_name: Such as ``layers.0.weight``.
-
-    Returns:
-        The submodule and the last part of the name.
-
-    Raises:
-        ConfigError: There is no such tensor.
-    """
+    """The submodule that a parameter or buffer belongs to, and its name there."""
     module_name, _, last_name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(module_name)
@@ -131,12 +100,7 @@ def own_module(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 
 def parameter_like(example: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter with the class, attributes and `requires_grad` of another.
-
-    Args:
-        example: The other.
-        data: The new one's values, which it shares memory with.
-    """
+    """A parameter with the class, attributes and `requires_grad` of another."""
     can_have_gradient = data.is_floating_point() or data.is_complex()
     wants_gradient = example.requires_grad and can_have_gradient
     # A tensor class of its own (as DTensor) counts as a parameter without being a subclass.
@@ -149,12 +113,7 @@ def parameter_like(example: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def placed_on(group: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """The tensor of a tied group that is on a device already.
-
-    Args:
-        group: See `PlacedTensors`.
-        device: Where.
-    """
+    """The tensor of a tied group that is on a device already."""
     found = (
         placed for where, placed in group.items() if check_device_same(as_device(where), device)
     )
@@ -211,14 +170,7 @@ def set_module_tensor_to_device(
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A format by its name.
-
-    Args:
-        dtype: As torch calls it, with or without ``torch.`` in front.
-
-    Raises:
-        ConfigError: torch has no such format.
-    """
+    """A format by its name."""
     if not isinstance(dtype, str):
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)

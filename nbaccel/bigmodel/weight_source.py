@@ -15,27 +15,14 @@ class PrefetchingWeights(Protocol):
     """A map of weights that reads ahead."""
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Begin to bring weights near; return at once.
-
-        Args:
-            names: Their names; some of them may be near already.
-        """
+        """Begin to bring weights near; return at once."""
 
     def release(self, names: Sequence[str]) -> None:
-        """Take note that weights are not used for now: their memory may be used for others.
-
-        Args:
-            names: Their names; also of weights that were asked for and then not needed.
-        """
+        """Take note that weights are not used for now: their memory may be used for others."""
 
 
 def prefetch_weights(weights_map: Any, names: Sequence[str]) -> None:
-    """Pass a wish on to a map of weights that reads ahead; others do nothing.
-
-    Args:
-        weights_map: Any map.
-        names: See :meth:`PrefetchingWeights.prefetch`.
-    """
+    """Pass a wish on to a map of weights that reads ahead; others do nothing."""
     # Not by isinstance, which takes long for a protocol, and this runs for every module.
     prefetch = getattr(weights_map, "prefetch", None)
     if names and prefetch is not None:
@@ -43,12 +30,7 @@ def prefetch_weights(weights_map: Any, names: Sequence[str]) -> None:
 
 
 def release_weights(weights_map: Any, names: Sequence[str]) -> None:
-    """The same of :meth:`PrefetchingWeights.release`.
-
-    Args:
-        weights_map: Any map.
-        names: The weights that are not used for now.
-    """
+    """The same of :meth:`PrefetchingWeights.release`."""
     release = getattr(weights_map, "release", None)
     if names and release is not None:
         release(names)

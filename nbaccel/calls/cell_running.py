@@ -35,11 +35,7 @@ class Completions:
 
 
 class CellShell:
-    """Runs cells in this process, whose `__main__` module is their namespace.
-
-    Args:
-        worker_shell: The process's IPython shell.
-    """
+    """Runs cells in this process, whose `__main__` module is their namespace."""
 
     def __init__(self, worker_shell: WorkerShell) -> None:
         self._shell = worker_shell
@@ -48,15 +44,7 @@ class CellShell:
 
     @classmethod
     def create(cls, send_message: Callable[[Any], None], *, rank: int) -> CellShell:
-        """Make this process's shell; that of a forked kernel is dropped.
-
-        Args:
-            send_message: Takes messages to the notebook.
-            rank: This worker's rank.
-
-        Raises:
-            MissingBackend: IPython is not installed.
-        """
+        """Make this process's shell; that of a forked kernel is dropped."""
         require("IPython", extra="notebook", why="Running cells in workers")
         from IPython.core.interactiveshell import InteractiveShell
 
@@ -81,28 +69,11 @@ class CellShell:
         return frozenset(self._shell.user_ns_hidden) | {"__builtin__", "__builtins__"}
 
     def run(self, source: CellSource) -> dict[str, Any] | None:
-        """Run a cell and return its last expression, if it ends in one.
-
-        Args:
-            source: The cell.
-
-        Returns:
-            `{"data": ..., "metadata": ...}` by media type, or None: no expression, None, or a
-            semicolon behind it.
-
-        Raises:
-            BaseException: Whatever the cell raises, SyntaxError, KeyboardInterrupt and SystemExit
-                included; the traceback begins with the cell's own frame.
-        """
+        """Run a cell and return its last expression, if it ends in one."""
         return self._shell.run(source)
 
     def complete(self, code: str, cursor_position: int) -> Completions:
-        """What could stand at the cursor, by what this worker's names are bound to.
-
-        Args:
-            code: A cell's text.
-            cursor_position: How many characters stand before the cursor.
-        """
+        """What could stand at the cursor, by what this worker's names are bound to."""
         from IPython.core.completer import provisionalcompleter, rectify_completions
 
         with provisionalcompleter():
@@ -120,12 +91,7 @@ class CellShell:
         )
 
     def inspect(self, name: str, detail: int) -> dict[str, str] | None:
-        """What `name?` shows, or `name??` for detail 1; None if there is no such thing.
-
-        Args:
-            name: A name, or a path of attributes.
-            detail: 0, or 1 for the source as well.
-        """
+        """What `name?` shows, or `name??` for detail 1; None if there is no such thing."""
         try:
             inspected_bundle = self._shell.object_inspect_mime(name, detail_level=detail)  # type: ignore[no-untyped-call]
         except KeyError:

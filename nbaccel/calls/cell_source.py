@@ -31,14 +31,7 @@ class CellSource:
     def of_text(
         cls, text: str, *, filename: str, magic_line: str = "", count: int | None = None
     ) -> CellSource:
-        """The source of a cell.
-
-        Args:
-            text: The code.
-            filename: Under which frames are to name it.
-            magic_line: The magic line above the code, if there is one.
-            count: The cell's execution count, if it has one.
-        """
+        """The source of a cell."""
         lines_above = [magic_line + "\n"] if magic_line else []
         cell_lines = [cell_line + "\n" for cell_line in text.splitlines()]
         return cls(

@@ -38,11 +38,7 @@ class CollectiveWatch:
         return self._due_at
 
     def advance(self, members: Sequence[WorkerHandle]) -> str:
-        """Do what is due. Returns a notice for the user; empty for none.
-
-        Args:
-            members: The ranks that have the call.
-        """
+        """Do what is due. Returns a notice for the user; empty for none."""
         current_time = time.monotonic()
         if current_time < self._due_at:
             return ""

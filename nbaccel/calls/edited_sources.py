@@ -28,9 +28,6 @@ def tell_of_edits() -> bool:
     """Write a line for each local module whose file is newer than what this process has imported.
 
     Each edit is reported once.
-
-    Returns:
-        Whether there are such modules, also if that was told before.
     """
     has_edits = False
     for module_name in sorted(local_modules()):

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 def run_observed(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[list[Any], ObservedRun]:
-    """Call the function here with the environment of a worker, and tidy up after it.
-
-    Returns:
-        What it returned, in a list, and what was seen of it. Warnings are the notebook's own.
-    """
+    """Call the function here with the environment of a worker, and tidy up after it."""
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
     board = None
     try:

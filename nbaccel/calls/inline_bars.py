@@ -97,10 +97,6 @@ def taking_bar_text(stream: Any, note_text: Callable[[str], None]) -> Iterator[N
 
     The stream stays the same object, with another method `write`: so it works for those who have
     held it before, such as handlers of `logging`, and all its other attributes are its own.
-
-    Args:
-        stream: Where bars are drawn; one whose method cannot be replaced is left as it is.
-        note_text: Takes what a bar has written.
     """
     try:
         own_attributes = vars(stream)

@@ -97,14 +97,7 @@ class BoardChannel:
 
 @contextlib.contextmanager
 def observing_here(plan: Plan) -> Iterator[RunBoard]:
-    """A block in which loops of this process report to a board, and are shown in a panel.
-
-    Args:
-        plan: What was planned.
-
-    Yields:
-        The board; its time is that of the block's end afterwards.
-    """
+    """A block in which loops of this process report to a board, and are shown in a panel."""
     __tracebackhide__ = True
     board_channel = BoardChannel()
     ending = ""

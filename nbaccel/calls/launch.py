@@ -50,14 +50,7 @@ _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
 
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
-    """Run `function(*args)` in the workers of a plan.
-
-    Raises:
-        PlatformUnsupported: This machine lacks something that several workers need.
-        ModelNotShareable, NotSendable, UnsafeFork, PortTaken: Before any process is started.
-        WorkerFailed: If a worker raised or died; of the worker's exception type too.
-        KeyboardInterrupt: If the notebook was interrupted; all workers have ended.
-    """
+    """Run `function(*args)` in the workers of a plan."""
     plan = requirements.check_requirements(plan)
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         waiting_line = WaitingLine(plan.num_processes)
@@ -286,14 +279,7 @@ def job_of(
     weight_receiver: WeightReceiver,
     worker_assignment: messaging.WorkerAssignment | None,
 ) -> tuple[messaging.Job, list[int]]:
-    """The call as a worker gets it, with the descriptors that belong to it.
-
-    Args:
-        plan: What was planned.
-        packed_call: The call.
-        weight_receiver: Where trained weights go.
-        worker_assignment: The worker's assignment; None for one that has it already.
-    """
+    """The call as a worker gets it, with the descriptors that belong to it."""
     staging_fds = weight_receiver.staging
     # In the order of `messaging.Job`: arenas, staging files, payload.
     file_descriptors = [call_arena.fd for call_arena in packed_call.arenas.values()]

@@ -17,11 +17,7 @@ __all__ = ["LaunchHosts"]
 
 
 class LaunchHosts:
-    """The machines of one launch.
-
-    Args:
-        plan: What was planned with what this machine has.
-    """
+    """The machines of one launch."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -36,14 +32,7 @@ class LaunchHosts:
         return self._plan.config
 
     def prepare(self) -> Plan:
-        """Have hosts ready for the next attempt: those of the last one, unless some were lost.
-
-        Returns:
-            The plan with what they have.
-
-        Raises:
-            StartupFailed: Some did not join.
-        """
+        """Have hosts ready for the next attempt: those of the last one, unless some were lost."""
         if not self._row.starts_agents:
             return self._plan
         if self._session is not None and self._session.lost_hosts:
@@ -61,11 +50,7 @@ class LaunchHosts:
         return f", without {', '.join(hosts)}" if hosts else ""
 
     def meeting_place(self) -> MeetingPlace:
-        """Where the workers of the next attempt meet.
-
-        Raises:
-            PortTaken: The port asked for is in use.
-        """
+        """Where the workers of the next attempt meet."""
         plan = self._plan
         config = self._plan.config
         if self._session is not None:

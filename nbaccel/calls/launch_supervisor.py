@@ -31,14 +31,7 @@ _CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init
 
 
 class LaunchSupervisor(Supervisor):
-    """Watches the workers of one launch.
-
-    Args:
-        group: The workers of this node.
-        console: Where their output goes.
-        timeout_s: Seconds after which the launch is ended; None for no limit.
-        show: Shows the progress of the launch; None for no display.
-    """
+    """Watches the workers of one launch."""
 
     def __init__(
         self,
@@ -114,11 +107,7 @@ class LaunchSupervisor(Supervisor):
 
 
 class ExitBarrier:
-    """Lets workers that have returned exit, at the right time. See [Note: exit barrier].
-
-    Args:
-        members: All workers of the launch.
-    """
+    """Lets workers that have returned exit, at the right time. See [Note: exit barrier]."""
 
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._members = members

@@ -51,13 +51,7 @@ class CallDisplay(Protocol):
 
 
 class WorkerListener:
-    """Listens to some workers.
-
-    Args:
-        members: The workers, by rank.
-        output_console: Where their output goes.
-        call_display: Shows their progress; None for no display.
-    """
+    """Listens to some workers."""
 
     def __init__(
         self,
@@ -116,11 +110,7 @@ class WorkerListener:
 
     @contextlib.contextmanager
     def listening(self, sentinels: Sequence[int]) -> Iterator[None]:
-        """Listen within this block, with interrupts caught.
-
-        Args:
-            sentinels: Descriptors that become readable when a worker may have ended.
-        """
+        """Listen within this block, with interrupts caught."""
         if self._selector.get_map() is None:
             # It listens a second time.
             self._selector = selectors.DefaultSelector()

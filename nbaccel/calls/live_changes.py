@@ -33,12 +33,7 @@ class LiveChanges:
 
     @contextlib.contextmanager
     def named(self, namespace: dict[str, Any], cell_names: Names) -> Iterator[Names]:
-        """Let the namespace have the changes, as a cell's names ask for them.
-
-        Args:
-            namespace: The notebook's.
-            cell_names: What the cell reads.
-        """
+        """Let the namespace have the changes, as a cell's names ask for them."""
         changes = sendable_changes()
         self._has_sent |= bool(changes)
         if not self._has_sent:
@@ -52,12 +47,7 @@ class LiveChanges:
 
 
 def take_changes(namespace: dict[str, Any], applied_changes: AppliedChanges) -> None:
-    """Make the changes that have come, if any have.
-
-    Args:
-        namespace: A worker's.
-        applied_changes: Those that it has made.
-    """
+    """Make the changes that have come, if any have."""
     if _NAME in namespace:
         _, changes = namespace.pop(_NAME)
         applied_changes.follow(changes)

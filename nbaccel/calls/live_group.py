@@ -33,13 +33,7 @@ __all__ = ["LiveGroup"]
 
 
 class LiveGroup(WorkerGroup):
-    """Workers that stay between tasks.
-
-    Args:
-        plan: What was planned.
-        worker_starter: Who starts them.
-        after_end: Called when all have ended.
-    """
+    """Workers that stay between tasks."""
 
     def __init__(
         self, plan: Plan, worker_starter: Starter, *, after_end: Callable[[], None]
@@ -70,13 +64,7 @@ class LiveGroup(WorkerGroup):
 
     @classmethod
     def ready(cls, plan: Plan) -> LiveGroup:
-        """Start the workers of a plan, and wait until they can take a task.
-
-        Raises:
-            PortTaken, UnsafeFork: Before any process is started.
-            WorkerFailed: A worker could not be set up; all have ended.
-            LaunchInterrupted: The user stopped it; all have ended.
-        """
+        """Start the workers of a plan, and wait until they can take a task."""
         if plan.start_method == "fork":
             judge_fork()
         waiting_line = WaitingLine(plan.num_processes)
@@ -157,17 +145,7 @@ class LiveGroup(WorkerGroup):
         is_shown: bool = False,
         on_poll: Callable[[], None] | None = None,
     ) -> TaskResult:
-        """Give some workers a task each, and watch until all of them have finished.
-
-        Args:
-            pool_tasks: The tasks by rank.
-            timeout_s: Seconds after which the task is ended; None for no limit.
-            is_shown: Whether a dashboard shows how the ranks get on.
-            on_poll: Called whenever that has looked at the ranks, about once a second.
-
-        Returns:
-            What became of it.
-        """
+        """Give some workers a task each, and watch until all of them have finished."""
         self.prepare_files([fd for _, task_fds in pool_tasks.values() for fd in task_fds])
 
         place = CellPlace() if is_shown else None

@@ -63,12 +63,7 @@ def _still_running(result: TaskResult) -> str:
 
 
 def closing_lines(call_result: TaskResult, unsendable_reason: Mapping[str, str]) -> str:
-    """The closing lines of a failure report: what is left, and why a name was missing.
-
-    Args:
-        call_result: What became of the task.
-        unsendable_reason: Names of the notebook that could not be sent, with why.
-    """
+    """The closing lines of a failure report: what is left, and why a name was missing."""
     missing_names = {
         member.record.raised.missing_name
         for member in call_result.members
@@ -121,11 +116,7 @@ def stopped_message(call_result: TaskResult) -> str:
 
 
 def on_the_way(module_paths: Sequence[str]) -> str:
-    """What happened to the weights when the workers failed after the cell had ended.
-
-    Args:
-        module_paths: The modules, as the user would write them.
-    """
+    """What happened to the weights when the workers failed after the cell had ended."""
     name_list = " and ".join(
         [", ".join(module_paths[:-1]), module_paths[-1]] if len(module_paths) > 1 else module_paths
     )
@@ -145,12 +136,7 @@ def left_behind(call_result: TaskResult) -> str:
 
 
 def after_cell(call_result: TaskResult, told_lines: str) -> str:
-    """The closing lines of a report about what followed a cell.
-
-    Args:
-        call_result: What became of the task.
-        told_lines: What is known of the weights.
-    """
+    """The closing lines of a report about what followed a cell."""
     if not call_result.lost:
         told_lines += (
             " The workers live on and have the trained weights: remove the cause, and the next "
@@ -166,12 +152,7 @@ def after_cell(call_result: TaskResult, told_lines: str) -> str:
 
 
 def no_room(told_lines: str, raised_error: OSError | None) -> str:
-    """The message when the notebook's own process could not take the weights.
-
-    Args:
-        told_lines: What is known of the weights.
-        raised_error: What it could not do.
-    """
+    """The message when the notebook's own process could not take the weights."""
     reason = (
         raised_error.strerror
         if raised_error is not None and raised_error.strerror
@@ -231,14 +212,7 @@ def came_changed(module_path: str, change_words: str) -> str:
 
 
 class CellDashboardUpdater(DashboardUpdater):
-    """The dashboard of a cell, or of a call in live workers: it also shows where each rank is.
-
-    Args:
-        ranks: The ranks that have the task.
-        plan: What the workers were started by.
-        place: Where in the cell the panel stands.
-        on_poll: Called whenever the ranks have been looked at.
-    """
+    """The dashboard of a cell, or of a call in live workers: it also shows where each rank is."""
 
     def __init__(
         self,
@@ -322,15 +296,7 @@ def rank_status(
 def status_table(
     pool_state: PoolState, end_reason: str, plan: Plan, rows: Sequence[RankStatus], activity: str
 ) -> StatusTable:
-    """The pool as `%accelerate status` shows it.
-
-    Args:
-        pool_state: How the pool stands.
-        end_reason: Why it has ended, if so.
-        plan: What its workers were, or will be, started by.
-        rows: Its workers; empty for none.
-        activity: What they run: `cell In[7]`; empty where that has no name.
-    """
+    """The pool as `%accelerate status` shows it."""
     ended_ranks = [row.rank for row in rows if row.state == WorkerState.GONE.name.lower()]
     told_reason = f": {end_reason}" if end_reason else ""
     if activity and pool_state is PoolState.RUNNING:
@@ -357,12 +323,7 @@ _STATUS_CELL_STYLE = "text-align:left;padding:0.2em 1.2em 0.2em 0;border:none;ba
 
 
 class StatusTable:
-    """The ranks as a table, in a notebook and as text.
-
-    Args:
-        rows: One per rank.
-        headline: A line above them.
-    """
+    """The ranks as a table, in a notebook and as text."""
 
     def __init__(self, rows: Sequence[RankStatus], *, headline: str = "") -> None:
         self.rows = tuple(rows)

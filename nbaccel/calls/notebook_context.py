@@ -24,11 +24,7 @@ def notebook_names() -> dict[str, Any]:
 
 
 def source_of(cell_text: str) -> CellSource:
-    """Code that comes from no cell.
-
-    Raises:
-        WrongArguments: It is no text.
-    """
+    """Code that comes from no cell."""
     if not isinstance(cell_text, str):
         raise WrongArguments(
             f"Pool.run takes a cell's code as text: got {shown(cell_text)}. There is nothing to "

@@ -92,12 +92,7 @@ def _open_result(message: Any, fd: int | None) -> Any:
 
 
 def stopped_error(message: str, call_result: CallResult) -> LaunchInterrupted:
-    """The exception that a call ends with which the user stopped.
-
-    Args:
-        message: What it says.
-        call_result: What became of the call.
-    """
+    """The exception that a call ends with which the user stopped."""
     error = LaunchInterrupted(message)
     _note_report(error, call_result)
     return error
@@ -111,13 +106,7 @@ def _note_report(error: WorkerFailed | LaunchInterrupted, result: CallResult) ->
 def call_error(
     call_result: CallResult, call_plan: Plan, *, closing_lines: str = ""
 ) -> WorkerFailed | None:
-    """The exception that a call which did not succeed ends with; None if it succeeded.
-
-    Args:
-        call_result: What became of it.
-        call_plan: What was planned.
-        closing_lines: The last line of the report: what is left.
-    """
+    """The exception that a call which did not succeed ends with; None if it succeeded."""
     members = call_result.members
     if all(m.returned is not None for m in members) and not call_result.timed_out:
         return None
@@ -212,12 +201,7 @@ def _original_error(member: WorkerHandle) -> PortableException | None:
 
 
 def interruption_message(call_result: CallResult, message_text: str) -> str:
-    """What a Stop ends with: a line of text, and where each rank was.
-
-    Args:
-        call_result: What became of the call.
-        message_text: What is left.
-    """
+    """What a Stop ends with: a line of text, and where each rank was."""
     lines = [message_text]
     for member in call_result.members:
         if member.returned is not None:
@@ -334,19 +318,7 @@ def conclude_call(
     was_stopped: str,
     closing_lines: str,
 ) -> CallOutcome:
-    """Copy the weights back and open the results, or raise what went wrong.
-
-    Args:
-        call_plan: What was planned.
-        call_result: What became of the call.
-        weight_receiver: Where the trained weights are.
-        was_stopped: What to say if the user stopped it.
-        closing_lines: What to say at the end of a failure's report.
-
-    Raises:
-        LaunchInterrupted: The user stopped it.
-        WorkerFailed: A worker failed.
-    """
+    """Copy the weights back and open the results, or raise what went wrong."""
     if call_result.interrupted:
         raise stopped_error(interruption_message(call_result, was_stopped), call_result)
     failed_error = call_error(call_result, call_plan, closing_lines=closing_lines)

@@ -54,9 +54,6 @@ class PackedCall:
         """Whether the call may use a package: its name is in the pickle.
 
         Functions of the notebook travel with their code, so names that they import are there, too.
-
-        Args:
-            package: Its name.
         """
         if self.payload is None or self.fd is None:
             return False
@@ -132,11 +129,7 @@ def pack_call(
 def pack_for_running_workers(
     function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
 ) -> PackedCall:
-    """Make the call ready for workers that exist already: whatever it needs has to travel.
-
-    Raises:
-        NotSendable: If something cannot be pickled.
-    """
+    """Make the call ready for workers that exist already: whatever it needs has to travel."""
     try:
         packed_call = _pickle_call(function, args, module_sharing, None)
         for used_arena in packed_call.arenas.values():
@@ -289,11 +282,7 @@ def _worker_call(
 
 
 def judge_fork() -> None:
-    """Report what makes a fork of this process unsafe.
-
-    Raises:
-        UnsafeFork: If its children would hang or crash.
-    """
+    """Report what makes a fork of this process unsafe."""
     hazards = fork_safety.hazards()
     fatal_hazards = [fork_hazard for fork_hazard in hazards if fork_hazard.is_fatal]
     if fatal_hazards:

@@ -66,11 +66,7 @@ class CellResult:
     observed: ObservedRun | None = field(default=None, repr=False)
 
     def report(self) -> RunReport:
-        """What the cell's run can tell of itself, as `results.report()` of a launch does.
-
-        Raises:
-            ConfigError: It is the result of no run.
-        """
+        """What the cell's run can tell of itself, as `results.report()` of a launch does."""
         return report_of(self.observed, repr(self))
 
 

@@ -64,11 +64,7 @@ class PoolCall:
 def prepare_call(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Iterator[PoolCall]:
-    """Share the modules and pack the call; afterwards everything opened for it is closed.
-
-    Raises:
-        ModelNotShareable, NotSendable: Nothing has been sent.
-    """
+    """Share the modules and pack the call; afterwards everything opened for it is closed."""
     tell_of_edits()
     sharing = arena.share_modules(find_modules(args))
     with contextlib.ExitStack() as clean_up:

@@ -15,19 +15,7 @@ __all__ = ["plan_pool", "ranks_of"]
 
 
 def plan_pool(config: RunConfig) -> Plan:
-    """Decide what a pool's start will do.
-
-    Args:
-        config: What the user said.
-
-    Returns:
-        The plan; its workers are processes of their own, whatever their number.
-
-    Raises:
-        ConfigError: The settings do not fit this machine, or not a pool.
-        PlatformUnsupported: This operating system has no live workers.
-        MissingBackend: `zero_stage` is given, and there is no DeepSpeed.
-    """
+    """Decide what a pool's start will do."""
     if not sys.platform.startswith("linux"):
         raise PlatformUnsupported(
             f"Live workers need Linux (memfd_create, pidfd_open): this is {sys.platform}. Run the "
@@ -60,15 +48,7 @@ def plan_pool(config: RunConfig) -> Plan:
 
 
 def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]:
-    """The ranks that a task is for.
-
-    Args:
-        ranks: Those that were asked for; None for all.
-        num_processes: How many workers the pool has.
-
-    Raises:
-        ConfigError: There is no such rank, or none at all was asked for.
-    """
+    """The ranks that a task is for."""
     all_ranks = range(num_processes)
     if ranks is None:
         return tuple(all_ranks)

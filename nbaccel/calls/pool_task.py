@@ -78,18 +78,7 @@ class TaskResult(CallResult):
 
 
 class TaskSupervisor(Supervisor):
-    """Watches one task.
-
-    Args:
-        worker_group: The workers of the pool.
-        ranks: Those that have the task.
-        rank_tasks: Rank → a task's body, and the descriptors to send along; nothing for those that
-            have it already.
-        task_number: The task's number, which the ranks' Idle repeats.
-        console: Where output goes.
-        timeout_s: Seconds after which the task is ended; None for no limit.
-        make_show: Makes what shows the ranks' progress; None for no display.
-    """
+    """Watches one task."""
 
     def __init__(
         self,

@@ -52,14 +52,7 @@ def serve_cells(
     file_descriptors: list[int],
     worker_inheritance: object,
 ) -> None:
-    """Be a worker of a pool until the notebook ends it, or is gone.
-
-    Args:
-        notebook_channel: To the notebook.
-        join_pool: The first message.
-        file_descriptors: What came with it.
-        worker_inheritance: What came with the fork, if it was from the notebook itself.
-    """
+    """Be a worker of a pool until the notebook ends it, or is gone."""
     if worker_inheritance is not None:
         # A module that was imported before the fork may hold a model of the notebook.
         arena.make_arenas_private()

@@ -51,13 +51,7 @@ class TaskTrouble:
 
 
 class PostTask:
-    """Puts workers in order after each task. One per start of a pool.
-
-    Args:
-        live_group: The workers of the pool.
-        namespace_sync: What they have of the notebook.
-        share_back: Whether weights are copied back.
-    """
+    """Puts workers in order after each task. One per start of a pool."""
 
     def __init__(
         self, live_group: LiveGroup, namespace_sync: NamespaceSync, *, share_back: bool
@@ -72,9 +66,6 @@ class PostTask:
         """Put the groups in order and copy the weights back, after a cell that lost no worker.
 
         The caller holds interrupts back, because a model with half of the new weights is useless.
-
-        Returns:
-            What went wrong, if anything.
         """
         group_result = self.keep_in_step(call_result)
         if group_result is not None and not group_result.went_well:
@@ -84,11 +75,7 @@ class PostTask:
         return self._copy_weights_back(call_result)
 
     def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
-        """Let all ranks leave unusable process groups, with a message if there has been none.
-
-        Returns:
-            How the task in which they left ended; None if there was no need.
-        """
+        """Let all ranks leave unusable process groups, with a message if there has been none."""
         # After a loss all workers are ended, and their groups with them.
         if call_result.lost or not call_result.out_of_step:
             return None

@@ -59,12 +59,7 @@ _RequestGroup = Callable[[GroupWanted], None]
 
 
 class ProcessGroups:
-    """The process groups of one worker.
-
-    Args:
-        place: The worker's place.
-        group_wanted: Tells the notebook that this rank is about to wait for all others.
-    """
+    """The process groups of one worker."""
 
     def __init__(self, place: Topology, group_wanted: _RequestGroup) -> None:
         self._place = place
@@ -169,12 +164,7 @@ class ProcessGroups:
                 _shut_connection(fd, spared_port=self._place.master_port)
 
     def close(self, generation: int, leave_reason: str) -> None:
-        """Drop every group; the next one is made in this generation.
-
-        Args:
-            generation: The same number on all ranks.
-            leave_reason: Why, for whoever meets an object that holds one of them.
-        """
+        """Drop every group; the next one is made in this generation."""
         self._generation = generation
         self._made = 0
         if dist.is_initialized():
@@ -260,11 +250,7 @@ def _own_sockets() -> dict[int, int]:
 
 
 def _shut_connection(fd: int, *, spared_port: int) -> bool:
-    """Shut a TCP connection down, unless this process serves the store over it.
-
-    Returns:
-        Whether it is, or was, such a connection.
-    """
+    """Shut a TCP connection down, unless this process serves the store over it."""
     # The descriptor may have been closed meanwhile. A duplicate, because closing the socket object
     # would close gloo's descriptor.
     with contextlib.suppress(OSError):
@@ -282,11 +268,7 @@ def _shut_connection(fd: int, *, spared_port: int) -> bool:
 
 
 def reattach_models(was_left: Callable[[Any], bool]) -> None:
-    """Let DDP models find the new group in their forward. Once per worker.
-
-    Args:
-        was_left: Whether a process group was a default group that all ranks have left.
-    """
+    """Let DDP models find the new group in their forward. Once per worker."""
     ddp_forward = DistributedDataParallel.forward
 
     @functools.wraps(ddp_forward)
@@ -360,11 +342,7 @@ def _reattached_message(states_were_equal: bool) -> str:
 
 
 def _even_out(trained_module: nn.Module) -> bool:
-    """Let all ranks have rank 0's optimizer states, where they differ.
-
-    Returns:
-        Whether they were equal.
-    """
+    """Let all ranks have rank 0's optimizer states, where they differ."""
     optimizers = [*_optimizers_of(trained_module)]
     rank_facts: list[Any] = [None] * dist.get_world_size()
     # Facts instead of states, which are as large as the model or larger.

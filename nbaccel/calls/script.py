@@ -55,14 +55,7 @@ class ScriptEnd:
 
 
 def run_script(script: Script) -> None:
-    """Run a script, module or program in this process.
-
-    Args:
-        script: What to run.
-
-    Raises:
-        SystemExit: It ended with a status of its own.
-    """
+    """Run a script, module or program in this process."""
     try:
         _run_in_main(script)
     finally:
@@ -85,14 +78,7 @@ def _run_in_main(script: Script) -> None:
 
 
 def run_script_here(script: Script) -> ScriptEnd:
-    """Run it as the only process, and tell its end from a mistake that nbaccel found.
-
-    Args:
-        script: What to run.
-
-    Returns:
-        How it ended.
-    """
+    """Run it as the only process, and tell its end from a mistake that nbaccel found."""
     try:
         _run_in_main(script)
     except SystemExit as raised_exit:
@@ -104,11 +90,7 @@ def run_script_here(script: Script) -> ScriptEnd:
 
 
 def exit_status_of(exit_code: object) -> int:
-    """The status that Python exits with for an argument of ``sys.exit``; text is printed.
-
-    Args:
-        exit_code: The argument.
-    """
+    """The status that Python exits with for an argument of ``sys.exit``; text is printed."""
     if exit_code is None or isinstance(exit_code, int):
         return int(exit_code or 0)
     print(exit_code, file=sys.stderr)  # noqa: T201  # as Python does

@@ -132,15 +132,7 @@ class _ShutdownCourse:
 
 
 class ShutdownLadder:
-    """Makes workers give up, step by step.
-
-    Args:
-        members: Those that are at work.
-        steps: What is done to each.
-        finished: Those whose work is over.
-        leaving: What is done to them, and to those that finish meanwhile, once no other is at work;
-            empty if they stay.
-    """
+    """Makes workers give up, step by step."""
 
     def __init__(
         self,

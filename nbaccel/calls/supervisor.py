@@ -51,15 +51,7 @@ class CallResult:
 
 
 class Supervisor(WorkerListener):
-    """Watches the workers of a group during one call.
-
-    Args:
-        group: The workers.
-        policy: What is done to workers that are to give up the call.
-        console: Where their output goes.
-        timeout_s: Seconds after which the call is ended; None for no limit.
-        show: Shows the progress of the call; None for no display.
-    """
+    """Watches the workers of a group during one call."""
 
     def __init__(
         self,
@@ -171,11 +163,7 @@ class Supervisor(WorkerListener):
         }
 
     def give_up(self, *, failed: bool = False) -> None:
-        """Let all workers give up the call.
-
-        Args:
-            failed: Whether that is because one of them has failed.
-        """
+        """Let all workers give up the call."""
         steps = self._policy.on_failure if failed else self._policy.on_stop
         self.start_ladder(
             ShutdownLadder(

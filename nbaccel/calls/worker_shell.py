@@ -212,12 +212,7 @@ class _BundleHook(DisplayHook):
 
 
 class WorkerShell(InteractiveShell):
-    """The one shell of a worker process.
-
-    Args:
-        rank: The worker's rank, for messages.
-        publisher: Class of what sends rich output to the notebook.
-    """
+    """The one shell of a worker process."""
 
     compile: _CellCompiler
     compiler_class = Type(_CellCompiler)
@@ -290,14 +285,7 @@ class WorkerShell(InteractiveShell):
     # ---- running
 
     def run(self, source: CellSource) -> dict[str, Any] | None:
-        """Run a cell.
-
-        Args:
-            source: The cell.
-
-        Returns:
-            The last expression as `display` would publish it, or None.
-        """
+        """Run a cell."""
         self.compile.begin(source)
         display_hook: _BundleHook = self.displayhook  # type: ignore[assignment]
         # A value of a cell that failed must not be shown by this one.

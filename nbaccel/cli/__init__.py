@@ -46,15 +46,7 @@ Their modules import nothing heavy: `nbaccel --help` answers without torch and p
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: What comes after ``nbaccel``; None for those of this process.
-
-    Returns:
-        The exit status: 0, 1 for a failure, 2 for what the user can correct, 130 after an
-        interrupt, and what a launched script exits with.
-    """
+    """Run the command."""
     command = get_command(build_app())
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

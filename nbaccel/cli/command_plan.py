@@ -11,14 +11,7 @@ __all__ = ["plan_of_command"]
 
 
 def plan_of_command(config: RunConfig) -> Plan:
-    """Connect this process to what the engine runs on, and resolve the settings.
-
-    Args:
-        config: The settings.
-
-    Raises:
-        ConfigError: Nothing answers there, or the machines cannot serve the settings.
-    """
+    """Connect this process to what the engine runs on, and resolve the settings."""
     name, _ = chosen_engine(config)
     if engine_row(name).starts_agents:
         registry.engine(name).connect()

@@ -38,11 +38,7 @@ _PrecisionOption = Annotated[
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     config_app = typer.Typer(
         help="Ask how to train, and keep the answers in a file for later launches.",
         short_help="questions whose answers later launches take as defaults",

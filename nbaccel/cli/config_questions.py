@@ -31,19 +31,7 @@ _NO_ANSWER = "-"
 def ask_config(
     console: Console, inventory: Inventory, *, mixed_precision: str | None = None
 ) -> RunConfig:
-    """Ask about a run.
-
-    Args:
-        console: Where questions are shown and answers read.
-        inventory: What the machine has, for the defaults.
-        mixed_precision: The precision, where it has been given; it is not asked for then.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ConfigError: The answers contradict each other, or there is nobody to answer.
-    """
+    """Ask about a run."""
     console.print(Panel(_machine_text(inventory), title="This machine", title_align="left"))
     console.print("Enter takes the answer in parentheses; Ctrl-C leaves and writes nothing.\n")
     questions = _Questions(console, inventory)
@@ -99,11 +87,7 @@ class _Question(PromptBase[Any]):
         self._reader = reader
 
     def process_response(self, value: str) -> Any:
-        """The answer as a setting has it.
-
-        Raises:
-            InvalidResponse: It is none; the question is asked again.
-        """
+        """The answer as a setting has it."""
         try:
             return self._reader(value.strip())
         except ConfigError as error:
@@ -118,10 +102,6 @@ class _YesOrNo(Confirm):
 
 class _Questions:
     """Asks, and collects the answers.
-
-    Args:
-        console: Where questions are shown and answers read.
-        inventory: What the machine has.
 
     Attributes:
         settings: Settings of `RunConfig` answered so far.
@@ -301,11 +281,7 @@ class _Questions:
         self.settings |= {} if is_open else {setting_name: answer}
 
     def _consistent(self, setting_name: str, value: Any) -> Any:
-        """The value, unless it contradicts an earlier answer.
-
-        Raises:
-            ConfigError: It does.
-        """
+        """The value, unless it contradicts an earlier answer."""
         try:
             RunConfig(**{**self.settings, setting_name: value})
         except ConfigError as error:

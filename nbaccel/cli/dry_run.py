@@ -22,15 +22,7 @@ _SHOWN_CHARS = 60
 
 
 def show_dry_run(request: LaunchRequest, engine_command: EngineCommand | None) -> None:
-    """Print every setting with its source, and the plan, or the command. Nothing is started.
-
-    Args:
-        request: What was asked for.
-        engine_command: What starts the script on several machines; None on this one.
-
-    Raises:
-        ConfigError: This machine cannot serve it.
-    """
+    """Print every setting with its source, and the plan, or the command. Nothing is started."""
     console = terminal_console()
     console.print(_settings_table(request))
     if request.variables:

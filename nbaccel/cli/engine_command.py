@@ -78,19 +78,7 @@ class EngineCommand:
 
 
 def command_of_engine(request: LaunchRequest, script: Script) -> EngineCommand | None:
-    """The command that starts a script on several machines.
-
-    Args:
-        request: What was asked for.
-        script: The script.
-
-    Returns:
-        None where this process starts the workers: on this machine, in a job of Ray's, or by an
-        engine of another package.
-
-    Raises:
-        ConfigError: The engine is not there, or cannot do what was asked for.
-    """
+    """The command that starts a script on several machines."""
     config = request.config
     name, _ = chosen_engine(config)
     if config.num_nodes > 1 or engine_row(name).starts_scripts_only:

@@ -10,11 +10,7 @@ __all__ = ["add_to"]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     app.command(
         "env",
         help="Show versions, hardware, variables and the default configuration, to paste in a bug "

@@ -50,14 +50,7 @@ _TORCH_BUILD = re.compile(r"^(cuda|hip|debug|git_version)\b.*?=\s*(.+)$", re.MUL
 
 
 def environment_facts(config_file: str | None = None) -> Facts:
-    """Look at this installation and this machine.
-
-    Args:
-        config_file: The configuration file to show; None for the default one.
-
-    Returns:
-        Versions, the machine, variables and the configuration file.
-    """
+    """Look at this installation and this machine."""
     inventory = inspect_machine()
     return {
         "nbaccel": _own_facts(inventory),
@@ -71,20 +64,12 @@ def environment_facts(config_file: str | None = None) -> Facts:
 
 
 def report_json(facts: Facts) -> str:
-    """The facts as one JSON object.
-
-    Args:
-        facts: From :func:`environment_facts`.
-    """
+    """The facts as one JSON object."""
     return json.dumps(facts, indent=2)
 
 
 def report_text(facts: Facts) -> str:
-    """The facts as lines to paste.
-
-    Args:
-        facts: From :func:`environment_facts`.
-    """
+    """The facts as lines to paste."""
     lines: list[str] = []
     for section, values in facts.items():
         lines += [
@@ -195,14 +180,7 @@ def _unit_text(unit: Gpu) -> str:
 
 # ------------------------------------------------------------------- variables and file
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may matter, without secrets.
-
-    Args:
-        environment: Names and values.
-
-    Returns:
-        Values by name; those of names that speak of a secret are left out.
-    """
+    """The variables that may matter, without secrets."""
     return {
         name: _HIDDEN_VALUE if _SECRET_NAME.search(name) else _SECRET_IN_URL.sub("...", value)
         for name, value in sorted(environment.items())

@@ -17,11 +17,7 @@ _ESTIMATE_HELP = (
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     app.command(
         "estimate-memory",
         help=_ESTIMATE_HELP,

@@ -34,11 +34,7 @@ are those of the call, of --config-file and of flags as after nbaccel launch.
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     add_command(
         app,
         "export",

@@ -27,17 +27,7 @@ class SettingsFile(NamedTuple):
 
 
 def read_settings_file(file_path: str | None) -> SettingsFile:
-    """Read the settings of a run: nbaccel's file or Accelerate's.
-
-    Args:
-        file_path: A YAML file; None for the one that `nbaccel config` has written, if there is one.
-
-    Returns:
-        The settings. What is wrong in them is told by `merge`: flags may replace it.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Read the settings of a run: nbaccel's file or Accelerate's."""
     try:
         loaded_file = load_config_file(file_path)
         is_judged = True

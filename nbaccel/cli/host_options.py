@@ -44,12 +44,7 @@ class DeviceChoice:
 
 
 def choose_devices(given: Mapping[str, Any], *, has_hosts: bool = False) -> DeviceChoice:
-    """Read the options that choose devices.
-
-    Args:
-        given: Options by name; others are left alone.
-        has_hosts: Whether a hostfile says which hosts there are.
-    """
+    """Read the options that choose devices."""
     found_filters = [
         (kind, str(given[name]), f"--{name.replace('_', '-')}")
         for kind, names in _FILTER_NAMES.items()

@@ -68,11 +68,7 @@ class _Place:
 
 
 def settings_variables(config: RunConfig) -> dict[str, str]:
-    """What `nbaccel launch` would set, for launchers that do not know these settings.
-
-    Args:
-        config: The settings.
-    """
+    """What `nbaccel launch` would set, for launchers that do not know these settings."""
     variables = dict(run_variables(config))
     if config.mixed_precision != "no":
         variables["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
@@ -190,26 +186,14 @@ COMMANDS = {
 
 
 def command_line(command: str, config: RunConfig, script_name: str, place: Any = None) -> str:
-    """The command line that runs a script.
-
-    Args:
-        command: A key of `COMMANDS`.
-        config: The settings.
-        script_name: The script.
-        place: How nodes find each other; None for what the settings say.
-    """
+    """The command line that runs a script."""
     variables = {} if command == "nbaccel" else _variables_of(config)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return " ".join([*words, *COMMANDS[command](config, place), shlex.quote(script_name)])
 
 
 def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
-    """Files that a command line names, beside the script.
-
-    Args:
-        command: The command.
-        config: The settings.
-    """
+    """Files that a command line names, beside the script."""
     if command == "nbaccel" or config.deepspeed is None:
         return []
     from nbaccel.config.deepspeed_document import engine_config
@@ -289,9 +273,6 @@ def for_ray(command: str) -> str:
 
     Ray joins the words with the quotes of Windows, and gives that to a shell, which runs what is in
     them. A command of plain words comes through; any other goes in letters that mean nothing to it.
-
-    Args:
-        command: A line for a shell.
     """
     if all(word == shlex.quote(word) for word in shlex.split(command)):
         return command
@@ -396,13 +377,5 @@ JOBS = {"slurm": _slurm_job, "ray": _ray_job, "kubernetes": _kubernetes_job}
 def job_file(
     cluster: str, config: RunConfig, stem: str, script_text: str, image: str
 ) -> ExportedFile:
-    """A job that runs a script.
-
-    Args:
-        cluster: A key of `JOBS`.
-        config: The settings.
-        stem: The script's name, without its ending.
-        script_text: The script.
-        image: The container's image, for clusters that need one.
-    """
+    """A job that runs a script."""
     return JOBS[cluster](config, stem, script_text, image)

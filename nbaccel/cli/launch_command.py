@@ -36,11 +36,7 @@ shows where each value is from and what would happen.
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     add_command(
         app, "launch", _launch, description=_LAUNCH_HELP, short_help="a script on all devices"
     )

@@ -51,16 +51,7 @@ def add_command(
     short_help: str,
     takes_script: bool = True,
 ) -> None:
-    """Add a subcommand that takes the options of a launch beside its own.
-
-    Args:
-        app: The command ``nbaccel``.
-        name: The subcommand's.
-        own_function: What it does. Its last parameter takes the options of the launch, as keywords.
-        description: What it is for.
-        short_help: The same in a few words.
-        takes_script: Whether all words after the first argument are left to a script.
-    """
+    """Add a subcommand that takes the options of a launch beside its own."""
 
     def add_with_options(parent: typer.Typer) -> None:
         parent.command(
@@ -109,11 +100,7 @@ def _with_all_options(own_function: Callable[..., None]) -> Callable[..., None]:
 
 
 def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the command: its own parameters, then one for each further option.
-
-    Args:
-        own_function: The command's function. Its last parameter takes all further options.
-    """
+    """The signature of the command: its own parameters, then one for each further option."""
     # Here, so that `nbaccel --help` needs no pydantic.
     from nbaccel.cli.peer_options import PEER_OPTIONS
     from nbaccel.notebook.options import setting_options

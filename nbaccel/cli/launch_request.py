@@ -66,21 +66,7 @@ def read_launch_request(
     file_name: str = "",
     merge: Callable[[Mapping[str, Any]], RunConfig] | None = None,
 ) -> LaunchRequest:
-    """Read the options of a command line, over those of a file.
-
-    Args:
-        given_options: Value by the name of the option's parameter; None for those not given.
-        file_config: The settings of the file; None where there is none.
-        file_name: What to call it.
-        merge: Puts settings over those of the file, and judges them together; None where the
-            file's have been judged.
-
-    Returns:
-        What was asked for.
-
-    Raises:
-        ConfigError: Something is wrong; every mistake is listed.
-    """
+    """Read the options of a command line, over those of a file."""
     reader = _OptionReader(file_config=file_config or RunConfig(), file_name=file_name, merge=merge)
     for option_name, option_value in given_options.items():
         # A list option that was not given is empty with some versions of typer.

@@ -106,23 +106,7 @@ def estimate_model(
     trust_remote_code: bool = False,
     library_name: str = "transformers",
 ) -> MemoryTables:
-    """Read a model and estimate its memory.
-
-    Args:
-        model_path: A folder or file of it.
-        dtypes: Formats to load it in.
-        num_gpus: Devices of each machine.
-        num_nodes: Machines.
-        mixed_precision: Of ZeRO's rows; None: each that it trains in.
-        trust_remote_code: Whether the model's own code may run.
-        library_name: What builds it.
-
-    Returns:
-        The tables.
-
-    Raises:
-        ConfigError: A format is unknown, or the model cannot be read; all mistakes of the options.
-    """
+    """Read a model and estimate its memory."""
     mistakes = [
         f"--dtypes: {dtype!r} is no format here.{closest(dtype, _BITS) or f' Give of: {_known()}.'}"
         for dtype in dtypes
@@ -297,11 +281,7 @@ class _Ways:
 
 
 def json_text(tables: MemoryTables) -> str:
-    """The tables as one JSON object; sizes are bytes.
-
-    Args:
-        tables: From :func:`estimate_model`.
-    """
+    """The tables as one JSON object; sizes are bytes."""
     return json.dumps(
         {
             "model": str(tables.sizes.source),
@@ -323,11 +303,7 @@ def _as_dict(row: LoadedRow | TrainedRow) -> dict[str, Any]:
 
 
 def print_tables(tables: MemoryTables) -> None:
-    """Show the tables in a terminal.
-
-    Args:
-        tables: From :func:`estimate_model`.
-    """
+    """Show the tables in a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -20,11 +20,7 @@ _MERGE_HELP = (
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     app.command(
         "merge-weights",
         help=_MERGE_HELP,

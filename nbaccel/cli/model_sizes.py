@@ -47,20 +47,7 @@ class ModelSizes:
 def read_model(
     model_path: str, *, trust_remote_code: bool = False, library_name: str = _KNOWN_LIBRARY
 ) -> ModelSizes:
-    """Read a model's sizes.
-
-    Args:
-        model_path: A folder with ``config.json`` or safetensors, or one of these files.
-        trust_remote_code: Whether the model's own code, in its folder, may run.
-        library_name: What builds a model from ``config.json``.
-
-    Returns:
-        The sizes.
-
-    Raises:
-        ConfigError: There is no such model here, or it cannot be built.
-        CheckpointDamaged: A file of weights is damaged.
-    """
+    """Read a model's sizes."""
     if library_name != _KNOWN_LIBRARY:
         raise ConfigError(
             f"library_name={library_name!r} is not supported: models are built by transformers, or "

@@ -73,17 +73,7 @@ class Statement:
 
 
 def read_notebook(notebook_path: Path) -> list[NotebookCell]:
-    """Read the code of a notebook file; cells that are to be left out are.
-
-    Args:
-        notebook_path: The file.
-
-    Returns:
-        Its cells with code.
-
-    Raises:
-        ConfigError: It is no notebook, or a cell is no Python; all such cells.
-    """
+    """Read the code of a notebook file; cells that are to be left out are."""
     all_cells = _code_cells(notebook_path)
     cells = [
         _plain_cell(number, _source_of(cell), frozenset(cell.get("metadata", {}).get("tags", ())))
@@ -165,11 +155,7 @@ def _syntax_mistake(cell: NotebookCell) -> str:
 
 
 def statements_of(cell: NotebookCell) -> list[Statement]:
-    """The statements of a cell, in order.
-
-    Args:
-        cell: The cell.
-    """
+    """The statements of a cell, in order."""
     lines = cell.code.splitlines()
     statements = []
     previous_end = 0

@@ -34,10 +34,6 @@ def shown_output_of(given: Mapping[str, Any], *, has_log_dir: bool) -> WantedOut
     """What is to be shown, by torchrun's options.
 
     A stream that is redirected goes to its file alone, unless tee shows it beside.
-
-    Args:
-        given: Options by name; others are left alone.
-        has_log_dir: Whether there are files.
     """
     streams = {}
     mistakes = []

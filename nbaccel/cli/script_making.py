@@ -73,19 +73,7 @@ class MadeScript:
 def make_script(
     cells: Sequence[NotebookCell], notebook_name: str, function_name: str = ""
 ) -> MadeScript:
-    """Make a script of a notebook.
-
-    Args:
-        cells: The notebook's cells.
-        notebook_name: What to call it.
-        function_name: The launched function, where several are launched.
-
-    Returns:
-        The script.
-
-    Raises:
-        ConfigError: Nothing says what to export; what was looked for is listed.
-    """
+    """Make a script of a notebook."""
     statements = [statement for cell in cells for statement in statements_of(cell)]
     launches = find_launches(statements)
     tagged_cells = [cell for cell in cells if EXPORT_TAG in cell.tags]
@@ -96,11 +84,7 @@ def make_script(
 
 
 def find_launches(statements: Iterable[Statement]) -> list[LaunchCall]:
-    """Every call of a launcher at the top level.
-
-    Args:
-        statements: The notebook's statements.
-    """
+    """Every call of a launcher at the top level."""
     configs: dict[str, Any] = {}
     launches = []
     for statement in statements:

@@ -37,21 +37,7 @@ def run_to_exit_status(
     is_quiet: bool = False,
     shows_tracebacks: bool = False,
 ) -> int:
-    """Run a script in the workers that were asked for.
-
-    Args:
-        script: What each worker runs.
-        request: The settings.
-        is_quiet: Whether warnings before the start are left out.
-        shows_tracebacks: Whether a failure's report is followed by the whole traceback.
-
-    Returns:
-        0, the script's own status, 1 after a failure, or 128 and the number of the signal that
-        ended it.
-
-    Raises:
-        NbaccelError: It could not be started.
-    """
+    """Run a script in the workers that were asked for."""
     received_signals: list[int] = []
     with env.applied(dict(request.variables)):
         try:

@@ -51,19 +51,7 @@ class _CheckedTraining:
 
 
 def run_checks(config_json: str, world_size: int, folder: str) -> list[tuple[str, str, float]]:
-    """Run every check in this worker.
-
-    Args:
-        config_json: The settings, as JSON.
-        world_size: Workers that were planned.
-        folder: An empty folder for checkpoints.
-
-    Returns:
-        Name, what was found, and seconds of each check.
-
-    Raises:
-        SetUpCheckFailed: One has failed; its message begins with the check's name.
-    """
+    """Run every check in this worker."""
     training = _prepare_training(RunConfig.from_json(config_json), world_size, Path(folder))
     check_results = []
     for check_name, check in _CHECKS.items():

@@ -20,12 +20,7 @@ def terminal_console() -> TerminalConsole:
 
 
 def plain_table(title: str, *columns: str) -> Table:
-    """A table without lines, whose long cells are wrapped.
-
-    Args:
-        title: Above it; empty for none.
-        *columns: Headings.
-    """
+    """A table without lines, whose long cells are wrapped."""
     table = Table(
         title=title or None, title_justify="left", box=None, pad_edge=False, show_edge=False
     )

@@ -38,11 +38,7 @@ _AT_START = "Nothing was trained: the workers did not start, or could not prepar
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
 
 

@@ -32,10 +32,6 @@ class MappedKey:
 class FileReading:
     """Collects settings and mistakes.
 
-    Args:
-        given: The file's names and values.
-        folder: Where the file is, for the paths in it.
-
     Attributes:
         given: As given.
         folder: As given.

@@ -60,13 +60,7 @@ _DEEPSPEED_KEYS = (
 
 
 def read_deepspeed(reading: FileReading, key: str, value: Any) -> None:
-    """Read ``deepspeed_config``: a file of DeepSpeed, or Accelerate's fields.
-
-    Args:
-        reading: The file.
-        key: The section's.
-        value: The section.
-    """
+    """Read ``deepspeed_config``: a file of DeepSpeed, or Accelerate's fields."""
     if not reading.section(key, "DEEPSPEED"):
         _note_all(reading, key, value)
         return
@@ -158,13 +152,7 @@ _FSDP_KEYS = (*_FSDP_SETTINGS, *_FSDP_BY_ITSELF, "version", "activation_checkpoi
 
 
 def read_fsdp(reading: FileReading, key: str, value: Any) -> None:
-    """Read ``fsdp_config``, of FSDP's versions 1 and 2.
-
-    Args:
-        reading: The file.
-        key: The section's.
-        value: The section.
-    """
+    """Read ``fsdp_config``, of FSDP's versions 1 and 2."""
     if not reading.section(key, "FSDP"):
         _note_all(reading, key, value)
         return
@@ -247,13 +235,7 @@ _DYNAMO_SETTINGS = {
 
 
 def read_dynamo(reading: FileReading, key: str, value: Any) -> None:
-    """Read ``dynamo_config``, or ``dynamo_backend`` of older versions.
-
-    Args:
-        reading: The file.
-        key: The section's, or the older key.
-        value: The section, or the name of a backend.
-    """
+    """Read ``dynamo_config``, or ``dynamo_backend`` of older versions."""
     # YAML 1.1 reads a bare NO as False.
     word = "NO" if value is False else value
     section = {"backend": word} if key == "dynamo_backend" else reading.mapping(key, word)
@@ -285,14 +267,7 @@ _FP8_NAMES = {
 
 
 def read_fp8(reading: FileReading, key: str, value: Any, rows: Sequence[Fp8Row]) -> None:
-    """Read ``fp8_config``.
-
-    Args:
-        reading: The file.
-        key: The section's.
-        value: The section.
-        rows: The libraries that compute in 8 bits.
-    """
+    """Read ``fp8_config``."""
     backed_precisions = [row.name for row in PRECISIONS if row.has_backends]
     if str(reading.given.get("mixed_precision")).lower() not in backed_precisions:
         _note_all(reading, key, value, "mixed_precision is not fp8")

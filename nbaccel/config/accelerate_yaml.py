@@ -40,11 +40,7 @@ class AccelerateFile:
 
 
 def is_accelerate_file(file_settings: Mapping[str, Any]) -> bool:
-    """Whether settings are those of a file that Accelerate reads.
-
-    Args:
-        file_settings: A file's names and values; some names mean the same to both.
-    """
+    """Whether settings are those of a file that Accelerate reads."""
     return any(key in _KEY_READERS and key not in RunConfig.model_fields for key in file_settings)
 
 
@@ -87,12 +83,7 @@ def read_accelerate_yaml(
 
 
 def unjudged_settings(file_settings: Mapping[str, Any], file_path: Path) -> dict[str, Any]:
-    """What a file says as settings of `RunConfig`, whatever is wrong with it.
-
-    Args:
-        file_settings: The file's names and values.
-        file_path: The file.
-    """
+    """What a file says as settings of `RunConfig`, whatever is wrong with it."""
     return _read_keys(file_settings, file_path, {}).complete_settings()
 
 

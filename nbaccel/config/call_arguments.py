@@ -27,14 +27,7 @@ _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITI
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a launcher explain how arguments that it does not have should be written.
-
-    Args:
-        function: The launcher. Its first parameter is the function that it launches.
-
-    Returns:
-        The same function, which raises a `WrongArguments` in place of Python's TypeError.
-    """
+    """Let a launcher explain how arguments that it does not have should be written."""
     call_signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -57,14 +50,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
 def explained_constructor(
     constructor: Callable[Concatenate[Self, P], None],
 ) -> Callable[Concatenate[Self, P], None]:
-    """Let a class explain how arguments that its `__init__` does not have should be written.
-
-    Args:
-        constructor: The `__init__`.
-
-    Returns:
-        The same, which raises a `WrongArguments` in place of Python's TypeError.
-    """
+    """Let a class explain how arguments that its `__init__` does not have should be written."""
     call_signature = inspect.signature(constructor)
 
     @functools.wraps(constructor)
@@ -138,15 +124,7 @@ def _call_refusal(name: str, error: TypeError, has_function: bool) -> str:
 
 
 def check_call(called_function: Any, args: Any) -> None:
-    """Refuse a call that cannot work, as far as that can be found out without making it.
-
-    Args:
-        called_function: What each worker is to call.
-        args: Its arguments.
-
-    Raises:
-        WrongArguments: `function(*args)` would raise a TypeError in each worker.
-    """
+    """Refuse a call that cannot work, as far as that can be found out without making it."""
     if call_mistakes := _swapped_argument_mistakes(called_function, args):
         raise WrongArguments(*call_mistakes)
 

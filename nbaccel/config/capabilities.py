@@ -473,14 +473,7 @@ def engine_row(row_name: str) -> EngineRow:
 def words_of_rows(
     rows: tuple[DeviceRow | PrecisionRow | Fp8Row | StrategyRow | EngineRow, ...],
 ) -> dict[str, str]:
-    """Other words that people write for the names of rows.
-
-    Args:
-        rows: A table.
-
-    Returns:
-        Word → name.
-    """
+    """Other words that people write for the names of rows."""
     return {
         other_word: capability_row.name
         for capability_row in rows
@@ -510,16 +503,7 @@ def fp8_backend(
     device: DeviceRow | None = None,
     compute_capability: tuple[int, int] | None = None,
 ) -> Fp8Choice:
-    """Which library computes in 8 bits.
-
-    Args:
-        backend_name: Its name; any other word takes the first one that is installed and fits.
-        device: What it is to compute on; None where that does not matter.
-        compute_capability: Of the GPU, if it is one and known.
-
-    Returns:
-        The library, and why; none where this version trains with no such library.
-    """
+    """Which library computes in 8 bits."""
     usable_rows = {
         backend_row.name: backend_row for backend_row in FP8_BACKENDS if backend_row.path
     }
@@ -569,16 +553,7 @@ def _auto_obstacle(
 
 
 def group_backend(row: DeviceRow, *, num_local: int, num_devices: int) -> str:
-    """The process group backend for the workers of one node.
-
-    Args:
-        row: The device they compute on.
-        num_local: Workers on this node.
-        num_devices: Devices of that kind on this node.
-
-    Returns:
-        The name that ``torch.distributed.init_process_group`` takes.
-    """
+    """The process group backend for the workers of one node."""
     # NCCL refuses two ranks on one GPU ("Duplicate GPU detected").
     return row.group_backend if num_local <= num_devices else row.shared_group_backend
 

@@ -102,14 +102,7 @@ def load_config_file(
 
 
 def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
-    """What a configuration file says, whatever is wrong with it: values may be anything.
-
-    Args:
-        path: As of :func:`load_config_file`.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """What a configuration file says, whatever is wrong with it: values may be anything."""
     file_path = Path(path).expanduser() if path is not None else default_config_path()
     settings = _read_settings(file_path)
     is_accelerate = is_accelerate_file(settings)
@@ -155,11 +148,7 @@ def schema_text() -> str:
 
 
 def config_text(config: RunConfig) -> str:
-    """A configuration as a file has it, with the line that names its schema.
-
-    Args:
-        config: The settings; those with default values are left out.
-    """
+    """A configuration as a file has it, with the line that names its schema."""
     settings_text = config.to_yaml()
     schema_uri = schema_path().absolute().as_uri()
     # An empty mapping would be written as `{}`, which reads like a mistake.
@@ -168,15 +157,7 @@ def config_text(config: RunConfig) -> str:
 
 
 def write_config_file(config: RunConfig, path: Path) -> None:
-    """Write a configuration file, and the schema that it names; each appears whole or not at all.
-
-    Args:
-        config: The settings.
-        path: The file; its folder is made if it is not there.
-
-    Raises:
-        ConfigError: It cannot be written; what was there is still there.
-    """
+    """Write a configuration file and the schema that it names; each appears whole or not at all."""
     schema_file = schema_path()
     try:
         for folder in (schema_file.parent, path.parent):

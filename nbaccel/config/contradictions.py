@@ -17,15 +17,7 @@ _Settings: TypeAlias = Any
 
 
 def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
-    """Every contradiction between settings.
-
-    Args:
-        config: The settings.
-        ignoring: Settings already found wrong: rules that involve them are skipped.
-
-    Returns:
-        One message each.
-    """
+    """Every contradiction between settings."""
     texts = (
         contradiction_check(config)
         for involved_names, contradiction_check in _CONTRADICTION_CHECKS

@@ -79,19 +79,7 @@ class Document(dict[str, Any]):
 
 
 def read_document(given_value: Any) -> Any:
-    """A DeepSpeed configuration as plain JSON values, in the current form.
-
-    Args:
-        given_value: A mapping, an object with ``to_dict`` (``ZeroConfig``), JSON text, or the path
-            of a JSON file.
-
-    Returns:
-        A `Document`, or the value for a validator to refuse.
-
-    Raises:
-        ConfigError: The file cannot be read, it or the text holds no JSON object, or what a run
-            has settings for (stage, precision) is wrong in it.
-    """
+    """A DeepSpeed configuration as plain JSON values, in the current form."""
     if isinstance(given_value, Document):
         return given_value
     read_settings = read_source(given_value, DOCUMENT_NAME)
@@ -124,15 +112,6 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
 
     DeepSpeed reads ``"true"`` as true, and older names of some sections; code that compares with
     ``True`` would miss them, and train something else.
-
-    Args:
-        config_settings: Plain values; changed and returned.
-
-    Returns:
-        The same configuration.
-
-    Raises:
-        ConfigError: Values that cannot be read; every mistake.
     """
     if "bfloat16" in config_settings:
         old_section = config_settings.pop("bfloat16")
@@ -195,14 +174,7 @@ def _is_on(section: Any) -> bool:
 
 
 def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:
-    """Take out of a DeepSpeed configuration the settings that a run has, too.
-
-    Args:
-        config_document: A DeepSpeed configuration, as :func:`read_document` gives it.
-
-    Returns:
-        The configuration without them, and the settings that it decides; ``"auto"`` decides none.
-    """
+    """Take out of a DeepSpeed configuration the settings that a run has, too."""
     remaining_document = Document(copy.deepcopy(dict(config_document)))
     decided_settings: dict[str, Any] = {}
     zero_section = remaining_document.get(_ZERO_SECTION)
@@ -235,11 +207,7 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, A
 
 
 def stage_left_open(config_document: Mapping[str, Any]) -> int:
-    """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one.
-
-    Args:
-        config_document: The configuration.
-    """
+    """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one."""
     section = config_document.get(_ZERO_SECTION)
     return _AUTO_STAGE if isinstance(section, Mapping) and section.get("stage") == _AUTO_WORD else 0
 
@@ -247,15 +215,7 @@ def stage_left_open(config_document: Mapping[str, Any]) -> int:
 def disagreements(
     config_document: Mapping[str, Any], given_settings: Mapping[str, Any]
 ) -> list[str]:
-    """Contradictions between a run and its DeepSpeed configuration.
-
-    Args:
-        config_document: The configuration, as :func:`read_document` gives it.
-        given_settings: What was given beside it, by the names of a run's settings.
-
-    Returns:
-        One message each.
-    """
+    """Contradictions between a run and its DeepSpeed configuration."""
     decided_settings = taken_out(config_document)[1]
     config_mistakes = [
         f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
@@ -279,15 +239,7 @@ def disagreements(
 
 
 def engine_config(run_config: _RunSettings) -> dict[str, Any] | None:
-    """The DeepSpeed configuration of a run, complete with the run's settings.
-
-    Args:
-        run_config: The user's settings.
-
-    Returns:
-        What DeepSpeed's JSON file would hold, with ``"auto"`` where the training decides; None
-        where DeepSpeed is not to train.
-    """
+    """The DeepSpeed configuration of a run, complete with the run's settings."""
     if run_config.deepspeed is None and not run_config.zero_stage:
         return None
     open_settings: dict[str, Any] = copy.deepcopy(dict(run_config.deepspeed or {}))

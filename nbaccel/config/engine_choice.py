@@ -32,14 +32,7 @@ class _EngineSettings(Protocol):
 
 
 def chosen_engine(config: _EngineSettings) -> tuple[str, str]:
-    """The engine of a run, and why.
-
-    Args:
-        config: The settings.
-
-    Returns:
-        The name of a row, and the reason.
-    """
+    """The engine of a run, and why."""
     if config.engine != "auto":
         return config.engine, "asked for"
     for row in ENGINES:
@@ -57,12 +50,6 @@ def elastic_reason(config: _EngineSettings) -> str:
     """The settings that need torch elastic, whose nodes agree again on who takes part.
 
     A fixed set of nodes, and restarts on one node, need none: the launcher does those itself.
-
-    Args:
-        config: The settings.
-
-    Returns:
-        ``rdzv_backend='c10d'``, for example, or nothing.
     """
     if config.num_nodes == 1:
         return ""

@@ -52,10 +52,6 @@ _CHECK_KEY = "nbaccel.check"
 class FieldMistake(str):
     """A message about one setting, with the path of that setting.
 
-    Args:
-        message_text: The message.
-        path: Dotted path of the setting.
-
     Attributes:
         path: Dotted path of the setting; empty where the message is about the whole.
     """
@@ -70,11 +66,7 @@ class FieldMistake(str):
         return new_mistake
 
     def under(self, section_path: str) -> FieldMistake:
-        """The same message about a setting of a section.
-
-        Args:
-            section_path: Dotted path of the section.
-        """
+        """The same message about a setting of a section."""
         path_separator = "." if self.path else ": "
         setting_path = f"{section_path}.{self.path}" if self.path else section_path
         return FieldMistake(f"{section_path}{path_separator}{self}", setting_path)
@@ -124,14 +116,7 @@ class FieldRule:
         owner: str = "",
         field_meaning: str = "",
     ) -> str:
-        """The message about a value that the rule does not allow.
-
-        Args:
-            setting_name: The setting.
-            given_value: What was given.
-            owner: The class that was called with it; empty for a setting of a configuration.
-            field_meaning: Takes the place of `why` where that is empty.
-        """
+        """The message about a value that the rule does not allow."""
         message_head = (
             f"{owner}({setting_name}={shown(given_value)}) must be {self.must}"
             if owner
@@ -164,11 +149,7 @@ OptionalCount = Annotated[
 
 
 def rule_of(model_field: FieldInfo) -> FieldRule:
-    """The rule that stands beside a field's type.
-
-    Args:
-        model_field: A field of a model; every field has a rule, which tests check.
-    """
+    """The rule that stands beside a field's type."""
     return next(item for item in model_field.metadata if isinstance(item, FieldRule))
 
 
@@ -180,19 +161,7 @@ def explain_mistakes(
     said_by: Mapping[str, str] | None = None,
     unknown_remedy: str = "",
 ) -> tuple[FieldMistake, ...]:
-    """One message per setting that is wrong.
-
-    Args:
-        model: The model that was validated.
-        error: What its validation raised.
-        given_settings: What was validated; messages show values as they were given, not as they
-            were read.
-        said_by: The source of a value that the user did not give, by the name of the setting.
-        unknown_remedy: What to do about a name that resembles no setting; empty lists them all.
-
-    Returns:
-        Messages in the order in which the mistakes were found.
-    """
+    """One message per setting that is wrong."""
     by_name: dict[str, tuple[FieldMistake, ...]] = {}
     for error_detail in error.errors(include_url=False):
         setting_name = str(error_detail["loc"][0]) if error_detail["loc"] else ""
@@ -242,11 +211,7 @@ def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_r
 
 
 def mistakes_in(error: ConfigError) -> tuple[FieldMistake, ...]:
-    """The messages of an error with the paths of their settings.
-
-    Args:
-        error: One that a validation raised; a message without a path is about the whole.
-    """
+    """The messages of an error with the paths of their settings."""
     # `ConfigError.mistakes` are plain texts; the messages that were raised are in `args`.
     return tuple(
         argument if isinstance(argument, FieldMistake) else FieldMistake(str(argument))
@@ -255,11 +220,7 @@ def mistakes_in(error: ConfigError) -> tuple[FieldMistake, ...]:
 
 
 class FieldCheck:
-    """The type and the rule of a dataclass field, which dataclasses do not check themselves.
-
-    Args:
-        annotated_type: ``Annotated[type, FieldRule(...)]``.
-    """
+    """The type and the rule of a dataclass field, which dataclasses do not check themselves."""
 
     def __init__(self, annotated_type: Any) -> None:
         self.annotated = annotated_type
@@ -273,16 +234,7 @@ class FieldCheck:
         return TypeAdapter(self.annotated)
 
     def read(self, setting_name: str, given_value: Any, *, owner: str = "") -> Any:
-        """The value as it is stored.
-
-        Args:
-            setting_name: The setting.
-            given_value: What was given for it.
-            owner: The class that was called with it; empty for a key of a configuration.
-
-        Raises:
-            ConfigError: The value is not what the rule says.
-        """
+        """The value as it is stored."""
         try:
             return self.adapter.validate_python(given_value)
         except ValidationError as error:
@@ -297,23 +249,12 @@ class FieldCheck:
 
 
 def checked_as(annotated_type: Any) -> dict[str, FieldCheck]:
-    """Metadata of a dataclass field that :func:`field_mistakes` checks.
-
-    Args:
-        annotated_type: ``Annotated[type, FieldRule(...)]``.
-    """
+    """Metadata of a dataclass field that :func:`field_mistakes` checks."""
     return {_CHECK_KEY: FieldCheck(annotated_type)}
 
 
 def field_mistakes(owner_settings: Any) -> list[FieldMistake]:
-    """Read the fields of a dataclass that have a check, and return what is wrong with them.
-
-    Args:
-        owner_settings: A dataclass instance; a right value is replaced by the one that was read.
-
-    Returns:
-        One message per wrong value.
-    """
+    """Read the fields of a dataclass that have a check, and return what is wrong with them."""
     mistakes: list[FieldMistake] = []
     for dataclass_field in fields(owner_settings):
         if (field_check := dataclass_field.metadata.get(_CHECK_KEY)) is None:
@@ -331,11 +272,7 @@ def field_mistakes(owner_settings: Any) -> list[FieldMistake]:
 
 
 def refuse_mistakes(found_mistakes: Iterable[str]) -> None:
-    """Raise all mistakes together, if there are any.
-
-    Raises:
-        ConfigError: There are.
-    """
+    """Raise all mistakes together, if there are any."""
     # One error for all: a user should not have to run a cell once for each mistake.
     if all_mistakes := tuple(found_mistakes):
         raise ConfigError(*all_mistakes)

@@ -66,11 +66,7 @@ def plain_name(named_value: Any) -> str:
 
 
 def sharding_word(given_value: Any) -> Any:
-    """FSDP1's sharding strategy by its word; torch and older files number them from 1.
-
-    Args:
-        given_value: ``1``, ``"1"`` or ``"FULL_SHARD"``.
-    """
+    """FSDP1's sharding strategy by its word; torch and older files number them from 1."""
     text = str(given_value).strip()
     if text.isdecimal() and 1 <= int(text) <= len(_SHARDING_WORDS):
         return _SHARDING_WORDS[int(text) - 1]
@@ -78,11 +74,7 @@ def sharding_word(given_value: Any) -> Any:
 
 
 def split_names(text: str) -> list[str]:
-    """Names that are written with commas.
-
-    Args:
-        text: ``"Block, Head"``.
-    """
+    """Names that are written with commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

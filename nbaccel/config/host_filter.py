@@ -20,14 +20,7 @@ _SLOT_HELP = "Name slots by number, as in worker-1:0,1@worker-2"
 
 
 def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
-    """The hosts that a filter names, each with the numbers of its slots; none stand for all.
-
-    Args:
-        filter_text: ``host:slot,slot@host``.
-
-    Raises:
-        ConfigError: It is not of that form; every mistake.
-    """
+    """The hosts that a filter names, each with the numbers of its slots; none stand for all."""
     found_slots: dict[str, tuple[int, ...]] = {}
     mistakes = []
     for part in filter_text.split("@"):
@@ -73,14 +66,7 @@ def _slot_twice(name: str, number: int) -> str:
 
 
 def read_host_filter(given_value: Any) -> Any:
-    """A filter as it is stored; other values are left to the type's check.
-
-    Args:
-        given_value: What was given.
-
-    Raises:
-        ConfigError: It is not of the form of a filter.
-    """
+    """A filter as it is stored; other values are left to the type's check."""
     if isinstance(given_value, str) and given_value:
         slots_by_host(given_value)
     return given_value
@@ -89,16 +75,7 @@ def read_host_filter(given_value: Any) -> Any:
 def kept_slots(
     num_slots: Mapping[str, int], *, include: str | None = None, exclude: str | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The slots that are left of each host, in the order of the hosts; others are left out.
-
-    Args:
-        num_slots: How many slots each host has; a host ``user@name`` is ``name`` in filters.
-        include: A filter: these alone.
-        exclude: A filter: all but these.
-
-    Raises:
-        ConfigError: A filter names a host or slot that is not there, or leaves none; every mistake.
-    """
+    """The slots that are left of each host, in the order of the hosts; others are left out."""
     every_slot = {host_name: tuple(range(number)) for host_name, number in num_slots.items()}
     setting_name, filter_text = ("include", include) if include else ("exclude", exclude)
     if not filter_text:

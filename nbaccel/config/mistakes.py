@@ -13,16 +13,7 @@ _MAX_TEXT_CHARS = 400
 
 
 def closest(word: str, allowed: Iterable[str], words: Mapping[str, str] | None = None) -> str:
-    """The allowed name that was probably meant.
-
-    Args:
-        word: The name that was given.
-        allowed: The allowed names.
-        words: Other names for the allowed ones.
-
-    Returns:
-        `` Did you mean 'x'?`` with a blank in front, or nothing where no word is close.
-    """
+    """The allowed name that was probably meant."""
     lowered_word = word.strip().lower()
     names_by_lower = {allowed_name.lower(): allowed_name for allowed_name in allowed}
     # A known synonym first: by its letters "gpu", which means "cuda", is nearest to "cpu".
@@ -34,14 +25,7 @@ def closest(word: str, allowed: Iterable[str], words: Mapping[str, str] | None =
 
 
 def shown(value: object) -> str:
-    """A value as it appears in a message.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        Its ``repr``, short and on one line.
-    """
+    """A value as it appears in a message."""
     # Not `repr`: a tensor or a large dictionary would fill the message, and take long.
     short_repr = reprlib.Repr()
     short_repr.maxstring = short_repr.maxother = _MAX_SHOWN_CHARS

@@ -11,16 +11,7 @@ __all__ = ["drop_at", "has_key", "put_at", "value_at"]
 def value_at(
     nested_settings: Mapping[str, Any] | None, dotted_key: str, default: Any = None
 ) -> Any:
-    """What is under a key.
-
-    Args:
-        nested_settings: Nested mappings.
-        dotted_key: With dots.
-        default: The result where there is nothing.
-
-    Returns:
-        The value.
-    """
+    """What is under a key."""
     value: Any = nested_settings
     for step in dotted_key.split("."):
         if not isinstance(value, Mapping) or step not in value:
@@ -30,25 +21,14 @@ def value_at(
 
 
 def has_key(nested_settings: Mapping[str, Any] | None, dotted_key: str) -> bool:
-    """Whether there is anything under a key, be it None.
-
-    Args:
-        nested_settings: Nested mappings.
-        dotted_key: With dots.
-    """
+    """Whether there is anything under a key, be it None."""
     # A new object equals no value, not even None.
     missing_marker = object()
     return value_at(nested_settings, dotted_key, missing_marker) is not missing_marker
 
 
 def put_at(nested_settings: dict[str, Any], dotted_key: str, new_value: Any) -> None:
-    """Write a value, and the sections that are not there yet.
-
-    Args:
-        nested_settings: Nested dictionaries; changed.
-        dotted_key: With dots.
-        new_value: The value.
-    """
+    """Write a value, and the sections that are not there yet."""
     *section_steps, last_step = dotted_key.split(".")
     for key_step in section_steps:
         nested_settings = nested_settings.setdefault(key_step, {})
@@ -56,12 +36,7 @@ def put_at(nested_settings: dict[str, Any], dotted_key: str, new_value: Any) -> 
 
 
 def drop_at(nested_settings: dict[str, Any], dotted_key: str) -> None:
-    """Take a key out, and the sections that it leaves empty.
-
-    Args:
-        nested_settings: Nested dictionaries; changed.
-        dotted_key: With dots; nothing happens where there is none.
-    """
+    """Take a key out, and the sections that it leaves empty."""
     # Recursive, because sections are removed from the innermost outwards.
     first_step, separator, remaining_key = dotted_key.partition(".")
     inner_section = nested_settings.get(first_step)

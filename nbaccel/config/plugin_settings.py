@@ -78,11 +78,7 @@ def _read_dynamo(value: Any) -> Any:
 
 
 def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) -> dict[str, Any]:
-    """The settings as JSON holds them, without those that are None.
-
-    Raises:
-        ConfigError: Names that are no settings; values that are no truth values.
-    """
+    """The settings as JSON holds them, without those that are None."""
     plain_settings: dict[str, Any] = json_like(settings)
     unknown_names = [name for name in plain_settings if name not in known_names]
     name_mistakes = [
@@ -172,26 +168,12 @@ WorkerVariables = Annotated[
 
 
 def fsdp_variables(settings: Mapping[str, Any] | None) -> dict[str, str]:
-    """The variables of FSDP's settings.
-
-    Args:
-        settings: Those of a `RunConfig`.
-
-    Returns:
-        Names and values; nothing for settings that were not given.
-    """
+    """The variables of FSDP's settings."""
     return _variables_of(settings, FSDP_VARIABLES)
 
 
 def dynamo_variables(settings: Mapping[str, Any] | None) -> dict[str, str]:
-    """The variables of the settings of ``torch.compile``.
-
-    Args:
-        settings: Those of a `RunConfig`.
-
-    Returns:
-        Names and values; nothing for settings that were not given.
-    """
+    """The variables of the settings of ``torch.compile``."""
     return _variables_of(settings, DYNAMO_VARIABLES)
 
 

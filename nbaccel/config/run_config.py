@@ -533,16 +533,7 @@ def _document_of(document: Any) -> zero_engine.Document | None:
 
 
 def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
-    """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`.
-
-    Args:
-        settings: The user's settings. The configuration in them is replaced by what is left
-            of it; settings that are None, and decided by the configuration, are removed.
-
-    Returns:
-        The whole configuration, empty where there is none that can be read, and the settings that
-        it decides.
-    """
+    """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`."""
     config_document = _document_of(settings.get("deepspeed"))
     if config_document is None:
         return zero_engine.Document(), {}

@@ -49,17 +49,7 @@ _MAX_BITS = 1024
 
 
 def read_file(file_path: str | Path) -> dict[str, Any]:
-    """Read a file that holds DeepSpeed's configuration, a JSON object.
-
-    Args:
-        file_path: A JSON file.
-
-    Returns:
-        The object in it.
-
-    Raises:
-        ConfigError: There is no such file, or it holds no JSON object.
-    """
+    """Read a file that holds DeepSpeed's configuration, a JSON object."""
     named_source = f"The DeepSpeed configuration {shown(str(file_path))}"
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
@@ -72,18 +62,7 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
 
 
 def read_object(source_text: str, source_name: str) -> dict[str, Any]:
-    """Read a JSON object in which no key stands twice.
-
-    Args:
-        source_text: JSON.
-        source_name: What it describes, for messages.
-
-    Returns:
-        The object.
-
-    Raises:
-        ConfigError: It is no JSON object, or a key stands twice in it.
-    """
+    """Read a JSON object in which no key stands twice."""
     try:
         _check_length(source_text)
         read_values = json.loads(
@@ -110,19 +89,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
 
 
 def json_like(given_value: Any, value_path: str = "", nesting_depth: int = 0) -> Any:
-    """A value as JSON holds it: lists for tuples, plain numbers for NumPy's, text for paths.
-
-    Args:
-        given_value: A value of a configuration.
-        value_path: Where it stands, for messages.
-        nesting_depth: How deep it is nested.
-
-    Returns:
-        A copy of plain values.
-
-    Raises:
-        ValueError: JSON cannot hold it.
-    """
+    """A value as JSON holds it: lists for tuples, plain numbers for NumPy's, text for paths."""
     given_value = plain_value(given_value)
     place_text = f" at {value_path}" if value_path else ""
     # A dictionary that contains itself ends here, too.
@@ -156,18 +123,7 @@ def json_like(given_value: Any, value_path: str = "", nesting_depth: int = 0) ->
 
 
 def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str, Any]:
-    """A mapping as JSON holds it.
-
-    Args:
-        read_settings: A mapping that was built in Python.
-        source_name: What it describes, for messages.
-
-    Returns:
-        A copy of plain values.
-
-    Raises:
-        ConfigError: JSON cannot hold it.
-    """
+    """A mapping as JSON holds it."""
     try:
         values: dict[str, Any] = json_like(read_settings)
     except ValueError as error:
@@ -179,18 +135,7 @@ def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str
 
 
 def read_source(given_value: Any, source_name: str) -> Any:
-    """Settings out of whatever holds them, as plain JSON values.
-
-    Args:
-        given_value: A mapping, an object with ``to_dict``, JSON text, or the path of a JSON file.
-        source_name: What it holds, for messages.
-
-    Returns:
-        A new dictionary; a value that is none of these is returned unchanged, to be refused.
-
-    Raises:
-        ConfigError: The file cannot be read, or JSON cannot hold what was given.
-    """
+    """Settings out of whatever holds them, as plain JSON values."""
     # `ZeroConfig`, for example, which this package must not import.
     if callable(getattr(given_value, "to_dict", None)):
         given_value = given_value.to_dict()
@@ -250,13 +195,7 @@ _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)
 
 
 def unreadable(source_name: str, text_language: str, error: Exception) -> ConfigError:
-    """The error about a text that is no JSON, or no YAML.
-
-    Args:
-        source_name: What the text describes.
-        text_language: ``JSON`` or ``YAML``.
-        error: The error of its reader.
-    """
+    """The error about a text that is no JSON, or no YAML."""
     return ConfigError(
         f"{source_name} cannot be read from {text_language}: {error}. "
         "A setting half read would train something else. Correct the text there."
@@ -264,14 +203,7 @@ def unreadable(source_name: str, text_language: str, error: Exception) -> Config
 
 
 def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """An ``object_pairs_hook`` for JSON in which a key that stands twice is a mistake.
-
-    Args:
-        source_name: What the text describes, for the message.
-
-    Returns:
-        The hook; it raises :class:`ConfigError`.
-    """
+    """An ``object_pairs_hook`` for JSON in which a key that stands twice is a mistake."""
 
     def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # Python's reader keeps the last value and drops the others silently.
@@ -290,17 +222,7 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML in which ``3e-5`` is a number, as in JSON and in YAML 1.2.
-
-    Args:
-        text: YAML.
-
-    Returns:
-        What it holds.
-
-    Raises:
-        ValueError: It is no YAML; the message has the line.
-    """
+    """Read YAML in which ``3e-5`` is a number, as in JSON and in YAML 1.2."""
     yaml = require("yaml", extra="", why="Reading a configuration file")
     _check_length(text)
 
@@ -332,11 +254,7 @@ class _BoundedNodes:
         self._num_nodes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A value, and all that is in it.
-
-        Raises:
-            ValueError: It is too large, nested too deeply, or contains itself.
-        """
+        """A value, and all that is in it."""
         self._nesting_depth += 1
         if self._nesting_depth > _MAX_JSON_DEPTH:
             raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep")

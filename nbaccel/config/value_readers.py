@@ -26,14 +26,7 @@ __all__ = [
 
 
 def plain_value(given_value: Any) -> Any:
-    """A Python value for a scalar of NumPy or torch and for a member of an enum.
-
-    Args:
-        given_value: Anything.
-
-    Returns:
-        The plain value, or the same object.
-    """
+    """A Python value for a scalar of NumPy or torch and for a member of an enum."""
     if isinstance(given_value, Enum):
         return given_value.value
     # By attributes, because this module must import neither NumPy nor torch.
@@ -43,17 +36,7 @@ def plain_value(given_value: Any) -> Any:
 
 
 def read_number(given_value: Any) -> Any:
-    """A number for a number; a truth value is none, though Python's `bool` is an `int`.
-
-    Args:
-        given_value: What was given for a number; a ``timedelta`` counts as seconds.
-
-    Returns:
-        What the validator goes on with.
-
-    Raises:
-        ValueError: It is True or False.
-    """
+    """A number for a number; a truth value is none, though Python's `bool` is an `int`."""
     given_value = plain_value(given_value)
     if isinstance(given_value, bool):
         raise ValueError("a truth value is not a number")
@@ -61,17 +44,7 @@ def read_number(given_value: Any) -> Any:
 
 
 def read_whole(given_value: Any) -> Any:
-    """A whole number for one of a list, which is compared and not converted.
-
-    Args:
-        given_value: What was given for it.
-
-    Returns:
-        What the validator goes on with.
-
-    Raises:
-        ValueError: It is True or False.
-    """
+    """A whole number for one of a list, which is compared and not converted."""
     given_value = read_number(given_value)
     if isinstance(given_value, str):
         given_value = numbers_read(given_value)
@@ -87,12 +60,6 @@ def numbers_read(given_value: Any) -> Any:
 
     YAML 1.1 has no number without a point before the exponent, so that its readers make text of
     ``lr: 3e-5``.
-
-    Args:
-        given_value: Parameters of which none is text that looks like a number and is none.
-
-    Returns:
-        The same with numbers; what is no number stays.
     """
     if isinstance(given_value, dict):
         return {
@@ -113,36 +80,18 @@ def numbers_read(given_value: Any) -> Any:
 
 
 def read_path(given_value: Any) -> Any:
-    """The text of a path.
-
-    Args:
-        given_value: What was given for a path.
-    """
+    """The text of a path."""
     return str(given_value) if isinstance(given_value, PurePath) else given_value
 
 
 def read_port(given_value: Any) -> Any:
-    """A port, where 0 and an empty text mean a free one, as 0 does for a socket.
-
-    Args:
-        given_value: What was given for a port.
-
-    Returns:
-        None for a free port, otherwise what the validator goes on with.
-    """
+    """A port, where 0 and an empty text mean a free one, as 0 does for a socket."""
     text = given_value.strip() if isinstance(given_value, str) else given_value
     return None if text in (0, "0", "") and not isinstance(text, bool) else read_number(text)
 
 
 def read_word(given_value: Any) -> Any:
-    """A word of a list, in lower case; None and YAML's bare ``no`` are the word "no".
-
-    Args:
-        given_value: What was given for a word.
-
-    Returns:
-        What the validator goes on with.
-    """
+    """A word of a list, in lower case; None and YAML's bare ``no`` are the word "no"."""
     # YAML 1.1 reads `mixed_precision: no` as False.
     if given_value is None or given_value is False:
         return "no"
@@ -150,17 +99,7 @@ def read_word(given_value: Any) -> Any:
 
 
 def read_truth(given_value: Any) -> Any:
-    """A truth value; a number other than 0 and 1 is refused by the validator.
-
-    Args:
-        given_value: What was given for a truth value.
-
-    Returns:
-        What the validator goes on with.
-
-    Raises:
-        ValueError: It is None, which means neither.
-    """
+    """A truth value; a number other than 0 and 1 is refused by the validator."""
     if given_value is None:
         raise ValueError("None is neither true nor false")
     return given_value

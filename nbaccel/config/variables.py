@@ -23,14 +23,7 @@ STRATEGY_VARIABLE = "NBACCEL_STRATEGY"
 
 
 def run_variables(run_config: RunConfig) -> dict[str, str]:
-    """The variables of a run's settings for training, without the precision.
-
-    Args:
-        run_config: The user's settings.
-
-    Returns:
-        Names and values; nothing for settings that were not given.
-    """
+    """The variables of a run's settings for training, without the precision."""
     launch_variables: dict[str, str] = {}
     if run_config.gradient_accumulation_steps is not None:
         launch_variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(

@@ -37,13 +37,7 @@ class _UnknownValue(Exception):
 
 
 class UndecidedKey(FieldMistake):
-    """The message about a key whose ``"auto"`` nothing decides.
-
-    Args:
-        message_text: The message.
-        path: The key.
-        reason: What would decide it: a clause, or the message where nothing would.
-    """
+    """The message about a key whose ``"auto"`` nothing decides."""
 
     __slots__ = ("reason",)
     reason: str

@@ -23,14 +23,7 @@ BUILDER = "deepspeed.ops.op_builder.builder"
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Where torch builds operations, one folder each, by torch's rule (Python and CUDA versions).
-
-    Args:
-        environ: The environment of the process that builds.
-
-    Returns:
-        The folder; it need not be there yet.
-    """
+    """Where torch builds operations, a folder each, by torch's rule (Python and CUDA versions)."""
     if chosen_folder := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen_folder)
     extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
@@ -45,12 +38,7 @@ def folder(environ: Mapping[str, str]) -> Path:
 
 
 def is_built(operation_name: str, environ: Mapping[str, str]) -> bool:
-    """Whether an operation is there already, from an earlier use or from DeepSpeed's installation.
-
-    Args:
-        operation_name: Its name.
-        environ: The environment of the process that loads it.
-    """
+    """Whether an operation is there, from an earlier use or from DeepSpeed's installation."""
     # Not imported for it: without DeepSpeed loaded only the file tells.
     installed_operations = getattr(
         sys.modules.get("deepspeed.git_version_info"), "installed_ops", {}
@@ -66,11 +54,7 @@ def announce() -> None:
 
 
 def change_builder(builder_module: Any) -> None:
-    """Let DeepSpeed's builder print a line before it compiles; changing it again does nothing.
-
-    Args:
-        builder_module: ``deepspeed.ops.op_builder.builder``.
-    """
+    """Let DeepSpeed's builder print a line before it compiles; changing it again does nothing."""
     builder_class = builder_module.OpBuilder
     build_operation = builder_class.jit_load
     # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.

@@ -127,17 +127,7 @@ def check_config(
 
 
 def check_run(run: RunConfig, device: str) -> None:
-    """Check a run's DeepSpeed configuration, before any process starts.
-
-    Args:
-        run: The run. One that names only a stage needs no check, and DeepSpeed is not imported
-            for it.
-        device: What the processes compute on.
-
-    Raises:
-        ConfigError: Mistakes, all of them.
-        MissingBackend: DeepSpeed is not installed.
-    """
+    """Check a run's DeepSpeed configuration, before any process starts."""
     config_settings = engine_config(run)
     if run.deepspeed and config_settings is not None:
         on_device = run.changed(device=device)

@@ -86,15 +86,7 @@ _PARAMETER_CHECKS: dict[str, dict[str, FieldCheck]] = {
 
 
 def value_mistakes(section_name: str, given_params: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the values of an optimizer's or a schedule's parameters.
-
-    Args:
-        section_name: ``optimizer`` or ``scheduler``.
-        given_params: Its ``params``.
-
-    Yields:
-        A message each.
-    """
+    """What is wrong with the values of an optimizer's or a schedule's parameters."""
     for parameter_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
         value = given_params.get(parameter_name)
         if value is None or value == AUTO:
@@ -115,15 +107,7 @@ _UNTESTED_HINT = '"zero_allow_untested_optimizer": true'
 
 
 def combination_mistakes(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
-    """What cannot go together.
-
-    Args:
-        zero_config: The configuration.
-        device: What the processes compute on.
-
-    Yields:
-        A message each.
-    """
+    """What cannot go together."""
     open_stage = zero_config.stage == AUTO
     # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
     if not open_stage:
@@ -213,16 +197,7 @@ def _aborts_on_disk(path: str) -> Iterator[str]:
 def batch_mistakes(
     zero_config: ZeroConfig, *, world_size: int | None, open_ends: bool
 ) -> Iterator[str]:
-    """Where the batch sizes do not multiply out.
-
-    Args:
-        zero_config: The configuration.
-        world_size: Processes that share the batch; None where not known.
-        open_ends: Whether sizes may be missing, because they are resolved later.
-
-    Yields:
-        A message at most.
-    """
+    """Where the batch sizes do not multiply out."""
     total_batch, micro_batch, accumulation_steps = (
         key_value if isinstance(key_value, int) else None
         for key_value in (
@@ -270,15 +245,7 @@ def batch_mistakes(
 
 
 def sharing_mistakes(zero_config: ZeroConfig, *, world_size: int | None) -> Iterator[str]:
-    """Where the secondary shards of ZeRO++ cannot be of equal size.
-
-    Args:
-        zero_config: The configuration.
-        world_size: Processes; None where not known.
-
-    Yields:
-        A message at most.
-    """
+    """Where the secondary shards of ZeRO++ cannot be of equal size."""
     partition_size = zero_config.zero_hpz_partition_size
     if world_size is None or not isinstance(partition_size, int) or zero_config.zero_stage != 3:
         return
@@ -294,16 +261,7 @@ def sharing_mistakes(zero_config: ZeroConfig, *, world_size: int | None) -> Iter
 
 
 def maker_mistakes(zero_config: ZeroConfig, key_schema: Schema, *, device: str) -> Iterator[str]:
-    """What is wrong with the optimizer and the schedule that DeepSpeed is to make.
-
-    Args:
-        zero_config: The configuration.
-        key_schema: What the installed DeepSpeed knows.
-        device: What the processes compute on.
-
-    Yields:
-        A message each.
-    """
+    """What is wrong with the optimizer and the schedule that DeepSpeed is to make."""
     if zero_config.optimizer is not None:
         yield from _optimizer_mistakes(zero_config.optimizer, zero_config, key_schema, device)
     if zero_config.scheduler is not None:
@@ -444,15 +402,7 @@ def _constructor_mistakes(
 
 
 def doubts(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
-    """Settings that work but may not do what is expected.
-
-    Args:
-        zero_config: The configuration.
-        device: What the processes compute on.
-
-    Yields:
-        A sentence each.
-    """
+    """Settings that work but may not do what is expected."""
     if (
         zero_config.zero_stage == 3
         and zero_config.stage3_gather_16bit_weights_on_model_save is not True

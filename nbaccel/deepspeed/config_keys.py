@@ -27,14 +27,7 @@ _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "c
 
 
 def missing_monitors(zero_config: ZeroConfig) -> Iterator[str]:
-    """The sections that are turned on without their package.
-
-    Args:
-        zero_config: The configuration.
-
-    Yields:
-        A message each.
-    """
+    """The sections that are turned on without their package."""
     for section_name, package_name in _MONITOR_PACKAGES.items():
         section = getattr(zero_config, section_name)
         if section is not None and section.enabled is True and not is_installed(package_name):
@@ -75,16 +68,7 @@ class Finding:
 def key_findings(
     config_settings: Mapping[str, Any], key_schema: Schema, section_path: str = ""
 ) -> Iterator[Finding]:
-    """Look at every key of a configuration, section by section.
-
-    Args:
-        config_settings: The configuration, or a section of it.
-        key_schema: The keys of the installed DeepSpeed.
-        section_path: The section that it is.
-
-    Yields:
-        What is found, key by key.
-    """
+    """Look at every key of a configuration, section by section."""
     known_keys = key_schema.sections.get(section_path)
     path_prefix = f"{section_path}." if section_path else ""
     for config_key, key_value in config_settings.items():
@@ -107,16 +91,7 @@ def key_findings(
 
 
 def removed_text(key_path: str, key_value: Any, key_schema: Schema) -> str:
-    """The message about a key that DeepSpeed has removed.
-
-    Args:
-        key_path: Its dotted path.
-        key_value: What stands there.
-        key_schema: What the installed DeepSpeed knows.
-
-    Returns:
-        The sentence, with DeepSpeed's own.
-    """
+    """The message about a key that DeepSpeed has removed."""
     return f"{key_path}={shown(key_value)} is of the past. {key_schema.removed[key_path]}".rstrip()
 
 

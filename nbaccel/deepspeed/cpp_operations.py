@@ -54,15 +54,7 @@ _SHARED_FILE_SYSTEMS = (
 
 
 def check_tools(device: str) -> None:
-    """Refuse a machine on which every worker would fail when it makes its engine.
-
-    Args:
-        device: Type of the device.
-
-    Raises:
-        MissingBackend: There is no DeepSpeed, it is too old, or there is no ninja.
-        PlatformUnsupported: There is no C++ compiler, and one is needed.
-    """
+    """Refuse a machine on which every worker would fail when it makes its engine."""
     if not is_installed("deepspeed"):
         raise MissingBackend(
             f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}: workers on "
@@ -82,12 +74,6 @@ def path_with_ninja() -> str | None:
     A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
     took the system's ninja, and a shell with the environment activated took the environment's, each
     would build again what the other has built: versions of ninja record commands differently.
-
-    Returns:
-        The PATH; None where it is unset and not needed.
-
-    Raises:
-        MissingBackend: There is no ninja.
     """
     search_path = env.read("PATH")
     ninja = ninja_beside_python()
@@ -104,40 +90,21 @@ def path_with_ninja() -> str | None:
 
 
 def ninja_beside_python() -> Path | None:
-    """The ninja that pip installed for this Python, wherever PATH leads.
-
-    Returns:
-        The program; None where there is none.
-    """
+    """The ninja that pip installed for this Python, wherever PATH leads."""
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
     ninja = shutil.which("ninja", path=os.pathsep.join(beside_python))
     return Path(ninja) if ninja else None
 
 
 def compiler_of(environ: Mapping[str, str]) -> list[str] | None:
-    """The C++ compiler that torch takes in this environment.
-
-    Args:
-        environ: The environment of the process that builds.
-
-    Returns:
-        Its path and the options that `CXX` gives it; None where it is not on PATH.
-    """
+    """The C++ compiler that torch takes in this environment."""
     name, *options = _compiler_words(environ)
     path = shutil.which(name, path=environ.get("PATH", os.defpath))
     return [path, *options] if path else None
 
 
 def no_compiler(environ: Mapping[str, str], missing_operations: Sequence[str]) -> str:
-    """The message where there is no compiler.
-
-    Args:
-        environ: The environment of the process that builds.
-        missing_operations: What it would build.
-
-    Returns:
-        What is wrong, why it matters, what to do.
-    """
+    """The message where there is no compiler."""
     return (
         f"The C++ compiler {_compiler_words(environ)[0]!r} is not on PATH. DeepSpeed builds "
         f"{', '.join(missing_operations)} on first use and needs one. Install it: apt-get install "
@@ -150,11 +117,7 @@ def _compiler_words(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_compiler() -> None:
-    """Refuse to go on where the operation that every engine on a CPU needs cannot be built.
-
-    Raises:
-        PlatformUnsupported: There is no C++ compiler, and the operation was not built before.
-    """
+    """Refuse to go on where the operation that every engine on a CPU needs cannot be built."""
     environ = env.snapshot()
     if compiler_of(environ) is None and not build_notice.is_built(_CPU_OPERATION, environ):
         raise PlatformUnsupported(no_compiler(environ, [_CPU_OPERATION]))
@@ -165,12 +128,6 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
 
     A process that builds keeps the lock open until it has finished; any other waits until the file
     is gone, silently and without a time limit.
-
-    Returns:
-        The locks removed.
-
-    Raises:
-        UnsafeMoment: No process here holds a lock, but one on another machine may.
     """
     return tuple(path for path in _lock_files() if is_forgotten(path) and _was_removed(path))
 
@@ -180,12 +137,6 @@ def is_forgotten(lock_path: Path) -> bool:
 
     Operations that were built long ago are locked for a moment, too, by each process that loads
     them, so one look is not enough: the lock must stay the same one, without a holder.
-
-    Args:
-        lock_path: The file.
-
-    Raises:
-        UnsafeMoment: No process here holds it, but one on another machine may.
     """
     seen_identity = _file_identity(lock_path)
     for _ in range(3):
@@ -226,14 +177,7 @@ def _was_removed(path: Path) -> bool:
 
 
 def holder_of(lock_path: Path) -> int | None:
-    """The process that has a lock open, as the one that builds does until it has finished.
-
-    Args:
-        lock_path: The file.
-
-    Returns:
-        Its process id; None where no process that can be seen from here has.
-    """
+    """The process that has a lock open, as the one that builds does until it has finished."""
     path = str(lock_path.resolve())
     for process in psutil.process_iter():
         try:
@@ -273,28 +217,13 @@ _COMPILE_S = 60
 
 
 def offloads_optimizer(zero_config: ZeroConfig) -> bool:
-    """Whether the optimizer steps on the host.
-
-    Args:
-        zero_config: The configuration.
-
-    Returns:
-        True where its state is on the host or on disk.
-    """
+    """Whether the optimizer steps on the host."""
     section = zero_config.offload_optimizer
     return zero_config.zero_stage > 0 and section is not None and section.device in ("cpu", "nvme")
 
 
 def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
-    """The C++ parts that a run of this configuration loads.
-
-    Args:
-        zero_config: The configuration.
-        device: What the processes compute on: ``cpu``, ``cuda``.
-
-    Returns:
-        Names, as DeepSpeed's.
-    """
+    """The C++ parts that a run of this configuration loads."""
     operation_names = ["deepspeed_shm_comm"] if device == "cpu" else []
     config_section = zero_config.optimizer
     # DeepSpeed compares names of optimizers in lower case.
@@ -322,16 +251,7 @@ def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
 def missing_tools(
     zero_config: ZeroConfig, *, device: str, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """What is missing here to build the parts that are needed, and how to get it.
-
-    Args:
-        zero_config: The configuration.
-        device: What the processes compute on.
-        environ: The environment they will have; this process's where left out.
-
-    Yields:
-        A message for each thing that is missing.
-    """
+    """What is missing here to build the parts that are needed, and how to get it."""
     environ = _as_it_will_be() if environ is None else environ
     version_info = library.load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
     # Operations that were built when DeepSpeed was installed need no tools.

@@ -73,17 +73,7 @@ class Wish:
 
 
 def read_wish(device: object) -> Wish:
-    """Read what was given as a device.
-
-    Args:
-        device: None, ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a ``torch.device``.
-
-    Returns:
-        The wish.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Read what was given as a device."""
     if device is None:
         return Wish(kind=None)
     wish_match = _WISH_PATTERN.fullmatch(str(device))
@@ -99,17 +89,7 @@ def read_wish(device: object) -> Wish:
 
 
 def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "") -> None:
-    """Refuse a GPU that is not there, or on which nothing can start.
-
-    Args:
-        gpu_index: Its CUDA number.
-        known_gpus: The GPUs that CUDA shows to this process.
-        closing_note: Why there are none, where something is known.
-
-    Raises:
-        ConfigError: It is not there.
-        UnsafeMoment: Another process has it exclusively, or has filled it.
-    """
+    """Refuse a GPU that is not there, or on which nothing can start."""
     if gpu_index >= len(known_gpus):
         listed_gpus = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in known_gpus)
         raise ConfigError(
@@ -154,17 +134,7 @@ def refuse_busy(
     is_exclusive: bool = False,
     is_prohibited: bool = False,
 ) -> None:
-    """Refuse a GPU on which this process could not start to compute.
-
-    Args:
-        chosen_gpu: The GPU, with the memory that is free now.
-        holder_pids: Ids of the processes that compute on it, this one included if it does.
-        is_exclusive: Whether its compute mode admits one process at a time.
-        is_prohibited: Whether its compute mode admits none.
-
-    Raises:
-        UnsafeMoment: Its mode keeps this process out, or too little of its memory is free.
-    """
+    """Refuse a GPU on which this process could not start to compute."""
     other_pids = [process_id for process_id in holder_pids if process_id != os.getpid()]
     is_alone = is_exclusive and bool(other_pids)
     if is_alone or is_prohibited:

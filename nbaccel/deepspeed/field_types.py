@@ -81,17 +81,7 @@ def _read_word(value: Any) -> Any:
 
 
 def json_table(given_value: Any) -> Any:
-    """A mapping as JSON holds it.
-
-    Args:
-        given_value: What was given for one.
-
-    Returns:
-        A copy of plain values, or None.
-
-    Raises:
-        ValueError: It is no mapping, or JSON cannot hold it.
-    """
+    """A mapping as JSON holds it."""
     if given_value is None:
         return None
     if not isinstance(given_value, Mapping):
@@ -213,12 +203,7 @@ class SectionRule(FieldRule):
 
 
 def holds(section_class: type[Section], short_key: str = "") -> SectionRule:
-    """The rule of a field that holds a section.
-
-    Args:
-        section_class: The section's class.
-        short_key: The key of it that a bare text stands for: ``optimizer="AdamW"``.
-    """
+    """The rule of a field that holds a section."""
 
     def read(given_value: Any) -> Any:
         if isinstance(given_value, str) and short_key:
@@ -380,15 +365,7 @@ class Section(BaseModel):
 def merged_mappings(
     first_mapping: dict[str, Any], second_mapping: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Two mappings as one, level by level.
-
-    Args:
-        first_mapping: Changed and returned.
-        second_mapping: Its values win.
-
-    Returns:
-        The first mapping.
-    """
+    """Two mappings as one, level by level."""
     for key, second_value in second_mapping.items():
         value = first_mapping.get(key)
         # A section that is in both must keep the keys of both.
@@ -400,13 +377,6 @@ def merged_mappings(
 
 
 def section_of(model_field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds.
-
-    Args:
-        model_field: The field.
-
-    Returns:
-        Its class, or None for a field that holds a plain value.
-    """
+    """The section that a field holds."""
     section_rule = rule_of(model_field)
     return section_rule.section if isinstance(section_rule, SectionRule) else None

@@ -30,11 +30,7 @@ _USE_CPU = "ACCELERATE_USE_CPU"
 
 
 def enter_worker(device: str) -> None:
-    """Prepare a worker for DeepSpeed and Accelerate; cheap where neither is ever imported.
-
-    Args:
-        device: Type of the device that the worker computes on.
-    """
+    """Prepare a worker for DeepSpeed and Accelerate; cheap where neither is ever imported."""
     module_changes = _MODULE_CHANGES | (_CHANGES_ON_CPU if device == "cpu" else {})
     for name, module_change in module_changes.items():
         # A forked worker has the modules that the notebook had imported.

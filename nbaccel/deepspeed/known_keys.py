@@ -26,15 +26,7 @@ one."""
 def misspelt_keys(
     config_settings: Mapping[str, Any], section_path: str = ""
 ) -> Iterator[FieldMistake]:
-    """Look at every key of a configuration, section by section.
-
-    Args:
-        config_settings: The configuration in today's form, or a section of it.
-        section_path: The section that it is.
-
-    Yields:
-        A message about each key that is nearly a known one.
-    """
+    """Look at every key of a configuration, section by section."""
     keys = _known_sections().get(section_path)
     if keys is None:
         return  # its keys are DeepSpeed's, or the user's own

@@ -31,18 +31,7 @@ def row() -> StrategyRow:
 
 
 def load_module(module: str, *, why: str) -> Any:
-    """A module of DeepSpeed.
-
-    Args:
-        module: Its full name.
-        why: What needs it, to begin an error with.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingBackend: It is not installed, cannot be imported, or is too old.
-    """
+    """A module of DeepSpeed."""
     check_version()
     # nbaccel's plan says which device is chosen, with the reason.
     logging.getLogger("DeepSpeed").addFilter(_is_no_greeting)
@@ -54,25 +43,14 @@ def load_module(module: str, *, why: str) -> Any:
 
 
 def check_version() -> None:
-    """Refuse a DeepSpeed that would fail in the middle of a training, without importing it.
-
-    Raises:
-        MissingBackend: The one that is installed is too old.
-    """
+    """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
     installed_version = _installed_version()
     if installed_version is not None and (text := refusal(installed_version)):
         raise MissingBackend(text, name="deepspeed")
 
 
 def refusal(version: str) -> str:
-    """Why a version of DeepSpeed cannot be used.
-
-    Args:
-        version: As it calls itself.
-
-    Returns:
-        The sentence; empty where it can be used, or where its version cannot be read.
-    """
+    """Why a version of DeepSpeed cannot be used."""
     version_numbers = _version_numbers(version)
     if version_numbers is None or version_numbers >= OLDEST:
         return ""

@@ -23,17 +23,7 @@ _OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 
 
 def load_settings(given_config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
-    """The settings as they stand, as plain values.
-
-    Args:
-        given_config: A dictionary, the path of a JSON file, JSON text, or a :class:`ZeroConfig`.
-
-    Returns:
-        A copy.
-
-    Raises:
-        ConfigError: The file cannot be read, or it or the dictionary holds what JSON cannot.
-    """
+    """The settings as they stand, as plain values."""
     config_settings = read_source(given_config, DOCUMENT_NAME)
     if not isinstance(config_settings, dict):
         raise ConfigError(
@@ -45,15 +35,7 @@ def load_settings(given_config: Mapping[str, Any] | str | Path | ZeroConfig) -> 
 
 
 def auto_keys(config_settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:
-    """The keys whose value is ``"auto"``, except where DeepSpeed itself defines that value.
-
-    Args:
-        config_settings: A DeepSpeed configuration.
-        section_path: The section it is.
-
-    Yields:
-        Dotted paths.
-    """
+    """The keys whose value is ``"auto"``, except where DeepSpeed itself defines that value."""
     for config_key, value in config_settings.items():
         key_path = f"{section_path}{config_key}"
         if isinstance(value, Mapping):

@@ -106,17 +106,7 @@ class _MemoryInputsReader:
 
 
 def read_settings(plain_config: Mapping[str, Any]) -> MemoryInputs:
-    """Read what decides about memory.
-
-    Args:
-        plain_config: A configuration as DeepSpeed reads it. Its other keys are ignored.
-
-    Returns:
-        The settings, with DeepSpeed's defaults for what is not there.
-
-    Raises:
-        ConfigError: A stage or a place that DeepSpeed does not have.
-    """
+    """Read what decides about memory."""
     unknown_keys: list[str] = []
     top_reader = _MemoryInputsReader(plain_config, "", unknown_keys)
     zero_reader = top_reader.section("zero_optimization")

@@ -87,11 +87,7 @@ class PrivatePart:
         )
 
     def read(self, owner: Any) -> Any:
-        """The attribute of an object.
-
-        Raises:
-            MissingBackend: The object has none.
-        """
+        """The attribute of an object."""
         try:
             return getattr(owner, self.name)
         except AttributeError as error:
@@ -176,11 +172,7 @@ _PRIVATE_PARTS = (
 
 
 def missing_parts() -> Iterator[PrivatePart]:
-    """The private parts that the DeepSpeed of this process does not have.
-
-    Yields:
-        Each of them; none where DeepSpeed has not been loaded.
-    """
+    """The private parts that the DeepSpeed of this process does not have."""
     for private_part in _PRIVATE_PARTS:
         if not private_part.is_there():
             yield private_part
@@ -194,11 +186,7 @@ def warn_of_missing() -> None:
 
 
 def refuse_missing() -> None:
-    """Refuse to train where the result would be silently wrong.
-
-    Raises:
-        MissingBackend: A part is missing without which trained weights would stay behind.
-    """
+    """Refuse to train where the result would be silently wrong."""
     messages = [
         private_part.message() for private_part in missing_parts() if private_part.is_silent
     ]
@@ -218,21 +206,12 @@ def has_fp32_fragment(tensor: Any) -> bool:
 
 
 def fp32_fragment(tensor: Any) -> Any:
-    """This rank's part of a parameter's float32 copy under ZeRO 1 and 2.
-
-    Returns:
-        DeepSpeed's mapping, with ``lp_fragment_address`` and ``hp_fragment``; None where the part
-        is another rank's, the engine never stepped or was destroyed, or ZeRO does not have it.
-    """
+    """This rank's part of a parameter's float32 copy under ZeRO 1 and 2."""
     return getattr(tensor, _HP_MAPPING.name, None)
 
 
 def data_parallel_group(parameter: Any) -> Any:
-    """The process group over which ZeRO 1 and 2 share a parameter's float32 copy.
-
-    Raises:
-        MissingBackend: This DeepSpeed has no such attribute.
-    """
+    """The process group over which ZeRO 1 and 2 share a parameter's float32 copy."""
     return _DP_GROUP.read(parameter)
 
 
@@ -242,11 +221,7 @@ def zero3_optimizer(tensor: Any) -> Any:
 
 
 def is_swapped_out(tensor: Any) -> bool:
-    """Whether the float32 copy of a ZeRO 3 parameter lies on disk between steps.
-
-    Raises:
-        MissingBackend: This DeepSpeed has no such attribute.
-    """
+    """Whether the float32 copy of a ZeRO 3 parameter lies on disk between steps."""
     optimizer = zero3_optimizer(tensor)
     if optimizer is None or not tensor.requires_grad:
         return False
@@ -260,13 +235,6 @@ def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
 
     ``deepspeed.utils.safe_set_local_fp32_param`` compares sizes with the 16-bit part, which is
     empty where that lies on disk, too, and refuses every value then.
-
-    Args:
-        tensor: A parameter for which `is_swapped_out`.
-        write: Is given the part, a flat float32 tensor in a buffer, and changes it in place.
-
-    Raises:
-        MissingBackend: This DeepSpeed has no such way.
     """
     optimizer = zero3_optimizer(tensor)
     # Both are looked up before the first is called: a group that is read must be written back.
@@ -294,11 +262,7 @@ ZERO3_MODULE_ATTRIBUTES = frozenset(
 
 
 def engine_settings(engine: Any) -> Any:
-    """The ``DeepSpeedConfig`` that an engine reads; changes in it take effect.
-
-    Raises:
-        MissingBackend: The engines of this DeepSpeed have none.
-    """
+    """The ``DeepSpeedConfig`` that an engine reads; changes in it take effect."""
     return _ENGINE_CONFIG.read(engine)
 
 
@@ -323,12 +287,7 @@ _GROUP_VARIABLES: dict[str, int | None] = {
 
 
 def forget_group_references(groups_module: Any) -> None:
-    """Empty DeepSpeed's lists of groups, as only its `destroy` does, and only from 0.19.8 on.
-
-    Args:
-        groups_module: The module ``deepspeed.utils.groups``; a variable that it does not
-            have is skipped.
-    """
+    """Empty DeepSpeed's lists of groups, as only its `destroy` does, and only from 0.19.8 on."""
     # DeepSpeed's own function, from 0.19.8 on, knows the variables of its release; the table below
     # those of the earlier ones.
     groups = getattr(groups_module, "_release_process_group_references", None)
@@ -347,11 +306,7 @@ def forget_group_references(groups_module: Any) -> None:
 
 
 def removed_keys(config_reader: Any) -> Mapping[str, str]:
-    """Keys that DeepSpeed had, and its sentence on each; from 0.19.7 on, empty before.
-
-    Args:
-        config_reader: The module ``deepspeed.runtime.config``.
-    """
+    """Keys that DeepSpeed had, and its sentence on each; from 0.19.7 on, empty before."""
     zero_keys: Mapping[str, str] = getattr(config_reader, "_REMOVED_ZERO_CONFIG_KEYS", {})
     return {
         **getattr(config_reader, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
@@ -360,11 +315,7 @@ def removed_keys(config_reader: Any) -> Mapping[str, str]:
 
 
 def muon_argument_names(engine_class: Any) -> frozenset[str]:
-    """What DeepSpeed's Muon takes for its two halves; from 0.19.7 on, empty before.
-
-    Args:
-        engine_class: ``DeepSpeedEngine``.
-    """
+    """What DeepSpeed's Muon takes for its two halves; from 0.19.7 on, empty before."""
     half_keys = [
         getattr(engine_class, attribute_name, None)
         for attribute_name in ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")
@@ -384,19 +335,11 @@ _HF_CONFIG = "_hf_deepspeed_config_weak_ref"
 
 
 def hf_config_reference() -> Any:
-    """The weak reference by which transformers decides that models are built in shards.
-
-    Returns:
-        The reference; None where there is none, or the module is not loaded.
-    """
+    """The weak reference by which transformers decides that models are built in shards."""
     return getattr(sys.modules.get(_TRANSFORMERS_MODULE), _HF_CONFIG, None)
 
 
 def keep_hf_config_reference(config_reference: Any) -> None:
-    """Put a reference back that `hf_config_reference` gave; nothing where nothing is loaded.
-
-    Args:
-        config_reference: The reference, or None.
-    """
+    """Put a reference back that `hf_config_reference` gave; nothing where nothing is loaded."""
     if (part_module := sys.modules.get(_TRANSFORMERS_MODULE)) is not None:
         setattr(part_module, _HF_CONFIG, config_reference)

@@ -24,11 +24,7 @@ __all__ = ["check_room", "folder_mistakes", "shortage"]
 
 
 def shortage(num_workers: int) -> str:
-    """What does not work because there is too little room; empty where there is enough.
-
-    Args:
-        num_workers: Workers on this machine.
-    """
+    """What does not work because there is too little room; empty where there is enough."""
     if num_workers == 1 or shared_memory.has_room(num_workers):
         return ""
     needed_text = format_bytes(num_workers * shared_memory.FILE_BYTES)
@@ -45,14 +41,7 @@ _OFFLOAD_SECTIONS = ("offload_optimizer", "offload_param")
 
 
 def folder_mistakes(zero_config: ZeroConfig) -> Iterator[str]:
-    """Why a folder that is to be swapped to cannot be used, found by writing there.
-
-    Args:
-        zero_config: The configuration.
-
-    Yields:
-        A message each.
-    """
+    """Why a folder that is to be swapped to cannot be used, found by writing there."""
     for section_name in _OFFLOAD_SECTIONS:
         offload_section = getattr(zero_config, section_name)
         file_path = (
@@ -94,19 +83,7 @@ def check_room(
     num_nodes: int,
     in_use: Collection[Path] = (),
 ) -> None:
-    """Refuse to swap to a disk that is too small.
-
-    Args:
-        model: The model, built already.
-        zero_config: Without ``"auto"``.
-        is_training: Whether there is an optimizer; without one there are the parameters alone.
-        local_world_size: Processes on this node.
-        num_nodes: Nodes.
-        in_use: Folders in which other engines have files.
-
-    Raises:
-        ConfigError: The disk has less room than will be written.
-    """
+    """Refuse to swap to a disk that is too small."""
     offload_sections = (zero_config.offload_optimizer, zero_config.offload_param)
     swap_folders = [
         Path(offload_section.nvme_path)

@@ -92,25 +92,11 @@ class Schema:
     schedulers: Mapping[str, Arguments] = field(default_factory=dict)
 
     def places(self, config_key: str) -> tuple[str, ...]:
-        """Where a key belongs.
-
-        Args:
-            config_key: A key.
-
-        Returns:
-            Paths of the sections that know it.
-        """
+        """Where a key belongs."""
         return tuple(path for path, keys in self.sections.items() if config_key in keys)
 
     def default(self, config_key: str) -> Default | None:
-        """DeepSpeed's default for a key of one of its models, which replace ``"auto"`` by it.
-
-        Args:
-            config_key: A dotted path.
-
-        Returns:
-            The default; None where the key is in no model, or has none.
-        """
+        """DeepSpeed's default for a key of one of its models, which replace ``"auto"`` by it."""
         section_path, _, field_name = config_key.rpartition(".")
         model = self.models.get(section_path)
         if model is None:
@@ -162,14 +148,7 @@ class _KeyRecorder(dict[str, Any]):
 
 @lru_cache(maxsize=1)
 def deepspeed_schema() -> Schema:
-    """Find out what the installed DeepSpeed reads; once per process.
-
-    Returns:
-        Its keys.
-
-    Raises:
-        MissingBackend: DeepSpeed is not installed.
-    """
+    """Find out what the installed DeepSpeed reads; once per process."""
     load_reason = "Checking a DeepSpeed configuration"
     deepspeed = library.load_module("deepspeed", why=load_reason)
     config_reader = library.load_module("deepspeed.runtime.config", why=load_reason)
@@ -348,16 +327,7 @@ def _arguments_of(made_class: type, *, further_names: tuple[str, ...] = ()) -> A
 def optimizer_arguments(
     optimizer_type: str, given_params: Mapping[str, Any], *, is_offloaded: bool
 ) -> Arguments | None:
-    """What the optimizer takes that DeepSpeed makes under a name.
-
-    Args:
-        optimizer_type: As in ``optimizer.type``.
-        given_params: What is given to it; ``torch_adam`` decides whose Adam it is.
-        is_offloaded: Whether the optimizer's state is kept on the host.
-
-    Returns:
-        Its arguments; None where its package is not installed or there is no such optimizer.
-    """
+    """What the optimizer takes that DeepSpeed makes under a name."""
     load_reason = f"The optimizer {optimizer_type}"
     lower_name = optimizer_type.lower()
     optim_module = require("torch.optim", extra="", why=load_reason)
@@ -402,13 +372,5 @@ def _muon_arguments() -> Arguments | None:
 def missing_arguments(
     schedule_arguments: Arguments, given_params: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Arguments without a default that are not given.
-
-    Args:
-        schedule_arguments: What the constructor takes.
-        given_params: What is given to it.
-
-    Returns:
-        Their names.
-    """
+    """Arguments without a default that are not given."""
     return tuple(sorted(schedule_arguments.needed - set(given_params)))

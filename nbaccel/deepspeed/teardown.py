@@ -50,11 +50,7 @@ class Before:
 
 
 def observe() -> Before:
-    """Look at what DeepSpeed and those who use it will change.
-
-    Returns:
-        What :func:`tear_down` needs.
-    """
+    """Look at what DeepSpeed and those who use it will change."""
     return Before(
         environ=_library_variables(),
         accelerate=accelerate_library.is_set_up(),
@@ -67,9 +63,6 @@ def tear_down(state_before: Before) -> None:
 
     Engines that are still alive are destroyed: without their process group they cannot train. The
     parameters of ZeRO-3 stay the placeholders that they are.
-
-    Args:
-        state_before: What was observed at the start.
     """
     with contextlib.ExitStack() as exit_steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
@@ -99,9 +92,6 @@ def destroy(engine: Any) -> None:
 
     Before 0.19 DeepSpeed does it once more when the engine is collected, which may be after the end
     of the process group that it then asks for its rank.
-
-    Args:
-        engine: DeepSpeed's.
     """
     engine.destroy()
     engine.destroy = _do_nothing

@@ -25,11 +25,7 @@ _COMMAND_DESCRIPTION = (
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add the subcommand.
-
-    Args:
-        app: The command ``nbaccel``.
-    """
+    """Add the subcommand."""
     app.command(
         "to-fp32",
         help=_COMMAND_DESCRIPTION,

@@ -59,17 +59,7 @@ def gathered(
     optimizer: object | None,
     scheduler: object | None,
 ) -> TrainingFacts:
-    """All facts; of several sources the first one that has a fact decides.
-
-    Args:
-        facts: What is known already.
-        run: How it will be run.
-        optimizer: A torch or dummy optimizer.
-        scheduler: A dummy schedule.
-
-    Returns:
-        The facts together.
-    """
+    """All facts; of several sources the first one that has a fact decides."""
     known_values: dict[str, Any] = {}
     if run is not None:
         known_values |= _of_run(run)
@@ -98,14 +88,7 @@ def gathered(
 
 
 def defaults_of(*standins: object) -> frozenset[str]:
-    """The facts that are only a stand-in's defaults: they fill in, and contradict nothing.
-
-    Args:
-        *standins: A dummy optimizer, a dummy schedule, or anything else.
-
-    Returns:
-        Names of facts.
-    """
+    """The facts that are only a stand-in's defaults: they fill in, and contradict nothing."""
     fact_by_argument = {
         "lr": "learning_rate",
         "weight_decay": "weight_decay",
@@ -153,11 +136,7 @@ def _of_optimizer(optimizer: object) -> dict[str, Any]:
 
 
 def made_in(model: Any) -> str | None:
-    """The format in which a model's weights were made: ``bfloat16``; None where it is not known.
-
-    Args:
-        model: For example one of transformers, whose configuration says it.
-    """
+    """The format in which a model's weights were made: ``bfloat16``; None where it is not known."""
     config = getattr(model, "config", None)
     model_dtype = getattr(config, "dtype", None)
     # The name before transformers 5, whose attribute of that name warns when it is read: so only
@@ -173,12 +152,6 @@ def hidden_size(model: object) -> tuple[int | None, str]:
     Published rule first: ``config.hidden_size``, the largest of ``config.hidden_sizes``, and the
     same of ``config.text_config``. A model without those is measured: the widest linear layer by
     its smaller side, because the larger one may be a vocabulary.
-
-    Args:
-        model: A model.
-
-    Returns:
-        Elements and the source; None where it is not known.
     """
     model_config = getattr(model, "config", None)
     for config_path in ("config", "config.text_config"):

@@ -585,14 +585,7 @@ class ZeroConfig(_ZeroSection):
 
 
 def old_forms(old_settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Today's form of what DeepSpeed still reads in an older one.
-
-    Args:
-        old_settings: A DeepSpeed configuration.
-
-    Returns:
-        The same configuration in today's form, and a sentence for each change.
-    """
+    """Today's form of what DeepSpeed still reads in an older one."""
     new_settings = dict(old_settings)
     change_notes: list[str] = []
 

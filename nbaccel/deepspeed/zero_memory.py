@@ -54,17 +54,7 @@ _NVME_PATH_KEYS = (
 
 
 def memory_part(config_part: Mapping[str, Any] | str | Path | Any = None) -> dict[str, Any]:
-    """The settings of a configuration that memory depends on.
-
-    Args:
-        config_part: A mapping, a file, or a `ZeroConfig`; None is plain data-parallel training.
-
-    Returns:
-        A copy without the others, which may be wrong or still "auto".
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """The settings of a configuration that memory depends on."""
     settings = {} if config_part is None else load_settings(config_part)
     config_part = {
         section_key: copy.deepcopy(settings[section_key])
@@ -89,20 +79,7 @@ def decided(
     world_size: int = 1,
     run_config: RunConfig | None = None,
 ) -> dict[str, Any]:
-    """Fill in ``"auto"`` by the published rules, where something decides it.
-
-    Args:
-        config_part: What :func:`memory_part` gave.
-        model: The module; its hidden size decides buckets. A bare size decides none.
-        world_size: Processes in all.
-        run_config: How it will be run: it decides the precision, the stage and the offloading.
-
-    Returns:
-        The settings. What nothing decides is still ``"auto"``.
-
-    Raises:
-        ConfigError: The file says something else than the run.
-    """
+    """Fill in ``"auto"`` by the published rules, where something decides it."""
     waiting_keys = set(auto_keys(config_part))
     # Keys without a rule are counted with DeepSpeed's defaults, and a folder changes no size.
     open_keys = {
@@ -129,26 +106,12 @@ def decided(
 
 
 def free_on_disk(config_settings: Mapping[str, Any]) -> int | None:
-    """What is free where parameters or the optimizer are swapped to.
-
-    Args:
-        config_settings: A DeepSpeed configuration.
-
-    Returns:
-        Bytes on the fullest of those disks; None where no folder is named.
-    """
+    """What is free where parameters or the optimizer are swapped to."""
     return min(map(free_bytes, nvme_folders(config_settings)), default=None)
 
 
 def nvme_folders(config_settings: Mapping[str, Any] | None) -> list[Path]:
-    """The folders that parameters or the optimizer are swapped to.
-
-    Args:
-        config_settings: A DeepSpeed configuration, or None.
-
-    Returns:
-        Those that are named, the optimizer's first; ``"auto"`` names none.
-    """
+    """The folders that parameters or the optimizer are swapped to."""
     folders = (value_at(config_settings, key) for key in _NVME_PATH_KEYS)
     return [Path(nvme_folder) for nvme_folder in folders if nvme_folder not in (None, "", "auto")]
 
@@ -161,18 +124,7 @@ _REDUCED_AT_ONCE = 5 * 10**8
 def places(
     memory_inputs: MemoryInputs, shape: Shape, world_size: int, *, on_cpu: bool = False
 ) -> tuple[Bytes, Bytes, Bytes]:
-    """What one process needs on its device, in host memory and on disk.
-
-    Args:
-        memory_inputs: The settings that decide about memory.
-        shape: The model's sizes.
-        world_size: Processes that divide what ZeRO divides.
-        on_cpu: Whether the device is the CPU, where memory that was reserved and never written
-            to is not taken, and torch's optimizers update one tensor at a time.
-
-    Returns:
-        Device, host and disk, without activations.
-    """
+    """What one process needs on its device, in host memory and on disk."""
     stage_rule = (_stage_0, _stage_1_2, _stage_1_2, _bytes_of_stage_3)[memory_inputs.stage]
     return stage_rule(memory_inputs, shape, world_size, on_cpu)
 

@@ -113,15 +113,7 @@ class CudaDevice(Device):
 
 
 def driver_in_use(process: Path = Path("/proc/self")) -> bool:
-    """Whether a process has the CUDA driver initialised, by the traces it leaves.
-
-    Args:
-        process: The process's folder under ``/proc``.
-
-    Returns:
-        True where the driver's library is mapped and a device of it is open. Either alone
-        means nothing: torch may map the library, and NVML opens the devices for a moment.
-    """
+    """Whether a process has the CUDA driver initialised, by the traces it leaves."""
     try:
         # Paths in it need not be UTF-8.
         mapped = _DRIVER_LIBRARY in (process / "maps").read_text(encoding="utf-8", errors="replace")

@@ -35,12 +35,7 @@ print(json.dumps(found))
 
 
 def is_worth_it(folder: Path = Path("/dev"), torch_version: str | None = None) -> bool:
-    """Whether there are device nodes of GPUs, and a torch that could use them.
-
-    Args:
-        folder: Where devices are.
-        torch_version: Version of torch; None asks what is installed.
-    """
+    """Whether there are device nodes of GPUs, and a torch that could use them."""
     if not any((folder / name).exists() for name in DEVICE_NODES):
         return False
     try:
@@ -52,14 +47,7 @@ def is_worth_it(folder: Path = Path("/dev"), torch_version: str | None = None) -
 
 @functools.cache
 def probe_gpus(interpreter: Sequence[str] = (sys.executable,)) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that torch sees.
-
-    Args:
-        interpreter: The command that runs Python.
-
-    Returns:
-        The GPUs by their CUDA number, and why there are none where something is known.
-    """
+    """The GPUs that torch sees."""
     try:
         done = subprocess.run(
             [*interpreter, "-c", _SCRIPT],

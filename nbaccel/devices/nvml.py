@@ -42,16 +42,7 @@ class Card:
 
 
 def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA will show, numbered as CUDA will number them.
-
-    Args:
-        cards: All cards, in NVML's order.
-        setting: ``CUDA_VISIBLE_DEVICES``; None where it is unset.
-
-    Returns:
-        The GPUs by their CUDA number. The first entry that CUDA does not know ends the list,
-        an entry given twice empties it, and a MIG device is never beside another device.
-    """
+    """The GPUs that CUDA will show, numbered as CUDA will number them."""
     if setting is None:
         # CUDA prefers whole GPUs, and shows a process one MIG device at most.
         whole_gpus = [card.gpu for card in cards if not card.partitioned]
@@ -62,11 +53,7 @@ def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
 
 
 def find_cards() -> tuple[tuple[Card, ...], str]:
-    """All cards of this machine.
-
-    Returns:
-        The cards in NVML's order, and why there are none where there are none.
-    """
+    """All cards of this machine."""
     try:
         nvml = require("pynvml", extra="", why="Finding GPUs")
     except MissingBackend as error:
@@ -85,11 +72,7 @@ def find_cards() -> tuple[tuple[Card, ...], str]:
 
 
 def driver_versions() -> tuple[str, str]:
-    """Versions of the driver and of the newest CUDA that it serves, without a CUDA context.
-
-    Returns:
-        ``("550.54.15", "12.4")``; empty texts where there is no driver.
-    """
+    """Versions of the driver and of the newest CUDA that it serves, without a CUDA context."""
     try:
         nvml = require("pynvml", extra="", why="Asking for the driver's version")
         nvml.nvmlInit()
@@ -106,11 +89,7 @@ def driver_versions() -> tuple[str, str]:
 
 
 class Meter:
-    """Reads what each process holds on the machine's GPUs, as the driver counts it.
-
-    Args:
-        nvml: The library, initialised.
-    """
+    """Reads what each process holds on the machine's GPUs, as the driver counts it."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
@@ -245,14 +224,7 @@ def _decode_text(any_text: str | bytes) -> str:
 
 
 def find_gpus(setting: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that CUDA shows to a process.
-
-    Args:
-        setting: Its ``CUDA_VISIBLE_DEVICES``; None where it is unset.
-
-    Returns:
-        The GPUs by their CUDA number, and why there are none where something is known.
-    """
+    """The GPUs that CUDA shows to a process."""
     cards, note = find_cards()
     if not cards and gpu_probe.is_worth_it():
         return gpu_probe.probe_gpus()

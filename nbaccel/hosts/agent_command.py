@@ -26,11 +26,7 @@ _ERROR_CHARS = 600
 
 
 def agent_command(python: str = "") -> list[str]:
-    """The command line of an agent: nothing of it is secret.
-
-    Args:
-        python: The interpreter of the host; this one's path where empty.
-    """
+    """The command line of an agent: nothing of it is secret."""
     # A checkout, or a folder given by PYTHONPATH, where hosts share a file system. Not the folder
     # of installed packages: in front of the standard library these would hide parts of it.
     package_folder = str(Path(__file__).parents[2])
@@ -78,13 +74,7 @@ class _AgentProcess:
 
 
 class ProcessCrew(AgentCrew):
-    """Agents that end with processes of this machine.
-
-    Args:
-        commands: Host → command, and what it is told by its standard input. Hosts that share a
-            command are joined in one key.
-        environment: The environment of the commands.
-    """
+    """Agents that end with processes of this machine."""
 
     def __init__(
         self,

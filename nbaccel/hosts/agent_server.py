@@ -47,12 +47,7 @@ _STREAM_NAMES = ("stdout", "stderr", "stack")
 
 
 def serve(link: SecureLink, hello: AgentHello) -> NoReturn:
-    """Serve until the connection ends, then end all that was started.
-
-    Args:
-        link: To the relay.
-        hello: What the agent was told at its start.
-    """
+    """Serve until the connection ends, then end all that was started."""
     exit_status = 0
     try:
         _Agent(link, hello).loop()

@@ -24,15 +24,7 @@ _OnPacket = Callable[[bytes, list[int]], None]
 
 
 class ChannelPort:
-    """Reads packets from a socket, and writes those that come from the other side.
-
-    Args:
-        loop: Where the socket is watched.
-        socket_fd: The socket; the port's from now on.
-        on_packet: Called with each packet that is read, and its descriptors, which it closes.
-        on_closed: Called once the process has closed its end.
-        on_taken: Called with the number of packets that were just written.
-    """
+    """Reads packets from a socket, and writes those that come from the other side."""
 
     def __init__(
         self,

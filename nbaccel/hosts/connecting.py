@@ -29,17 +29,7 @@ _ANY_PORT = 9  # nothing is sent there
 
 
 def connect_to_relay(hello: AgentHello) -> SecureLink:
-    """Connect to the relay.
-
-    Args:
-        hello: Where it listens, and the token.
-
-    Returns:
-        The authenticated connection.
-
-    Raises:
-        OSError: It cannot be reached, or does not know the token.
-    """
+    """Connect to the relay."""
     connection = _first_connection(hello)
     side = Side(hello.token)
     try:
@@ -84,14 +74,7 @@ def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def addresses_towards(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """This machine's addresses on the way to these hosts: where their agents can reach it.
-
-    Args:
-        hosts: The hosts; this machine counts as such where it is the only one.
-
-    Raises:
-        ConfigError: The name of a host cannot be resolved, or no network leads there.
-    """
+    """This machine's addresses on the way to these hosts: where their agents can reach it."""
     problems = []
     addresses = []
     for host in hosts:
@@ -110,14 +93,7 @@ def addresses_towards(hosts: Sequence[Host]) -> tuple[str, ...]:
 
 
 def address_towards(host_address: str) -> str:
-    """This machine's address on the way to another one.
-
-    Args:
-        host_address: The other one's name or address.
-
-    Raises:
-        OSError: The name cannot be resolved, or no network leads there.
-    """
+    """This machine's address on the way to another one."""
     family, kind, protocol, _, target = socket.getaddrinfo(
         host_address, _ANY_PORT, type=socket.SOCK_DGRAM
     )[0]

@@ -20,14 +20,7 @@ _MAX_CALLERS = 256
 
 
 class Door:
-    """Lets agents in.
-
-    Args:
-        events: Where sockets are watched.
-        listener: The listening socket; the door's from now on.
-        token: The secret that agents must know.
-        on_admitted: Called with the connection of each that does.
-    """
+    """Lets agents in."""
 
     def __init__(
         self,
@@ -113,12 +106,7 @@ class _Caller:
         connection.send(self._side.nonce)
 
     def receive(self) -> SecureLink | None:
-        """Take in what has come; the connection once it is authentic.
-
-        Raises:
-            HandshakeFailed: It does not know the token.
-            OSError: It has hung up.
-        """
+        """Take in what has come; the connection once it is authentic."""
         received = self.connection.recv(ANSWER_BYTES - len(self._answer))
         if not received:
             raise HandshakeFailed

@@ -23,12 +23,7 @@ class EventLoop:
         self._writers: dict[int, _Callback] = {}
 
     def on_readable(self, file_descriptor: int, callback: _Callback | None) -> None:
-        """Call this when the descriptor can be read.
-
-        Args:
-            file_descriptor: The descriptor.
-            callback: What to call; None for nothing from now on.
-        """
+        """Call this when the descriptor can be read."""
         self._set(self._readers, file_descriptor, callback)
 
     def on_writable(self, file_descriptor: int, callback: _Callback | None) -> None:

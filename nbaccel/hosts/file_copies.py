@@ -94,23 +94,11 @@ class SentFiles:
         self._arena_keys: dict[str, int] = {}
 
     def note_carried(self, file_descriptor: int, ticket: str) -> None:
-        """Note that the host has been handed a copy of a file that is about to be shared.
-
-        Args:
-            file_descriptor: It stays the caller's.
-            ticket: The name under which.
-        """
+        """Note that the host has been handed a copy of a file that is about to be shared."""
         self._tickets[memfd.file_identity(file_descriptor)] = ticket
 
     def share(self, file_descriptor: int) -> tuple[int, Iterator[wire_frames.NewFile | FileBytes]]:
-        """Have a file copied, unless it was.
-
-        Args:
-            file_descriptor: It stays the caller's.
-
-        Returns:
-            Its number, and the frames that make the copy.
-        """
+        """Have a file copied, unless it was."""
         identity = memfd.file_identity(file_descriptor)
         file = self._files.get(identity)
         if file is not None:
@@ -142,11 +130,7 @@ class SentFiles:
         return self._by_number(file_number).kind
 
     def take_home(self, piece: FileBytes) -> None:
-        """Write what a rank has written of a staging file to the notebook's.
-
-        Raises:
-            ConnectionError: It is of no such file.
-        """
+        """Write what a rank has written of a staging file to the notebook's."""
         file = self._by_number(piece.file)
         # Other files are the notebook's own, which no host may write to.
         if file.kind != STAGING or piece.offset + len(piece.content) > file.num_bytes:
@@ -242,12 +226,7 @@ class ReceivedFiles:
 def passing_frames(
     file_number: int, file_descriptor: int
 ) -> Iterator[wire_frames.NewFile | FileBytes]:
-    """All of a file that is sent once; the descriptor is closed at the end.
-
-    Args:
-        file_number: The number that it gets.
-        file_descriptor: The file.
-    """
+    """All of a file that is sent once; the descriptor is closed at the end."""
     with memfd.closing_files(file_descriptor):
         num_bytes = os.fstat(file_descriptor).st_size
         kind = file_kind(file_descriptor)
@@ -266,13 +245,7 @@ def passing_frames(
 def range_frames(
     file_number: int, file_descriptor: int, byte_ranges: Iterable[memfd.ByteRange]
 ) -> Iterator[FileBytes]:
-    """Exactly these bytes of a staging file.
-
-    Args:
-        file_number: Its number.
-        file_descriptor: The copy that ranks have written to.
-        byte_ranges: The ranges.
-    """
+    """Exactly these bytes of a staging file."""
     num_bytes = os.fstat(file_descriptor).st_size
     for first_byte, end_byte in byte_ranges:
         # By the file's own data: what was never written is zero on the other side, too.

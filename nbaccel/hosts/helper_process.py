@@ -26,15 +26,7 @@ _END_LOOK_S = 0.1
 
 
 class HelperProcess:
-    """A running helper, and the channel to it.
-
-    Args:
-        first_message: Its class names what the process runs (`handler`).
-        file_descriptors: They travel with the message, and stay the caller's.
-
-    Raises:
-        StartupFailed: The template process did not answer.
-    """
+    """A running helper, and the channel to it."""
 
     def __init__(self, first_message: Any, file_descriptors: Sequence[int] = ()) -> None:
         self._on_end = contextlib.ExitStack()

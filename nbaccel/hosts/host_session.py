@@ -43,11 +43,6 @@ _BIND_S = 10.0
 class HostSession:
     """Hosts whose agents are connected.
 
-    Args:
-        engine: Who starts agents.
-        hosts: The hosts.
-        plan: What was planned with what the notebook's machine has.
-
     Attributes:
         plan: What was planned with what the hosts have.
         shares: The hosts, and how many workers each gets.
@@ -69,16 +64,7 @@ class HostSession:
 
     @classmethod
     def open(cls, plan: Plan, lost: Sequence[str] = ()) -> HostSession:
-        """Start the agents of a plan's engine.
-
-        Args:
-            plan: What was planned.
-            lost: Hosts that were lost in earlier attempts.
-
-        Raises:
-            ConfigError: There are no hosts, or they do not fit the plan.
-            StartupFailed: Some have not joined; they are named.
-        """
+        """Start the agents of a plan's engine."""
         engine = registry.engine(plan.engine)
         hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
@@ -101,15 +87,7 @@ class HostSession:
         )
 
     def bind_store(self, port: int | None) -> MeetingPlace:
-        """Let the host of rank 0 listen for the rendezvous store.
-
-        Args:
-            port: The port asked for; None for any free one.
-
-        Raises:
-            PortTaken: It is taken there.
-            StartupFailed: The host did not answer.
-        """
+        """Let the host of rank 0 listen for the rendezvous store."""
         first_host = self.shares[0].name
         self._connection.send(relay_messages.BindHostStore(first_host, port))
         answer = self._connection.next((wire_frames.StoreBound,), _BIND_S)
@@ -164,11 +142,7 @@ class HostSession:
         return RelayConnection(relay, lambda: {} if self._crew is None else self._crew.problems())
 
     def _await_hosts(self) -> dict[str, Inventory]:
-        """Wait until all agents have joined.
-
-        Raises:
-            StartupFailed: Some have not, or were refused.
-        """
+        """Wait until all agents have joined."""
         deadline = time.monotonic() + _JOIN_S
         joined: dict[str, Inventory] = {}
         refused: dict[str, str] = {}
@@ -205,11 +179,7 @@ class HostSession:
 def _named_devices(
     hosts: Sequence[Host], inventories: Mapping[str, Inventory], config: RunConfig
 ) -> dict[str, Inventory]:
-    """What each host has, with the GPUs alone that its workers will see.
-
-    Raises:
-        ConfigError: Some that were named are not there.
-    """
+    """What each host has, with the GPUs alone that its workers will see."""
     seen_inventories = {}
     mistakes = []
     for host in hosts:
@@ -223,11 +193,7 @@ def _named_devices(
 
 
 def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str:
-    """The device that all hosts compute on.
-
-    Raises:
-        ConfigError: They have different ones.
-    """
+    """The device that all hosts compute on."""
     devices = {name: resolve(config, inventory).device for name, inventory in inventories.items()}
     first_name, first_device = next(iter(devices.items()))
     mistakes = [
@@ -262,11 +228,7 @@ def _share_out(
     device: str,
     num_wanted: int | None,
 ) -> tuple[HostShare, ...]:
-    """How many workers each host gets: the first ones are filled first.
-
-    Raises:
-        ConfigError: There are more workers than places.
-    """
+    """How many workers each host gets: the first ones are filled first."""
     num_units = {
         name: len(registry.known_device(device).units(inventory))
         for name, inventory in inventories.items()

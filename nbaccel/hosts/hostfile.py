@@ -124,11 +124,7 @@ def _hosts_needed(read_hosts: Sequence[Host], num_workers: int) -> Iterator[Host
 
 
 def _read_hostfile(file_path: Path) -> list[Host]:
-    """The hosts of a file.
-
-    Raises:
-        ConfigError: It cannot be read, or lines in it are wrong; every mistake.
-    """
+    """The hosts of a file."""
     try:
         lines = file_path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

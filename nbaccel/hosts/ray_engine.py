@@ -323,11 +323,7 @@ class RayCrew(AgentCrew):
         return known
 
     def carry(self, file_descriptor: int) -> str:
-        """See :meth:`AgentCrew.carry`: through Ray's object store, which copies it once per node.
-
-        Raises:
-            StartupFailed: It did not reach all nodes.
-        """
+        """See :meth:`AgentCrew.carry`: by Ray's object store, which copies it once per node."""
         import numpy as np
         import ray
 

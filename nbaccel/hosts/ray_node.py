@@ -35,14 +35,7 @@ class HostActor:
         self._agent_end = agent_end.detach()
 
     def run_agent(self, hello_line: str) -> str:
-        """Start the agent and wait for its end.
-
-        Args:
-            hello_line: What it is told.
-
-        Returns:
-            How it ended.
-        """
+        """Start the agent and wait for its end."""
         with tempfile.TemporaryFile() as output:
             process = self._start(hello_line, output)
             status = process.wait()
@@ -74,12 +67,7 @@ class HostActor:
         return process
 
     def take(self, ticket: str, references: list[Any]) -> None:
-        """Give the agent a memory file with an object's bytes.
-
-        Args:
-            ticket: By which the notebook tells the agent of it.
-            references: The object, in a list so that Ray does not fetch it before this runs.
-        """
+        """Give the agent a memory file with an object's bytes."""
         import ray
 
         content = memoryview(ray.get(references[0]))

@@ -61,14 +61,7 @@ def serve_hosts(
     file_descriptors: list[int],
     inherited: object,
 ) -> None:
-    """Be the relay until the notebook hangs up.
-
-    Args:
-        notebook_channel: To the notebook.
-        serve_message: The first message.
-        file_descriptors: The socket at which agents will connect.
-        inherited: What came with a fork from the notebook: nothing.
-    """
+    """Be the relay until the notebook hangs up."""
     (fd,) = file_descriptors
     relay = _Relay(notebook_channel, serve_message, socket.socket(fileno=fd))
     try:
@@ -182,15 +175,7 @@ def _error_text(error: OSError) -> tuple[str, str]:
 
 
 class _RemoteWorker:
-    """A worker of another host: the notebook's connections to it end here.
-
-    Args:
-        number: Its number.
-        ticket: By which the notebook asked for it.
-        pipes: The writing ends of its pipes.
-        port: Its channel.
-        events: Where they are watched.
-    """
+    """A worker of another host: the notebook's connections to it end here."""
 
     def __init__(
         self, number: int, ticket: int, pipes: list[int], port: ChannelPort, host: _RemoteHost
@@ -418,13 +403,7 @@ class _RemoteHost:
         self._sent_files.note_carried(file_descriptor, ticket)
 
     def start_worker(self, number: int, ticket: int, file_descriptors: list[int]) -> None:
-        """Have a worker forked.
-
-        Args:
-            number: Its number.
-            ticket: By which the notebook asked for it.
-            file_descriptors: Its channel, stdout, stderr and stack pipe.
-        """
+        """Have a worker forked."""
         fd, *pipes = file_descriptors
         port = self._open_port(number, fd)
         self._workers[number] = _RemoteWorker(number, ticket, pipes, port, self)

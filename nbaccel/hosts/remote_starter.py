@@ -31,12 +31,7 @@ _REPORT_S = 0.5
 
 
 class RelayConnection:
-    """The notebook's channel to its relay, and what came by it that nobody has asked for yet.
-
-    Args:
-        relay: The relay; the connection's from now on.
-        explain: Gives hosts with problems, each with what the engine knows of it.
-    """
+    """The notebook's channel to its relay, and what came by it that nobody has asked for yet."""
 
     def __init__(
         self,
@@ -71,25 +66,14 @@ class RelayConnection:
         return is_new
 
     def send(self, message: object, file_descriptors: Sequence[int] = ()) -> None:
-        """Tell the relay something.
-
-        Raises:
-            StartupFailed: It has ended.
-        """
+        """Tell the relay something."""
         try:
             self.channel.send(message, file_descriptors)
         except OSError as error:
             raise self._relay_gone() from error
 
     def next(self, kinds: tuple[type, ...], timeout_s: float) -> object | None:
-        """The next message of these kinds; others are kept.
-
-        Returns:
-            None if none has come within the time.
-
-        Raises:
-            StartupFailed: The relay has ended.
-        """
+        """The next message of these kinds; others are kept."""
         deadline = time.monotonic() + timeout_s
         while True:
             for message in self._waiting:
@@ -117,11 +101,7 @@ class RelayConnection:
         self._waiting.append(message)
 
     def next_end(self) -> messaging.Ended | None:
-        """The next report of an ended worker, if there is one.
-
-        Raises:
-            StartupFailed: The relay has ended.
-        """
+        """The next report of an ended worker, if there is one."""
         message = self.next((messaging.Ended,), 0.0)
         if not isinstance(message, messaging.Ended):
             with contextlib.suppress(BlockingIOError):
@@ -130,11 +110,7 @@ class RelayConnection:
         return message
 
     def ask_use(self) -> None:
-        """Have `uses` brought up to date; often called, seldom asked.
-
-        Raises:
-            StartupFailed: The relay has ended.
-        """
+        """Have `uses` brought up to date; often called, seldom asked."""
         # Asked for, not sent unasked: while nobody reads this channel it would fill up.
         if time.monotonic() - self._use_asked_at >= _USE_S:
             self._use_asked_at = time.monotonic()
@@ -173,13 +149,7 @@ def _is_worth_carrying(file_descriptor: int) -> bool:
 
 
 class RemoteStarter:
-    """Starts workers on hosts whose agents have joined. See `start_method.Starter`.
-
-    Args:
-        connection: To the relay.
-        shares: The hosts, and how many workers each gets.
-        carry: Brings a file to all hosts by the engine's own way, and returns its ticket there.
-    """
+    """Starts workers on hosts whose agents have joined. See `start_method.Starter`."""
 
     name = "hosts"
     status: int | None = None

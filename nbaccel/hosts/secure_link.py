@@ -76,11 +76,7 @@ class FileBytes:
 
 
 class Side:
-    """One side of the handshake: the relay or an agent.
-
-    Args:
-        token: The launch's secret.
-    """
+    """One side of the handshake: the relay or an agent."""
 
     def __init__(self, token: str) -> None:
         self._token = bytes.fromhex(token)
@@ -91,11 +87,7 @@ class Side:
         return self.nonce + self._proof(b"agent", relay_nonce, self.nonce)
 
     def relay_answer(self, agent_answer: bytes) -> tuple[bytes, bytes]:
-        """The relay's proof, and the connection's key.
-
-        Raises:
-            HandshakeFailed: The agent does not know the token.
-        """
+        """The relay's proof, and the connection's key."""
         agent_nonce = agent_answer[:NONCE_BYTES]
         agent_proof = agent_answer[NONCE_BYTES:]
         if not hmac.compare_digest(agent_proof, self._proof(b"agent", self.nonce, agent_nonce)):
@@ -106,11 +98,7 @@ class Side:
         )
 
     def agent_key(self, relay_nonce: bytes, relay_proof: bytes) -> bytes:
-        """The connection's key, once the relay has proved itself to the agent.
-
-        Raises:
-            HandshakeFailed: The relay does not know the token.
-        """
+        """The connection's key, once the relay has proved itself to the agent."""
         if not hmac.compare_digest(relay_proof, self._proof(b"relay", relay_nonce, self.nonce)):
             raise HandshakeFailed
         return self._proof(b"key", relay_nonce, self.nonce)
@@ -120,13 +108,7 @@ class Side:
 
 
 class SecureLink:
-    """An authenticated connection.
-
-    Args:
-        connection: The TCP connection; the link's from now on.
-        key: The connection's key.
-        is_relay: Whether this is the relay's side.
-    """
+    """An authenticated connection."""
 
     def __init__(self, connection: socket.socket, key: bytes, *, is_relay: bool) -> None:
         self._socket = connection
@@ -163,11 +145,7 @@ class SecureLink:
         self._urgent.append(record)
 
     def send_in_order(self, frames: Iterator[Any]) -> None:
-        """Send records and `FileBytes`, one after the other, behind those that were given before.
-
-        Args:
-            frames: They are asked for when there is room on the way.
-        """
+        """Send records and `FileBytes`, one after the other, behind those given before."""
         self._ordered.append(frames)
 
     @property
@@ -176,11 +154,7 @@ class SecureLink:
         return bool(self._unsent or self._urgent or self._current or self._ordered)
 
     def write(self) -> None:
-        """Send what can be sent without waiting.
-
-        Raises:
-            OSError: The connection is lost.
-        """
+        """Send what can be sent without waiting."""
         while self._unsent or self._fill():
             try:
                 num_written = self._socket.sendmsg(list(self._unsent)[:8])
@@ -228,12 +202,7 @@ class SecureLink:
     # ---- receiving
 
     def read(self) -> Iterator[Any]:
-        """Records and `FileBytes` that have come in; a few at a time.
-
-        Raises:
-            OSError: The connection is lost, or its other side was not authentic.
-            EOFError: The other side has closed it.
-        """
+        """Records and `FileBytes` that have come in; a few at a time."""
         for _ in range(_READ_ROUNDS):
             frame = self._read_frame()
             if frame is None:

@@ -85,11 +85,7 @@ class SlurmEngine(Engine):
 
 
 def srun_words(names: Sequence[str]) -> list[str]:
-    """The beginning of a command that runs once on each of these nodes.
-
-    Args:
-        names: Nodes of the allocation.
-    """
+    """The beginning of a command that runs once on each of these nodes."""
     return [
         "srun",
         "--overlap",
@@ -114,11 +110,7 @@ def own_step_variables() -> list[str]:
 
 
 def _allocated_names(node_list: str) -> list[str]:
-    """The nodes of an allocation.
-
-    Raises:
-        ConfigError: scontrol does not know them.
-    """
+    """The nodes of an allocation."""
     command = ["scontrol", "show", "hostnames", node_list]
     try:
         answer = subprocess.run(

@@ -22,11 +22,7 @@ def own_versions() -> dict[str, str]:
 
 
 def version_mismatch(other_versions: Mapping[str, str]) -> str:
-    """Why a host with these versions cannot take part; empty if it can.
-
-    Args:
-        other_versions: What :func:`own_versions` gave there.
-    """
+    """Why a host with these versions cannot take part; empty if it can."""
     differences = [
         f"{name} {other_versions.get(name, 'missing')} there and {own_version} here"
         for name, own_version in own_versions().items()

@@ -62,10 +62,6 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 class LiveBytes(_Mode):  # type: ignore[misc]
     """Counts the bytes of storages made inside a ``with`` block of it, each once.
 
-    Args:
-        known: Tensors that were there before; neither they nor views of them are counted.
-        device: The kind of device that counts: ``cpu``, for example. None: all do.
-
     Attributes:
         now: Bytes that live.
         peak: The most that lived at once.
@@ -109,11 +105,7 @@ class LiveBytes(_Mode):  # type: ignore[misc]
         return result
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were there before from now on: they have become private.
-
-        Args:
-            tensors: Any; those that are counted already change nothing.
-        """
+        """Count tensors that were there before from now on: they have become private."""
         for tensor in tensors:
             self._known.discard(storage_key(tensor))
             self._count(tensor)
@@ -140,15 +132,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A batch of the same form with each tensor changed.
-
-    Args:
-        batch: A tensor, or a dict, list or tuple of batches; anything else stays.
-        change: Returns the replacement of a tensor.
-
-    Returns:
-        The new batch. A mapping of any kind becomes a dict.
-    """
+    """A batch of the same form with each tensor changed."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -161,17 +145,7 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def num_samples(batch: Any) -> int:
-    """How many samples a batch has.
-
-    Args:
-        batch: A batch.
-
-    Returns:
-        The first dimension of its first tensor that has one.
-
-    Raises:
-        ConfigError: There is no tensor in it.
-    """
+    """How many samples a batch has."""
     row_counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
     if not row_counts:
         raise ConfigError(
@@ -183,15 +157,7 @@ def num_samples(batch: Any) -> int:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of another size: the first samples, or all of them again and again.
-
-    Args:
-        batch: A batch.
-        samples: How many samples it is to have.
-
-    Returns:
-        The new batch. Tensors without the dimension that counts samples are as they were.
-    """
+    """A batch of another size: the first samples, or all of them again and again."""
     present_samples = num_samples(batch)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,18 +170,7 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def call(model: Callable[..., Any], batch: Any, *, module: nn.Module | None = None) -> Any:
-    """Call a model on a batch.
-
-    Args:
-        model: The model, or an engine around it.
-        batch: A mapping is given as keyword arguments, a list or tuple as positional ones. Of
-            these a model takes as many as it has arguments for: with ``(inputs, targets)`` and a
-            model of one argument the targets are left out.
-        module: The model inside ``model``, whose signature counts.
-
-    Returns:
-        What the model returns.
-    """
+    """Call a model on a batch."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (list, tuple)):
@@ -224,17 +179,7 @@ def call(model: Callable[..., Any], batch: Any, *, module: nn.Module | None = No
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Something to begin a backward pass from.
-
-    Args:
-        output: What a model returned.
-
-    Returns:
-        Its ``loss``, or else the sum of all its floating-point tensors that have gradients.
-
-    Raises:
-        ConfigError: No tensor in it has gradients.
-    """
+    """Something to begin a backward pass from."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.sum()
@@ -319,22 +264,7 @@ def measure_activations(
     precision: str = "fp32",
     gradient_checkpointing: bool = False,
 ) -> Activations:
-    """Measure what a model keeps for its backward pass.
-
-    Args:
-        model: The model, on any device or on ``meta``; it stays as it is.
-        sample_batch: A batch for the model: a dict, a tuple or a tensor.
-        precision: ``fp32``, ``bf16`` or ``fp16``, as DeepSpeed converts the model; floating-point
-            tensors of the batch are converted, too. With ``fp32`` all stays as it is.
-        gradient_checkpointing: Whether to turn it on first, in the copy.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        ConfigError: The model cannot be run without values, and is too large for a real copy; or
-            it does not take this batch.
-    """
+    """Measure what a model keeps for its backward pass."""
     dtype = _DTYPES.get(precision)
     # A model may hold real tensors besides its parameters and buffers; these are allowed.
     fake = torch_private.fake_tensor_mode()(allow_non_fake_inputs=True)
@@ -365,16 +295,7 @@ def measure_activations(
 def on_fake_copy(
     model: nn.Module, sample_batch: Any, run: Callable[[nn.Module, Any], _Result]
 ) -> _Result:
-    """Run something with a copy of a model whose tensors have shapes and no memory.
-
-    Args:
-        model: The model, on any device or on ``meta``; it stays as it is.
-        sample_batch: A batch for the model.
-        run: Given the copy and such a batch.
-
-    Returns:
-        What it returned.
-    """
+    """Run something with a copy of a model whose tensors have shapes and no memory."""
     with _undisturbed(), torch_private.fake_tensor_mode()(allow_non_fake_inputs=True):
         fake_batch = mapped(sample_batch, lambda t: torch.empty(t.shape, dtype=t.dtype))
         return run(_fake_copy(model, None), fake_batch)

@@ -198,18 +198,6 @@ def replicated(
 
     Mixed precision changes what activations need, and leaves weights in their own format, but for
     MS-AMP's levels.
-
-    Args:
-        shape: The model's sizes.
-        states: What a process keeps for it, of `model_states`.
-        num_processes: Processes on each host.
-        num_nodes: Hosts.
-        activation_bytes: Bytes of activations on a device.
-        inventory: The machine.
-        level: MS-AMP's level; empty where there is none.
-
-    Returns:
-        The estimate.
     """
     free_bytes = free_on_devices(inventory, num_processes)
     return MemoryEstimate(
@@ -228,29 +216,13 @@ def replicated(
 
 
 def free_on_devices(inventory: Inventory, num_processes: int) -> int | None:
-    """What is free on the fullest device that processes use: each needs as much, so it decides.
-
-    Args:
-        inventory: The machine.
-        num_processes: Processes on it, which take the first devices, one each.
-
-    Returns:
-        Bytes; None where processes compute in host memory.
-    """
+    """What is free on the fullest device that processes use: each needs as much, so it decides."""
     units = (inventory.gpus or registry.usable_units(inventory))[:num_processes]
     return min((unit.free_bytes for unit in units), default=None)
 
 
 def common_notes(activation_bytes: int, *, on_cpu: bool) -> tuple[str, ...]:
-    """What to know about the numbers of any strategy.
-
-    Args:
-        activation_bytes: What was counted for activations.
-        on_cpu: Whether processes compute on the CPU.
-
-    Returns:
-        Sentences.
-    """
+    """What to know about the numbers of any strategy."""
     notes = []
     if on_cpu:
         notes.append(

@@ -46,18 +46,7 @@ class WrappedSizes:
 
 
 def wrapped_sizes(model: nn.Module, settings: Mapping[str, Any] | None = None) -> WrappedSizes:
-    """Find the layers that ``prepare`` would wrap.
-
-    Args:
-        model: The model; it may be on ``meta``.
-        settings: ``RunConfig.fsdp``; None: the defaults.
-
-    Returns:
-        Their sizes.
-
-    Raises:
-        ConfigError: The settings do not fit the model.
-    """
+    """Find the layers that ``prepare`` would wrap."""
     # Not at the top: it imports torch, which a form without a model need not wait for.
     from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
     from nbaccel.strategies.choosing import choose_modules
@@ -90,21 +79,7 @@ def fsdp_estimate(
     activation_bytes: int,
     inventory: Inventory,
 ) -> MemoryEstimate:
-    """Sharded training with Adam.
-
-    Args:
-        shape: The model's sizes.
-        sizes: How it is cut into layers.
-        compute_bytes: Bytes of one parameter in the format that layers compute in.
-        offloads: Whether shards and optimizer are in host memory (``cpu_offload``).
-        num_processes: Processes on each host.
-        num_nodes: Hosts.
-        activation_bytes: Bytes of activations on a device.
-        inventory: The machine.
-
-    Returns:
-        The estimate.
-    """
+    """Sharded training with Adam."""
     world_size = num_processes * num_nodes
     shards = Bytes(
         parameters=-(-sizes.kept_bytes // world_size),

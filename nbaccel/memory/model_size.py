@@ -36,27 +36,12 @@ class Shape:
     sizes: tuple[int, ...] = ()
 
     def at_most(self, threshold: int) -> int:
-        """How many parameters are in tensors of at most so many elements.
-
-        Args:
-            threshold: The largest size that counts.
-
-        Returns:
-            Their sum.
-        """
+        """How many parameters are in tensors of at most so many elements."""
         return sum(size for size in self.sizes if size <= threshold)
 
 
 def measure(model: nn.Module, *, trains: bool = True) -> Shape:
-    """Count a model.
-
-    Args:
-        model: Any module: on a device, on ``meta`` or taken apart by ZeRO-3.
-        trains: Whether there is an optimizer; without one nothing is trained.
-
-    Returns:
-        Its shape.
-    """
+    """Count a model."""
     # By id, not by address: all tensors on `meta` have the address 0.
     parameters = {id(p): p for p in model.parameters()}.values()
     return Shape(
@@ -68,14 +53,7 @@ def measure(model: nn.Module, *, trains: bool = True) -> Shape:
 
 
 def refuse_unsized(model: Any) -> None:
-    """Refuse a class in the place of a model, and a model whose weights have no shape yet.
-
-    Args:
-        model: What was given as a model.
-
-    Raises:
-        ConfigError: It has no size.
-    """
+    """Refuse a class in the place of a model, and a model whose weights have no shape yet."""
     if isinstance(model, type):
         raise ConfigError(
             f"model={model.__name__} is a class, no module: it has no weights before it is "
@@ -95,17 +73,7 @@ def refuse_unsized(model: Any) -> None:
 
 
 def shape_of(model_or_shape: Any) -> Shape:
-    """Read what a user gives as a model's size.
-
-    Args:
-        model_or_shape: A module, a `Shape`, or (parameters, parameters of the largest layer).
-
-    Returns:
-        The shape.
-
-    Raises:
-        ConfigError: It is none of these, has no size yet, or the numbers do not fit together.
-    """
+    """Read what a user gives as a model's size."""
     if isinstance(model_or_shape, Shape):
         return model_or_shape
     # By its method: for plain numbers torch need not be imported.

@@ -40,15 +40,7 @@ class ShortFormats:
 
 
 def short_formats(run: RunConfig | None, device: str = "") -> ShortFormats | None:
-    """The level that a run asks for.
-
-    Args:
-        run: Its settings.
-        device: What it computes on; empty where that does not matter.
-
-    Returns:
-        The level; None where all keeps the format of its parameter.
-    """
+    """The level that a run asks for."""
     if run is None or not precision_row(run.mixed_precision).has_backends:
         return None
     fp8 = run.fp8 or Fp8Config()
@@ -71,14 +63,6 @@ def model_states(
     Among several processes DDP keeps gradients twice, the second time in the buckets that it
     reduces (torch's documentation of ``gradient_as_bucket_view``). Gradients in 8 bits have no
     such buckets.
-
-    Args:
-        model: Any module; it may be on ``meta``.
-        world_size: Processes in total.
-        formats: The level of MS-AMP; None: everything has the format of its parameter.
-
-    Returns:
-        Bytes on the process that has most.
     """
     if formats is not None:
         return _short_states(model, world_size, formats)

@@ -23,14 +23,6 @@ def forward_operations(model: nn.Module, sample_batch: Any) -> float:
 
     Matrix products, convolutions and attention are counted, by torch's own counter; what else a
     model does is a small part of its time.
-
-    Args:
-        model: The model, on any device or on ``meta``; it stays as it is.
-        sample_batch: A batch for the model: a dict, a tuple or a tensor.
-
-    Returns:
-        Operations; for a model that cannot be run without values those of linear layers alone,
-        two per parameter and sample.
     """
     counter = FlopCounterMode(display=False)
 

@@ -155,14 +155,7 @@ class SettingsForm(ABC):
 
     @abstractmethod
     def key_of(self, run_field: str) -> str:
-        """Where a setting of `RunConfig` lands in the strategy's configuration.
-
-        Args:
-            run_field: The setting.
-
-        Returns:
-            Keys, with dots; empty where it does not land there.
-        """
+        """Where a setting of `RunConfig` lands in the strategy's configuration."""
 
     @abstractmethod
     def is_chosen(self, config: RunConfig) -> bool:
@@ -177,48 +170,18 @@ class SettingsForm(ABC):
         """What a run holds for a choice of `settings`; None where it is left open."""
 
     def default_of(self, config: RunConfig, setting: Setting) -> Any:
-        """What a choice comes to while it is left open.
-
-        Args:
-            config: The run, on which a default may depend.
-            setting: The choice, one of `settings`.
-
-        Returns:
-            The value; None where only the training decides.
-        """
+        """What a choice comes to while it is left open."""
         return setting.default
 
     @abstractmethod
     def edited(
         self, config: RunConfig, setting: Setting, value: Any, *, before: RunConfig | None
     ) -> Edit:
-        """A run with another value for a choice of `settings`.
-
-        Args:
-            config: The run; it stays as it is.
-            setting: The choice.
-            value: Its new value; None leaves it open.
-            before: The run that last trained with the strategy, whose settings are taken up again
-                where it is chosen anew.
-
-        Returns:
-            The new run, and what else was changed.
-
-        Raises:
-            ConfigError: The value is wrong, or cannot go with the others.
-        """
+        """A run with another value for a choice of `settings`."""
 
     @abstractmethod
     def check(self, config: RunConfig, device: str) -> None:
-        """Refuse values and combinations that cannot be.
-
-        Args:
-            config: A run that trains with the strategy.
-            device: The device of its processes.
-
-        Raises:
-            ConfigError: All mistakes.
-        """
+        """Refuse values and combinations that cannot be."""
 
     @abstractmethod
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
@@ -236,17 +199,7 @@ class SettingsForm(ABC):
     def filled_in(
         self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
     ) -> FilledConfig:
-        """Fill in ``"auto"`` where the run, the model or the batch decides it.
-
-        Args:
-            config: The run.
-            plan: The plan of it; None where it cannot be run here.
-            module: The model; None where there is none.
-            sample_batch: A batch of one process, or None.
-
-        Returns:
-            The configuration, and what was decided.
-        """
+        """Fill in ``"auto"`` where the run, the model or the batch decides it."""
 
     @abstractmethod
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
@@ -263,39 +216,13 @@ class SettingsForm(ABC):
         activation_bytes: int,
         inventory: Inventory,
     ) -> MemoryEstimate:
-        """The memory that a run needs.
-
-        Args:
-            shape: The model's sizes.
-            document: The strategy's configuration, filled in.
-            num_processes: Processes on each host.
-            num_nodes: Hosts.
-            activation_bytes: Bytes of activations on a device.
-            inventory: The machine.
-
-        Returns:
-            The estimate.
-
-        Raises:
-            ConfigError: A setting cannot be read.
-        """
+        """The memory that a run needs."""
 
     @abstractmethod
     def ways(
         self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
     ) -> Iterator[TrainingWay]:
-        """The ways to train with this strategy, the fastest first.
-
-        Args:
-            config: The chosen settings, which are kept where a way does not decide them.
-            shape: The model's sizes.
-            on_host: Whether the device computes in host memory, so that nothing can leave it for
-                the host.
-            can_checkpoint: Whether the model can turn activation checkpointing on.
-
-        Yields:
-            The ways.
-        """
+        """The ways to train with this strategy, the fastest first."""
 
     @abstractmethod
     def way_of(self, config: RunConfig) -> str:
@@ -310,19 +237,7 @@ class SettingsForm(ABC):
     def read(
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
     ) -> tuple[RunConfig, tuple[str, ...]]:
-        """Take over a configuration of the strategy.
-
-        Args:
-            settings: The contents of a file.
-            config: The run that it is laid over.
-            inventory: The machine.
-
-        Returns:
-            The run, and what is worth knowing about it.
-
-        Raises:
-            ConfigError: All mistakes in it.
-        """
+        """Take over a configuration of the strategy."""
 
     @abstractmethod
     def is_document(self, settings: Mapping[str, Any]) -> bool:

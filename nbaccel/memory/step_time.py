@@ -160,18 +160,7 @@ class StepTime:
 def estimate_step(
     work: StepWork, traffic: Traffic, machine: Inventory, *, num_processes: int, num_nodes: int = 1
 ) -> StepTime | None:
-    """Estimate one optimizer step.
-
-    Args:
-        work: What is computed.
-        traffic: What is sent.
-        machine: Its devices; without GPUs the processes share the cores.
-        num_processes: Processes on this machine.
-        num_nodes: Machines.
-
-    Returns:
-        The time; None where the device's speed is not known.
-    """
+    """Estimate one optimizer step."""
     gpus = machine.gpus[:num_processes]
     speed = _device_speed(gpus, work.precision) if gpus else processor_speed(machine.cpu_cores)
     if not speed:
@@ -281,14 +270,7 @@ def _processor() -> tuple[float, frozenset[str]]:
 
 
 def processor_speed(num_cores: int) -> float:
-    """What the cores can compute in float32.
-
-    Args:
-        num_cores: Cores that processes may use.
-
-    Returns:
-        Floating-point operations per second.
-    """
+    """What the cores can compute in float32."""
     frequency, abilities = _processor()
     per_cycle = next((count for name, count in _PER_CYCLE if name in abilities), 8)
     # Hyper-threads share the units: two of them compute as much as one core.

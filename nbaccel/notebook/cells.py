@@ -47,12 +47,7 @@ class Cells:
         self._shell.input_transformers_cleanup.remove(below_comments)
 
     def source(self, magic_arguments: str, code_text: str) -> CellSource:
-        """The record of a cell for the workers; its lines are published in this process, too.
-
-        Args:
-            magic_arguments: The text after the magic.
-            code_text: The text below it.
-        """
+        """The record of a cell for the workers; its lines are published in this process, too."""
         lines, lines_above = self._lines(magic_arguments, code_text)
         execution_count = self._count()
         # A new name per execution, because a function keeps the lines it was made of.
@@ -122,14 +117,7 @@ class Cells:
 
 
 def below_comments(cell_lines: list[str]) -> list[str]:
-    """Lets `%%accelerate` stand below comments: IPython finds a magic on the first line only.
-
-    Args:
-        cell_lines: The lines of any cell.
-
-    Returns:
-        The same; or the magic first, then the comments, so that the code keeps its line numbers.
-    """
+    """Lets `%%accelerate` stand below comments: IPython finds a magic on the first line only."""
     lines_above = 0
     while lines_above < len(cell_lines) and cell_lines[lines_above].strip()[:1] in ("", "#"):
         lines_above += 1
@@ -139,14 +127,7 @@ def below_comments(cell_lines: list[str]) -> list[str]:
 
 
 def with_a_body(cell_lines: list[str]) -> list[str]:
-    """Gives `%%accelerate` without code a blank line: IPython would not call a magic without one.
-
-    Args:
-        cell_lines: The lines of any cell.
-
-    Returns:
-        The same, or with one more.
-    """
+    """Gives `%%accelerate` without code a blank line: IPython calls no magic without one."""
     filled_lines = [cell_line for cell_line in cell_lines if cell_line.strip()]
     return (
         [*cell_lines, "\n"] if len(filled_lines) == 1 and is_for_us(filled_lines[0]) else cell_lines

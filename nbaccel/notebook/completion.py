@@ -42,15 +42,7 @@ Ask = Callable[[str, int, int], Matches]
 
 
 def ask_also(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """Let a shell's completer call `ask_matches`, too.
-
-    Args:
-        shell_completer: The shell's `IPCompleter`.
-        ask_matches: Finds nbaccel's completions.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Let a shell's completer call `ask_matches`, too."""
     if hasattr(completer, "context_matcher"):
         return _add_matcher(shell_completer, ask_matches)
     return _wrap_complete(shell_completer, ask_matches)

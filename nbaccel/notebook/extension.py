@@ -74,14 +74,7 @@ class _ShellSlot:
 
 
 def load_extension(shell: InteractiveShell) -> Extension:
-    """Add the magics to a shell, unless it has them.
-
-    Args:
-        shell: The notebook's shell.
-
-    Returns:
-        The extension of this shell.
-    """
+    """Add the magics to a shell, unless it has them."""
     extension = _ShellSlot.loaded.get(id(shell))
     if extension is None:
         extension = Extension(shell)
@@ -91,10 +84,6 @@ def load_extension(shell: InteractiveShell) -> Extension:
 
 
 def unload_extension(shell: InteractiveShell) -> None:
-    """Remove the magics from a shell, and end its workers.
-
-    Args:
-        shell: The notebook's shell.
-    """
+    """Remove the magics from a shell, and end its workers."""
     if extension := _ShellSlot.loaded.pop(id(shell), None):
         extension.unload()

@@ -16,11 +16,7 @@ __all__ = ["Hints", "failure_text"]
 
 
 class Hints:
-    """Looks at each cell's error after IPython has shown it.
-
-    Args:
-        session: The notebook's workers.
-    """
+    """Looks at each cell's error after IPython has shown it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -56,15 +52,7 @@ _LINES_AROUND = 2  # source lines before and after that of a frame which is the 
 
 
 def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool) -> str:
-    """The whole tracebacks.
-
-    Args:
-        failure_records: The records of each rank, in order of time.
-        with_colours: Whether the text is coloured (ANSI).
-
-    Returns:
-        The text: first the rank that failed first.
-    """
+    """The whole tracebacks."""
     report_lines = [
         report_line
         for failure_record in failure_records

@@ -66,20 +66,7 @@ class MagicLine:
 def read_magic_line(
     line_text: str, *, base_config: RunConfig, namespace: Mapping[str, Any], subcommand: str = ""
 ) -> MagicLine:
-    """Read a line.
-
-    Args:
-        line_text: The text after the magic's name, or after the subcommand.
-        base_config: The settings that the line's own are laid over.
-        namespace: The notebook's variables, for ``--config NAME``, ``$name`` and ``{name}``.
-        subcommand: A word of `%accelerate`; empty for `%%accelerate`.
-
-    Returns:
-        The settings and options of the line.
-
-    Raises:
-        ConfigError: Something in it is wrong; every mistake is listed.
-    """
+    """Read a line."""
     line_reader = _LineReader(options_of(subcommand), subcommand, namespace)
     line_reader.read(_split_words(line_text))
     # Before mistakes are raised: a line that asks for help may be wrong otherwise.
@@ -89,15 +76,7 @@ def read_magic_line(
 
 
 def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
-    """Refuse ranks that no worker has.
-
-    Args:
-        ranks: The ranks that a line names; None for all.
-        world_size: How many workers there are.
-
-    Raises:
-        ConfigError: At least one of them is not there.
-    """
+    """Refuse ranks that no worker has."""
     if unknown_ranks := [rank for rank in ranks or () if rank >= world_size]:
         last_rank = world_size - 1
         raise ConfigError(
@@ -109,15 +88,7 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
 
 
 def missing_names(wanted_names: Iterable[str], namespace: Mapping[str, Any]) -> None:
-    """Refuse names that the notebook does not have.
-
-    Args:
-        wanted_names: What is to be sent.
-        namespace: The notebook's variables.
-
-    Raises:
-        ConfigError: At least one of them is not there.
-    """
+    """Refuse names that the notebook does not have."""
     names = [variable_name for variable_name in namespace if not variable_name.startswith("_")]
     mistakes = [
         f"The notebook has no variable {variable_name!r}: there is nothing to send."
@@ -504,11 +475,7 @@ def line_manual() -> str:
 
 
 def subcommand_manual(subcommand_name: str) -> str:
-    """The text of `%accelerate restart --help`, for example.
-
-    Args:
-        subcommand_name: The subcommand.
-    """
+    """The text of `%accelerate restart --help`, for example."""
     subcommand = next(
         subcommand for subcommand in SUBCOMMANDS if subcommand.name == subcommand_name
     )

@@ -30,12 +30,7 @@ MAGIC_NAME = "accelerate"
 
 
 def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], None]:
-    """The function behind `%%accelerate`.
-
-    Args:
-        session: The notebook's workers.
-        cell_recorder: Knows the cell as it was written.
-    """
+    """The function behind `%%accelerate`."""
 
     # IPython would replace braces in the whole line, JSON included; `magic_line` does it by word.
     @no_var_expand
@@ -60,13 +55,7 @@ def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], N
 def line_magic(
     session: Session, cell_recorder: Cells, worker_board: WorkerBoard
 ) -> Callable[[str], Any]:
-    """The function behind `%accelerate`.
-
-    Args:
-        session: The notebook's workers.
-        cell_recorder: Knows the cell as it was written.
-        worker_board: Shows the workers.
-    """
+    """The function behind `%accelerate`."""
     subcommand_actions: dict[str, Callable[[Session, MagicLine], Any]] = {
         "status": lambda _session, _line: worker_board.show(),
         "restart": _restart_workers,

@@ -178,14 +178,7 @@ def setting_options() -> tuple[MagicOption, ...]:
 
 
 def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
-    """The options that a line takes.
-
-    Args:
-        subcommand: A word of `%accelerate`; empty for `%%accelerate`.
-
-    Returns:
-        The options, settings first.
-    """
+    """The options that a line takes."""
     if not subcommand:
         return (*setting_options(), *OWN_OPTIONS)
     names = next(
@@ -243,22 +236,14 @@ def _is_group(field_kind: Any) -> bool:
 
 
 def kinds_of(annotation: Any) -> tuple[Any, ...]:
-    """The types that a field may have, None left out.
-
-    Args:
-        annotation: The field's.
-    """
+    """The types that a field may have, None left out."""
     return tuple(
         field_kind for field_kind in _all_kinds(annotation) if field_kind is not type(None)
     )
 
 
 def words_of(annotation: Any) -> tuple[Any, ...]:
-    """The values of a field that takes one of a list; nothing for others.
-
-    Args:
-        annotation: The field's.
-    """
+    """The values of a field that takes one of a list; nothing for others."""
     word_lists = [
         get_args(field_kind)
         for field_kind in kinds_of(annotation)

@@ -105,12 +105,7 @@ class Session:
         return self.pool is not None and self.pool.state in _LIVE_STATES
 
     def run(self, magic_line: MagicLine, cell_source: CellSource) -> None:
-        """Run a cell; workers are started if there are none.
-
-        Args:
-            magic_line: Its line.
-            cell_source: The cell.
-        """
+        """Run a cell; workers are started if there are none."""
         pool = self._ready(magic_line)
         check_ranks(magic_line.ranks, pool.num_processes)
         self._autoreload(pool, magic_line.autoreload)
@@ -133,11 +128,7 @@ class Session:
             self.config = magic_line.wanted
 
     def stop(self) -> bool:
-        """End the workers.
-
-        Returns:
-            Whether there were any.
-        """
+        """End the workers."""
         old_pool = self.pool
         if old_pool is None:
             return False
@@ -147,11 +138,7 @@ class Session:
         return was_live
 
     def pull(self, variable_names: Sequence[str], ranks: Sequence[int] | None) -> str:
-        """Bind names of the workers in the notebook.
-
-        Returns:
-            What was done.
-        """
+        """Bind names of the workers in the notebook."""
         pool = self._living("pulled from", variable_names)
         check_ranks(ranks, pool.num_processes)
         self._bind(pool, pool.pull(*variable_names, ranks=ranks))
@@ -163,11 +150,7 @@ class Session:
         return f"Pulled {', '.join(variable_names)} from {ranks_as_text(asked_ranks)}{shape_text}."
 
     def push(self, variable_names: Sequence[str], ranks: Sequence[int] | None) -> str:
-        """Send names of the notebook to the workers.
-
-        Returns:
-            What was done.
-        """
+        """Send names of the notebook to the workers."""
         pool = self._living("pushed to", variable_names)
         check_ranks(ranks, pool.num_processes)
         missing_names(variable_names, self.shell.user_ns)
@@ -183,18 +166,7 @@ class Session:
         self.dist = self.dist or magic_line.dist
 
     def open_picker(self, variable_names: Sequence[str]) -> Picker:
-        """A form for the settings of the next start.
-
-        Args:
-            variable_names: The notebook's model, and a batch, for the memory that it shows; may be
-                empty.
-
-        Returns:
-            The form. What is picked in it is what the next start uses.
-
-        Raises:
-            ConfigError: There is no such variable, or it is no model.
-        """
+        """A form for the settings of the next start."""
         from nbaccel.notebook.pickers import Picker
 
         missing_names(variable_names, self.shell.user_ns)

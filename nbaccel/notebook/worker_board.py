@@ -38,9 +38,6 @@ class WorkerBoard:
 
     Where outputs can be replaced it is; elsewhere it is text of the moment. It is no widget: what
     stays in the saved notebook is a plain table.
-
-    Args:
-        session: The notebook's workers.
     """
 
     def __init__(self, session: Session) -> None:

@@ -60,11 +60,7 @@ class CellPlace:
             self._publish_content()
 
     def show(self, mime_data: dict[str, Any]) -> None:
-        """Show something here, in the place of what was shown before.
-
-        Args:
-            mime_data: By media type; empty for nothing.
-        """
+        """Show something here, in the place of what was shown before."""
         new_content = mime_data or _EMPTY_CONTENT
         is_other = new_content != self._content
         self._content = new_content

@@ -64,14 +64,6 @@ def smoothed(values: Sequence[float], decay: float | None = None) -> list[float]
 
     The average starts at zero, and after `t` values it holds `1 - decay**t` of their weight;
     dividing by that corrects it, as for the moments of Adam (Kingma & Ba 2015, section 3).
-
-    Args:
-        values: In order.
-        decay: Part of the old average that each value leaves, at least 0 and below 1. None: what
-            averages over a twelfth of the values, and over ten at most.
-
-    Returns:
-        As many values. One that is not finite stays in its place and is left out of the average.
     """
     smooth_values: list[float] = []
     if decay is None:
@@ -100,24 +92,7 @@ def line_chart(
     log_y: bool | None = None,
     as_image: bool = False,
 ) -> str:
-    """Draw lines over a common x axis.
-
-    Args:
-        lines: What to draw; those of role `mean` come on top.
-        title: What is shown, for tooltips and screen readers; the caller writes it as text if it
-            is to be seen.
-        x_label: What x counts: `step`.
-        marks: Dashed vertical lines: x and the text beside it, such as the start of an epoch.
-        width: In pixels of the screen; it shrinks where there is less room.
-        height: In pixels.
-        log_y: Whether the y axis is logarithmic; then values that are not positive are marked
-            like those that are no numbers. None: where it shows more.
-        as_image: Whether to return an `<img>` whose address holds the chart. Of an `<svg>` element
-            in a notebook that is not trusted, front ends leave only the texts, run together.
-
-    Returns:
-        One `<svg>` element, or one `<img>`.
-    """
+    """Draw lines over a common x axis."""
     svg = _Svg(
         spoken=_spoken_summary(lines, title, x_label), width=width, height=height, is_image=as_image
     )
@@ -165,11 +140,7 @@ def line_chart(
 
 
 def short_number(shown_value: float) -> str:
-    """A number in few characters: `0.0912`, `1,904`, `2e6`.
-
-    Args:
-        shown_value: Any float.
-    """
+    """A number in few characters: `0.0912`, `1,904`, `2e6`."""
     if not math.isfinite(shown_value):
         return str(shown_value)
     if abs(shown_value) >= 1000 and abs(shown_value) < 1e6:
@@ -264,15 +235,7 @@ class _Scale:
         margin: float = 0.04,
         least_step: float = 0.0,
     ) -> _Scale:
-        """The scale on which all values lie.
-
-        Args:
-            values: At least one; all positive for a logarithmic one.
-            most_ticks: How many labels there is room for.
-            is_log: Whether equal distances are equal ratios.
-            margin: Part of the length that stays free at both ends.
-            least_step: The smallest distance of two ticks.
-        """
+        """The scale on which all values lie."""
         low = min(values)
         high = max(values)
         if high - low <= max(_SAME_VALUE * max(abs(low), abs(high)), _SMALLEST_POSITIVE):

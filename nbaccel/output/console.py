@@ -102,11 +102,7 @@ class _OutputStage(enum.Enum):
 
 
 class OutputPace:
-    """The pace of one cell or launch.
-
-    Args:
-        current_time: The time (CLOCK_MONOTONIC).
-    """
+    """The pace of one cell or launch."""
 
     def __init__(self, current_time: float) -> None:
         self._stage = _OutputStage.WHOLE
@@ -146,13 +142,7 @@ class OutputPace:
         )
 
     def room(self, current_time: float, *, has_gaps: bool) -> float:
-        """How many characters may be shown now; nothing if it is not positive.
-
-        Args:
-            current_time: The time.
-            has_gaps: Whether lines have been dropped since some were shown: the next ones come with
-                a notice, which must not appear ten times a second.
-        """
+        """How many characters may be shown now; nothing if it is not positive."""
         if self.is_ending:
             return float("inf")
         if has_gaps and current_time < self._next:
@@ -196,17 +186,7 @@ _ShownEntry = tuple[list[int], OutputItem]
 
 
 class Console:
-    """Collects the workers' output and shows it in the notebook.
-
-    Args:
-        ranks: Global ranks of this node's workers, in order.
-        prefix_template: Prefix of each line, with `${rank}`, `${local_rank}` and `${role_name}`;
-            None for `[rank] `, with folding.
-        paced: Whether there is a limit to how much is shown how fast; by default in a notebook.
-        hidden: Ranks and streams that are not shown; reports of failures quote them all the same.
-        rank_logs: Files that everything is written to beside; None writes none.
-        place: Where the call's panel is; None for a call without one.
-    """
+    """Collects the workers' output and shows it in the notebook."""
 
     def __init__(
         self,
@@ -270,12 +250,7 @@ class Console:
     def feed_display(
         self, worker_rank: int, display_message: messaging.Display | messaging.ClearOutput
     ) -> None:
-        """Take in rich output. What the rank has printed before it must have been fed before.
-
-        Args:
-            worker_rank: Who sent it.
-            display_message: What to show, or to clear what is shown.
-        """
+        """Take in rich output. What the rank has printed before it must have been fed before."""
         for stream in ("stdout", "stderr"):
             if not self._sources[worker_rank, stream].bar:
                 # An unfinished line (`print("...", end="")`) comes before the picture.

@@ -37,13 +37,7 @@ _WAY_DOWN = re.compile(r"(?<=\n)\n+(?=\r)")
 
 
 class LineAssembler:
-    """Makes lines of what one stream of one process writes.
-
-    Args:
-        max_chars: Of a longer line only head and tail are kept; None for no limit.
-        parts_bars: Whether bars that are drawn below each other are lines of their own, and a
-            bar that has been erased is no line.
-    """
+    """Makes lines of what one stream of one process writes."""
 
     def __init__(self, max_chars: int | None = None, *, parts_bars: bool = False) -> None:
         # Incremental, because a chunk may end within a character.
@@ -69,15 +63,7 @@ class LineAssembler:
         self._last = _PendingText(self._max_chars)  # what came after that
 
     def feed(self, output_bytes: bytes, *, at_most: int | None = None) -> tuple[list[str], int]:
-        """Take in a chunk.
-
-        Args:
-            output_bytes: What was read.
-            at_most: Only so many of the finished lines, the last ones, are wanted.
-
-        Returns:
-            The finished lines without their ends, and how many others there were.
-        """
+        """Take in a chunk."""
         line_text = self._decode(output_bytes)
         if self._parts_bars and (self._frames.is_open or _FRAME_BEGIN.search(line_text)):
             return self._feed_frames(line_text, at_most)
@@ -377,12 +363,7 @@ def stream_of(queued_item: OutputItem) -> str | None:
 
 
 class LineMerger:
-    """What all ranks have written and the notebook has not shown yet.
-
-    Args:
-        worker_ranks: The ranks.
-        folds_ranks: Whether what several ranks have is shown once for all of them.
-    """
+    """What all ranks have written and the notebook has not shown yet."""
 
     def __init__(self, worker_ranks: Iterable[int], *, folds_ranks: bool) -> None:
         self._folds_any = folds_ranks
@@ -461,12 +442,7 @@ class LineMerger:
     # ---- out
 
     def ready(self, current_time: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
-        """Take out what is due: each line or display, by the ranks that it is shown for.
-
-        Args:
-            current_time: The time.
-            hold_s: How long one waits for its twins.
-        """
+        """Take out what is due: each line or display, by the ranks that it is shown for."""
         while queue_heads := sorted(
             (rank_queue[0].time, worker_rank)
             for worker_rank, rank_queue in self._queues.items()

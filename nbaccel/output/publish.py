@@ -22,11 +22,7 @@ _RENDER_METHOD = "_render_traceback_"
 
 
 def show_message(output_message: Any) -> None:
-    """Show or clear output as a worker requested.
-
-    Args:
-        output_message: `messaging.Display` or `messaging.ClearOutput`; anything else is ignored.
-    """
+    """Show or clear output as a worker requested."""
     # Imported here because it imports torch, which whoever made the message has loaded anyway.
     from nbaccel.workers import messaging
 
@@ -37,12 +33,7 @@ def show_message(output_message: Any) -> None:
 
 
 def publish_display(display_content: Mapping[str, Any]) -> None:
-    """Publish rich output in the current cell; outside IPython, print its text form.
-
-    Args:
-        display_content: `data` and `metadata` by media type; `transient` and `update` as IPython
-            has them.
-    """
+    """Publish rich output in the current cell; outside IPython, print its text form."""
     running_shell = frames.running_shell()
     if running_shell is not None:
         ipython_private.publish_display(running_shell.display_pub, display_content)
@@ -51,11 +42,7 @@ def publish_display(display_content: Mapping[str, Any]) -> None:
 
 
 def clear(*, wait_for_new: bool) -> None:
-    """Clear the cell's output, where there is a cell.
-
-    Args:
-        wait_for_new: Not before there is something new to show.
-    """
+    """Clear the cell's output, where there is a cell."""
     running_shell = frames.running_shell()
     if running_shell is not None:
         running_shell.display_pub.clear_output(wait=wait_for_new)
@@ -65,9 +52,6 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
     """Let IPython use `_render_traceback_` of the next exception of this class.
 
     It does so for all exceptions but groups, of which it prints every frame.
-
-    Args:
-        error_class: A class with `_render_traceback_`. Handlers of the user's stay as they are.
     """
     running_shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
@@ -118,12 +102,7 @@ def show_results(
     rank_results: Mapping[int, Mapping[str, Any] | None],
     publish_bundle: PublishBundle = publish_display,
 ) -> None:
-    """Show what the ranks' cells ended with.
-
-    Args:
-        rank_results: The bundle of each rank that ran the cell, as `CellShell.run` returned it.
-        publish_bundle: Shows a bundle.
-    """
+    """Show what the ranks' cells ended with."""
     result_groups = _equal_groups(rank_results)
     text_lines: list[str] = []
     for group_ranks, mime_bundle in result_groups:

@@ -36,15 +36,8 @@ _STREAMS_BY_NUMBER = {
 class RankLogs:
     """The files of one group of workers.
 
-    Args:
-        log_dir: The folder in which this run's own folder is made.
-        ranks: Global ranks of this node's workers.
-
     Attributes:
         folder: The run's own folder.
-
-    Raises:
-        ConfigError: The folder cannot be made, or the files cannot be written.
     """
 
     def __init__(self, log_dir: str, ranks: Iterable[int]) -> None:
@@ -65,16 +58,7 @@ class RankLogs:
             ) from error
 
     def write(self, rank: int, stream_name: str, output_bytes: bytes) -> str:
-        """Append what a rank has written.
-
-        Args:
-            rank: The rank.
-            stream_name: ``stdout`` or ``stderr``.
-            output_bytes: As they came from its pipe.
-
-        Returns:
-            Why this file is given up, once; nothing if all is well.
-        """
+        """Append what a rank has written."""
         file_descriptor = self._files.get((rank, stream_name))
         if file_descriptor is None:
             return ""
@@ -104,12 +88,7 @@ class RankLogs:
 
 @contextlib.contextmanager
 def logs_of_run(plan: Plan, *, first_rank: int = 0) -> Iterator[RankLogs | None]:
-    """The files of a plan's workers on this node, open within the block; None if it wants none.
-
-    Args:
-        plan: The plan.
-        first_rank: The lowest rank of this node.
-    """
+    """The files of a plan's workers on this node, open within the block; None if it wants none."""
     if plan.config.log_dir is None:
         yield None
         return
@@ -119,12 +98,7 @@ def logs_of_run(plan: Plan, *, first_rank: int = 0) -> Iterator[RankLogs | None]
 
 
 def hidden_streams(shown_output: str | None, ranks: Sequence[int]) -> frozenset[tuple[int, str]]:
-    """What is not shown, by rank and stream.
-
-    Args:
-        shown_output: ``RunConfig.shown_output``.
-        ranks: Global ranks of this node's workers, in the order of their local ranks.
-    """
+    """What is not shown, by rank and stream."""
     if shown_output is None:
         return frozenset()
     numbers_by_rank = _numbers_by_rank(shown_output)

@@ -37,12 +37,7 @@ class RecentLines:
         )
 
     def add(self, ranks: Sequence[int], line_text: str) -> None:
-        """A line is shown.
-
-        Args:
-            ranks: The ranks that have printed it.
-            line_text: The line, without its end.
-        """
+        """A line is shown."""
         line = RecentLine(self.num_shown, tuple(ranks), shorten_text(line_text, _MAX_CHARS))
         self.num_shown += 1
         for worker_rank in ranks:

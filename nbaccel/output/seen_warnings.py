@@ -40,12 +40,7 @@ class SeenWarnings:
         self.num_left_out = 0
 
     def count(self, worker_rank: int, output_lines: Sequence[str]) -> None:
-        """Count the warnings among lines that a rank has written.
-
-        Args:
-            worker_rank: The rank.
-            output_lines: The lines.
-        """
+        """Count the warnings among lines that a rank has written."""
         # First what nearly all lines lack: thousands of lines a second are asked.
         for output_line in output_lines:
             if "Warning: " in output_line:

@@ -50,12 +50,7 @@ class LibraryMessages:
         """How many lines there have been, of all ranks."""
 
     def take_from(self, worker_rank: int, output_lines: Sequence[str]) -> Sequence[str]:
-        """Take out the harmless lines; returns the others.
-
-        Args:
-            worker_rank: Who printed them.
-            output_lines: Finished lines.
-        """
+        """Take out the harmless lines; returns the others."""
         # First what nearly all lines lack: thousands of lines a second are asked.
         if not any(text[:1] == "[" for text in output_lines):
             return output_lines

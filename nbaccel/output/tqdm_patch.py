@@ -35,15 +35,7 @@ def living_bars() -> Sequence[Any]:
 
 
 def numbers_of_bar(bar: Any) -> BarText | None:
-    """How far a bar was when it was last drawn, whatever it looks like.
-
-    Args:
-        bar: One of tqdm's, drawn as text, as widget, or anywhere else.
-
-    Returns:
-        What tqdm's usual form of it says, and its time in fractions of a second; None for a bar
-        that cannot tell.
-    """
+    """How far a bar was when it was last drawn, whatever it looks like."""
     try:
         elapsed_s = bar.last_print_t - bar.start_t
         bar_facts = bar.format_dict | {"n": bar.last_print_n, "elapsed": elapsed_s}

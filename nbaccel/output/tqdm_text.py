@@ -69,11 +69,7 @@ class BarText:
 
 
 def read_bar(line_text: str) -> BarText | None:
-    """A line as a bar of tqdm; None if it is none.
-
-    Args:
-        line_text: What stands on the line.
-    """
+    """A line as a bar of tqdm; None if it is none."""
     # First what nearly all lines lack: thousands of lines a second are asked.
     if line_text[-1:] != "]" or len(line_text) > _MAX_BAR_CHARS:
         return None
@@ -82,15 +78,7 @@ def read_bar(line_text: str) -> BarText | None:
 
 
 def split_bar(line_text: str) -> tuple[BarText | None, str]:
-    """A finished line as a bar, and what was printed behind it on the same line.
-
-    Args:
-        line_text: The line. Where a program logs while a bar is drawn, the message follows the bar
-            without a line end between.
-
-    Returns:
-        The bar, or None, and the text that is no bar.
-    """
+    """A finished line as a bar, and what was printed behind it on the same line."""
     bar = read_bar(line_text)
     if bar is not None:
         return bar, ""
@@ -128,13 +116,7 @@ class SeenBar:
 def note_outer_bar(
     seen_bar: SeenBar | None, bars: tuple[BarText, ...], current_time: float
 ) -> SeenBar | None:
-    """What is to be remembered of a rank's outer bar, whose text changes only with its rounds.
-
-    Args:
-        seen_bar: What was remembered until now.
-        bars: The rank's bars, the outer one first.
-        current_time: Now.
-    """
+    """What is to be remembered of a rank's outer bar, whose text changes only with its rounds."""
     outer_bar = outer_bar_of(bars)
     if outer_bar is None:
         return seen_bar
@@ -144,11 +126,7 @@ def note_outer_bar(
 
 
 def outer_bar_of(bars: tuple[BarText, ...]) -> BarText | None:
-    """The bar of a rank's outermost loop; None where its code draws none.
-
-    Args:
-        bars: The rank's bars, the outer one first.
-    """
+    """The bar of a rank's outermost loop; None where its code draws none."""
     # The bars of `accelerator.progress` are not read: ranks report these loops.
     return next((bar for bar in bars if BATCH_UNIT not in bar.rate), None)
 
@@ -188,11 +166,7 @@ class RankBars:
             del self._bars[oldest]
 
     def shown(self, unfinished_lines: Iterable[str]) -> tuple[BarText, ...]:
-        """All of them, the outer one first.
-
-        Args:
-            unfinished_lines: What the rank is rewriting in place now; it may be no bar of tqdm.
-        """
+        """All of them, the outer one first."""
         other_texts: list[BarText] = []
         for line_text in filter(str.strip, unfinished_lines):
             bar = read_bar(line_text)

@@ -21,10 +21,6 @@ _CLEAR_TO_END = "\r\x1b[K"  # ECMA-48: erase in line
 class WaitingLine:
     """The line of one start of workers.
 
-    Args:
-        num_workers: How many are started.
-        read_clock: Seconds of a clock that never goes back.
-
     Attributes:
         place: Where in a cell it stands; the call's panel comes there, too.
     """
@@ -47,11 +43,7 @@ class WaitingLine:
         return max(0.0, self._began_at + SHOWN_AFTER_S - self._clock())
 
     def say(self, waited_for: str) -> None:
-        """Show what is being waited for, if it has taken long enough. Cheap to call often.
-
-        Args:
-            waited_for: In a few words; empty for nothing in particular.
-        """
+        """Show what is being waited for, if it has taken long enough. Cheap to call often."""
         text = f"{self._headline}: {waited_for} …" if waited_for else f"{self._headline} …"
         if (
             self._is_over
@@ -64,12 +56,7 @@ class WaitingLine:
         self._shown = text
 
     def close(self, *, is_replaced: bool = False) -> None:
-        """Remove it.
-
-        Args:
-            is_replaced: Whether something else takes its place in the cell in a moment: until then
-                it stays, so that what is below does not jump.
-        """
+        """Remove it."""
         if self._shown and not self._is_over and not (is_replaced and self.place.is_there):
             self._show("")
         self._is_over = True

@@ -13,12 +13,7 @@ __all__ = ["has_sign"]
 
 
 def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:
-    """Whether this machine has one of them; two listings of folders where it has none.
-
-    Args:
-        signs: As in a device's capability row.
-        root: Where ``dev`` and ``sys`` are found.
-    """
+    """Whether this machine has one of them; two listings of folders where it has none."""
     return (
         any(env.read(name) for name in signs.variables)
         or any(is_installed(package) for package in signs.packages)

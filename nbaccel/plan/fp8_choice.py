@@ -37,13 +37,7 @@ HISTORY_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
 def choose_fp8(
     fp8: Fp8Config | None, device: DeviceRow, compute_capability: tuple[int, int] | None
 ) -> Fp8Choice:
-    """The library that computes.
-
-    Args:
-        fp8: What was asked; None: nothing.
-        device: What it computes on.
-        compute_capability: Of the GPU, if it is one and known.
-    """
+    """The library that computes."""
     return fp8_backend("" if fp8 is None else fp8.backend, device, compute_capability)
 
 
@@ -79,14 +73,7 @@ def fp8_mistakes(
     *,
     world_size: int,
 ) -> Iterator[str]:
-    """What a library cannot do, as messages.
-
-    Args:
-        fp8: What was asked; None: nothing.
-        row: The library.
-        compute_capability: Of the GPU, if it is one and known.
-        world_size: Processes in total.
-    """
+    """What a library cannot do, as messages."""
     settings = fp8 or Fp8Config()
     recipe = recipe_of(settings, row)
     if row.recipes and recipe not in row.recipes:
@@ -121,14 +108,7 @@ def fp8_warnings(
     device: DeviceRow,
     compute_capability: tuple[int, int] | None,
 ) -> Iterator[str]:
-    """What works but may not do what is expected.
-
-    Args:
-        fp8: What was asked; None: nothing.
-        row: The library.
-        device: What it computes on.
-        compute_capability: Of the GPU, if it is one and known.
-    """
+    """What works but may not do what is expected."""
     settings = fp8 or Fp8Config()
     for field_name, field_info in Fp8Config.model_fields.items():
         value = getattr(settings, field_name)
@@ -151,12 +131,7 @@ def fp8_warnings(
 
 
 def is_emulated(row: Fp8Row, compute_capability: tuple[int, int] | None) -> bool:
-    """Whether products are computed in another format on a device.
-
-    Args:
-        row: The library.
-        compute_capability: Of the GPU; None for a device without such a number.
-    """
+    """Whether products are computed in another format on a device."""
     return (compute_capability or (0, 0)) < row.emulated_below
 
 

@@ -52,14 +52,7 @@ class Limits:
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """Read the limits from the file system.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are found.
-
-    Returns:
-        The limits; none at all where control groups are absent or unreadable.
-    """
+    """Read the limits from the file system."""
     return Limits(
         cpu_cores=_smallest_limit(
             _cgroup_cpu_cores(folder) for folder in _cgroup_folders(root, "cpu")

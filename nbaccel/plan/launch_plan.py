@@ -146,26 +146,12 @@ def copies_in_turn(num_workers: int, model_bytes: int, free_bytes: int) -> bool:
 
     A copy may need as much host memory as the model until it is through. Half of what is free stays
     for everything else.
-
-    Args:
-        num_workers: Workers on this node.
-        model_bytes: Bytes of the model.
-        free_bytes: Bytes of host memory that are free.
     """
     return num_workers * model_bytes > free_bytes // 2
 
 
 def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[str]) -> str:
-    """Choices as a table of what, value and why, under a headline; warnings under it.
-
-    Args:
-        headline: The first line.
-        choices: What was decided.
-        warnings: What may not do what is expected.
-
-    Returns:
-        Text for a fixed-width font, at most 100 characters a line where words allow.
-    """
+    """Choices as a table of what, value and why, under a headline; warnings under it."""
     table_rows = [("what", "value", "why")]
     table_rows += [(choice.name, str(choice.value), choice.reason) for choice in choices]
     name_width = max(len(choice_name) for choice_name, _, _ in table_rows)

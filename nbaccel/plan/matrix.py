@@ -26,11 +26,7 @@ MATRIX_END = "<!-- capabilities:end -->"
 
 
 def compatibility_tables() -> str:
-    """The tables of the documentation, in Markdown.
-
-    Returns:
-        The text between the two markers, without them.
-    """
+    """The tables of the documentation, in Markdown."""
     precision_names = [capability_row.name for capability_row in PRECISIONS]
     method_names = [capability_row.name for capability_row in START_METHODS]
     device_rows = [
@@ -110,14 +106,6 @@ def _device_mark(device: DeviceRow) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown.
-
-    Args:
-        head: The first line.
-        rows: The others.
-
-    Returns:
-        Text without a line end.
-    """
+    """A table in Markdown."""
     all_lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(table_line)} |" for table_line in all_lines)

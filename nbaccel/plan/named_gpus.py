@@ -20,12 +20,7 @@ _NONE_AT_ALL = ("", "-1", "NoDevFiles")
 
 
 def named_setting(config: RunConfig, host_devices: Sequence[int] = ()) -> str | None:
-    """``CUDA_VISIBLE_DEVICES`` of the workers; None where nothing was said, or no GPU is used.
-
-    Args:
-        config: What the user said.
-        host_devices: Those of one host, where they were named for it alone.
-    """
+    """``CUDA_VISIBLE_DEVICES`` of the workers; None where nothing was said, or no GPU is used."""
     if config.device != "auto" and device_row(config.device).in_host_memory:
         return None
     if host_devices:
@@ -34,16 +29,7 @@ def named_setting(config: RunConfig, host_devices: Sequence[int] = ()) -> str | 
 
 
 def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, str]:
-    """The machine as workers with that setting will see it.
-
-    Args:
-        found: What this process sees, or what workers with that setting see already.
-        setting: ``CUDA_VISIBLE_DEVICES`` of the workers; None for no change.
-
-    Returns:
-        The machine with those GPUs, numbered as the workers number them; and what is wrong with
-        the setting, or nothing. On a machine without GPUs it has no meaning, and is not wrong.
-    """
+    """The machine as workers with that setting will see it."""
     if setting is None or setting == found.gpu_setting or not found.gpus:
         return found, ""
     names = [] if setting.strip() in _NONE_AT_ALL else [name.strip() for name in setting.split(",")]

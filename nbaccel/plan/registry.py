@@ -66,17 +66,7 @@ __all__ = [
 
 # ------------------------------------------------------------------------------ devices
 def device(device_name: str) -> Device:
-    """The implementation of a device that workers can compute on.
-
-    Args:
-        device_name: As in its capability row.
-
-    Returns:
-        An object without state.
-
-    Raises:
-        PlatformUnsupported: This version only detects it.
-    """
+    """The implementation of a device that workers can compute on."""
     capability_row = device_row(device_name)
     # A row without precisions is only detected, so that the plan can name it.
     if capability_row not in driven_devices():
@@ -89,24 +79,13 @@ def device(device_name: str) -> Device:
 
 
 def known_device(device_name: str) -> Device:
-    """The implementation of a device, be it one that is only detected.
-
-    Args:
-        device_name: As in its capability row.
-
-    Returns:
-        An object without state.
-    """
+    """The implementation of a device, be it one that is only detected."""
     device_class: type[Device] = _load_class(device_row(device_name).path, Device)
     return device_class()
 
 
 def device_runtime(device_name: str) -> DeviceRuntime:
-    """What a process that computes on a device needs of it.
-
-    Args:
-        device_name: As in its capability row, or as torch calls one that no row names.
-    """
+    """What a process that computes on a device needs of it."""
     if any(row.name == device_name for row in DEVICES):
         return known_device(device_name)
     return UnlistedDevice(device_name)
@@ -117,9 +96,6 @@ def known_devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
 
     The plan reports the latter, which come from other packages; a request for one by its name
     raises the error.
-
-    Args:
-        names: Only these.
     """
     loaded_devices = []
     for row in DEVICES:
@@ -132,11 +108,7 @@ def known_devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
 
 
 def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
-    """Of these the ones of which this machine, or a described one, has a sign.
-
-    Args:
-        inventory: What a machine has; None asks this one.
-    """
+    """Of these the ones of which this machine, or a described one, has a sign."""
     possible_names = {
         row.name
         for row in DEVICES
@@ -157,11 +129,7 @@ def devices() -> tuple[Device, ...]:
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
-    """The accelerators of a machine that a launch takes by itself; none where it takes the CPU.
-
-    Args:
-        inventory: What the machine has.
-    """
+    """The accelerators of a machine that a launch takes by itself; none where it takes the CPU."""
     for known in possible_devices(inventory):
         units = known.units(inventory)
         if units and not known.idle_reason(inventory):
@@ -170,11 +138,7 @@ def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
 
 
 def prepare_notebook() -> str:
-    """Let all devices sleep in a notebook's process.
-
-    Returns:
-        The device whose template is to be started ahead; empty for the one of all others.
-    """
+    """Let all devices sleep in a notebook's process."""
     for known in known_devices():
         known.keep_asleep()
     expected = (known.name for known in known_devices() if known.expects_launches())
@@ -193,20 +157,7 @@ def precision(
     device_name: str = "",
     compute_capability: tuple[int, int] | None = None,
 ) -> type[Precision]:
-    """The implementation of a precision.
-
-    Args:
-        precision_name: As in its capability row.
-        fp8: Which library computes, where one does.
-        device_name: The row of the device; empty where it does not matter.
-        compute_capability: Of the GPU, if it is one and known.
-
-    Returns:
-        A class whose objects are made by :meth:`Precision.build`.
-
-    Raises:
-        PlatformUnsupported: This version has no implementation of it, or its library is missing.
-    """
+    """The implementation of a precision."""
     capability_row = precision_row(precision_name)
     class_path = capability_row.path
     problem = ""
@@ -237,30 +188,13 @@ def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
 
 # ---------------------------------------------------------------------------- strategies
 def strategy(strategy_name: str) -> type[Strategy]:
-    """The implementation of a strategy.
-
-    Args:
-        strategy_name: As in its capability row.
-
-    Returns:
-        A class, whose objects are made by :meth:`Strategy.build`.
-    """
+    """The implementation of a strategy."""
     strategy_class: type[Strategy] = _load_class(strategy_row(strategy_name).path, Strategy)
     return strategy_class
 
 
 def wanted_strategy(said: Said) -> Wanted | None:
-    """The strategy that was requested.
-
-    Args:
-        said: What was said.
-
-    Returns:
-        The request; None where none was asked for.
-
-    Raises:
-        ConfigError: Two were requested by the same, strongest source.
-    """
+    """The strategy that was requested."""
     requests = [
         wanted
         for capability_row in STRATEGIES
@@ -324,15 +258,7 @@ def _wanted(row: StrategyRow, said: Said, source: Source, what: str, plugin: Any
 
 
 def strategy_settings(strategy_name: str, handlers: tuple[Any, ...]) -> Any:
-    """The settings of a strategy: those given, or its defaults.
-
-    Args:
-        strategy_name: As in its capability row.
-        handlers: What was given as ``kwargs_handlers``.
-
-    Returns:
-        An object of the class that its row names; None where it has no settings.
-    """
+    """The settings of a strategy: those given, or its defaults."""
     capability_row = strategy_row(strategy_name)
     settings = next(_settings_among(capability_row, handlers), None)
     if settings is not None or not capability_row.settings:
@@ -354,18 +280,7 @@ def _settings_among(row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any
 def check_strategy(
     strategy_name: str, device_type: str, run_config: RunConfig | None = None
 ) -> None:
-    """Refuse, before a process starts, what cannot train in it.
-
-    Args:
-        strategy_name: As in its capability row; nothing happens where it is empty.
-        device_type: Type of the device.
-        run_config: What was asked, for mistakes in what it says to the strategy's library.
-
-    Raises:
-        ConfigError: The run's configuration of the library holds mistakes.
-        MissingBackend: The library, or something that it needs, is not installed.
-        PlatformUnsupported: The machine lacks a tool.
-    """
+    """Refuse, before a process starts, what cannot train in it."""
     if not strategy_name:
         return
     capability_row = strategy_row(strategy_name)
@@ -376,25 +291,14 @@ def check_strategy(
 
 
 def enter_worker(device_type: str) -> None:
-    """Let the libraries of all strategies prepare this worker for their use.
-
-    Args:
-        device_type: Type of the device that it computes on.
-    """
+    """Let the libraries of all strategies prepare this worker for their use."""
     for row in STRATEGIES:
         if row.enter:
             load_object(row.enter)(device_type)
 
 
 def load_advisor() -> Any:
-    """What finds the fastest configuration of a strategy that has one to find.
-
-    Returns:
-        The function.
-
-    Raises:
-        MissingBackend: No strategy here has an advisor.
-    """
+    """What finds the fastest configuration of a strategy that has one to find."""
     path = next((row.advisor for row in STRATEGIES if row.advisor), "")
     if not path:
         raise MissingBackend(
@@ -406,14 +310,7 @@ def load_advisor() -> Any:
 
 
 def plugin_class(class_name: str) -> Any:
-    """The class of a strategy's settings, by the name that users import.
-
-    Args:
-        class_name: ``DeepSpeedPlugin``.
-
-    Returns:
-        The class; one that says what is missing where no strategy here has it.
-    """
+    """The class of a strategy's settings, by the name that users import."""
     class_paths = (row.settings for row in STRATEGIES if row.settings.endswith(f":{class_name}"))
     class_path = next(class_paths, "")
     return (
@@ -430,14 +327,7 @@ def settings_forms() -> tuple[Any, ...]:
 
 # ------------------------------------------------------------------------------- engines
 def engine(engine_name: str) -> Engine:
-    """The implementation of an engine that starts agents on hosts.
-
-    Args:
-        engine_name: As in its capability row.
-
-    Returns:
-        An object without state.
-    """
+    """The implementation of an engine that starts agents on hosts."""
     engine_class: type[Engine] = _load_class(engine_row(engine_name).path, Engine)
     return engine_class()
 
@@ -454,17 +344,7 @@ def _load_class(path: str, contract: type[object]) -> Any:
 
 
 def load_object(object_path: str) -> Any:
-    """The object that a capability row names.
-
-    Args:
-        object_path: ``module:name``, or ``module_name``.
-
-    Returns:
-        The object; its module is imported if it was not.
-
-    Raises:
-        InternalError: There is no such object.
-    """
+    """The object that a capability row names."""
     module_name, _, object_name = object_path.partition(":")
     try:
         loaded_module = import_module(module_name)

@@ -34,15 +34,7 @@ _MIN_AGE_S = 60.0
 
 
 def variables(worker_place: Topology, device: str) -> dict[str, str]:
-    """The variable that tells DeepSpeed that its ranks share a machine.
-
-    Args:
-        worker_place: A worker's place.
-        device: Type of the device.
-
-    Returns:
-        Its name and value; nothing for a worker that is alone, which has nothing to add up.
-    """
+    """The variable that tells DeepSpeed that its ranks share a machine."""
     process_count = worker_place.local_world_size
     if process_count == 1:
         return {}
@@ -62,12 +54,7 @@ def has_room(num_workers: int) -> bool:
 
 
 def remove(worker_places: Iterable[Topology]) -> None:
-    """Remove the files of workers that have ended, or that are about to be started.
-
-    Args:
-        worker_places: Their places. A file that is there before they start is of others that had
-            the same port, and would be taken for theirs.
-    """
+    """Remove the files of workers that have ended, or that are about to be started."""
     for worker_place in worker_places:
         words = (worker_place.master_addr, worker_place.master_port, worker_place.rank)
         name = "_".join(map(str, (f"{_SEGMENT_PREFIX}{os.getuid()}", *words)))

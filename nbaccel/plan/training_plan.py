@@ -137,19 +137,7 @@ class TrainingPlan:
 
 
 def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
-    """Decide how models will be trained in this process.
-
-    Args:
-        asked: What the user said.
-        found: Facts about this process.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ConfigError: The precision is unknown, the device or the strategy cannot do it, or the
-            strategy does not fit the number of processes.
-    """
+    """Decide how models will be trained in this process."""
     strategy_choice = _strategy_choice(asked.strategy, found)
     fp8_choice = _fp8_choice(asked, found)
     all_choices = (
@@ -204,16 +192,7 @@ def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
 
 
 def unfit_count(row: StrategyRow, what: str, world_size: int) -> str:
-    """Why a strategy does not train so many processes.
-
-    Args:
-        row: The strategy.
-        what: The setting that requests it.
-        world_size: Processes in total.
-
-    Returns:
-        A message; empty where it does.
-    """
+    """Why a strategy does not train so many processes."""
     if row.processes in ("", "one" if world_size == 1 else "several"):
         return ""
     processes_text = "one process" if world_size == 1 else f"{world_size} processes"

@@ -19,9 +19,6 @@ __all__ = ["Fp8Precision"]
 class Fp8Precision(Bf16):
     """A precision whose linear layers compute in 8 bits.
 
-    Args:
-        settings: All that was said of it.
-
     Attributes:
         choices: What was decided while preparing.
     """
@@ -41,22 +38,12 @@ class Fp8Precision(Bf16):
         return cls(settings)
 
     def skips_ends(self, by_default: bool) -> bool:
-        """Whether first and last layer stay as they are.
-
-        Args:
-            by_default: Where nothing was said.
-        """
+        """Whether first and last layer stay as they are."""
         said = self.fp8.skip_first_and_last
         return by_default if said is None else said
 
     def tell(self, model: nn.Module, selection: LayerSelection, what: str) -> None:
-        """Say on process 0, and in the plan, which layers compute in 8 bits.
-
-        Args:
-            model: The model.
-            selection: Its linear layers.
-            what: Library and recipe, for people.
-        """
+        """Say on process 0, and in the plan, which layers compute in 8 bits."""
         described = selection.describe()
         self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)
         # Layers that were asked for and stay out are worth a line; the rest is in the plan.

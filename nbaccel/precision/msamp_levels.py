@@ -37,11 +37,7 @@ __all__ = ["MsAmpFp8"]
 
 
 class MsAmpFp8(NativeFp8):
-    """Weights, gradients and moments in 8 and 16 bits.
-
-    Args:
-        settings: All that was said of it.
-    """
+    """Weights, gradients and moments in 8 and 16 bits."""
 
     skips_ends_by_default = False
 
@@ -54,12 +50,7 @@ class MsAmpFp8(NativeFp8):
         self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`.
-
-        Raises:
-            ConfigError: No layer of the models can compute in 8 bits, or the level does not have
-                an optimizer's state.
-        """
+        """See :meth:`Precision.convert`."""
         if self._uses_package:
             return self._by_package(bundle)
         bundle = super().convert(bundle)

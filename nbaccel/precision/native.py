@@ -30,15 +30,7 @@ _SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 class AutocastForward:
-    """A model's forward that computes in a lower precision and returns float32.
-
-    Args:
-        forward: The model's own forward.
-        device_type: As ``torch.autocast`` takes it.
-        dtype: What layers compute in.
-        enabled: Whether they do.
-        cache_enabled: Whether cast weights are kept within one forward.
-    """
+    """A model's forward that computes in a lower precision and returns float32."""
 
     def __init__(
         self,
@@ -65,13 +57,7 @@ class AutocastForward:
 
 
 class _AutocastPrecision(Precision):
-    """The common part of the three precisions.
-
-    Args:
-        device: What the model computes on.
-        autocast: Arguments of ``torch.autocast``.
-        scaler: Arguments of ``torch.amp.GradScaler``, which only float16 needs.
-    """
+    """The common part of the three precisions."""
 
     def __init__(
         self, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs
@@ -165,16 +151,7 @@ def _is_own_method(model: nn.Module, forward: Callable[..., Any]) -> bool:
 
 
 def as_float32(tree: Any) -> Any:
-    """Turn float16 and bfloat16 tensors into float32 ones.
-
-    Args:
-        tree: A tensor of any dtype and shape, or lists, tuples, named tuples, dataclasses and
-            mappings (such as the outputs of transformers) of them, nested as you like.
-
-    Returns:
-        The same tree with such tensors replaced; the very same object where there are none.
-        Containers keep their type; other objects stay what they are.
-    """
+    """Turn float16 and bfloat16 tensors into float32 ones."""
     if isinstance(tree, torch.Tensor):
         return tree.float() if tree.dtype in _SHORT_DTYPES else tree
     if not _has_short_tensors(tree):

@@ -31,11 +31,7 @@ __all__ = ["NativeFp8"]
 
 
 class NativeFp8(Fp8Precision):
-    """Linear layers of nbaccel's own.
-
-    Args:
-        settings: All that was said of it.
-    """
+    """Linear layers of nbaccel's own."""
 
     skips_ends_by_default = True
 
@@ -45,12 +41,7 @@ class NativeFp8(Fp8Precision):
         self._is_delayed = self.fp8.recipe == "delayed"
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`.
-
-        Raises:
-            ConfigError: No layer of the models can compute in 8 bits, or an optimizer cannot let
-                scales follow its steps.
-        """
+        """See :meth:`Precision.convert`."""
         selections = [(model, self._select(model)) for model in bundle.models]
         require_layers(selections)
         for model, selection in selections:
@@ -76,11 +67,7 @@ class NativeFp8(Fp8Precision):
         }
 
     def load_state_dict(self, models: Iterable[nn.Module], state: Mapping[str, Any]) -> None:
-        """See :meth:`Precision.load_state_dict`.
-
-        Raises:
-            ConfigError: The scales are those of another model.
-        """
+        """See :meth:`Precision.load_state_dict`."""
         for number, model in enumerate(models):
             if model in self._histories and str(number) in state:
                 self._histories[model].load_state_dict(state[str(number)])

@@ -43,21 +43,13 @@ class LossScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's gradients by the factor, once per backward.
-
-        Raises:
-            UserMistake: No loss has been multiplied with it.
-        """
+        """Divide an optimizer's gradients by the factor, once per backward."""
         self._check_scaled(optimizer)
         self._finish_optimizer(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer unless its gradients are infinite; returns what its step returns.
-
-        Raises:
-            UserMistake: No loss has been multiplied with the factor.
-        """
+        """Step the optimizer unless its gradients are infinite; returns what its step returns."""
         self._check_scaled(optimizer)
         self._finish_optimizer(optimizer)
         return super().step(optimizer, *args, **kwargs)

@@ -40,11 +40,7 @@ _RECIPES = {"current": "tensorwise", "rowwise": "rowwise"}
 
 
 class TorchaoFp8(Fp8Precision):
-    """Linear layers of torchao.
-
-    Args:
-        settings: All that was said of it.
-    """
+    """Linear layers of torchao."""
 
     def __init__(self, settings: PrecisionSettings) -> None:
         super().__init__(settings)
@@ -52,12 +48,7 @@ class TorchaoFp8(Fp8Precision):
         self._became = WeakTensorKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`.
-
-        Raises:
-            ConfigError: No layer of the models can compute in 8 bits.
-            MissingBackend: torchao cannot be imported.
-        """
+        """See :meth:`Precision.convert`."""
         float8 = load_torchao()
         handler = self._handler()
         configuration = handler.config or self._configuration(float8)
@@ -150,11 +141,7 @@ class TorchaoFp8(Fp8Precision):
 
 
 def load_torchao() -> Any:
-    """The module ``torchao.float8``, imported without what it prints about its CUDA extensions.
-
-    Raises:
-        MissingBackend: It is not installed, or is and fails to import.
-    """
+    """The module ``torchao.float8``, imported without what it prints about its CUDA extensions."""
     with _quiet():
         return require("torchao.float8", extra="fp8", why="fp8 with the backend 'ao'")
 
@@ -187,14 +174,7 @@ def has_layers(model: nn.Module) -> bool:
 
 
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Put `nn.Linear` back in the place of torchao's layers, with the same parameters.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        Parameters that were replaced: none.
-    """
+    """Put `nn.Linear` back in the place of torchao's layers, with the same parameters."""
     layer_class = _layer_class()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):

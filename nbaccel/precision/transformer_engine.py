@@ -56,15 +56,7 @@ _RECIPE_SETTINGS = (
 
 
 class TransformerEngineFp8(Fp8Precision):
-    """Layers of TransformerEngine.
-
-    Args:
-        settings: All that was said of it.
-
-    Raises:
-        ConfigError: The installed version does not have the recipe.
-        MissingBackend: TransformerEngine cannot be imported.
-    """
+    """Layers of TransformerEngine."""
 
     def __init__(self, settings: PrecisionSettings) -> None:
         super().__init__(settings)
@@ -75,11 +67,7 @@ class TransformerEngineFp8(Fp8Precision):
             write_notice(f"nbaccel: {_ignored_text(ignored)}\n")
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Precision.convert`.
-
-        Raises:
-            ConfigError: No layer of the models can compute in 8 bits.
-        """
+        """See :meth:`Precision.convert`."""
         selections = [
             (model, select_layers(model, skip_first_and_last=self.skips_ends(False)))
             for model in bundle.models
@@ -116,15 +104,7 @@ class TransformerEngineFp8(Fp8Precision):
 
 
 class TransformerEngineForward:
-    """A forward under TransformerEngine's autocast.
-
-    Args:
-        model: The model.
-        forward: Its own forward.
-        library: ``transformer_engine.pytorch``.
-        recipe: An object of one of its recipes.
-        in_evaluation: Whether evaluation computes in 8 bits, too.
-    """
+    """A forward under TransformerEngine's autocast."""
 
     def __init__(
         self,
@@ -165,11 +145,7 @@ def _autocast(library: Any, recipe: Any, *, enabled: bool) -> Any:
 
 
 def load_transformer_engine() -> Any:
-    """The module ``transformer_engine.pytorch``.
-
-    Raises:
-        MissingBackend: It is not installed, or is and does not load on this machine.
-    """
+    """The module ``transformer_engine.pytorch``."""
     try:
         return require("transformer_engine.pytorch", extra="te", why="fp8 with the backend 'te'")
     except MissingBackend:
@@ -184,19 +160,7 @@ def load_transformer_engine() -> Any:
 
 
 def build_recipe(fp8: Fp8Config, recipes: Any) -> tuple[Any, dict[str, Any]]:
-    """A recipe object of what was asked.
-
-    Args:
-        fp8: What was asked; its recipe is not ``auto``.
-        recipes: The module ``transformer_engine.common.recipe``.
-
-    Returns:
-        The recipe, and the settings that differ from their defaults and that this version, or this
-        recipe, does not have: TransformerEngine itself swallows them.
-
-    Raises:
-        ConfigError: This version does not have the recipe.
-    """
+    """A recipe object of what was asked."""
     class_name = _RECIPE_CLASSES[fp8.recipe]
     recipe_class = getattr(recipes, class_name, None)
     if recipe_class is None:
@@ -229,14 +193,7 @@ def replace_layers(
     *,
     with_norms: bool = True,
 ) -> None:
-    """Put TransformerEngine's layers in the place of linear layers and LayerNorms; in place.
-
-    Args:
-        model: The model.
-        library: ``transformer_engine.pytorch``.
-        linear_names: The linear layers to be replaced; None for all of them.
-        with_norms: Whether LayerNorms are replaced, too.
-    """
+    """Put TransformerEngine's layers in the place of linear layers and LayerNorms; in place."""
     for parent_name, parent in list(model.named_modules()):
         for name, layer in list(parent.named_children()):
             full_name = f"{parent_name}.{name}" if parent_name else name
@@ -286,14 +243,7 @@ def _is_engine_layer(module: nn.Module) -> bool:
 
 
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Put torch's layers back in the place of TransformerEngine's, with the same parameters.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        Parameters that were replaced: none.
-    """
+    """Put torch's layers back in the place of TransformerEngine's, with the same parameters."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             plain = _plain_layer(layer) if _is_engine_layer(layer) else None

@@ -25,17 +25,6 @@ def choose_modules(
 
     A submodule that shares a parameter with what lies outside of it is left to the model: sharding
     it on its own would untie the two.
-
-    Args:
-        model: The whole model.
-        settings: What the user asked for.
-        ignored: Parameters that are not sharded.
-
-    Returns:
-        The submodules, each after those inside it.
-
-    Raises:
-        ConfigError: The policy names classes that the model does not have, or no class at all.
     """
     chosen_ids = _choose(model, settings)
     tied_names = _owners_of_tied(model)
@@ -54,18 +43,7 @@ def choose_modules(
 def ignored_parameters(
     model: nn.Module, settings: FullyShardedDataParallelPlugin
 ) -> frozenset[nn.Parameter]:
-    """The parameters of the modules that are left alone.
-
-    Args:
-        model: The whole model.
-        settings: Its `ignored_modules` holds modules, or a regular expression on whole names.
-
-    Returns:
-        The parameters.
-
-    Raises:
-        ConfigError: The expression matches nothing.
-    """
+    """The parameters of the modules that are left alone."""
     wanted = settings.ignored_modules
     if wanted is None:
         return frozenset()
@@ -110,14 +88,7 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
 
 
 def own_block_classes(model: nn.Module) -> Sequence[str]:
-    """The blocks that models of transformers name; most name some they do not have.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        Names of classes that the model has, sorted.
-    """
+    """The blocks that models of transformers name; most name some they do not have."""
     named: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
     present_classes = {type(module).__name__ for module in model.modules()}
     return sorted(present_classes.intersection(named))

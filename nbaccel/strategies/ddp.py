@@ -54,16 +54,7 @@ _NOT_TORCHS = (*DistributedDataParallelKwargs.OWN, "check_reduction")
 
 
 class DdpStrategy(Strategy):
-    """Torch's ``DistributedDataParallel``.
-
-    Args:
-        place: This process among the others; the default process group exists.
-        settings: Arguments of ``DistributedDataParallel`` and of gradient compression.
-        precision: What layers compute in; it may average some gradients itself.
-
-    Raises:
-        ConfigError: The settings of gradient compression contradict each other.
-    """
+    """Torch's ``DistributedDataParallel``."""
 
     name: ClassVar[str] = "ddp"
 
@@ -89,9 +80,6 @@ class DdpStrategy(Strategy):
 
         A model that is wrapped already stays, and so does one without trainable parameters: it has
         no gradients to average.
-
-        Raises:
-            ConfigError: The process group does not support the compression of gradients.
         """
         return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
 
@@ -124,16 +112,7 @@ class DdpStrategy(Strategy):
             self._synced[model] = synced_before
 
     def join(self, models: Iterable[nn.Module], **options: Any) -> AbstractContextManager[None]:
-        """See :meth:`Strategy.join`.
-
-        Args:
-            models: The models in use; what torch cannot join is left out.
-            **options: Of ``torch.distributed.algorithms.Join``: `enable`,
-                `throw_on_early_termination`.
-
-        Returns:
-            The context; in it, processes that are done answer the others' collectives.
-        """
+        """See :meth:`Strategy.join`."""
         joinable: list[Joinable] = [model for model in models if isinstance(model, Joinable)]
         return Join(joinable, **options) if joinable else nullcontext()
 
@@ -216,9 +195,6 @@ class _ExchangeDelay:
     Torch measures the first ten passes and each hundredth afterwards; in between a pass counts as
     the measured ones since the last reading do. On a CPU it measures all, which takes microseconds;
     on a GPU reading a time would wait for the GPU.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:

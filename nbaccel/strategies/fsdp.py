@@ -80,15 +80,6 @@ class FsdpStrategy(Strategy):
 
     Models stay the user's own objects and keep the names of their parameters; only the parameters
     become sharded tensors (DTensor). Buffers stay whole in each process.
-
-    Args:
-        place: This process among the others; the default process group exists.
-        settings: What to shard, and how.
-        precision: The precision of layers, where the settings name none.
-
-    Raises:
-        ConfigError: The settings name a precision that there is not.
-        PlatformUnsupported: This is a CPU, and torch is older than 2.7.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -115,11 +106,7 @@ class FsdpStrategy(Strategy):
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
-        """See :meth:`Strategy.build`.
-
-        Raises:
-            ConfigError: The device's library cannot shard.
-        """
+        """See :meth:`Strategy.build`."""
         if place.device.type == "xla":
             raise ConfigError(
                 f"{settings!r} was given on {place.device}: fully_shard needs a process group that "
@@ -137,12 +124,7 @@ class FsdpStrategy(Strategy):
     # ---------------------------------------------------------------- preparing
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`; a collective.
-
-        Raises:
-            ConfigError: The settings do not fit the model, or an optimizer has state that cannot
-                be cut into shards.
-        """
+        """See :meth:`Strategy.wrap`; a collective."""
         for model in bundle.models:
             if not isinstance(model, FSDPModule) and any(True for _ in model.parameters()):
                 self._shard(model)
@@ -272,13 +254,7 @@ class FsdpStrategy(Strategy):
         return {tensor_name: whole_by_id[id(value)] for tensor_name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """See :meth:`Strategy.load_model_state`.
-
-        Args:
-            model: The model.
-            state: The state; that of process 0 counts, others may pass an empty one.
-            **options: `strict`.
-        """
+        """See :meth:`Strategy.load_model_state`."""
         state_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
         set_model_state_dict(
             model, dict(state) if self.place.is_main else {}, options=state_options
@@ -291,11 +267,7 @@ class FsdpStrategy(Strategy):
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """See :meth:`Strategy.load_optimizer_state`; others than process 0 may pass an empty one.
-
-        Raises:
-            ConfigError: The state is of another number of parameters.
-        """
+        """See :meth:`Strategy.load_optimizer_state`; only process 0 must pass one."""
         optimizer_shards.scatter_optimizer_state(optimizer, state, source=self.place.is_main)
 
     def shard_folder(self, number: int) -> str:
@@ -325,12 +297,7 @@ class FsdpStrategy(Strategy):
         left_out: Collection[str] = (),
         ranks_there: Collection[int] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run.
-
-        Raises:
-            CheckpointDamaged: Files are missing, damaged or hold code.
-            ConfigError: It is of another model, or has no optimizer.
-        """
+        """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run."""
         sharded_checkpoints.check_shards(
             model,
             optimizer,
@@ -348,11 +315,7 @@ class FsdpStrategy(Strategy):
         *,
         left_out: Collection[str] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.load_sharded`.
-
-        Raises:
-            ConfigError: An optimizer is given and the folder has no state of one.
-        """
+        """See :meth:`ShardedCheckpoints.load_sharded`."""
         sharded_checkpoints.load_shards(model, optimizer, Path(folder), left_out=left_out)
 
 

@@ -17,14 +17,7 @@ _ENABLING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_
 
 
 def can_checkpoint_gradients(model: Any) -> bool:
-    """Whether a model has a switch for gradient checkpointing, as those of transformers have.
-
-    Args:
-        model: A module.
-
-    Returns:
-        True if :func:`enable_gradient_checkpointing` will find it.
-    """
+    """Whether a model has a switch for gradient checkpointing, as those of transformers have."""
     # transformers gives the method to every model, and for some it raises.
     return _enabling_method(model) is not None and getattr(
         model, "supports_gradient_checkpointing", True
@@ -32,14 +25,7 @@ def can_checkpoint_gradients(model: Any) -> bool:
 
 
 def checkpoints_gradients(model: Any) -> bool:
-    """Whether it is on already.
-
-    Args:
-        model: A module.
-
-    Returns:
-        What the model says; False where it says nothing.
-    """
+    """Whether it is on already."""
     flag_names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     flag_name = next(
         (
@@ -53,14 +39,7 @@ def checkpoints_gradients(model: Any) -> bool:
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Turn it on.
-
-    Args:
-        model: A module with a switch for it; it is changed.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Turn it on."""
     enable_method = _enabling_method(model)
     if enable_method is None:
         raise ConfigError(

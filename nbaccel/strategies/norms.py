@@ -14,17 +14,7 @@ __all__ = ["clip_grad_norm"]
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Scale gradients down so that their norm over the whole model is at most `max_norm`.
-
-    Args:
-        parameters: Sharded or plain; gradients are changed in place. Those of plain ones are
-            taken to be equal everywhere.
-        max_norm: The norm wanted at most.
-        norm_type: The p of the p-norm; infinity for the largest value.
-
-    Returns:
-        The norm before: a plain 0-d tensor, equal on all processes. A collective.
-    """
+    """Scale gradients down so that their norm over the whole model is at most `max_norm`."""
     given_parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with_gradients = [parameter for parameter in given_parameters if parameter.grad is not None]
     # torch's kernels for many tensors take sharded ones or plain ones, never both in one list.

@@ -34,13 +34,6 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
 
     State it already has is cut like its parameters; that is a collective, and the state of
     process 0 counts.
-
-    Args:
-        optimizer: Built over parameters as they were; changed in place.
-        became: New parameter by old one.
-
-    Raises:
-        ConfigError: Some of its state cannot be cut.
     """
     for param_group in optimizer.param_groups:
         param_group["params"] = [
@@ -96,16 +89,7 @@ def _shard_state(
 
 
 def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Give each process its part of a tensor; a collective.
-
-    Args:
-        value: The whole; what process 0 has counts, elsewhere only shape and dtype.
-        parameter: A parameter, sharded or not.
-
-    Returns:
-        A tensor sharded as the parameter is, where it has its shape; else one that every process
-        has whole. Of `value`'s dtype, on the parameter's device.
-    """
+    """Give each process its part of a tensor; a collective."""
     if not isinstance(parameter, DTensor):
         # A copy, because the broadcast writes into it and the caller keeps the original.
         value = value.to(parameter.device, copy=True)
@@ -122,12 +106,7 @@ def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> None:
-    """Give each process its part of process 0's values; a collective.
-
-    Args:
-        parameter: A sharded parameter; changed in place.
-        whole_tensor: The parameter before it was sharded.
-    """
+    """Give each process its part of process 0's values; a collective."""
     part = place_like(whole_tensor, parameter)
     if isinstance(parameter, DTensor) and isinstance(part, DTensor):
         # In place, because `fully_shard` keeps references to this storage.
@@ -141,16 +120,7 @@ def numbered_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def gather_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
-    """The whole state dict of an optimizer with sharded state; a collective.
-
-    Args:
-        optimizer: The optimizer.
-        keep: Whether this process wants it.
-
-    Returns:
-        What ``Optimizer.state_dict`` gives, with whole tensors in host memory; empty where it is
-        not wanted. Only one tensor at a time is gathered.
-    """
+    """The whole state dict of an optimizer with sharded state; a collective."""
     optimizer_state = optimizer.state_dict()
     whole_state = {
         number: {
@@ -175,17 +145,7 @@ def _whole_value(value: Any, *, keep: bool) -> Any:
 def scatter_optimizer_state(
     optimizer: Optimizer, optimizer_state: Mapping[str, Any], *, source: bool
 ) -> None:
-    """Load the whole state dict that process 0 has into an optimizer; a collective.
-
-    Args:
-        optimizer: The optimizer, over sharded parameters.
-        optimizer_state: As from :func:`gather_optimizer_state`; ignored where this process is not
-            the source.
-        source: Whether this is process 0.
-
-    Raises:
-        ConfigError: The state is of another number of parameters.
-    """
+    """Load the whole state dict that process 0 has into an optimizer; a collective."""
     outline_box: list[Any] = [_outline_state(optimizer_state) if source else None]
     if dist.is_initialized():
         dist.broadcast_object_list(outline_box, 0)

@@ -37,9 +37,6 @@ class ReplicasStrategy(Strategy):
     group of accumulated ones; after a ``loss.backward()`` of the user's own, when they are clipped,
     or when an optimizer steps. Averaging again what is equal on all processes changes nothing, so
     several backward passes before one step add up as they should.
-
-    Args:
-        place: This process among the others; the default process group exists.
     """
 
     name: ClassVar[str] = "replicas"
@@ -119,11 +116,7 @@ class ReplicasStrategy(Strategy):
 
 
 def _average_by_host(gradients: list[torch.Tensor], world_size: int) -> None:
-    """Average tensors by way of host memory, in one collective for each data type.
-
-    Raises:
-        CollectiveMismatch: Processes have gradients of different parameters.
-    """
+    """Average tensors by way of host memory, in one collective for each data type."""
     _check_gradients(gradients, world_size)
     for alike in by_dtype(gradients):
         # One copy down and one up, whatever the number of parameters.

@@ -92,11 +92,7 @@ class _NoteUnpickler(pickle.Unpickler):
         self._note_classes: dict[str, type[_Note]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a class.
-
-        Raises:
-            UnpicklingError: It is no description.
-        """
+        """What stands for a class."""
         # A dtype is pickled as its name in torch.
         if module == "torch" and type(found := vars(torch).get(name)) is torch.dtype:
             return found
@@ -109,11 +105,7 @@ class _NoteUnpickler(pickle.Unpickler):
         return self._note_classes[name]
 
     def load_metadata(self) -> Metadata:
-        """The metadata.
-
-        Raises:
-            UnpicklingError: It is something else.
-        """
+        """The metadata."""
         fields = self._fields(self.load(), "Metadata")
         return Metadata(
             state_dict_metadata={
@@ -191,17 +183,7 @@ def _size(numbers: Any) -> torch.Size:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read a checkpoint's metadata without running code.
-
-    Args:
-        folder: The checkpoint.
-
-    Returns:
-        Names, shapes, and where they lie.
-
-    Raises:
-        CheckpointDamaged: It is missing, damaged, or holds something else.
-    """
+    """Read a checkpoint's metadata without running code."""
     metadata_path = folder / _METADATA_FILE
     if not metadata_path.is_file():
         raise CheckpointDamaged(
@@ -218,14 +200,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def plain_object(stream: Any) -> Any:
-    """Read an entry that is no tensor, as plain data.
-
-    Args:
-        stream: The entry.
-
-    Raises:
-        ValueError: It holds something else, or cannot be read; the text says what is there.
-    """
+    """Read an entry that is no tensor, as plain data."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -272,14 +247,7 @@ class _PlainPlanner(DefaultLoadPlanner):
 def read_entries(
     content: dict[str, Any], folder: Path, metadata: Metadata, *, alone: bool = False
 ) -> None:
-    """Read entries of a checkpoint; a collective, unless one process reads alone.
-
-    Args:
-        content: By key, the tensors to read into; what is no tensor is replaced.
-        folder: The checkpoint.
-        metadata: What :func:`read_metadata` found.
-        alone: Whether only this process reads.
-    """
+    """Read entries of a checkpoint; a collective, unless one process reads alone."""
     with warnings.catch_warnings():
         if alone:
             # torch warns that a single process reads, which is the purpose here.

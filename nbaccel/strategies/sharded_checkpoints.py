@@ -59,17 +59,7 @@ __all__ = ["check_shards", "load_shards", "save_shards", "shard_problems"]
 
 
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
-    """The problems of files of shards.
-
-    Args:
-        folder: The checkpoint.
-        metadata: Its metadata.
-        first_file: Number of the first file to read.
-        file_step: Every `file_step`-th file from there is read; other processes read the others.
-
-    Returns:
-        A sentence for each file; none if all are whole.
-    """
+    """The problems of files of shards."""
     stored_entries = sorted(
         (
             storage_info.relative_path,
@@ -148,17 +138,7 @@ def save_shards(
     left_out: Collection[str] = (),
     ranks_by_folder: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Write a checkpoint; a collective.
-
-    Args:
-        model: A sharded model.
-        optimizer: The optimizer of its parameters, if it is to be kept, too.
-        folder: A folder that all processes see, or each host one of its own; made if it is not
-            there.
-        left_out: Names of parameters that are not written.
-        ranks_by_folder: Where hosts have folders of their own, the ranks that write into one, for
-            each.
-    """
+    """Write a checkpoint; a collective."""
     saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
     if optimizer is not None:
         optimizer_state = optimizer.state_dict()
@@ -229,17 +209,7 @@ def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
 def load_shards(
     model: nn.Module, optimizer: Optimizer | None, folder: Path, *, left_out: Collection[str] = ()
 ) -> None:
-    """Read a checkpoint; a collective.
-
-    Args:
-        model: A sharded model, as the one that was saved.
-        optimizer: The optimizer of its parameters, if its state is wanted, too.
-        folder: Where :func:`save_shards` wrote.
-        left_out: Names of parameters that are not there, and stay as they are.
-
-    Raises:
-        ConfigError: An optimizer is given and the checkpoint has no state of one.
-    """
+    """Read a checkpoint; a collective."""
     metadata = read_metadata(folder)
     loaded_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
     if optimizer is not None:
@@ -271,20 +241,7 @@ def check_shards(
     left_out: Collection[str] = (),
     is_part: bool = False,
 ) -> None:
-    """Refuse a checkpoint that :func:`load_shards` could not read; changes nothing, no collective.
-
-    Args:
-        model: The model that it is to be read into.
-        optimizer: The optimizer, if its state is wanted, too.
-        folder: Where :func:`save_shards` wrote.
-        place: This process: files are shared out over those of a node.
-        left_out: Names of parameters that need not be there.
-        is_part: Whether it is one host's part, which need not have all shards.
-
-    Raises:
-        CheckpointDamaged: Files are missing, damaged or hold code.
-        ConfigError: It is of another model, or has no optimizer, or not the shards of this process.
-    """
+    """Refuse a checkpoint that :func:`load_shards` could not read; no collective."""
     metadata = read_metadata(folder)
     file_problems = shard_problems(folder, metadata, place.local_rank, place.local_world_size)
     if file_problems:

@@ -14,11 +14,7 @@ __all__ = ["SingleStrategy"]
 
 
 class SingleStrategy(Strategy):
-    """Nothing is wrapped, nothing is exchanged.
-
-    Args:
-        place: This process.
-    """
+    """Nothing is wrapped, nothing is exchanged."""
 
     name: ClassVar[str] = "single"
 

@@ -27,14 +27,7 @@ _AXIS = "chips"
 
 
 class SpmdStrategy(Strategy):
-    """XLA's partitioner shards weights, optimizer states and batches over all chips.
-
-    Args:
-        place: This process, which is alone.
-
-    Raises:
-        ConfigError: The device is not torch_xla's, or its runtime is not in the mode for this.
-    """
+    """XLA's partitioner shards weights, optimizer states and batches over all chips."""
 
     name: ClassVar[str] = "spmd"
 

@@ -63,11 +63,7 @@ _CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] 
 
 
 def wanted_check() -> str:
-    """Which calls this process compares: ``first``, ``always`` or ``off``.
-
-    Raises:
-        ConfigError: The environment says something else.
-    """
+    """Which calls this process compares: ``first``, ``always`` or ``off``."""
     default = "first" if env.flag("FORK_LAUNCHED") else "off"
     if env.flag("ACCELERATE_DEBUG_MODE"):
         default = "always"
@@ -113,15 +109,7 @@ def calls_begun() -> int:
 
 
 class CollectiveCheck:
-    """Compares the calls of the processes of one group.
-
-    Args:
-        rank: This process's number.
-        world_size: How many there are.
-
-    Raises:
-        ConfigError: The variable that says which calls are compared is wrong.
-    """
+    """Compares the calls of the processes of one group."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -145,18 +133,7 @@ class CollectiveCheck:
     def compare(
         self, what: str, detail: Hashable = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Compare this process's call with the others', if it is one of those that are compared.
-
-        Args:
-            what: Name of the collective.
-            detail: Further information that must be equal on all processes; as JSON it has text
-                for what JSON does not know.
-            timeout_s: How long to wait for a process before giving up, in seconds.
-
-        Raises:
-            CollectiveMismatch: Others do something else, or with another detail.
-            CollectiveTimeout: A process did not call in time, or has returned.
-        """
+        """Compare this process's call with the others', if it is one of those that are compared."""
         self._begin(what)
         if self._check == "off":
             return
@@ -191,20 +168,7 @@ class CollectiveCheck:
     def announce(
         self, what: str, detail: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
-        """Tell the other processes something, and read what they tell.
-
-        Args:
-            what: Name of the collective.
-            detail: JSON.
-            timeout_s: How long to wait for a process before giving up, in seconds.
-
-        Returns:
-            The details of all processes, by rank.
-
-        Raises:
-            CollectiveMismatch: Others do something else.
-            CollectiveTimeout: A process did not call in time, or has returned.
-        """
+        """Tell the other processes something, and read what they tell."""
         self._begin(what)
         with self._telling(what, detail, _user_place()) as told:
             self._await_all(told, lambda: self._have_told(told), timeout_s)

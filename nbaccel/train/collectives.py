@@ -45,14 +45,6 @@ class Collectives:
 
     Every method must be called by all processes. Where calls are compared first, one that does not
     fit the others raises instead of hanging or returning garbage.
-
-    Args:
-        place: This process among the others.
-        timeout_s: How long to wait for the others, in seconds.
-
-    Raises:
-        CollectiveMismatch: (All methods) the processes' calls or data do not go together.
-        CollectiveTimeout: (All methods) some did not come.
     """
 
     def __init__(self, place: Place, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -77,27 +69,11 @@ class Collectives:
             self._announce_call(what)
 
     def answers(self, what: str, detail: Any) -> list[Any]:
-        """Exchange a small JSON value as a call's detail: no tensor, no device.
-
-        Returns:
-            The values of all processes, by rank.
-        """
+        """Exchange a small JSON value as a call's detail: no tensor, no device."""
         return [detail] if self.place.is_alone else self._announce_call(what, detail)
 
     def gather(self, tree: Any) -> Any:
-        """Join every process's tensors along their first dimension, in order of rank.
-
-        Args:
-            tree: Tensors of shape `[n, ...]`, equal on all processes, in containers; a 0-d tensor
-                counts as one row.
-
-        Returns:
-            The same containers with tensors of shape `[world_size * n, ...]`; with one process, as
-            it was.
-
-        Raises:
-            TypeError: Something in it is no tensor.
-        """
+        """Join every process's tensors along their first dimension, in order of rank."""
         if self.place.is_alone:
             return tree
         self._compare_calls("gather", _tensor_signature(tree, "gather"))
@@ -113,29 +89,13 @@ class Collectives:
         return all_rows.to(tensor.device)
 
     def gather_object(self, items: Any) -> list[Any]:
-        """Join every process's list of picklable objects, in order of rank.
-
-        Args:
-            items: A list (or another iterable) of any length on each process.
-
-        Returns:
-            One list of all; with one process, what was given.
-        """
+        """Join every process's list of picklable objects, in order of rank."""
         if self.place.is_alone:
             return items  # type: ignore[no-any-return]
         return list(itertools.chain.from_iterable(self.all_objects(items, "gather_object")))
 
     def gather_rows(self, tree: Any, rows: int | None, *, as_objects: bool = False) -> Any:
-        """Like :meth:`gather`, or :meth:`gather_object` where there is no tensor, cut to length.
-
-        Args:
-            tree: Tensors in containers, or a list of picklable objects.
-            rows: How many of the joined rows or objects to keep, from the first; None for all.
-            as_objects: Whether to send tensors as objects, so that shapes may differ.
-
-        Returns:
-            What the processes gave, joined.
-        """
+        """Like :meth:`gather`, or :meth:`gather_object` where there is no tensor, cut to length."""
         has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
         if as_objects or not has_tensors:
             objects: Any = self.gather_object(tree)
@@ -154,21 +114,7 @@ class Collectives:
         return objects_by_rank
 
     def reduce(self, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """Combine every process's tensors element by element.
-
-        Args:
-            tree: Tensors of equal shapes on all processes, in containers.
-            reduction: ``sum``, ``mean``, ``max``, or ``none`` for no combination.
-            scale: Factor on the result.
-
-        Returns:
-            The same containers with new tensors of the same shapes. A mean of whole numbers is
-            float32.
-
-        Raises:
-            ConfigError: The reduction is unknown.
-            TypeError: Something in it is no tensor.
-        """
+        """Combine every process's tensors element by element."""
         if reduction not in _REDUCTIONS:
             raise ConfigError(
                 f"reduce(reduction={reduction!r}) is unknown: the "
@@ -191,15 +137,7 @@ class Collectives:
         return combined if scale == 1.0 else combined * scale
 
     def broadcast(self, tree: Any, from_process: int = 0) -> Any:
-        """Copy one process's tensors into those of all processes, in place.
-
-        Args:
-            tree: Tensors of equal shapes on all processes, in containers.
-            from_process: Whose values to take.
-
-        Returns:
-            The tree that was given.
-        """
+        """Copy one process's tensors into those of all processes, in place."""
         if self.place.is_alone:
             return tree
         self._compare_calls("broadcast", _tensor_signature(tree, "broadcast"))
@@ -216,15 +154,7 @@ class Collectives:
         return self.broadcast_object_list([item], from_process)[0]
 
     def broadcast_object_list(self, items: list[Any], from_process: int = 0) -> list[Any]:
-        """Copy one process's list of picklable objects into those of all processes, in place.
-
-        Args:
-            items: A list, equally long on all processes.
-            from_process: Whose objects to take.
-
-        Returns:
-            The list that was given.
-        """
+        """Copy one process's list of picklable objects into those of all processes, in place."""
         if self.place.is_alone:
             return items
         self._compare_calls("broadcast_object_list", len(items))
@@ -234,17 +164,7 @@ class Collectives:
     def pad_across_processes(
         self, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Make every process's tensors equally long in one dimension, so that they can be gathered.
-
-        Args:
-            tree: Tensors whose other dimensions are equal on all processes, in containers.
-            dim: The dimension; a tensor without it stays as it is.
-            pad_index: What to fill with.
-            pad_first: Whether to fill at the beginning instead of the end.
-
-        Returns:
-            The same containers with tensors as long as the longest of all processes.
-        """
+        """Make all processes' tensors equally long in one dimension, so that they can be gathered."""
         if any(map(_is_nested, leaves(tree))):
             return self._pad_around_nested(tree, dim, pad_index, pad_first)
         if self.place.is_alone:

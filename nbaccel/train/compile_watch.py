@@ -34,9 +34,6 @@ _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 class CompileWatch:
     """Counts the programs that steps compile.
 
-    Args:
-        device: What this process computes on.
-
     Attributes:
         steps: Batches since the last one whose shapes had not been met before; 0 before the first.
         phase: What the step under way is doing, in words; empty at full speed, and between steps.
@@ -70,11 +67,7 @@ class CompileWatch:
 
     @contextlib.contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """The loop's body at work on a batch, which it may leave early.
-
-        Args:
-            batch: Tensors in containers.
-        """
+        """The loop's body at work on a batch, which it may leave early."""
         self._begin(batch)
         try:
             yield

@@ -47,19 +47,7 @@ _RENDEZVOUS_STORES: list[Any] = []
 def init_process(
     *, cpu: bool = False, device: str = "", settings: InitProcessGroupKwargs | None = None
 ) -> Place:
-    """Find this process's place, and initialise the process group if there are other processes.
-
-    Args:
-        cpu: Compute on the CPU even if there is a GPU.
-        device: The row of the device to compute on; empty takes what there is.
-        settings: Arguments of the process group.
-
-    Returns:
-        The place.
-
-    Raises:
-        ConfigError: The environment contradicts itself.
-    """
+    """Find this process's place, and initialise the process group if there are other processes."""
     settings = settings or InitProcessGroupKwargs()
     environment = _process_numbers()
     device_backend = registry.device(device or name_device(cpu=cpu))
@@ -151,15 +139,7 @@ def wants_cpu(cpu: bool = False) -> bool:
 
 
 def name_device(*, cpu: bool = False) -> str:
-    """The row of the device that this process computes on.
-
-    Args:
-        cpu: Whether the CPU was asked for.
-
-    Returns:
-        What the launcher or ``ACCELERATE_TORCH_DEVICE`` says, else the first device that is there
-        and has been run before, else the CPU.
-    """
+    """The row of the device that this process computes on."""
     row = driven_devices()[0]
     if wants_cpu(cpu):
         return row.name
@@ -276,11 +256,7 @@ def _backend_in_use(device: torch.device) -> str:
 
 
 def leave_process_group(collectives: Collectives) -> None:
-    """Leave the default process group, if there is one, together with the other processes.
-
-    Args:
-        collectives: All processes.
-    """
+    """Leave the default process group, if there is one, together with the other processes."""
     if collectives.place.is_alone or not dist.is_initialized():
         return
     # A process that leaves early would make a collective of another one fail.

@@ -22,14 +22,7 @@ _INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def tensor_fingerprint(tensor: torch.Tensor) -> int:
-    """A whole number that is equal for tensors with equal bits, and almost never for others.
-
-    Args:
-        tensor: A tensor of any shape and dtype; it is read once, on its device.
-
-    Returns:
-        The sum of its bits read as integers, weighted by position, modulo 2**64.
-    """
+    """A whole number that is equal for tensors with equal bits, and almost never for others."""
     flat_tensor = tensor.detach().contiguous().reshape(-1)
     if flat_tensor.is_complex():
         flat_tensor = torch.view_as_real(flat_tensor).reshape(-1)
@@ -46,15 +39,7 @@ def tensor_fingerprint(tensor: torch.Tensor) -> int:
 
 
 def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]:
-    """Compare facts over the processes; a collective.
-
-    Args:
-        facts: Name → JSON value on this process.
-        collectives: Exchanges the facts of all processes.
-
-    Returns:
-        A line for every name whose value is not the same everywhere, the same on all processes.
-    """
+    """Compare facts over the processes; a collective."""
     facts_by_rank = collectives.answers("check_in_sync", dict(facts))
     # A process may lack names that another one has.
     fact_names = list(
@@ -96,17 +81,7 @@ def check_in_sync(
     loaders: Sequence[PreparedLoader],
     collectives: Collectives,
 ) -> bool:
-    """Compare what the processes train, and warn on process 0 where they differ; a collective.
-
-    Args:
-        models: The users' own modules.
-        optimizers: Their optimizers, with `param_groups`.
-        loaders: The loaders of the loop.
-        collectives: All processes.
-
-    Returns:
-        True where everything is equal, on all processes alike.
-    """
+    """Compare what the processes train, and warn on process 0 where they differ; a collective."""
     sync_facts: dict[str, Any] = dict(parameter_facts(models))
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):

@@ -47,9 +47,6 @@ _HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host,
 class LoaderPosition:
     """The epoch and batch that a loader, and the loaders that skip some of its batches, are at.
 
-    Args:
-        generators: The generators that draw the order, by name.
-
     Attributes:
         epoch: Epochs that were iterated to their end.
         batches_seen: Batches of the running epoch that were given out, skipped ones included.
@@ -99,11 +96,7 @@ class LoaderPosition:
             self.restored_state = self._epoch_start = None
 
     def put_back(self) -> dict[str, Any] | None:
-        """Go back to the beginning of the restored epoch, once.
-
-        Returns:
-            What was restored; None where nothing was.
-        """
+        """Go back to the beginning of the restored epoch, once."""
         state = self.restored_state
         self.restored_state = None
         if state is not None:
@@ -112,12 +105,7 @@ class LoaderPosition:
         return state
 
     def state_dict(self, *, is_through: bool = False) -> dict[str, Any]:
-        """The position, in plain containers and tensors.
-
-        Args:
-            is_through: Return the beginning of the next epoch although this one's last batch is
-                still in the loop's body.
-        """
+        """The position, in plain containers and tensors."""
         if self.restored_state is not None:
             # Saved again before the next iteration, which will start from what was loaded.
             return dict(self.restored_state)
@@ -135,11 +123,7 @@ class LoaderPosition:
 
     @staticmethod
     def check(state: Any) -> None:
-        """Refuse anything that is not a position.
-
-        Raises:
-            ConfigError: It is not from :meth:`state_dict`.
-        """
+        """Refuse anything that is not a position."""
         if not isinstance(state, Mapping):
             raise ConfigError(
                 f"This is a {type(state).__name__}, not the state of a prepared loader: the loader "
@@ -154,11 +138,7 @@ class LoaderPosition:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a position from :meth:`state_dict`.
-
-        Raises:
-            ConfigError: It is something else.
-        """
+        """Take over a position from :meth:`state_dict`."""
         self.check(state)
         self.epoch = int(state["epoch"])
         self.batches_seen = int(state["batches_seen"])
@@ -168,14 +148,7 @@ class LoaderPosition:
         self._set_draw_states(state["generators"])
 
     def continue_with(self, base_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over the state of torchdata's loader, which knows its samplers but no epoch.
-
-        Args:
-            base_state: What its `state_dict` gave.
-
-        Returns:
-            It, as a dict.
-        """
+        """Take over the state of torchdata's loader, which knows its samplers but no epoch."""
         start = {
             "process": rng.capture_rng_states(_HOST_PLACE),
             "generators": self._draw_states(),
@@ -525,11 +498,7 @@ class PreparedLoader(DataLoader[Any]):
         return self.base.state_dict()  # type: ignore[attr-defined,no-any-return]
 
     def _open_source(self, *, draws_now: bool) -> Iterator[Any]:
-        """Begin to read.
-
-        Args:
-            draws_now: Whether the sampler must draw the epoch's order before anything is read.
-        """
+        """Begin to read."""
         return self._open_base(draws_now=draws_now)
 
     def _open_base(self, *, draws_now: bool) -> Iterator[Any]:

@@ -65,26 +65,7 @@ def prepare_data_loader(
     rng_types: Sequence[str] | None = ("generator",),
     slice_fn: SliceFn | None = None,
 ) -> PreparedLoader:
-    """Let every process of the run get its share of a loader's batches.
-
-    Args:
-        loader: A torch loader; one that is prepared for this place is returned as it is.
-        place: This process among the others.
-        gradient_state: Records which loader is being iterated over.
-        settings: How batches are shared.
-        collectives: Collectives of all processes.
-        put_on_device: Whether batches are moved to the place's device.
-        rng_types: Random generators that all processes take from process 0 at each epoch; of
-            ``torch``, ``cuda``, ``python``, ``numpy`` and ``generator``, which is the sampler's.
-        slice_fn: How a process takes its rows of a dispatched batch.
-
-    Returns:
-        The prepared loader; the one given may still be used.
-
-    Raises:
-        ConfigError: Settings that this loader cannot be shared by.
-        MissingBackend: torchdata is needed and not installed.
-    """
+    """Let every process of the run get its share of a loader's batches."""
     if isinstance(loader, PreparedLoader):
         if loader.is_for(place) or loader.prepared_from is None:
             return loader

@@ -20,16 +20,7 @@ __all__ = ["profile_block"]
 def profile_block(
     settings: ProfileKwargs, collectives: Collectives
 ) -> Iterator[torch.profiler.profile]:
-    """Profile what this process does in the block.
-
-    Args:
-        settings: Of the profiler; without activities, those of the device are recorded. With
-            `output_trace_dir`, leaving the block is a collective.
-        collectives: All processes.
-
-    Yields:
-        The profiler.
-    """
+    """Profile what this process does in the block."""
     place = collectives.place
     device_activities = registry.device(place.device_name).profiler_activities()
     settings = replace(settings, activities=settings.activities or device_activities)

@@ -37,12 +37,6 @@ _NO_BATCH = object()
 class Progress(Generic[_LoaderBatch]):
     """An iterable over a loader, with a bar.
 
-    Args:
-        loader: What to iterate over.
-        place: This process among the others.
-        description: Text before the bar.
-        epochs: How often the loop is run in all; None where that is not known.
-
     Attributes:
         samples: Rows that this process has had.
         bar: The bar; hidden on other processes than 0. Shown are batches of process 0, the mean of

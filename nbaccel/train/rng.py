@@ -87,29 +87,12 @@ def _check_seed(seed: Any) -> int:
 
 
 def capture_rng_states(place: Place) -> dict[str, Any]:
-    """The states of all global generators that this process uses.
-
-    Args:
-        place: This process; an accelerator counts only where it computes on it.
-
-    Returns:
-        A dict for :func:`restore_rng_states`, under the names of Accelerate's
-        ``random_states_<rank>.pkl``: ``random_state`` (tuple), ``numpy_random_seed``
-        (tuple), ``torch_manual_seed`` (uint8),
-        and on a GPU ``torch_cuda_manual_seed`` (list of uint8, one per visible device), with the
-        name of its kind in the place of ``cuda``.
-    """
+    """The states of all global generators that this process uses."""
     return _generator_states(registry.device(place.device_name))
 
 
 def restore_rng_states(place: Place, state: Mapping[str, Any]) -> None:
-    """Set the global generators to what :func:`capture_rng_states` gave.
-
-    Args:
-        place: This process.
-        state: The states; a generator that is missing in it is left as it is, and so are those of
-            accelerators on which the process does not compute.
-    """
+    """Set the global generators to what :func:`capture_rng_states` gave."""
     _set_generator_states(state, registry.device(place.device_name))
 
 
@@ -165,17 +148,7 @@ def synchronize_rng_states(
     generator: torch.Generator | None = None,
     collectives: Collectives | None = None,
 ) -> None:
-    """Let every process draw what process 0 would: a collective.
-
-    Args:
-        rng_types: Which generators: of ``python``, ``numpy``, ``torch``, ``generator`` (the one
-            given), and devices such as ``cuda`` (each process's current one).
-        generator: A generator of the user's own.
-        collectives: The processes; None or a single one changes nothing.
-
-    Raises:
-        ConfigError: A type is unknown, or ``generator`` is asked for and none is given.
-    """
+    """Let every process draw what process 0 would: a collective."""
     # An enum member counts as its value: Accelerate's RNGType is one.
     type_names = [str(getattr(type_name, "value", type_name)) for type_name in rng_types]
     # Before any exchange, so that a wrong name is refused on every process.

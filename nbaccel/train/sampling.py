@@ -32,16 +32,7 @@ __all__ = [
 
 
 def check_divisible(batch_size: int | None, num_processes: int, owner_name: str) -> None:
-    """Refuse to split batches that do not fall into equal slices.
-
-    Args:
-        batch_size: Samples of a batch; None where it is not known.
-        num_processes: Number of slices.
-        owner_name: The loader or sampler that is to split, for the message.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Refuse to split batches that do not fall into equal slices."""
     if batch_size is None:
         raise ConfigError(
             f"{owner_name} cannot use split_batches=True with batch_size=None: the length of a "

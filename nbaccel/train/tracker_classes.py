@@ -176,12 +176,7 @@ class ServiceTracker(GeneralTracker):
 
 
 def plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
-    """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text.
-
-    Args:
-        any_value: Anything.
-        keep_infinite: Leave infinite numbers as they are.
-    """
+    """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text."""
     if isinstance(any_value, Mapping):
         return {
             str(item_name): plain_value(item, keep_infinite=keep_infinite)

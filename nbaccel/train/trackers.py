@@ -413,19 +413,7 @@ def start_trackers(
     config: dict[str, Any] | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[GeneralTracker]:
-    """Make and start trackers on the processes that are to have them.
-
-    Args:
-        requested_trackers: What :func:`find_trackers` gave.
-        place: This process.
-        run_name: Name of the run, or project.
-        logging_dir: Where trackers write that write to a folder.
-        config: The run's configuration, if it is to be stored.
-        init_kwargs: Further arguments of the trackers' classes, by name.
-
-    Returns:
-        The trackers of this process.
-    """
+    """Make and start trackers on the processes that are to have them."""
     started_trackers: list[GeneralTracker] = []
     for tracker in requested_trackers:
         if tracker.main_process_only and not place.is_main:
@@ -445,16 +433,7 @@ def start_trackers(
 def find_started_tracker(
     started_trackers: Sequence[GeneralTracker], tracker_name: str, *, unwrap: bool
 ) -> Any:
-    """One of the started trackers; see `Accelerator.get_tracker`.
-
-    Args:
-        started_trackers: What :func:`start_trackers` returned.
-        tracker_name: Name of the one to return.
-        unwrap: Whether to return what is inside it.
-
-    Raises:
-        ConfigError: Trackers have started, and none of that name.
-    """
+    """One of the started trackers; see `Accelerator.get_tracker`."""
     for tracker in started_trackers:
         if tracker.name == tracker_name:
             return getattr(tracker, "tracker", tracker) if unwrap else tracker

@@ -23,16 +23,7 @@ __all__ = [
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = frozenset()) -> Any:
-    """Apply a function to everything that is no container; containers keep their type.
-
-    Args:
-        fn: The function.
-        tree: Anything.
-        skip_keys: Keys of mappings whose values stay as they are.
-
-    Returns:
-        The same containers, with what the function gave.
-    """
+    """Apply a function to everything that is no container; containers keep their type."""
     if isinstance(tree, torch.Tensor):  # first, because it is what most trees are
         return fn(tree)
     if isinstance(tree, (list, tuple)):
@@ -116,15 +107,7 @@ def slice_rows(tree: Any, rows: slice) -> Any:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join equal trees: tensors along a dimension, other leaves must be equal and are kept.
-
-    Args:
-        data: At least one; all of the same structure.
-        dim: Dimension of every tensor.
-
-    Returns:
-        One tree of that structure.
-    """
+    """Join equal trees: tensors along a dimension, other leaves must be equal and are kept."""
     first_tree = data[0]
     if isinstance(first_tree, (list, tuple)):
         return sequence_like(

@@ -134,14 +134,7 @@ def storage_at(mapping: memfd.Mapping, first_byte: int, num_bytes: int) -> torch
 def empty_tensors(
     layouts: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Tensors with memory of their own that workers can be handed without a copy.
-
-    Args:
-        layouts: Shape and dtype of each.
-
-    Returns:
-        Tensors of zeros, in one new arena; where there are no memory files, in plain memory.
-    """
+    """Tensors with memory of their own that workers can be handed without a copy."""
     if not hasattr(os, "memfd_create"):
         return [torch.zeros(shape, dtype=dtype) for shape, dtype in layouts]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
@@ -267,14 +260,6 @@ def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
     """Move the modules' tensors into an arena, unless they live in one already.
 
     Tensors on an accelerator stay there; workers get a host copy of them.
-
-    Args:
-        named_modules: Each module with the path under which the user passed it.
-
-    Raises:
-        ModelNotShareable: If a tensor has no memory that could be shared (meta, not yet
-            initialised, sharded away) or a layout without one (sparse, quantized, a subclass).
-            Nothing has been moved then.
     """
     # All refusals before the first move: half a model in shared memory is of no use.
     refusal_lines = [
@@ -399,11 +384,7 @@ def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def _move_storages(
     named_modules: Sequence[tuple[str, nn.Module]],
 ) -> tuple[dict[int, tuple[Arena, int]], set[int]]:
-    """Move every storage that is not in an arena yet.
-
-    Returns:
-        The stand-ins of device storages, and the ids of tensors whose old memory others view, too.
-    """
+    """Move every storage that is not in an arena yet."""
     # By id, because tied parameters are listed once per name and must be moved once.
     unique_tensors = {id(t): t for _, module in named_modules for _, t in named_tensors(module)}
     storage_spans = _storage_spans(unique_tensors.values())

@@ -22,15 +22,7 @@ __all__ = ["FileArena"]
 
 
 class FileArena(Arena):
-    """A file, mapped copy-on-write; its tensors keep it alive.
-
-    Args:
-        path: The file. It may be renamed or deleted afterwards; if it is truncated, reading what it
-            has lost ends the process (SIGBUS), as with any mapped file.
-
-    Raises:
-        OSError: It cannot be opened or mapped.
-    """
+    """A file, mapped copy-on-write; its tensors keep it alive."""
 
     def __init__(self, path: Path) -> None:
         self._is_file = True

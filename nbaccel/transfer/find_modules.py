@@ -82,12 +82,7 @@ def _held_values(holder: Any) -> Iterator[tuple[str, Any]]:
 def outermost_modules(
     modules: Iterable[nn.Module], known_modules: Iterable[nn.Module]
 ) -> list[nn.Module]:
-    """Those with tensors that are part of no known module and of no other one among them.
-
-    Args:
-        modules: Candidates, a module before its parts.
-        known_modules: Modules that are taken care of.
-    """
+    """Those with tensors that are part of no known module and of no other one among them."""
     seen_ids = {id(submodule) for module in known_modules for submodule in module.modules()}
     found_modules = []
     for module in modules:
@@ -110,13 +105,6 @@ def reached_modules(
 
     What is reached by few steps comes first. Code and data of imported modules are passed over:
     workers import these themselves.
-
-    Args:
-        function: What is to be called.
-        args: Its arguments.
-
-    Returns:
-        Each module once, with the path that a user would write.
     """
     variable_name = getattr(function, "__name__", type(function).__name__)
     unvisited: deque[tuple[str, Any]] = deque([(variable_name, function)])

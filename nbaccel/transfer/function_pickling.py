@@ -48,13 +48,7 @@ _NAME_READING_OPCODES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_O
 def open_payload(
     packed_object: pickling.PackedObject, file_descriptor: int, namespace: dict[str, Any]
 ) -> dict[str, Any]:
-    """Open what `Namespace.pack` made in a worker: the values by name.
-
-    Args:
-        packed_object: The record that came with the descriptor.
-        file_descriptor: The payload's memory file; the caller closes it.
-        namespace: The notebook's, which functions in the payload get as their globals.
-    """
+    """Open what `Namespace.pack` made in a worker: the values by name."""
     with unpickling_into(namespace):
         values: dict[str, Any] = pickling.unpack(packed_object, file_descriptor, {})
     return values
@@ -68,13 +62,7 @@ class _CellStandIn:
 
 
 class Reducer:
-    """Called for every object of a pickle. It also notes what the pickle depends on.
-
-    Args:
-        namespace: Functions with these globals travel as described above.
-        find_place: Finds the parts of modules that are named instead of being sent; called only for
-            modules and tensors.
-    """
+    """Called for every object of a pickle. It also notes what the pickle depends on."""
 
     def __init__(
         self,
@@ -169,12 +157,7 @@ _CURRENT_UNPICKLING: contextvars.ContextVar[_Unpickling] = contextvars.ContextVa
 def unpickling_into(
     namespace: dict[str, Any], find_module: Callable[[str], nn.Module] | None = None
 ) -> Iterator[None]:
-    """What is unpickled meanwhile belongs to this namespace.
-
-    Args:
-        namespace: The globals that functions of cells get.
-        find_module: Finds the module that a key names.
-    """
+    """What is unpickled meanwhile belongs to this namespace."""
     token = _CURRENT_UNPICKLING.set(_Unpickling(namespace, find_module))
     try:
         yield

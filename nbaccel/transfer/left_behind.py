@@ -18,11 +18,7 @@ WEAK_TYPES = (weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceTyp
 
 
 def reduce_weak(reference: Any) -> Any:
-    """Pickle a weak reference with what it names, if that is there.
-
-    Args:
-        reference: Of one of `WEAK_TYPES`.
-    """
+    """Pickle a weak reference with what it names, if that is there."""
     is_proxy = type(reference) is not weakref.ReferenceType
     return _weak, (is_proxy, _referent(reference))
 
@@ -54,11 +50,7 @@ def is_bar(object_type: type) -> bool:
 
 
 def reduce_bar(bar: Any) -> Any:
-    """Pickle a bar as one of the same numbers; one that has ended draws nothing.
-
-    Args:
-        bar: The bar.
-    """
+    """Pickle a bar as one of the same numbers; one that has ended draws nothing."""
     has_ended = bool(bar.disable)
     settings = {
         "desc": None if has_ended else bar.desc.removesuffix(": "),

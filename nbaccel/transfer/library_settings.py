@@ -288,11 +288,7 @@ class LibrarySettings:
         self._given: Mapping[str, bytes] = {}
 
     def follow(self, given_settings: bytes) -> None:
-        """Set what the notebook has set since the last call; what a worker's cell has set stays.
-
-        Args:
-            given_settings: What `library_settings` said there; empty where it has not been asked.
-        """
+        """Set what the notebook has set since the last call; what a worker's cell has set stays."""
         given = pickle.loads(given_settings) if given_settings else self._given
         if given == self._given:
             return

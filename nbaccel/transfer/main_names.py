@@ -24,16 +24,7 @@ _CODE_PARTS = 6
 
 
 def with_name(code_object: Any, instructions: Any) -> Any:
-    """Instructions for pickle that also bind the object in a worker's `__main__`.
-
-    Args:
-        code_object: A class or function.
-        instructions: What cloudpickle says of it.
-
-    Returns:
-        The instructions as they are, if the name leads to something else here, or if it goes by
-        its name.
-    """
+    """Instructions for pickle that also bind the object in a worker's `__main__`."""
     if (
         getattr(code_object, "__module__", None) != "__main__"
         or not isinstance(instructions, tuple)

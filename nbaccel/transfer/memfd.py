@@ -77,11 +77,7 @@ def write_at(file_descriptor: int, source_bytes: memoryview, file_offset: int) -
 
 
 def read_at(file_descriptor: int, target_bytes: memoryview, file_offset: int) -> None:
-    """Fill all of `target_bytes` from the file at `file_offset` (bytes).
-
-    Raises:
-        EOFError: If the file ends before `target_bytes` is full.
-    """
+    """Fill all of `target_bytes` from the file at `file_offset` (bytes)."""
     bytes_done = 0
     while bytes_done < target_bytes.nbytes:
         bytes_read = os.preadv(
@@ -145,16 +141,7 @@ class Mapping:
             mapped_files.forget_mapping(self)
 
     def advise(self, first_byte: int, end_byte: int, advice: int) -> None:
-        """Tell the system what is about to happen to these bytes (``madvise(2)``).
-
-        Args:
-            first_byte: First byte; the page that it is in counts as a whole.
-            end_byte: One past the last byte.
-            advice: Such as ``mmap.MADV_WILLNEED``.
-
-        Raises:
-            OSError: The system does not know the advice, or could not read the file.
-        """
+        """Tell the system what is about to happen to these bytes (``madvise(2)``)."""
         first_byte -= first_byte % PAGE_BYTES
         if _c_library().madvise(self.address + first_byte, end_byte - first_byte, advice):
             error_code = ctypes.get_errno()
@@ -170,12 +157,7 @@ class Mapping:
         )
 
     def written(self, first_byte: int = 0, end_byte: int | None = None) -> list[ByteRange]:
-        """Which bytes of a private mapping were written since it was made, in whole pages.
-
-        Args:
-            first_byte: Where to begin; the start of a page.
-            end_byte: Where to end; None: the end of the mapping.
-        """
+        """Which bytes of a private mapping were written since it was made, in whole pages."""
         end_byte = self.nbytes if end_byte is None else end_byte
         return [
             (first_byte + start, min(first_byte + end, end_byte))
@@ -183,12 +165,7 @@ class Mapping:
         ]
 
     def give_back(self, first_byte: int, end_byte: int) -> None:
-        """Drop what a private mapping has written to these whole pages: it sees the file's again.
-
-        Args:
-            first_byte: First byte, at the start of a page.
-            end_byte: One past the last byte: the end of a page, or of the mapping.
-        """
+        """Drop what a private mapping has written to these pages: it sees the file's again."""
         if _c_library().madvise(
             self.address + first_byte, end_byte - first_byte, mmap.MADV_DONTNEED
         ):

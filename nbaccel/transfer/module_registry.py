@@ -162,16 +162,7 @@ def difference(
     *,
     adopt_weights: bool = False,
 ) -> tuple[Update, tuple[type, ...]] | None:
-    """What must be sent to a worker that has the old state; None if nothing.
-
-    Args:
-        module_key: The module's key.
-        old_state: The state that was sent to the worker last.
-        new_state: The current state.
-        module_survey: The module as it is.
-        adopt_weights: Whether the worker is to take the notebook's weights even if these did not
-            change.
-    """
+    """What must be sent to a worker that has the old state; None if nothing."""
     changed_attributes: dict[str, dict[str, Any]] = {}
     removed_attributes: dict[str, tuple[str, ...]] = {}
     for module_path, module in module_survey.modules:
@@ -290,11 +281,7 @@ class ModuleRecord:
         return ModuleSurvey.of(module).versions() if module is not None else 0
 
     def share(self) -> int:
-        """Move it to an arena unless that is done; returns the bytes of arenas made for it.
-
-        Raises:
-            ModelNotShareable: If it has tensors without memory of their own.
-        """
+        """Move it to an arena unless that is done; returns the bytes of arenas made for it."""
         module = self.module
         if self.is_shared or module is None:
             return 0

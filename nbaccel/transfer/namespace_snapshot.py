@@ -53,11 +53,7 @@ class NamespaceSnapshot:
     # ------------------------------------------------------------------- values
 
     def fingerprint(self, value_name: str, named_value: Any) -> Fingerprint:
-        """What identifies the value that has this name.
-
-        Raises:
-            Exception: Whatever pickling raised.
-        """
+        """What identifies the value that has this name."""
         self._path = value_name
         if isinstance(named_value, nn.Module):
             module_place = self.place(named_value)
@@ -326,16 +322,7 @@ def fingerprint_of_pickle(
     object_reducer: Reducer,
     stand_ins: Mapping[int, tuple[arena.Arena, int]] | None = None,
 ) -> Fingerprint:
-    """The fingerprint of anything that pickles.
-
-    Args:
-        named_value: The value.
-        object_reducer: A fresh one.
-        stand_ins: Host copies of storages on devices.
-
-    Raises:
-        Exception: Whatever pickling raised.
-    """
+    """The fingerprint of anything that pickles."""
     hashing_stream = _HashingStream()
     pickle_sender = pickling.Sender.create(dict(stand_ins or {}))
     pickle_sender.reduce = object_reducer

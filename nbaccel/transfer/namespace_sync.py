@@ -97,12 +97,7 @@ class _LeaveOut(Exception):
 
 
 class NamespaceSync:
-    """The notebook's side of the synchronisation of names.
-
-    Args:
-        notebook_namespace: The notebook's own dict: functions of cells have it as globals.
-        rank_numbers: The ranks of the pool.
-    """
+    """The notebook's side of the synchronisation of names."""
 
     def __init__(self, notebook_namespace: Mapping[str, Any], rank_numbers: Sequence[int]) -> None:
         self._namespace = notebook_namespace
@@ -114,20 +109,7 @@ class NamespaceSync:
     def prepare(
         self, cell_names: Names, rank_numbers: Sequence[int], *, force_send: bool = False
     ) -> PreparedUpdate | None:
-        """Pack what these ranks lack of these names, and of what those refer to.
-
-        Args:
-            cell_names: What a cell reads.
-            rank_numbers: Who will run it.
-            force_send: Send the needed names even if they did not change since.
-
-        Returns:
-            What is to be sent, or None if they have it all.
-
-        Raises:
-            NotSendable: If a needed name holds something that cannot be pickled.
-            ModelNotShareable: If a needed name holds a module without memory to share.
-        """
+        """Pack what these ranks lack of these names, and of what those refer to."""
         left_out: frozenset[str] = frozenset()
         while True:
             # A new one per attempt: what the failed attempt packed refers to the names left out.

@@ -74,11 +74,7 @@ class AppliedChanges:
         self._awaited: set[str] = set()
 
     def follow(self, changes: Sequence[PackageChange | LateChange]) -> None:
-        """Make these changes, and take back those that were made before.
-
-        Args:
-            changes: All that there are now.
-        """
+        """Make these changes, and take back those that were made before."""
         # In reverse, so that the first value of a place comes last.
         while self._undo:
             with contextlib.suppress(Exception):  # the package's own classes may raise anything

@@ -26,17 +26,7 @@ def changed_ranges(
     file_descriptor: int,
     written_ranges: Sequence[memfd.ByteRange],
 ) -> list[memfd.ByteRange]:
-    """What of the written pages differs from the arena: a page may be written with equal values.
-
-    Args:
-        mapping: A worker's private mapping of the arena.
-        file_descriptor: The arena's file.
-        written_ranges: What was written, in whole pages.
-
-    Returns:
-        The ranges without equal pages. Where much was written, some may be among them: only blocks
-        whose first word is equal are looked through.
-    """
+    """What of the written pages differs from the arena: a page may be written with equal values."""
     page_bytes = memfd.PAGE_BYTES
     is_small = memfd.total_bytes(written_ranges) <= _CLOSELY_COMPARED_BYTES
     block_bytes = page_bytes if is_small else page_bytes * _BLOCK_PAGES

@@ -81,19 +81,7 @@ class Sender:
 def pack(
     pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
 ) -> tuple[PackedObject, int]:
-    """Put an object into a memory file.
-
-    Args:
-        pickled_object: Anything cloudpickle can take.
-        pickle_sender: Where tensors may live; its `sources` and `arenas` are filled.
-        limit_bytes: Give up when the pickle itself, without out-of-band blocks, grows beyond this.
-
-    Returns:
-        The payload and the file's descriptor, which the caller closes.
-
-    Raises:
-        TooCostly: If `limit_bytes` was reached.
-    """
+    """Put an object into a memory file."""
     return prepare(pickled_object, pickle_sender, limit_bytes=limit_bytes).write()
 
 
@@ -156,14 +144,7 @@ def unpack(
     *,
     target_device: str = "cpu",
 ) -> Any:
-    """Open a payload. Arrays and tensors in it view a private mapping of the file.
-
-    Args:
-        packed_object: The record that came with the descriptor.
-        file_descriptor: The memory file; the caller closes it.
-        arena_table: This process's mappings of the arenas that the sender referred to.
-        target_device: Where tensors go that lived on an accelerator at the sender's.
-    """
+    """Open a payload. Arrays and tensors in it view a private mapping of the file."""
     # Private: a payload goes to several ranks, and one rank's writes must not show in another.
     file_mapping = memfd.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
     # A context variable, because functions that a pickle calls can be given nothing but its data.
@@ -397,14 +378,7 @@ class _PlainPickler(pickle.Pickler):
 
 
 def dumps_with_lines(pickled_object: Any) -> bytes:
-    """What cloudpickle writes of an object, with the files that its code comes from.
-
-    Args:
-        pickled_object: A function or class, most often.
-
-    Returns:
-        The pickle, for ``cloudpickle.loads``.
-    """
+    """What cloudpickle writes of an object, with the files that its code comes from."""
     written = io.BytesIO()
     _PicklerWithLines(written).dump(pickled_object)
     return written.getvalue()
@@ -574,13 +548,7 @@ def find_culprit(cell_function: Callable[..., Any], call_arguments: tuple[Any, .
 
 
 def find_in(held_value: Any, source_path: str, *, can_pickle: Test | None = None) -> str:
-    """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`.
-
-    Args:
-        held_value: Something that does not pickle.
-        source_path: How the user would write it.
-        can_pickle: Tells whether a part does; by default, whether cloudpickle takes it.
-    """
+    """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`."""
     return _innermost_culprit(held_value, source_path, _MAX_SEARCH_DEPTH, can_pickle or _can_pickle)
 
 

@@ -71,13 +71,7 @@ class _LocalArena:
 
 
 class ReceivedModules:
-    """A worker's table of the notebook's modules, by key.
-
-    Args:
-        own_rank: The worker's rank.
-        num_nodes: Machines that take part.
-        share_back: Whether weights are copied back; if not, nothing is prepared for that.
-    """
+    """A worker's table of the notebook's modules, by key."""
 
     def __init__(self, *, own_rank: int, num_nodes: int = 1, share_back: bool = True) -> None:
         self._rank = own_rank
@@ -291,16 +285,7 @@ class ReceivedModules:
     def write_weights(
         self, staging_files: Mapping[str, int]
     ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
-        """Write what this rank owes of the changed modules into staging files.
-
-        Args:
-            staging_files: Descriptors of the notebook's staging files by key of the arena. A module
-                that lies in other arenas as well is not copied back.
-
-        Returns:
-            What was written, and the files of this rank's own that hold whole arenas, by key: their
-            descriptors stay this object's.
-        """
+        """Write what this rank owes of the changed modules into staging files."""
         changed_keys = [
             module_key
             for module_key in self.dirty()

@@ -86,12 +86,7 @@ def odd_placements(sharded_tensor: Any) -> list[Any]:
 def pieces(
     sharded_tensor: Any, held_part: object = None
 ) -> Iterator[tuple[PieceSpot, torch.Tensor]]:
-    """What this rank has of a tensor: where it lies in the whole, and its values.
-
-    Args:
-        sharded_tensor: Any tensor.
-        held_part: What :class:`HeldParts` kept of it.
-    """
+    """What this rank has of a tensor: where it lies in the whole, and its values."""
     shard_reader = _reader_of(sharded_tensor)
     if shard_reader is not None:
         yield from shard_reader.local_pieces(sharded_tensor, held_part)
@@ -115,13 +110,7 @@ def pieces(
 def put_piece(
     whole_tensor: torch.Tensor, piece_spot: PieceSpot, piece_values: torch.Tensor
 ) -> None:
-    """Copy a piece into the whole, with cast.
-
-    Args:
-        whole_tensor: The whole.
-        piece_spot: Where.
-        piece_values: The piece.
-    """
+    """Copy a piece into the whole, with cast."""
     if not isinstance(piece_spot, int):
         copy_with_cast(whole_tensor[piece_spot], piece_values)
     elif whole_tensor.is_contiguous():
@@ -141,13 +130,7 @@ def put_piece(
 def piece_ranges(
     whole_tensor: torch.Tensor, piece_spot: PieceSpot, num_elements: int
 ) -> list[memfd.ByteRange]:
-    """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage.
-
-    Args:
-        whole_tensor: The whole.
-        piece_spot: Where the piece lies in it.
-        num_elements: Elements of the piece.
-    """
+    """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage."""
     if isinstance(piece_spot, int) and not whole_tensor.is_contiguous():
         # Neither a run nor slices: element by element.
         flat_indices = np.arange(piece_spot, piece_spot + num_elements)
@@ -192,12 +175,6 @@ def unrounded_values(
 
     Engines cast whole models: what is frozen, or was not trained yet, would be written back with
     fewer digits than it has.
-
-    Args:
-        piece_values: The piece.
-        notebook_values: The whole, as the notebook has it.
-        piece_spot: Where the piece lies in it.
-        model_dtype: The format that the model computes in.
     """
     if model_dtype == notebook_values.dtype or not (
         model_dtype.is_floating_point and notebook_values.is_floating_point()
@@ -234,12 +211,7 @@ def copy_with_cast(whole_tensor: torch.Tensor, piece_values: torch.Tensor) -> No
 
 
 def fill_local_part(sharded_tensor: torch.Tensor, whole_tensor: torch.Tensor) -> None:
-    """Let this rank's part have the values of the whole.
-
-    Args:
-        sharded_tensor: Whole or sharded.
-        whole_tensor: All of it.
-    """
+    """Let this rank's part have the values of the whole."""
     shard_reader = _reader_of(sharded_tensor)
     if shard_reader is not None:
         shard_reader.assign(sharded_tensor, whole_tensor)
@@ -308,12 +280,7 @@ class HeldParts:
     def hold_for(
         self, optimizer: torch.optim.Optimizer, trained_modules: Iterable[nn.Module]
     ) -> None:
-        """Keep what is needed of modules as they are at an optimizer's first step.
-
-        Args:
-            optimizer: It steps now.
-            trained_modules: All that it may train.
-        """
+        """Keep what is needed of modules as they are at an optimizer's first step."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
@@ -341,12 +308,7 @@ def _reader_of(tensor: torch.Tensor) -> ShardReader | None:
 
 
 def shard_readers(*, loaded_only: bool = True) -> Iterator[ShardReader]:
-    """The readers of libraries that shard models.
-
-    Args:
-        loaded_only: Leave out libraries that have not been imported: they have partitioned nothing
-            yet.
-    """
+    """The readers of libraries that shard models."""
     for reader_path in _reader_paths(loaded_only=loaded_only):
         yield registry.load_object(reader_path)
 

@@ -20,15 +20,7 @@ def arenas_to_train_in(
     arena_mappings: Mapping[str, memfd.Mapping],
     parameter_groups: Iterable[Iterable[torch.Tensor]],
 ) -> list[str]:
-    """Which arenas are worth training in a file. See [Note: training in place].
-
-    Args:
-        arena_mappings: This worker's mappings of the arenas, by key.
-        parameter_groups: The parameters that an optimizer is about to step, in its groups.
-
-    Returns:
-        Keys of the arenas most of whose bytes will be written.
-    """
+    """Which arenas are worth training in a file. See [Note: training in place]."""
     trained_parameters = {
         id(parameter): parameter
         for parameter_group in parameter_groups

@@ -59,21 +59,7 @@ def fingerprint_of(
     *,
     own_only: bool = False,
 ) -> str:
-    """A digest of the parameters of a module that a rank has trained.
-
-    Args:
-        arena_slots: Where the notebook has the module's tensors.
-        module: The module, as it is here.
-        arena_mappings: This rank's mappings of the arenas, by key.
-        written_ranges: The bytes of each that this rank has written.
-        own_only: Whether parameters that this rank has not written are passed over: it sees the
-            notebook's values there, which other ranks may change.
-
-    Returns:
-        Equal where the sampled bytes of all parameters are equal; empty if this rank has written
-        none of them. Tensors that need no gradient are passed over (BatchNorm's statistics differ
-        between ranks by design), and so are sharded ones (no two ranks have the same).
-    """
+    """A digest of the parameters of a module that a rank has trained."""
     module_tensors = dict(named_tensors(module))
     trainable_tensors = [
         (arena_key, arena_slot, module_tensors[arena_slot.name])
@@ -148,15 +134,7 @@ def _sampled_pieces(compared_tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def differing_ranks(rank_fingerprints: Mapping[int, str]) -> list[int]:
-    """The ranks whose trained model is lost, because it is not rank 0's.
-
-    Args:
-        rank_fingerprints: Rank → digest; empty for a rank that has not changed the module.
-
-    Returns:
-        Ranks that trained another model than rank 0 has. Rank 0 alone may train, as long as no
-        other rank does.
-    """
+    """The ranks whose trained model is lost, because it is not rank 0's."""
     rank_0_digest = rank_fingerprints.get(0, "")
     return [
         number
@@ -168,15 +146,7 @@ def differing_ranks(rank_fingerprints: Mapping[int, str]) -> list[int]:
 def untied_reason(
     arena_slots: ArenaSlots, current_tensors: Mapping[str, torch.Tensor]
 ) -> str | None:
-    """Which names share one tensor in the notebook, and hold different values here.
-
-    Args:
-        arena_slots: Where the notebook has each tensor: key of the arena, slot.
-        current_tensors: The tensors as they are here, by name.
-
-    Returns:
-        A clause that names them; None if all that were tied still are, or are equal.
-    """
+    """Which names share one tensor in the notebook, and hold different values here."""
     first_names: dict[tuple[object, ...], str] = {}
     for arena_key, arena_slot in arena_slots:
         tensor_place = (
@@ -219,16 +189,7 @@ def describe_changes(
     current_tensors: Mapping[str, torch.Tensor],
     original_tensors: OriginalTensors,
 ) -> str:
-    """What is not as the notebook has it, although the values can be copied there.
-
-    Args:
-        arena_slots: Where the notebook has each tensor.
-        current_tensors: The tensors as they are here, by name.
-        original_tensors: The tensors as they came to this worker.
-
-    Returns:
-        A clause; empty if there is nothing to report.
-    """
+    """What is not as the notebook has it, although the values can be copied there."""
     names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     replaced_names = []
     for _, arena_slot in arena_slots:

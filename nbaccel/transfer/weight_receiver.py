@@ -18,12 +18,7 @@ __all__ = ["WeightReceiver"]
 
 
 class WeightReceiver:
-    """The notebook's side: owns the staging files of one launch and applies them at the end.
-
-    Args:
-        module_sharing: The modules.
-        shared_arenas: The arenas that get staging files, by key.
-    """
+    """The notebook's side: owns the staging files of one launch and applies them at the end."""
 
     def __init__(self, module_sharing: Sharing, shared_arenas: Mapping[str, Arena]) -> None:
         self._sharing = module_sharing
@@ -44,15 +39,7 @@ class WeightReceiver:
         weight_reports: Iterable[WeightReport],
         whole_files: Mapping[str, int] | None = None,
     ) -> None:
-        """Copy the trained values into the notebook's modules. Call once all ranks have returned.
-
-        Args:
-            weight_reports: What the ranks wrote.
-            whole_files: Descriptors of the files that hold complete arenas, where a rank owns them.
-
-        Raises:
-            OSError: Memory is short; nothing has changed.
-        """
+        """Copy the trained values into the notebook's modules, once all ranks have returned."""
         merged_report = WeightReport()
         for weight_report in weight_reports:
             merged_report.complete |= weight_report.complete
@@ -83,9 +70,6 @@ class WeightReceiver:
         """Which ranks trained another model than rank 0, whose weights the notebook gets.
 
         Ask before `apply`: ranks that have what the notebook had have trained nothing.
-
-        Returns:
-            Path of the module → message for the user. Rank 0 alone may train.
         """
         messages_by_path = {}
         for module in self._sharing.modules:
@@ -164,12 +148,7 @@ class WeightReceiver:
         )
 
     def close(self, close_files: Callable[[Sequence[int]], None] = memfd.close_all) -> None:
-        """Close the staging files.
-
-        Args:
-            close_files: Closes descriptors. Freeing gigabytes takes a tenth of a second each:
-                better where the user does not wait for it.
-        """
+        """Close the staging files."""
         with uninterrupted():
             # Cleared before closing: a second close could hit another file with the same number.
             file_descriptors = list(self.staging.values())
@@ -184,13 +163,7 @@ def _module_versions(module_sharing: Sharing) -> dict[str, int]:
 def _differing_models_message(
     module_path: str, differing_ranks: Sequence[int], *, rank_0_trained: bool
 ) -> str:
-    """The line about ranks that trained another model than rank 0.
-
-    Args:
-        module_path: The module, as the user would write it.
-        differing_ranks: These ranks.
-        rank_0_trained: Whether rank 0 trained the module at all.
-    """
+    """The line about ranks that trained another model than rank 0."""
     rank_names = (
         f"rank{'s' if len(differing_ranks) > 1 else ''} {', '.join(map(str, differing_ranks))}"
     )

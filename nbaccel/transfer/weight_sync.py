@@ -110,22 +110,7 @@ def module_manifests(
 
 
 class WeightWriter:
-    """A worker's side of writing back: watches the first optimizer step, writes at the end.
-
-    Args:
-        own_rank: The worker's rank among those that share these staging files (on its node).
-        shared_modules: The shared modules, each with the notebook's description of it.
-        arena_mappings: This worker's mappings of the arenas, by key.
-        staging_files: Descriptors of the staging files, by key.
-        num_nodes: Machines that take part; the others' pieces of a sharded tensor are out of reach.
-        held_parts: What is needed to read parts whose engine is gone.
-        in_files: Descriptors of the files that this rank has trained in already, by key of the
-            arena. See [Note: staging files of a rank's own].
-        original_tensors: The modules' tensors as they came; by default as they are now.
-        keeps_states: Whether the report has the weights of modules that are not written back
-            unchanged.
-        arena_files: Descriptors of the arenas, by key: what equals them is not copied.
-    """
+    """A worker's side of writing back: watches the first optimizer step, writes at the end."""
 
     def __init__(
         self,
@@ -162,9 +147,6 @@ class WeightWriter:
         """Arrange for rank 0 to train in the staging file. See [Note: training in place].
 
         Parts that an engine keeps beside the parameters are held on to, on every rank.
-
-        Returns:
-            Ends the watch.
         """
         if not self._mappings:
             return lambda: None

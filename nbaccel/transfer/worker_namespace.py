@@ -23,15 +23,7 @@ __all__ = ["Namespace"]
 
 
 class Namespace:
-    """The names of one worker, and the modules among them that came by an arena.
-
-    Args:
-        user_ns: The worker's persistent namespace, which cells run in.
-        own_rank: The worker's rank.
-        target_device: Where tensors go that live on an accelerator at the notebook's.
-        num_nodes: Machines that take part.
-        share_back: Whether weights are copied back.
-    """
+    """The names of one worker, and the modules among them that came by an arena."""
 
     def __init__(
         self,
@@ -56,13 +48,7 @@ class Namespace:
         file_descriptors: Sequence[int],
         wanted_names: Sequence[str],
     ) -> None:
-        """Bind what came from the notebook, and apply what changed in its modules.
-
-        Args:
-            namespace_update: What came on the channel.
-            file_descriptors: The descriptors that came with it; they stay the caller's.
-            wanted_names: The names to bind.
-        """
+        """Bind what came from the notebook, and apply what changed in its modules."""
         # Not strict: the descriptors of the payloads follow those of the arenas.
         for (arena_key, num_bytes), file_descriptor in zip(
             namespace_update.arenas, file_descriptors, strict=False
@@ -122,14 +108,7 @@ class Namespace:
     def write_weights(
         self, staging_files: Mapping[str, int]
     ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
-        """Write the changed weights into staging files: rank 0 all, others their shards.
-
-        Args:
-            staging_files: Descriptors of the notebook's staging files, by key of the arena.
-
-        Returns:
-            What was written, and the files of this rank's own that hold whole arenas, by key.
-        """
+        """Write the changed weights into staging files: rank 0 all, others their shards."""
         return self._received_modules.write_weights(staging_files)
 
     def share_equal_pages(self) -> None:
@@ -144,12 +123,6 @@ class Namespace:
         Tensors come to the CPU. A sharded tensor comes whole if every rank has all of it; else this
         rank's piece does, and a line on stderr says so. A model in DDP comes without the wrapper,
         which is of no use where there is no process group.
-
-        Returns:
-            The payload and its file's descriptor, which the caller closes.
-
-        Raises:
-            NameError: If a name is not bound here.
         """
         missing_names = [
             variable_name for variable_name in variable_names if variable_name not in self._user_ns

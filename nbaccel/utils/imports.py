@@ -280,12 +280,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def _device(kind: str, package: str) -> Callable[..., bool]:
-    """A function that says whether torch has devices of a kind.
-
-    Args:
-        kind: Name of torch's submodule for it.
-        package: The package to import first; empty where torch brings it.
-    """
+    """A function that says whether torch has devices of a kind."""
 
     def is_available(check_device: bool = False) -> bool:
         return _has_device(kind, package)

@@ -39,11 +39,7 @@ class _TimeIsOver(BaseException):
 
 
 def run(limit_s: float = 0) -> None:
-    """Wait for threads and call what was registered in this process; a second time does nothing.
-
-    Args:
-        limit_s: Seconds after which the rest is given up, and that is told; 0 waits for all.
-    """
+    """Wait for threads and call what was registered in this process; a second time does nothing."""
     began = time.monotonic()
     previous_handler = signal.signal(signal.SIGALRM, _give_up)
     # Again and again: atexit goes on with the next function when one is interrupted.

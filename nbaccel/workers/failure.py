@@ -115,17 +115,7 @@ class FailureRecord:
         death_reason: str,
         remedy: str = "",
     ) -> FailureRecord:
-        """The record of a rank whose process has just ended by itself.
-
-        Args:
-            worker_rank: Its rank.
-            exit_status: How it ended; negative for a signal.
-            max_rss_bytes: The most memory that it has had.
-            stack_dump: What faulthandler wrote when it crashed, if it did.
-            oom_kills: How often the system had run out of memory when it was started.
-            death_reason: What is known beyond the status, as a sentence.
-            remedy: What to do, where the status does not tell.
-        """
+        """The record of a rank whose process has just ended by itself."""
         return cls(
             rank=worker_rank,
             time=time.monotonic(),
@@ -141,13 +131,7 @@ class FailureRecord:
     def of_stop(
         cls, worker_rank: int, stack_frames: Sequence[Frame], *, had_started: bool
     ) -> FailureRecord:
-        """The record of a rank that did nothing wrong, and was stopped because of something else.
-
-        Args:
-            worker_rank: Its rank.
-            stack_frames: Where it was, innermost call first, as far as that is known.
-            had_started: Whether the user's code was running.
-        """
+        """The record of a rank that did nothing wrong, and was stopped for something else."""
         rank_activity = f"was {RankActivity.of_stack(stack_frames)} when nbaccel stopped it"
         return cls(
             rank=worker_rank,

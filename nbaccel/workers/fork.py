@@ -21,12 +21,7 @@ from nbaccel.workers.start_method import LocalProcesses
 
 
 class ForkStarter(LocalProcesses):
-    """Starts workers by forking this process. See `start_method.Starter`.
-
-    Args:
-        inherited: What each worker takes along.
-        is_asked: Whether the user wants forks: then this process imports what each would.
-    """
+    """Starts workers by forking this process. See `start_method.Starter`."""
 
     name = "fork"
     status: int | None = None

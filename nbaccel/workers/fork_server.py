@@ -18,12 +18,7 @@ __all__ = ["ForkServer"]
 
 
 class ForkServer:
-    """Forks this process, which has one thread, until the notebook is gone.
-
-    Args:
-        channel_fd: To the notebook.
-        parent: Descriptors that become readable when the notebook ends.
-    """
+    """Forks this process, which has one thread, until the notebook is gone."""
 
     def __init__(self, channel_fd: int, parent: Sequence[int]) -> None:
         self._channel = messaging.Channel.from_fd(channel_fd)
@@ -39,11 +34,7 @@ class ForkServer:
         thread_limits.find_libraries()
 
     def serve(self, left_out: dict[str, str]) -> NoReturn:
-        """Report ready, serve until the notebook hangs up or dies, and leave.
-
-        Args:
-            left_out: What this process has not imported, and why.
-        """
+        """Report ready, serve until the notebook hangs up or dies, and leave."""
         try:
             self._channel.send(messaging.Ready(left_out))
             self._loop()

@@ -65,11 +65,7 @@ class ProcessState:
         )
 
     def changes_since(self, earlier: ProcessState) -> list[str]:
-        """What a fork could not live with, and was not there earlier: clauses with "it".
-
-        Args:
-            earlier: The state before.
-        """
+        """What a fork could not live with, and was not there earlier: clauses with "it"."""
         changes = []
         if new_threads := self.num_threads - earlier.num_threads:
             changes.append(f"it starts {count_noun(new_threads, 'thread')}")
@@ -105,11 +101,7 @@ def _name_of_thread(thread_id: str) -> str:
 
 
 def open_descriptors() -> Iterator[tuple[int, str]]:
-    """All descriptors of this process.
-
-    Yields:
-        The descriptor, and what it is of: a path, or ``socket:[1]`` with the inode.
-    """
+    """All descriptors of this process."""
     for name in os.listdir("/proc/self/fd"):
         # It may have been closed meanwhile, and that of the folder itself is.
         with contextlib.suppress(OSError):
@@ -135,11 +127,7 @@ def _trial_fork() -> None:
 
 
 def lasting_threads(own_ids: Collection[int]) -> set[int]:
-    """Threads that would be missed in a fork, those of C code included.
-
-    Args:
-        own_ids: Threads that do not count.
-    """
+    """Threads that would be missed in a fork, those of C code included."""
     if set(native_threads()) - set(own_ids):
         _trial_fork()
     # A thread that has been joined is still listed until the system has removed it.

@@ -47,11 +47,7 @@ class FileStamp(NamedTuple):
 
 
 def installed_modules() -> Mapping[str, str]:
-    """Modules of installed packages in this process, and nbaccel's own.
-
-    Returns:
-        Name → file, in the order in which they were imported. A kernel's own are left out.
-    """
+    """Modules of installed packages in this process, and nbaccel's own."""
     return _sorted_out(len(sys.modules), next(reversed(sys.modules)))[0]
 
 
@@ -76,11 +72,7 @@ def by_package(module_names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def stamps_of(files: Mapping[str, str]) -> dict[str, FileStamp | None]:
-    """The present version of each file; None for one that is gone.
-
-    Args:
-        files: Name → path.
-    """
+    """The present version of each file; None for one that is gone."""
     return {module_name: _version_of(path) for module_name, path in files.items()}
 
 

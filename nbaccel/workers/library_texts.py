@@ -50,21 +50,12 @@ _LEFT_GROUP = (
 
 
 def tells_of_unlike_collectives(text: str) -> bool:
-    """Whether a text says that ranks met in one collective for different things.
-
-    Args:
-        text: An error's message, or a line of output.
-    """
+    """Whether a text says that ranks met in one collective for different things."""
     return any(part in text for part in _UNLIKE_COLLECTIVES)
 
 
 def tells_of_a_lost_connection(type_name: str, message: str) -> bool:
-    """Whether an error says no more than that another rank has gone.
-
-    Args:
-        type_name: The name of its class, without the module.
-        message: Its text.
-    """
+    """Whether an error says no more than that another rank has gone."""
     return type_name in _LOST_TYPES and bool(_LOST_CONNECTION.search(message))
 
 
@@ -82,9 +73,5 @@ def was_reraised_by_torch(error: BaseException, original: type[BaseException]) -
     """Whether torch's wrapper made an error of the text of another one, from elsewhere.
 
     An error whose class takes more than a text is raised as a `RuntimeError`: no type tells.
-
-    Args:
-        error: The error.
-        original: The class of the one that the wrapper carried.
     """
     return str(error).startswith(f"Caught {original.__name__} ")

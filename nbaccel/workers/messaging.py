@@ -66,25 +66,13 @@ class Channel:
         return self._sock.detach()
 
     def send(self, message: Any, file_descriptors: Sequence[int] = ()) -> None:
-        """Send a message with copies of the descriptors; they may be closed right after.
-
-        Raises:
-            OSError: If the other end is gone.
-        """
+        """Send a message with copies of the descriptors; they may be closed right after."""
         packet_bytes, files = pack_message(message)
         with memfd.closing_files(*files):
             self.send_packed(packet_bytes, [*file_descriptors, *files])
 
     def send_packed(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> None:
-        """Send what `pack_message` made of a message, which several ends may get.
-
-        Args:
-            packet_bytes: The packet.
-            file_descriptors: The message's, and behind them the file of one that is long.
-
-        Raises:
-            OSError: If the other end is gone.
-        """
+        """Send what `pack_message` made of a message, which several ends may get."""
         if len(file_descriptors) > _MAX_FDS + 1:
             raise ValueError(
                 f"{len(file_descriptors)} descriptors in one message; {_MAX_FDS} is the most"
@@ -92,14 +80,7 @@ class Channel:
         socket.send_fds(self._sock, [packet_bytes], file_descriptors)
 
     def try_send(self, message: Any) -> bool:
-        """Send a short message unless that would mean to wait.
-
-        Returns:
-            Whether it is on its way; if not, the other end has not read what it was sent before.
-
-        Raises:
-            OSError: If the other end is gone.
-        """
+        """Send a short message unless that would mean to wait."""
         message_bytes = _IN_PACKET + pickle.dumps(message, protocol=5)
         try:
             self._sock.send(message_bytes, socket.MSG_DONTWAIT)
@@ -108,21 +89,12 @@ class Channel:
         return True
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Wait for the next message; the descriptors are the caller's to close.
-
-        Raises:
-            EOFError: If the other end is gone and everything it sent has been read.
-        """
+        """Wait for the next message; the descriptors are the caller's to close."""
         packet_bytes, file_descriptors = self.receive_packet()
         return open_packet(packet_bytes, file_descriptors), file_descriptors
 
     def receive_packet(self) -> tuple[bytes, list[int]]:
-        """The next message, packed as a process leaves it that passes it on.
-
-        Raises:
-            EOFError: If the other end is gone and everything it sent has been read.
-            BlockingIOError: If there is none, and this end does not wait.
-        """
+        """The next message, packed as a process leaves it that passes it on."""
         try:
             packet_bytes, file_descriptors, _, _ = socket.recv_fds(
                 self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1
@@ -136,14 +108,7 @@ class Channel:
         return packet_bytes, file_descriptors
 
     def send_packet(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> bool:
-        """Pass a packed message on, by an end that does not wait.
-
-        Returns:
-            Whether it is on its way; if not, the other end has not read what it was sent before.
-
-        Raises:
-            OSError: If the other end is gone.
-        """
+        """Pass a packed message on, by an end that does not wait."""
         try:
             socket.send_fds(self._sock, [packet_bytes], list(file_descriptors))
         except BlockingIOError:
@@ -156,13 +121,7 @@ class Channel:
 
 
 def open_packet(packet_bytes: bytes, file_descriptors: list[int]) -> Any:
-    """The message in a packet.
-
-    Args:
-        packet_bytes: What `Channel.receive_packet` gave.
-        file_descriptors: Its descriptors. The one of the file that holds a long message is taken
-            off the end, and closed.
-    """
+    """The message in a packet."""
     if packet_bytes[:1] == _IN_PACKET:
         return pickle.loads(packet_bytes[1:])
     file = file_descriptors.pop()

@@ -62,13 +62,7 @@ class MetricsChannel(Protocol):
 
 
 class Reporter:
-    """Collects what the loop reports, and sends it at intervals.
-
-    Args:
-        channel: To the notebook.
-        hardware: What the worker computes on.
-        device: The worker's own, as torch calls it.
-    """
+    """Collects what the loop reports, and sends it at intervals."""
 
     def __init__(self, channel: MetricsChannel, hardware: Device, device: str) -> None:
         self._channel = channel
@@ -222,13 +216,7 @@ _process_reporter: Reporter | None = None
 
 
 def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
-    """Report to the notebook from now on; steps are counted from here.
-
-    Args:
-        channel: To the notebook.
-        hardware: What this worker computes on.
-        device: This worker's own, as torch calls it.
-    """
+    """Report to the notebook from now on; steps are counted from here."""
     global _process_reporter  # noqa: PLW0603 - a worker has one notebook, and user code has no handle on it
     _process_reporter = Reporter(channel, hardware, device)
     _count_waits()
@@ -243,13 +231,7 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
 
 @contextlib.contextmanager
 def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iterator[None]:
-    """A block in which loops of this process, which is no worker, report.
-
-    Args:
-        channel: Takes the messages.
-        hardware: What the process computes on.
-        device: Its own, as torch calls it.
-    """
+    """A block in which loops of this process, which is no worker, report."""
     global _process_reporter  # noqa: PLW0603 - see `begin`
     reporter_before = _process_reporter
     account_before = spent_time.present_account()
@@ -286,12 +268,7 @@ def draws_bars() -> bool:
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:
-    """Metrics were logged.
-
-    Args:
-        values: Name → value. Only numbers are sent; a tensor on a device is not waited for.
-        step: Number of the training step.
-    """
+    """Metrics were logged."""
     if _process_reporter is not None:
         _process_reporter.log(values, step)
 
@@ -299,39 +276,20 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
 def loop_begins(
     loop_name: str = "", total_batches: int | None = None, epochs: int | None = None
 ) -> RunningLoop | None:
-    """A loop over batches begins; one of the same name and length is the next epoch.
-
-    Args:
-        loop_name: What the user calls it; empty for no name.
-        total_batches: How many batches there are; None where that is not known.
-        epochs: How often this loop is run in all; None where that was not said.
-
-    Returns:
-        The loop, for the functions below; None where nobody is told of it.
-    """
+    """A loop over batches begins; one of the same name and length is the next epoch."""
     if _process_reporter is None:
         return None
     return _process_reporter.loop_begins(loop_name, total_batches, epochs)
 
 
 def step_done(num_samples: int = 0, loop: RunningLoop | None = None) -> None:
-    """A batch was used.
-
-    Args:
-        num_samples: How many samples it had; 0 where that is not known.
-        loop: Of which loop; None for the latest. One within which others have begun is a loop
-            over epochs, and its rounds are no batches.
-    """
+    """A batch was used."""
     if _process_reporter is not None:
         _process_reporter.step_done(num_samples, loop)
 
 
 def loop_ends(loop: RunningLoop | None) -> None:
-    """A loop is over, or was left.
-
-    Args:
-        loop: What `loop_begins` has returned.
-    """
+    """A loop is over, or was left."""
     if _process_reporter is not None and loop is not None:
         _process_reporter.loop_ends(loop)
 
@@ -350,32 +308,19 @@ def drawing_whole_bar() -> Iterator[None]:
 
 
 def loss_is(value: float) -> None:
-    """The loss of this process was read from its device.
-
-    Args:
-        value: The loss.
-    """
+    """The loss of this process was read from its device."""
     if _process_reporter is not None:
         _process_reporter.loss_is(value)
 
 
 def note_phase(phase: str) -> None:
-    """A step begins.
-
-    Args:
-        phase: What it does beside training, in words; empty for nothing.
-    """
+    """A step begins."""
     if _process_reporter is not None:
         _process_reporter.note_phase(phase)
 
 
 def note_compiled(programs: int, seconds: float) -> None:
-    """A step has ended on a device that compiles.
-
-    Args:
-        programs: Programs compiled so far.
-        seconds: Time that took, in seconds.
-    """
+    """A step has ended on a device that compiles."""
     if _process_reporter is not None:
         _process_reporter.note_compiled(programs, seconds)
 
@@ -387,15 +332,7 @@ def flush() -> None:
 
 
 def reserved(hardware: Device, device: str) -> int | None:
-    """Bytes of the device that this process's allocator holds.
-
-    Args:
-        hardware: What the process computes on.
-        device: Its own, as torch calls it.
-
-    Returns:
-        The bytes; None where the device has not been used, or cannot tell.
-    """
+    """Bytes of the device that this process's allocator holds."""
     return hardware.reserved_bytes(torch.device(device))
 
 

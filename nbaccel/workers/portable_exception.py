@@ -40,11 +40,7 @@ class PortableException:
                 yield PortableException(error_class, (), {}, {})
 
     def revive(self, base_class: type[BaseException], class_names: dict[str, Any]) -> BaseException:
-        """A new exception that is of this type and of `base_class`.
-
-        Raises:
-            Exception: Whatever Python raises where the two types cannot be joined.
-        """
+        """A new exception that is of this type and of `base_class`."""
         class_name = f"{base_class.__name__}[{self.kind.__name__}]"
         joined_class = type(class_name, (base_class, self.kind), class_names)
         # The `__new__` that the joined type inherits is that of `base_class`, which Python refuses

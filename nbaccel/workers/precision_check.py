@@ -24,23 +24,12 @@ _IN_USE: list[str] = []
 
 
 def note(precision: str) -> None:
-    """An `Accelerator` says in which precision it trains.
-
-    Args:
-        precision: Its name.
-    """
+    """An `Accelerator` says in which precision it trains."""
     _IN_USE[:] = [precision]
 
 
 def watch(asked_precision: str) -> Callable[[], None]:
-    """Raise in the first optimizer step if training does not use the precision `asked_precision`.
-
-    Args:
-        asked_precision: The precision by name; `no` makes no demand.
-
-    Returns:
-        Ends the watch.
-    """
+    """Raise in the first optimizer step if training does not use `asked_precision`."""
     if asked_precision == "no":
         return lambda: None
     seen_dtypes: set[torch.dtype] = set()

@@ -31,20 +31,12 @@ _REAP_PAUSE_S = 0.002
 
 
 def take_name(process_name: str) -> None:
-    """Be shown under this name by `ps` and `top`, also in a fork of a process with another one.
-
-    Args:
-        process_name: At most 15 characters.
-    """
+    """Be shown under this name by `ps` and `top`, also in a fork of a process with another one."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, process_name.encode(), 0, 0, 0)
 
 
 def end_with_parent(*, is_wanted: bool = True) -> None:
-    """Have this process killed when the thread that forked it ends.
-
-    Args:
-        is_wanted: False takes that back.
-    """
+    """Have this process killed when the thread that forked it ends."""
     death_signal = signal.SIGKILL if is_wanted else 0
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
 
@@ -55,14 +47,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(kept_ids: Collection[int] = ()) -> list[str]:
-    """Kill and collect everything that this process has started, or adopted.
-
-    Args:
-        kept_ids: Children that live on, with all that is theirs.
-
-    Returns:
-        The commands of those that had left the process group, for a message to the user.
-    """
+    """Kill and collect everything that this process has started, or adopted."""
     commands_by_id: dict[int, str] = {}
     kill_deadline = time.monotonic() + time_limits.DESCENDANTS_S
     # Repeated, because a process may start another before it dies, and orphans become children.
@@ -94,12 +79,7 @@ def _with_children(process_id: int) -> Iterator[int]:
 
 
 def child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int]:
-    """Children of a process, those that have ended and were not waited for included.
-
-    Args:
-        process_id: The process.
-        kept_ids: Children that are left out.
-    """
+    """Children of a process, those that have ended and were not waited for included."""
     try:
         # psutil would read about every process of the machine to find them.
         task_folders = list(Path(f"/proc/{process_id}/task").iterdir())

@@ -45,10 +45,6 @@ def join_store(own_place: Topology, next_name: Callable[[], str]) -> None:
 
     The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,
     whose ranks then wait for addresses of the first for ever (torch 2.13, `torchrun` too).
-
-    Args:
-        own_place: This worker's place.
-        next_name: Gives the next group's prefix, the same on all ranks.
     """
     torch_private.replace_rendezvous_store(functools.partial(_LaunchStore, own_place, next_name))
 
@@ -144,9 +140,6 @@ def serve_store(own_place: Topology, listening_socket: int) -> Any:
 
     So it listens on loopback only, and no port is ever chosen first and bound later. All ranks,
     this one too, join it as clients (TORCHELASTIC_USE_AGENT_STORE).
-
-    Returns:
-        The store, which serves as long as it is held.
     """
     return dist.TCPStore(  # type: ignore[attr-defined]
         own_place.master_addr,

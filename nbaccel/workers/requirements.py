@@ -26,19 +26,7 @@ _DESCRIPTORS_OF_A_WORKER = 5
 
 
 def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
-    """The plan as it can be carried out here.
-
-    Args:
-        plan: What was planned.
-        is_live: Whether the workers stay, which takes a little more.
-
-    Returns:
-        The same plan; with IPv6's loopback address where this machine has no other.
-
-    Raises:
-        PlatformUnsupported: Something is missing that several workers cannot do without.
-        UnsafeMoment: Other processes have the devices.
-    """
+    """The plan as it can be carried out here."""
     missing_lines = _missing_requirements(is_live=is_live) or _too_few_descriptors(
         plan.num_processes
     )
@@ -109,11 +97,7 @@ def _no_pidfd() -> str:
 
 
 def _try_to_connect(address: str) -> None:
-    """See whether a process can reach another one on this machine.
-
-    Raises:
-        PlatformUnsupported: The loopback interface is down. Workers would wait for half an hour.
-    """
+    """See whether a process can reach another one on this machine."""
     try:
         with ports.listen(address, None) as probe_socket:
             # A real connection: a firewall may let a port be bound and drop what is sent to it.

@@ -24,11 +24,7 @@ class ProcessUse:
 
 
 def process_use(process_id: int) -> ProcessUse | None:
-    """What a process of this machine uses now; None for one that has gone.
-
-    Args:
-        process_id: The process.
-    """
+    """What a process of this machine uses now; None for one that has gone."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(process_id)
         with process.oneshot():

@@ -43,18 +43,10 @@ class Starter(Protocol):
     """The hosts that the workers run on, in the order of ranks; empty for this machine alone."""
 
     def start(self, ends: WorkerEnds) -> int:
-        """Start a worker that owns these ends, in the order of ranks.
-
-        Returns:
-            Its process id; for one on another host, a number that no process of this machine has.
-        """
+        """Start a worker that owns these ends, in the order of ranks."""
 
     def prepare_files(self, file_descriptors: Sequence[int]) -> None:
-        """Have large files where the workers run, before messages that they come with.
-
-        Args:
-            file_descriptors: Descriptors of the next messages; they stay the caller's.
-        """
+        """Have large files where the workers run, before messages that they come with."""
 
     def signal(self, process_id: int, signal_number: int) -> None:
         """Send a worker a signal, unless it has ended."""

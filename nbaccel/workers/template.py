@@ -40,9 +40,6 @@ SAY_EVERY_S = 0.1
 class Template:
     """The template of this process for a device, and the one that is to take its place.
 
-    Args:
-        device: The device whose library is imported in it; empty for none beside torch.
-
     Attributes:
         left_out: Package → why the template does not import it, so that each worker does.
     """
@@ -65,11 +62,7 @@ class Template:
             self.start()
 
     def start(self, *, in_background: bool = True) -> TemplateProcess:
-        """The running process, or a new one that is not ready yet; returns at once.
-
-        Args:
-            in_background: Whether a new one imports at the lowest priority.
-        """
+        """The running process, or a new one that is not ready yet; returns at once."""
         with self._lock:
             if self._current is not None and not self._current.is_running():
                 # An import may have ended it: then another one is made here.
@@ -134,15 +127,7 @@ class Template:
     def wait(
         self, say: Callable[[str], None], needs: Callable[[str], bool] | None = None
     ) -> TemplateProcess:
-        """A process that is ready.
-
-        Args:
-            say: Takes what is being waited for, again and again.
-            needs: Whether workers may use a package: then it is waited for, within limits.
-
-        Raises:
-            StartupFailed: It could not be started.
-        """
+        """A process that is ready."""
         with self._lock:
             began_at = time.monotonic()
             current = self._current
@@ -172,11 +157,7 @@ class Template:
             process.end()
 
     def told_in(self, plan: Plan) -> Plan:
-        """The plan with what each worker imports itself, though the notebook has it.
-
-        Args:
-            plan: What was planned.
-        """
+        """The plan with what each worker imports itself, though the notebook has it."""
         if not self.left_out:
             return plan
         stamps = self._current.stamps if self._current is not None else {}
@@ -282,11 +263,7 @@ class Template:
 
 
 def no_answer(limit_s: float) -> StartupFailed:
-    """The error that a template did not answer in time.
-
-    Args:
-        limit_s: For how long it was waited.
-    """
+    """The error that a template did not answer in time."""
     return StartupFailed(
         f"The template process did not answer within {limit_s:.0f} s, so no worker could be "
         "started. The machine may be overloaded or swapping; it has been ended, and the next "
@@ -299,21 +276,13 @@ _TEMPLATES: dict[str, Template] = {}
 
 
 def template_for(device: str = "") -> Template:
-    """The template of this process for a device.
-
-    Args:
-        device: The row of what workers compute on; empty for one without a template of its own.
-    """
+    """The template of this process for a device."""
     has_own = bool(device) and registry.known_device(device).own_template
     return _TEMPLATES.setdefault(name := device if has_own else "", Template(name))
 
 
 def uses_template(plan: Plan) -> bool:
-    """Whether workers are forked from the template process of this very machine.
-
-    Args:
-        plan: What was planned.
-    """
+    """Whether workers are forked from the template process of this very machine."""
     return plan.start_method == "template" and not engine_row(plan.engine).starts_agents
 
 

@@ -80,13 +80,7 @@ class TemplateProcess:
     def start(
         cls, device: str, left_out: Mapping[str, str], *, in_background: bool
     ) -> TemplateProcess:
-        """Start one; returns at once.
-
-        Args:
-            device: The device whose library it imports; empty for none beside torch.
-            left_out: Packages that it does not import.
-            in_background: Whether it imports at the lowest priority: no launch waits for it.
-        """
+        """Start one; returns at once."""
         files = installed_modules() if _follows_notebook() else {}
         own_socket, template_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A file, not a pipe: it is read only after the end, and a full pipe would block.
@@ -136,11 +130,7 @@ class TemplateProcess:
         )
 
     def lacked_packages(self, left_out: Mapping[str, str]) -> tuple[str, ...]:
-        """Packages of which the notebook has imported more; empty where that is not worth much.
-
-        Args:
-            left_out: Packages that do not count.
-        """
+        """Packages of which the notebook has imported more; empty where that is not worth much."""
         if not _follows_notebook():
             return ()
         names = [

@@ -59,11 +59,7 @@ _REASON_CHARS = 200
 
 
 def serve(channel_fd: int) -> NoReturn:
-    """Import, report ready, then fork on request until the notebook is gone.
-
-    Args:
-        channel_fd: To the notebook. What to import stands in standard input, as JSON.
-    """
+    """Import, report ready, then fork on request until the notebook is gone."""
     request = json.load(sys.stdin)
     parent = _open_process(request["parent_id"])
     if os.getppid() != request["parent_id"]:
@@ -114,11 +110,7 @@ class _Imports:
     local_values: list[tuple[threading.local, dict[str, Any]]] = field(default_factory=list)
 
     def run(self, parent: Sequence[int]) -> None:
-        """Import everything, or up to what makes this process unclean; leaves with the notebook.
-
-        Args:
-            parent: Readable once the notebook has ended.
-        """
+        """Import everything, or up to what makes this process unclean; leaves with the notebook."""
         former_size = threading.stack_size(_IMPORT_STACK_BYTES)
         # Not to be waited for at the end: it may hang.
         thread = threading.Thread(target=self.context.run, args=(self._import_all,), daemon=True)
@@ -235,13 +227,7 @@ def _begin_anew(request: dict[str, Any], channel_fd: int, environment: dict[str,
 
 
 def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -> None:
-    """Import what workers will need, and run the code once that all of them run first.
-
-    Args:
-        device: The device whose library is imported, too; empty for none.
-        in_notebook: Whether cells will be run, for which IPython is imported.
-        extends_torch: Whether packages that extend torch are imported, as torch does by itself.
-    """
+    """Import what workers will need, and run the code once that all of them run first."""
     for name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ()):
         importlib.import_module(name)
     from nbaccel.plan import registry

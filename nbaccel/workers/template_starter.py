@@ -41,13 +41,7 @@ def say_nothing(waited_for: str) -> None:
 
 
 class TemplateStarter(LocalProcesses):
-    """Starts workers by asking a template process to fork. See `start_method.Starter`.
-
-    Args:
-        device: The row of what the workers will compute on.
-        threads: CPU threads of each worker; 0 where each learns its own.
-        say: Takes what is being waited for, again and again while that lasts.
-    """
+    """Starts workers by asking a template process to fork. See `start_method.Starter`."""
 
     name = "template"
 

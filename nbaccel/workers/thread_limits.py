@@ -33,11 +33,7 @@ def find_libraries() -> None:
 
 
 def set_before_fork(num_threads: int) -> None:
-    """Tell OpenBLAS, in a process that is about to fork: the child inherits the number.
-
-    Args:
-        num_threads: For each library; 0 leaves them as they are.
-    """
+    """Tell OpenBLAS, in a process that is about to fork: the child inherits the number."""
     if num_threads:
         _set_where_different(
             [known for known in _found_libraries if known.internal_api == _KEEPS_NUMBER_OVER_FORK],
@@ -46,11 +42,7 @@ def set_before_fork(num_threads: int) -> None:
 
 
 def limit_threads(num_threads: int) -> None:
-    """Let the libraries of this worker compute with so many threads.
-
-    Args:
-        num_threads: For each library.
-    """
+    """Let the libraries of this worker compute with so many threads."""
     torch.set_num_threads(num_threads)
     # A fork of the notebook's process pays for it as said above: only where someone computes with
     # such libraries (scikit-learn), who has this loaded.

@@ -21,11 +21,6 @@ _DIGITS = re.compile(r"\d+")
 class EpochCount:
     """Counts the epochs of one training, by the clock of this process.
 
-    Args:
-        total: Epochs in all.
-        began_at: When the first one began (CLOCK_MONOTONIC).
-        began_steps: Batches that had been used until then.
-
     Attributes:
         within: Counts the epochs of one of these, where they are rounds of an outer loop (folds).
     """
@@ -114,15 +109,7 @@ class TrainingLoops:
         current_time: float,
         steps: int,
     ) -> RunningLoop:
-        """A loop begins.
-
-        Args:
-            name: What the user calls it; empty for no name.
-            total_batches: How many rounds it has; None where that is not known.
-            epochs: How often it is run in all; None where that was not said.
-            current_time: Now (CLOCK_MONOTONIC).
-            steps: Batches that have been used so far.
-        """
+        """A loop begins."""
         self._note_within(current_time, steps)
         outermost = next(
             (loop.epochs for loop in self._open if loop.holds_loops and loop.epochs is not None),
@@ -198,16 +185,7 @@ class TrainingLoops:
             self._around = EpochCount(epochs, current_time, steps)
 
     def round_done(self, loop: RunningLoop | None, current_time: float, steps: int) -> bool:
-        """A round of a loop is over.
-
-        Args:
-            loop: What `begin` returned; None for the latest.
-            current_time: Now (CLOCK_MONOTONIC).
-            steps: Batches that have been used so far, without this one.
-
-        Returns:
-            Whether it was a batch.
-        """
+        """A round of a loop is over."""
         done_loop = loop or self.latest
         had_loops = done_loop.had_loops
         done_loop.had_loops = False
@@ -254,12 +232,7 @@ class TrainingLoops:
             del self._open[self._open.index(loop) :]
 
     def around(self, current_time: float, steps: int) -> OuterLoop | None:
-        """How far the epochs of the training are; None where it is not known how many there are.
-
-        Args:
-            current_time: Now (CLOCK_MONOTONIC).
-            steps: Batches that have been used so far.
-        """
+        """How far the epochs of the training are; None where it is not known how many there are."""
         if self._around is None:
             return None
         if (

@@ -113,13 +113,7 @@ class InheritedObjects:
 def run_worker(
     worker_ends: WorkerEnds, parent_id: int, inherited: InheritedObjects | None = None
 ) -> NoReturn:
-    """Run one job and leave.
-
-    Args:
-        worker_ends: This worker's ends of its connections.
-        parent_id: Process id of whoever forked it; the worker dies with it.
-        inherited: What came with the fork, if it was from the notebook.
-    """
+    """Run one job and leave."""
     exit_status = 1
     try:
         _set_up_worker(worker_ends, parent_id)
@@ -238,12 +232,7 @@ class WorkerContext:
 def set_up_process(
     worker_assignment: messaging.WorkerAssignment, file_descriptors: list[int]
 ) -> WorkerContext:
-    """Take on an assignment: surroundings, device, process groups. Once per worker.
-
-    Args:
-        worker_assignment: The assignment.
-        file_descriptors: Descriptors that came with it; the assignment's are taken from the end.
-    """
+    """Take on an assignment: surroundings, device, process groups. Once per worker."""
     place = Topology.from_json(worker_assignment.topology)
     # Before the device: its libraries read variables such as CUDA_VISIBLE_DEVICES when they start.
     if worker_assignment.on_other_host:
@@ -334,15 +323,7 @@ def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
 
 
 class Work:
-    """One job in one worker.
-
-    Args:
-        notebook_channel: To the notebook.
-        worker_context: Facts about this worker.
-        job: What to call.
-        file_descriptors: The job's descriptors, which stay the caller's.
-        inherited: What came with the fork, if it was from the notebook.
-    """
+    """One job in one worker."""
 
     def __init__(
         self,

@@ -62,10 +62,6 @@ class AssignedWorker:
 class WorkerGroup:
     """The workers of one launch or one pool on this machine.
 
-    Args:
-        plan: What was planned.
-        worker_starter: Who starts them; it is closed with the group.
-
     Attributes:
         plan: What was planned.
         members: The workers that have been started, by rank.
@@ -86,12 +82,7 @@ class WorkerGroup:
         meeting_place: MeetingPlace,
         environment_variables: Mapping[str, str] | None = None,
     ) -> list[AssignedWorker]:
-        """Start all workers, each of which then waits for its first message.
-
-        Args:
-            meeting_place: Where they meet.
-            environment_variables: Environment variables that they get beside the notebook's.
-        """
+        """Start all workers, each of which then waits for its first message."""
         worker_places = self._places(meeting_place)
         self._on_end.enter_context(_libraries_memory(worker_places))
         # Before the first start: a failed start of one worker must end those started before it.
@@ -302,13 +293,7 @@ class _WorkerSurroundings:
     def here(
         cls, extra_variables: Mapping[str, str], *, is_for_other_hosts: bool
     ) -> _WorkerSurroundings:
-        """Those of this process, with some more environment variables.
-
-        Args:
-            extra_variables: These.
-            is_for_other_hosts: Whether hosts with environments of their own get them: then only
-                what was set in this process goes there.
-        """
+        """Those of this process, with some more environment variables."""
         environment = env.changes() if is_for_other_hosts else env.snapshot()
         return cls(
             environment | dict(extra_variables),

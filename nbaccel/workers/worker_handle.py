@@ -145,13 +145,7 @@ class WorkerHandle:
     def take_failure(
         self, message: messaging.Failed, file_descriptors: list[int], record: failure.FailureRecord
     ) -> None:
-        """It has handed over what its function raised.
-
-        Args:
-            message: The message.
-            file_descriptors: Its descriptors.
-            record: How it is reported.
-        """
+        """It has handed over what its function raised."""
         self.error = (message, file_descriptors[0] if file_descriptors else None)
         self.record = record
 
@@ -165,12 +159,7 @@ class WorkerHandle:
     def end(
         self, record: failure.FailureRecord | None = None, *, loses_result: bool = False
     ) -> None:
-        """It is gone and reaped.
-
-        Args:
-            record: How its end is reported; None if it is not.
-            loses_result: Whether a result is of no use without the worker.
-        """
+        """It is gone and reaped."""
         self.state = HandleState.GONE
         self.record = record or self.record
         if loses_result:
@@ -179,12 +168,7 @@ class WorkerHandle:
     def record_of_death(
         self, exit_status: messaging.Ended, oom_kills: int
     ) -> failure.FailureRecord:
-        """The record of it if it has ended by itself.
-
-        Args:
-            exit_status: How it ended.
-            oom_kills: How often the system had run out of memory when it was started.
-        """
+        """The record of it if it has ended by itself."""
         _, crash_heading, stack_dump = self.stack_text.rpartition(_CRASH_HEADING)
         return failure.FailureRecord.of_death(
             self.rank,

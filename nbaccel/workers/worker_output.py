@@ -128,11 +128,7 @@ def _start_shell(shell_class: type[Any], publisher_class: type[Any]) -> None:
 
 
 def connect_inline_figures(worker_shell: Any) -> None:
-    """Connect figures to this shell, if matplotlib was set up for the notebook's before the fork.
-
-    Args:
-        worker_shell: The process's IPython shell.
-    """
+    """Connect figures to this shell, if matplotlib was set up for the notebook's."""
     backend = sys.modules.get(_INLINE_BACKEND)
     if backend is None:
         return
@@ -355,11 +351,7 @@ class LoggingSettings:
         self._names: set[str | None] = set()
 
     def follow(self, given_settings: bytes) -> None:
-        """Configure this process as the notebook is, unless that has not changed since.
-
-        Args:
-            given_settings: What `as_configured` said there.
-        """
+        """Configure this process as the notebook is, unless that has not changed since."""
         if given_settings == self._given:
             return
         self._given = given_settings

@@ -37,14 +37,7 @@ class WrappedError:
 
 
 def unwrap_error(raised_error: BaseException) -> WrappedError | None:
-    """Take apart what torch has raised for another process or thread.
-
-    Args:
-        raised_error: Any exception.
-
-    Returns:
-        The original; None if it is none of these, or has a form that is not known.
-    """
+    """Take apart what torch has raised for another process or thread."""
     torch_wrapper = _torch_wrapper(raised_error.__traceback__)
     if torch_wrapper is None or not library_texts.was_reraised_by_torch(
         raised_error, torch_wrapper.exc_type

@@ -162,11 +162,7 @@ class Advice:
         return min(refused_rungs, key=_lacking_bytes, default=None) if self.chosen is None else None
 
     def headline(self) -> str:
-        """The advice in one line.
-
-        Returns:
-            What to take, or what is missing.
-        """
+        """The advice in one line."""
         machine_text = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
         ladder_rung = self.chosen
         if ladder_rung is not None:
@@ -194,11 +190,7 @@ class Advice:
         )
 
     def explain(self) -> str:
-        """All rungs with what they need, the verdict and the reason; remarks below the table.
-
-        Returns:
-            Text for a fixed-width font.
-        """
+        """All rungs with what they need, the verdict and the reason; remarks below the table."""
         table_rows = [
             _TABLE_HEAD,
             *(

@@ -71,15 +71,7 @@ _BY_SPEED = (
 
 
 def ladder(*, has_switch: bool, is_on: bool) -> Iterator[LadderStep]:
-    """All steps, the fastest first.
-
-    Args:
-        has_switch: Whether the model can turn gradient checkpointing on.
-        is_on: Whether it is on already.
-
-    Yields:
-        The steps. From the second on they use gradient checkpointing where the model supports it.
-    """
+    """All steps, the fastest first."""
     yield LadderStep(name="as it is", gradient_checkpointing=is_on)
     if not is_on:
         yield LadderStep(name="gradient checkpointing", gradient_checkpointing=True)
@@ -94,15 +86,7 @@ def ladder(*, has_switch: bool, is_on: bool) -> Iterator[LadderStep]:
 
 
 def halvings(batch_size: int, accumulation_steps: int) -> Iterator[tuple[int, int]]:
-    """Smaller and smaller batches that make the same optimizer step.
-
-    Args:
-        batch_size: Samples of a process in one forward pass.
-        accumulation_steps: Forward passes of an optimizer step.
-
-    Yields:
-        Both, whose product never changes; it ends where the next would be no whole half.
-    """
+    """Smaller and smaller batches that make the same optimizer step."""
     while True:
         yield batch_size, accumulation_steps
         if batch_size % 2:
@@ -167,21 +151,7 @@ class Recipe:
         *,
         at_once: int | None = None,
     ) -> dict[str, Any]:
-        """The configuration, with nothing left to ``"auto"``.
-
-        Args:
-            ladder_step: The step of the ladder.
-            batch_size: Samples of a process in one forward pass.
-            accumulation_steps: Forward passes of an optimizer step.
-            at_once: Elements that ZeRO-3 updates and gathers at once, unless the user has set it;
-                None leaves it to DeepSpeed.
-
-        Returns:
-            What ``deepspeed.initialize`` takes.
-
-        Raises:
-            ConfigError: The base has an ``"auto"`` that nothing decides.
-        """
+        """The configuration, with nothing left to ``"auto"``."""
         # Batch sizes are what the ladder changes: those of the file would contradict each rung.
         config_settings = {
             config_key: copy.deepcopy(config_value)
@@ -269,19 +239,7 @@ class Recipe:
 def batch_of(
     base_settings: dict[str, Any], *, samples: int | None, world_size: int
 ) -> tuple[int, int]:
-    """The batch of each process in one optimizer step.
-
-    Args:
-        base_settings: The user's configuration.
-        samples: Samples in the user's batch; None where there is none.
-        world_size: Processes in all.
-
-    Returns:
-        Samples of one forward pass, and forward passes of one optimizer step.
-
-    Raises:
-        ConfigError: The sizes do not multiply out.
-    """
+    """The batch of each process in one optimizer step."""
     total_batch, micro_batch, accumulation_steps = (
         batch_value
         if isinstance(batch_value := base_settings.get(config_key), int) and batch_value > 0
@@ -338,20 +296,7 @@ class TrainingPrecision:
 def choose_precision(
     asked_precision: str, *, base_config: Mapping[str, Any], model: Any, device_units: Sequence[Gpu]
 ) -> TrainingPrecision:
-    """Choose the number format of the forward and backward pass.
-
-    Args:
-        asked_precision: ``auto``, or the format that is wanted.
-        base_config: A DeepSpeed configuration; a format that it turns on is taken.
-        model: The model: the format it was trained in before matters for fp16.
-        device_units: Those that will be used; none means the CPU.
-
-    Returns:
-        The choice.
-
-    Raises:
-        ConfigError: There is no such format, or the configuration says another one.
-    """
+    """Choose the number format of the forward and backward pass."""
     wanted_precision = _PRECISION_WORDS.get(asked_precision, asked_precision)
     if wanted_precision not in _KNOWN_PRECISIONS:
         raise ConfigError(

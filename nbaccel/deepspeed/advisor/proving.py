@@ -36,14 +36,7 @@ _OUT_OF_MEMORY_WORDS = re.compile(
 
 
 def is_out_of_memory(error: WorkerFailed) -> bool:
-    """Whether a launch failed because memory ran out: on a device, on the host, or by a kill.
-
-    Args:
-        error: What the launch raised.
-
-    Returns:
-        True where any rank says so: the others only lost their connection to it.
-    """
+    """Whether a launch failed because memory ran out: on a device, on the host, or by a kill."""
     return any(_is_want_of_memory(record) for record in error.failures)
 
 
@@ -63,15 +56,7 @@ def _is_want_of_memory(record: Any) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Prover:
-    """Tries rungs with real steps, in at most `max_trials` launches.
-
-    Args:
-        walk: The walk whose rungs are tried.
-        plan: Which processes there will be.
-        max_trials: How many launches are left.
-        timeout_s: How long one of them may take.
-        launch: ``notebook_launcher``.
-    """
+    """Tries rungs with real steps, in at most `max_trials` launches."""
 
     walk: Walk
     plan: Plan
@@ -80,17 +65,7 @@ class Prover:
     launch: Callable[..., Any]
 
     def prove(self, ladder_rung: Rung) -> Rung:
-        """Try a rung with one step.
-
-        Args:
-            ladder_rung: One that fits by estimate.
-
-        Returns:
-            The rung with what was measured: ``works``, or ``out of memory`` with the reason.
-
-        Raises:
-            WorkerFailed: It failed for another reason, because of which every rung would fail.
-        """
+        """Try a rung with one step."""
         if self.max_trials < 1:
             proof_reason = (
                 f"{ladder_rung.reason} It was not tried: no launch of max_trials was left."
@@ -112,15 +87,7 @@ class Prover:
         )
 
     def largest(self, ladder_rung: Rung) -> tuple[Rung, Search]:
-        """Find the largest batch with which a rung works: doubling, then the middle.
-
-        Args:
-            ladder_rung: One that works.
-
-        Returns:
-            The rung, with fewer accumulated passes where a larger batch allows that, and what the
-            search ended with.
-        """
+        """Find the largest batch with which a rung works: doubling, then the middle."""
         batch_search = Search(
             works=ladder_rung.batch_size, most=ladder_rung.batch_size * _MOST_TIMES
         )

@@ -45,14 +45,7 @@ class Budget:
     nvme: int | None = None
 
     def of(self, memory_estimate: MemoryEstimate) -> MemoryEstimate:
-        """The estimate beside this budget.
-
-        Args:
-            memory_estimate: What was estimated.
-
-        Returns:
-            The same needs, compared with what may be used.
-        """
+        """The estimate beside this budget."""
         return replace(
             memory_estimate,
             device_free=memory_estimate.device_free if self.device is None else self.device,
@@ -63,16 +56,7 @@ class Budget:
 
 @dataclass(kw_only=True, slots=True)
 class Walk:
-    """One walk up the ladder with one model.
-
-    Args:
-        recipe: What all configurations have in common.
-        sample_batch: What one process calls the model with; None leaves activations out.
-        num_processes: Processes on each machine.
-        num_nodes: Machines.
-        inventory: The machine.
-        budget: How much of it may be used.
-    """
+    """One walk up the ladder with one model."""
 
     recipe: Recipe
     sample_batch: Any
@@ -84,16 +68,7 @@ class Walk:
     _torch_adam: dict[LadderStep, bool] = field(default_factory=dict)
 
     def rounds(self, batch_size: int, accumulation_steps: int) -> Iterator[Iterator[Rung]]:
-        """The whole ladder, then again with half the batch, and so on.
-
-        Args:
-            batch_size: Samples of a process in one forward pass, at first.
-            accumulation_steps: Forward passes of one optimizer step, at first.
-
-        Yields:
-            The rungs with one batch size, the fastest first. With smaller batches those are left
-            out whose model states alone do not fit: no batch is small enough for them.
-        """
+        """The whole ladder, then again with half the batch, and so on."""
         hopeless_steps: set[LadderStep] = set()
         for size, steps in halvings(batch_size, accumulation_steps):
             yield self._round(size, steps, hopeless_steps)
@@ -188,16 +163,7 @@ class Walk:
     def with_batch(
         self, ladder_rung: Rung, batch_size: int, accumulation_steps: int
     ) -> dict[str, Any]:
-        """The configuration of a rung with another batch.
-
-        Args:
-            ladder_rung: One that is available.
-            batch_size: Samples of a process in one forward pass.
-            accumulation_steps: Forward passes of one optimizer step.
-
-        Returns:
-            What ``deepspeed.initialize`` takes; what was lowered stays so.
-        """
+        """The configuration of a rung with another batch."""
         at_once = next(iter(self._lowered_keys(ladder_rung.config or {}).values()), None)
         return self.recipe.config(ladder_rung.step, batch_size, accumulation_steps, at_once=at_once)
 
@@ -278,16 +244,7 @@ class Walk:
 def climb(
     ladder_rounds: Iterator[Iterator[Rung]], prove_rung: Callable[[Rung], Rung] | None = None
 ) -> tuple[tuple[Rung, ...], Rung | None]:
-    """Take the first rung that fits.
-
-    Args:
-        ladder_rounds: What :meth:`Walk.rounds` yields.
-        prove_rung: Tries a rung that fits by estimate with a real step, and returns its result.
-
-    Returns:
-        All rungs that were looked at, and the one to take; None where none fits. Those above it
-        are estimated only.
-    """
+    """Take the first rung that fits."""
     seen_rungs: list[Rung] = []
     for round_rungs in ladder_rounds:
         rung = None

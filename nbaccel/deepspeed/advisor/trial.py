@@ -49,11 +49,7 @@ class Search:
     most: int
 
     def following(self) -> int | None:
-        """The size to try next: twice as much, then the middle.
-
-        Returns:
-            Samples; None when the two are within an eighth of each other.
-        """
+        """The size to try next: twice as much, then the middle."""
         if self.fails is None:
             batch = min(2 * self.works, self.most)
             return batch if batch > self.works else None
@@ -106,15 +102,7 @@ class TrialProgress:
 
     @classmethod
     def read(cls, note_folder: str, num_processes: int) -> TrialProgress:
-        """The notes of all workers in one: the least that worked, the most that was taken.
-
-        Args:
-            note_folder: Where they noted it.
-            num_processes: How many there were.
-
-        Returns:
-            All in one.
-        """
+        """The notes of all workers in one: the least that worked, the most that was taken."""
         note_files = [Path(note_folder, f"{rank}.json") for rank in range(num_processes)]
         rank_notes = [
             json.loads(note_file.read_text()) if note_file.exists() else {}
@@ -130,16 +118,7 @@ class TrialProgress:
 
 
 def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> None:
-    """Make an engine and step, or step with each batch size of a search.
-
-    Args:
-        model: The model, as the launcher shares it.
-        sample_batch: What it is called with.
-        step_trial: The configuration, the sizes and the limits.
-
-    Raises:
-        RuntimeError: Memory did not suffice; DeepSpeed and the model may raise others.
-    """
+    """Make an engine and step, or step with each batch size of a search."""
     env.update({"PATH": cpp_operations.path_with_ninja()})
 
     with _quiet_deepspeed():

@@ -30,18 +30,7 @@ def filled_in(
     user_module: Any,
     sample_batch: Any,
 ) -> FilledConfig:
-    """Fill in ``"auto"`` where the run, the model or the batch decides it.
-
-    Args:
-        config_settings: A DeepSpeed configuration.
-        run_config: How it will be run.
-        launch_plan: The plan of that run; None where it cannot be run here.
-        user_module: The model; None where there is none.
-        sample_batch: What one process calls it with, or None.
-
-    Returns:
-        The configuration, and the decisions.
-    """
+    """Fill in ``"auto"`` where the run, the model or the batch decides it."""
     world_size = 1 if launch_plan is None else launch_plan.world_size
     training_facts = TrainingFacts(
         world_size=world_size,

@@ -20,17 +20,7 @@ _PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"
 def with_stage(
     run_config: RunConfig, stage: int | None, earlier_settings: Mapping[str, Any]
 ) -> Edit:
-    """A run with another ZeRO stage.
-
-    Args:
-        run_config: The run; it stays as it is.
-        stage: The stage; None trains without DeepSpeed.
-        earlier_settings: A DeepSpeed configuration that is used again when DeepSpeed is turned on
-            again.
-
-    Returns:
-        The run, without offloading that the stage does not support; remarks say so.
-    """
+    """A run with another ZeRO stage."""
     if stage is None:
         return Edit(run_config.changed(zero_stage=None, deepspeed=None))
     config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
@@ -53,16 +43,7 @@ def with_stage(
 
 
 def with_key(run_config: RunConfig, config_key: str, key_value: Any) -> Edit:
-    """A run with another value for a key of DeepSpeed.
-
-    Args:
-        run_config: The run; it stays as it is.
-        config_key: The key, with dots.
-        key_value: Its value; None leaves it to DeepSpeed.
-
-    Returns:
-        The run, with the changes that the value requires; remarks name them.
-    """
+    """A run with another value for a key of DeepSpeed."""
     config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
     edit_remarks: tuple[str, ...] = ()
     if key_value in (None, ""):

@@ -27,11 +27,7 @@ def _offload_place(run_config: RunConfig, place_key: str) -> str | None:
 
 
 def engine_refusal(run_config: RunConfig) -> str:
-    """Why DeepSpeed's engine cannot train a run: a clause; empty where it can.
-
-    Args:
-        run_config: The run.
-    """
+    """Why DeepSpeed's engine cannot train a run: a clause; empty where it can."""
     strategy_row = library.row()
     if not is_installed(strategy_row.library):
         return f"DeepSpeed is not installed: {install_line('deepspeed')}"
@@ -47,13 +43,7 @@ def engine_refusal(run_config: RunConfig) -> str:
 
 
 def place_refusal(run_config: RunConfig, key_name: str, offload_place: str | None) -> str:
-    """Why something cannot be offloaded: a clause; empty where it can.
-
-    Args:
-        run_config: The run.
-        key_name: `OPTIMIZER_PLACE` or `PARAM_PLACE`.
-        offload_place: ``cpu`` or ``nvme``; None is on the device.
-    """
+    """Why something cannot be offloaded: a clause; empty where it can."""
     stage = _stage_of_run(run_config)
     if offload_place is None:
         return ""
@@ -71,12 +61,7 @@ def place_refusal(run_config: RunConfig, key_name: str, offload_place: str | Non
 
 
 def key_refusal(run_config: RunConfig, key_name: str) -> str:
-    """Why a key cannot be set: a clause; empty where it can.
-
-    Args:
-        run_config: The run.
-        key_name: The key, with dots.
-    """
+    """Why a key cannot be set: a clause; empty where it can."""
     stage = _stage_of_run(run_config)
     if stage is None:
         return "choose a ZeRO stage first"
@@ -99,12 +84,7 @@ def key_refusal(run_config: RunConfig, key_name: str) -> str:
 
 
 def key_is_shown(run_config: RunConfig, key_name: str) -> bool:
-    """Whether a key has an effect: folders have one where something is on disk.
-
-    Args:
-        run_config: The run.
-        key_name: The key, with dots.
-    """
+    """Whether a key has an effect: folders have one where something is on disk."""
     for key in PLACE_KEYS:
         if key_name == key.replace(".device", ".nvme_path"):
             return _offload_place(run_config, key) == "nvme"

@@ -174,11 +174,7 @@ _DOCS_HEADINGS = {
 
 
 def key_settings() -> Iterator[Setting]:
-    """The stage, then every key of a DeepSpeed configuration.
-
-    Yields:
-        The choices; those that stand for a setting of the run are left out.
-    """
+    """The stage, then every key of a DeepSpeed configuration."""
     stage = RunConfig.model_fields["zero_stage"]
     yield Setting(
         name="zero_stage",

@@ -197,11 +197,7 @@ class DeepSpeedForm(SettingsForm):
 
 
 def _refuse_other_files(settings: Mapping[str, Any]) -> None:
-    """Refuse a file of which DeepSpeed would ignore everything: a model's, for example.
-
-    Raises:
-        ConfigError: It has keys, and DeepSpeed knows none of them.
-    """
+    """Refuse a file of which DeepSpeed would ignore everything: a model's, for example."""
     from nbaccel.deepspeed.schema import deepspeed_schema
 
     key_schema = deepspeed_schema()
@@ -216,11 +212,7 @@ def _refuse_other_files(settings: Mapping[str, Any]) -> None:
 
 
 def _checked_without_library(settings: Mapping[str, Any]) -> ZeroConfig:
-    """A configuration whose values are right, and whose keys are not nearly those known here.
-
-    Raises:
-        ConfigError: Mistakes, all of them.
-    """
+    """A configuration whose values are right, and whose keys are not nearly those known here."""
     todays_settings, _ = old_forms(settings)
     mistakes = list(misspelt_keys(todays_settings))
     try:

@@ -37,11 +37,7 @@ class ConfigQueries:
         return value_at(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a dotted key.
-
-        Raises:
-            ValueError: It is not there, and `must_exist` is set.
-        """
+        """Remove a dotted key."""
         section, last_key = self.find_config_node(ds_key_long)
         if section is not None and last_key in section:
             del section[last_key]

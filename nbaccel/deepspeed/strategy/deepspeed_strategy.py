@@ -54,13 +54,7 @@ __all__ = ["DeepSpeedStrategy"]
 
 
 class DeepSpeedStrategy(Strategy):
-    """DeepSpeed's ZeRO.
-
-    Args:
-        place: This process among the others.
-        plugins: What to shard, and where to keep it.
-        asked: The Accelerator's other settings.
-    """
+    """DeepSpeed's ZeRO."""
 
     name: ClassVar[str] = "deepspeed"
     owns_precision: ClassVar[bool] = True
@@ -125,9 +119,6 @@ class DeepSpeedStrategy(Strategy):
         """See :meth:`Strategy.wrap`; a collective.
 
         A model without an optimizer gets an engine only at stage 3, which shards what it holds.
-
-        Raises:
-            ConfigError: The configuration is wrong, or does not fit what was prepared.
         """
         if not (bundle.models or bundle.optimizers):
             return bundle
@@ -295,12 +286,7 @@ class DeepSpeedStrategy(Strategy):
     # ---------------------------------------------------------------- training
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """See :meth:`Strategy.backward`; the engine's.
-
-        Raises:
-            ConfigError: The loss comes from no engine that can train, or from several.
-            TrainingDiverged: The step before could not go on.
-        """
+        """See :meth:`Strategy.backward`; the engine's."""
         engine_drive = drive_of_loss(loss, list(self._drives.values()))
         engine_drive.backward(loss, sync=sync, **options)
 
@@ -323,11 +309,7 @@ class DeepSpeedStrategy(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """See :meth:`Strategy.clip_grad_norm`; the engine clips in its step, which is taken here.
-
-        Raises:
-            ConfigError: Another norm than the Euclidean one.
-        """
+        """See :meth:`Strategy.clip_grad_norm`; the engine clips in its step, taken here."""
         if norm_type != 2.0:
             raise ConfigError(
                 f"clip_grad_norm_(norm_type={norm_type}) is not supported with DeepSpeed, which "
@@ -343,34 +325,20 @@ class DeepSpeedStrategy(Strategy):
         return gathering.gather_weights(self.unwrap(model), keep=self.place.is_main)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        """See :meth:`Strategy.load_model_state`.
-
-        Args:
-            model: The model.
-            state: The state; that of process 0 counts, others may pass an empty one.
-            **options: `strict`.
-        """
+        """See :meth:`Strategy.load_model_state`."""
         if id(model) in self._drives:
             gathering.scatter_weights(self.unwrap(model), state, **options)
         else:
             model.load_state_dict(state, **options)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Refused: the state is in shards, in DeepSpeed's format, and is saved with the model.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refused: the state is in shards, in DeepSpeed's format, and is saved with the model."""
         raise _shards_only(type(optimizer).__name__)
 
     def load_optimizer_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Refused, for the same reason.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refused, for the same reason."""
         raise _shards_only(type(optimizer).__name__)
 
     @property
@@ -430,12 +398,7 @@ class DeepSpeedStrategy(Strategy):
         left_out: Collection[str] = (),
         ranks_there: Collection[int] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.check_sharded`.
-
-        Raises:
-            CheckpointDamaged: Files are missing, or hold something else.
-            ConfigError: Another number of processes wrote it, or it is of another model.
-        """
+        """See :meth:`ShardedCheckpoints.check_sharded`."""
         engine_drive = self._writing_drive(model)
         if engine_drive is not None:
             engine_checkpoints.check_checkpoint(engine_drive.engine, Path(folder), ranks_there)

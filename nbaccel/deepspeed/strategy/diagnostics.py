@@ -37,12 +37,7 @@ _BF16_KEYS = '"bf16": {"enabled": true} in place of "fp16"'
 
 
 class Troubles:
-    """Watches the losses and steps of one engine.
-
-    Args:
-        engine: Made by ``deepspeed.initialize``.
-        made_in: Format in which the model's weights were made, where the model says it.
-    """
+    """Watches the losses and steps of one engine."""
 
     def __init__(self, engine: Any, made_in: str | None) -> None:
         self._engine = engine
@@ -54,11 +49,7 @@ class Troubles:
         self._was_warned = False
 
     def see_loss(self, loss: torch.Tensor) -> None:
-        """Note whether it is a number, without waiting for the device.
-
-        Args:
-            loss: A 0-d tensor.
-        """
+        """Note whether it is a number, without waiting for the device."""
         is_bad = ~torch.isfinite(loss.detach())
         # Losses of all batches of a step count; the step itself comes only after the last of them.
         self._bad = is_bad if self._bad is None else self._bad | is_bad
@@ -75,14 +66,7 @@ class Troubles:
             raise TrainingDiverged(self._scale_text("is as low as it may be")) from error
 
     def after_step(self, *, skipped: bool) -> None:
-        """Look at what the step brought.
-
-        Args:
-            skipped: Whether gradients were infinite, so that nothing was changed.
-
-        Raises:
-            TrainingDiverged: It happened `PATIENCE` times in a row.
-        """
+        """Look at what the step brought."""
         # DeepSpeed's step has waited for the device already, to look for overflow: reading the
         # value here costs nothing more.
         is_bad = self._bad is not None and bool(self._bad.item())
@@ -164,11 +148,7 @@ class HostMemory:
         return 2 * self.needed > self.free
 
     def check(self) -> None:
-        """Say before it happens that the system will kill processes for want of memory.
-
-        Raises:
-            ConfigError: The machine does not have that much memory.
-        """
+        """Say before it happens that the system will kill processes for want of memory."""
         shortage_text = (
             f"DeepSpeed will need about {format_bytes(self.needed)} of host memory for "
             f"{self.num_processes} process(es), and {format_bytes(self.free)} of "
@@ -200,20 +180,7 @@ def host_memory(
     num_nodes: int,
     machine_inventory: Inventory | None = None,
 ) -> HostMemory:
-    """Estimate what the processes of this node will need of its memory.
-
-    Args:
-        model: The model, built already.
-        zero_config: Without ``"auto"``.
-        is_training: Whether there is an optimizer; without one there are the parameters alone.
-        device: Type of the device.
-        local_world_size: Processes on this node.
-        num_nodes: Nodes.
-        machine_inventory: What the machine has; this one where left out.
-
-    Returns:
-        What is needed and what there is.
-    """
+    """Estimate what the processes of this node will need of its memory."""
     machine_inventory = machine_inventory or inspect_machine()
     memory_estimate = estimate_memory(
         measure(model, trains=is_training),

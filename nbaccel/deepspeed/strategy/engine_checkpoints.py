@@ -41,15 +41,7 @@ def save(
     left_out: Collection[str] = (),
     writes_shared: bool = False,
 ) -> None:
-    """Write weights and the optimizer's state; a collective.
-
-    Args:
-        engine: The engine.
-        checkpoint_folder: Where; its name is DeepSpeed's tag, and beside it lies ``latest``.
-        left_out: The frozen parameters, if they are not to be written: all of them, or none.
-        writes_shared: Whether this process writes, into a folder of its host's own, what DeepSpeed
-            has process 0 write.
-    """
+    """Write weights and the optimizer's state; a collective."""
     # Weights that all processes hold (stages 0 to 2), and the tag of the last save.
     writes_before = engine.save_non_zero_checkpoint
     engine.save_non_zero_checkpoint = writes_before or writes_shared
@@ -66,18 +58,7 @@ def save(
 
 
 def load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
-    """Read what :func:`save` wrote; a collective.
-
-    Args:
-        engine: The engine, of as many processes as wrote.
-        checkpoint_folder: Where; :func:`check_checkpoint` has found nothing wrong with it.
-        left_out: Frozen parameters that are not there, and stay as they are.
-
-    Raises:
-        ConfigError: DeepSpeed found nothing that it can read.
-        CheckpointDamaged: It holds what may run code. :func:`check_checkpoint` names the file,
-            except of a universal checkpoint and of files in torch's format of before 2020.
-    """
+    """Read what :func:`save` wrote; a collective."""
     try:
         with _plain_reading():
             loaded_path, _ = engine.load_checkpoint(
@@ -141,28 +122,14 @@ def _refuse_code(path: Path) -> None:
 def save_plain(
     model_state: Mapping[str, Any], checkpoint_folder: Path, *, left_out: Collection[str] = ()
 ) -> None:
-    """Write the weights of a model that has no engine, or one that cannot write them.
-
-    Args:
-        model_state: The weights, whole.
-        checkpoint_folder: Where.
-        left_out: Names of parameters that are not written.
-    """
+    """Write the weights of a model that has no engine, or one that cannot write them."""
     checkpoint_folder.mkdir(parents=True, exist_ok=True)
     written_state = {name: value for name, value in model_state.items() if name not in left_out}
     torch.save(written_state, checkpoint_folder / _PLAIN_WEIGHTS_FILE)
 
 
 def read_plain(checkpoint_folder: Path, device: torch.device) -> dict[str, Any]:
-    """Read what :func:`save_plain` wrote.
-
-    Args:
-        checkpoint_folder: Where.
-        device: The model's: a file of a GPU that is not here cannot be read otherwise.
-
-    Returns:
-        The weights by name.
-    """
+    """Read what :func:`save_plain` wrote."""
     return dict(
         torch.load(checkpoint_folder / _PLAIN_WEIGHTS_FILE, map_location=device, weights_only=True)
     )
@@ -173,9 +140,6 @@ def can_write(engine: Any) -> bool:
 
     DeepSpeed gives none to an engine without an optimizer. Only process 0 would fail, and the
     others would wait for it.
-
-    Args:
-        engine: The engine.
     """
     return getattr(engine, "checkpoint_engine", None) is not None
 
@@ -188,17 +152,7 @@ def is_node_local(engine: Any) -> bool:
 def check_checkpoint(
     engine: Any, checkpoint_folder: Path, ranks_there: Collection[int] = ()
 ) -> None:
-    """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed.
-
-    Args:
-        engine: The engine.
-        checkpoint_folder: Where :func:`save` wrote; each file in it is an archive without damage.
-        ranks_there: The ranks whose files it has to have; none for all that saved.
-
-    Raises:
-        CheckpointDamaged: Files are missing, or hold something else.
-        ConfigError: Another number of processes wrote it, or it is of another model.
-    """
+    """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here
     model_files = _model_files(checkpoint_folder)
@@ -229,11 +183,7 @@ def check_checkpoint(
 
 
 def check_plain(model: nn.Module, checkpoint_folder: Path) -> None:
-    """Refuse what :func:`read_plain` could not read.
-
-    Raises:
-        CheckpointDamaged: The file is missing.
-    """
+    """Refuse what :func:`read_plain` could not read."""
     if not (checkpoint_folder / _PLAIN_WEIGHTS_FILE).is_file():
         raise CheckpointDamaged(
             f"{checkpoint_folder / _PLAIN_WEIGHTS_FILE} is missing, which has the weights of the "

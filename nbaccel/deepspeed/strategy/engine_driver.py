@@ -31,15 +31,7 @@ __all__ = ["Drive", "EngineOptimizer", "EngineScheduler", "drive_of_loss", "driv
 
 
 def drive_of_loss(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> Drive:
-    """The engine whose model made a loss.
-
-    Args:
-        loss: A 0-d tensor with a graph.
-        engine_drives: All engines.
-
-    Raises:
-        ConfigError: None of them can train, or the loss comes from several.
-    """
+    """The engine whose model made a loss."""
     training_drives = [engine_drive for engine_drive in engine_drives if engine_drive.can_train]
     if not training_drives:
         raise ConfigError(
@@ -94,15 +86,7 @@ def _in_graph(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> list[Drive]
 def drive_of_parameters(
     given_parameters: Iterable[torch.Tensor], engine_drives: Sequence[Drive]
 ) -> Drive:
-    """The engine of parameters.
-
-    Args:
-        given_parameters: Of a prepared model.
-        engine_drives: All engines.
-
-    Raises:
-        ConfigError: They are of no engine, or of several.
-    """
+    """The engine of parameters."""
     ids = {id(parameter) for parameter in given_parameters}
     drives = [
         engine_drive
@@ -123,10 +107,6 @@ def drive_of_parameters(
 
 class _EngineProxy:
     """The engine's optimizer or schedule, in place of the object that was prepared.
-
-    Args:
-        engine_drive: Drives the engine.
-        given_object: What was prepared, or stood for it.
 
     Attributes:
         given: The object that was prepared.
@@ -159,11 +139,7 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         return self._drive.engine
 
     def step(self, closure: Any = None) -> Any:
-        """Take the step that the last backward pass of a group is due.
-
-        Raises:
-            ConfigError: A closure was given.
-        """
+        """Take the step that the last backward pass of a group is due."""
         if closure is not None:
             raise ConfigError(
                 f"step(closure={closure!r}) is not supported with DeepSpeed: its engine reduces "
@@ -211,11 +187,7 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         return values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: a part means nothing without the others.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refused: a part means nothing without the others."""
         raise ConfigError(
             f"load_state_dict got {len(state_dict)} entries for an optimizer that DeepSpeed keeps "
             "in shards: they belong to the weights of the same checkpoint. Use "
@@ -223,11 +195,7 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the engine's parameters are laid out when it is made.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refused: the engine's parameters are laid out when it is made."""
         raise ConfigError(
             f"add_param_group of {len(param_group.get('params', ()))} parameter(s) comes too late: "
             "DeepSpeed lays its shards out when the model is prepared. Add it before `prepare`."
@@ -276,12 +244,6 @@ class EngineScheduler(_EngineProxy):
 class Drive:
     """Drives one engine.
 
-    Args:
-        engine: Made by ``deepspeed.initialize``.
-        claimed_folders: Where it swaps to.
-        loss_troubles: Watches its losses and steps.
-        clipping_norm: The norm that a configuration names; None where it was filled in.
-
     Attributes:
         engine: As given.
         ran: Whether a forward pass is waiting for its backward pass.
@@ -311,11 +273,7 @@ class Drive:
         self.was_skipped = False
 
     def __reduce__(self) -> Any:
-        """Refused, also for what refers to it: an engine is one process's part of a whole.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refused, also for what refers to it: an engine is one process's part of a whole."""
         raise TypeError(
             f"what holds a {type(self.engine).__name__} (an engine's optimizer, its schedule, an "
             "Accelerator) cannot leave its process. Take accelerator.get_state_dict(model), or "
@@ -396,11 +354,7 @@ class Drive:
         self._troubles.after_step(skipped=self.was_skipped)
 
     def clipped_step(self, max_norm: float) -> torch.Tensor:
-        """Take the step that is due with gradients scaled down to a norm.
-
-        Returns:
-            The norm before, a 0-d tensor; of the last step where none is due.
-        """
+        """Take the step that is due with gradients scaled down to a norm."""
         if self._due:
             self._warn_of_two_norms(max_norm)
             if self._clips_itself:
@@ -418,11 +372,7 @@ class Drive:
         return torch.as_tensor(0.0 if self._norm is None else self._norm, device=device).float()
 
     def end(self, before: Remembered | None) -> None:
-        """Destroy the engine.
-
-        Args:
-            before: What its module was, to be made so again; None leaves it as it is.
-        """
+        """Destroy the engine."""
         for handle in self._hooks:
             handle.remove()
         if before is None:

@@ -84,22 +84,7 @@ def make_engine(
     moe_layers: str | None,
     has_several: bool,
 ) -> Any:
-    """Make an engine, where :func:`begin_comm` has been called.
-
-    Args:
-        model: The model; it is changed: cast, and at stage 3 taken apart.
-        optimizer: A torch optimizer or what stands for one; None for none.
-        scheduler: The same of its schedule.
-        zero_config: Checked, without ``"auto"``.
-        moe_layers: Class names of mixture-of-experts layers, with commas.
-        has_several: Whether there are other processes.
-
-    Returns:
-        The engine.
-
-    Raises:
-        ConfigError: The model has no layers of these names.
-    """
+    """Make an engine, where :func:`begin_comm` has been called."""
     deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
     config_settings = zero_config.to_dict()
     config_settings.setdefault("steps_per_print", math.inf)
@@ -190,11 +175,7 @@ def _quiet_logger(zero_config: ZeroConfig) -> Iterator[None]:
 
 
 def begin_comm(zero_config: ZeroConfig) -> None:
-    """Let DeepSpeed take up the process group, without which it cannot even destroy an engine.
-
-    Args:
-        zero_config: Of the engine to come.
-    """
+    """Let DeepSpeed take up the process group, without which it cannot even destroy an engine."""
     deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
     private_api.refuse_missing()
     # It prints a line for the operation it loads.

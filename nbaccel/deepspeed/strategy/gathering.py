@@ -22,15 +22,7 @@ _AT_A_TIME_BYTES = 256 << 20
 
 
 def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """The state dict, whole; a collective where weights are in shards.
-
-    Args:
-        user_module: The user's own module inside the engine.
-        keep: Whether this process wants it.
-
-    Returns:
-        Tensors on the CPU by name, tied ones as one, in the module's format; empty if not wanted.
-    """
+    """The state dict, whole; a collective where weights are in shards."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     # With `keep_vars` the entries are the parameters themselves, with DeepSpeed's attributes;
@@ -67,16 +59,7 @@ def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
 def scatter_weights(
     user_module: nn.Module, given_state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Load a whole state dict; a collective.
-
-    Args:
-        user_module: The user's own module inside the engine.
-        given_state: Tensors by name; those of process 0 count.
-        strict: Whether every name must be there, and no other.
-
-    Raises:
-        ConfigError: Names or shapes do not fit, on every process; nothing was loaded then.
-    """
+    """Load a whole state dict; a collective."""
     own_tensors = {
         tensor_name: tensor_value
         for tensor_name, tensor_value in user_module.state_dict(keep_vars=True).items()

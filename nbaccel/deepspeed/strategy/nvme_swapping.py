@@ -41,12 +41,7 @@ _SWAPPED_SECTIONS = ("offload_optimizer", "offload_param")
 
 
 class Claim:
-    """An engine's use of folders on the fast disk.
-
-    Args:
-        folders: What the engine swaps to.
-        rank: This process, which has a separate folder in each.
-    """
+    """An engine's use of folders on the fast disk."""
 
     def __init__(self, folders: frozenset[Path], rank: int) -> None:
         self.folders = folders
@@ -84,15 +79,7 @@ _OPEN_CLAIMS: list[Claim] = []
 
 
 def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
-    """Give an engine folders that no other engine of this process has.
-
-    Args:
-        zero_config: Without ``"auto"``.
-        rank: This process among all.
-
-    Returns:
-        The configuration with these folders, and the claim; it is released when the engine ends.
-    """
+    """Give an engine folders that no other engine of this process has."""
     used_folders = folders_in_use()
     own_folders = set()
     for section_name in _SWAPPED_SECTIONS:
@@ -141,41 +128,19 @@ _BUFFER_DEFAULTS = {"buffer_size": 100_000_000, "buffer_count": 5}
 
 
 def is_on_disk(tensor: torch.Tensor) -> bool:
-    """Whether this process's part of a parameter is in a file.
-
-    Args:
-        tensor: Any tensor.
-    """
+    """Whether this process's part of a parameter is in a file."""
     local_part = getattr(tensor, "ds_tensor", None)
     return getattr(local_part, "final_location", None) == "nvme"
 
 
 def read_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a parameter, out of its file.
-
-    Args:
-        tensor: A placeholder whose part is on disk.
-
-    Returns:
-        Shape (elements of a part,), the parameter's dtype; a copy.
-
-    Raises:
-        ConfigError: The file is gone.
-    """
+    """This process's part of a parameter, out of its file."""
     # A copy: the engine overwrites the file in a later step, and a mapping would show that.
     return _mapped_part(tensor, is_shared=False).clone()
 
 
 def write_part(tensor: torch.Tensor, part_values: torch.Tensor) -> None:
-    """Write this process's part of a parameter into its file.
-
-    Args:
-        tensor: A placeholder whose part is on disk.
-        part_values: Its first elements, of shape (elements,), any dtype; padding stays as it is.
-
-    Raises:
-        ConfigError: The file is gone.
-    """
+    """Write this process's part of a parameter into its file."""
     _mapped_part(tensor, is_shared=True)[: part_values.numel()].copy_(part_values)
     local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
     # A part that was read ahead is used from its buffer, where it is outdated by now.
@@ -184,11 +149,7 @@ def write_part(tensor: torch.Tensor, part_values: torch.Tensor) -> None:
 
 
 def free_buffers(user_module: nn.Module) -> None:
-    """Release what was read ahead, so that there is a buffer for what is gathered next.
-
-    Args:
-        user_module: The user's own module inside the engine.
-    """
+    """Release what was read ahead, so that there is a buffer for what is gathered next."""
     for parameter in filter(is_on_disk, user_module.parameters()):
         swapped_parameter: Any = parameter
         # A read that is under way still writes into its buffer.
@@ -204,9 +165,6 @@ def skip_repeated_reads(user_module: nn.Module) -> None:
 
     DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
     assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
-
-    Args:
-        user_module: The user's own module inside the engine.
     """
     unique_swappers = {
         # The parameters of an engine share one swapper, which must be wrapped once.
@@ -219,16 +177,7 @@ def skip_repeated_reads(user_module: nn.Module) -> None:
 
 
 def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) -> None:
-    """Refuse buffers into which the largest parameter does not go.
-
-    Args:
-        model: The model, built already.
-        zero_config: Without ``"auto"``.
-        world_size: Processes.
-
-    Raises:
-        ConfigError: They are too small.
-    """
+    """Refuse buffers into which the largest parameter does not go."""
     offload_section = zero_config.offload_param
     if offload_section is None or offload_section.device != "nvme":
         return

@@ -457,14 +457,8 @@ class DeepSpeedPlugin(Filling, Settings):
 class Plugins:
     """One plugin or several by name, of which one is in force.
 
-    Args:
-        given: A plugin, a mapping of names to plugins, or a sequence of them.
-
     Attributes:
         by_name: The plugins; one alone is called ``default``.
-
-    Raises:
-        ConfigError: Something is no plugin, or there is none.
     """
 
     def __init__(self, given: Any) -> None:
@@ -493,11 +487,7 @@ class Plugins:
         return self.by_name[self._selected]
 
     def get(self, name: str) -> DeepSpeedPlugin:
-        """The plugin of a name.
-
-        Raises:
-            ConfigError: There is none of that name.
-        """
+        """The plugin of a name."""
         if name not in self.by_name:
             raise ConfigError(
                 f"There is no DeepSpeed plugin named {name!r}: models would be sharded by another "
@@ -506,11 +496,7 @@ class Plugins:
         return self.by_name[name]
 
     def select(self, name: str) -> None:
-        """Let the next `prepare` use another plugin.
-
-        Raises:
-            ConfigError: There is none of that name.
-        """
+        """Let the next `prepare` use another plugin."""
         plugin = self.get(name)
         # Code written for Accelerate reads `selected` of each plugin.
         for known_plugin in self.by_name.values():

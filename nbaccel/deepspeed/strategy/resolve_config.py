@@ -35,24 +35,7 @@ def resolve_config(
     scheduler: Any,
     data_loaders: Iterable[Any],
 ) -> Resolved:
-    """Fill in and check a configuration.
-
-    Args:
-        given_config: A DeepSpeed configuration, with ``"auto"`` values.
-        active_plugin: The other settings of DeepSpeed.
-        asked_settings: The settings of the Accelerator.
-        process_place: This process among the others.
-        model: The model.
-        optimizer: Its optimizer or what stands for it; None for none.
-        scheduler: The same of its schedule.
-        data_loaders: Data loaders, shared out already.
-
-    Returns:
-        What the engine is made with.
-
-    Raises:
-        ConfigError: It is wrong, or contradicts the run; all mistakes.
-    """
+    """Fill in and check a configuration."""
     micro_batch = _micro_batch(data_loaders, takes_smallest=active_plugin.is_train_batch_min)
     training_facts = TrainingFacts(
         world_size=process_place.world_size,
@@ -140,17 +123,7 @@ def check_parts(
     optimizers: Sequence[Any],
     schedulers: Sequence[Any],
 ) -> None:
-    """Refuse optimizers and schedules that the file and the code both have, or neither.
-
-    Args:
-        config_settings: The configuration.
-        models: Models of one call of `prepare`.
-        optimizers: Theirs.
-        schedulers: Theirs.
-
-    Raises:
-        ConfigError: What does not go together; all of it.
-    """
+    """Refuse optimizers and schedules that the file and the code both have, or neither."""
     part_mistakes = []
     are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
     if optimizers and not models:

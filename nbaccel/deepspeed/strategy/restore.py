@@ -112,16 +112,6 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
     A cell that prepares a model is run again: without this, hooks of the engine before would run
     beside those of the next one, over process groups that may be gone, and its weights would be
     those in low precision.
-
-    Args:
-        module: The module; one that was built in shards stays so.
-        device: What the processes communicate with.
-
-    Returns:
-        Whether it belonged to an engine.
-
-    Raises:
-        ConfigError: Parts of it are lost; raised on every process.
     """
     state_before = _REMEMBERED_STATES.get(module)
     is_cut = state_before is not None and any(map(local_shards.is_cut, module.parameters()))
@@ -219,11 +209,7 @@ def _engines_of(module: nn.Module) -> list[Any]:
 
 
 def unhook(engine: Any) -> None:
-    """Remove the hooks that an engine's `destroy` leaves on the module.
-
-    Args:
-        engine: The engine.
-    """
+    """Remove the hooks that an engine's `destroy` leaves on the module."""
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         handle = getattr(engine, name, None)
         if handle is not None:

@@ -65,9 +65,6 @@ class Lease:
 
     Where there is no process group, an environment of one process is made; it ends with the last
     claim. In a launched process the variables that DeepSpeed needs are set.
-
-    Args:
-        device: What is computed on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,9 +106,6 @@ def add(drives: Mapping[int, Drive]) -> None:
     """Note engines whose Accelerator is gone, without which they cannot be trained.
 
     They are not ended at once: a cell may still look at what they have.
-
-    Args:
-        drives: What drives them.
     """
     _ORPHANED_DRIVES.extend(drives.values())
 

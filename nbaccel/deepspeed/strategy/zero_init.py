@@ -40,15 +40,7 @@ __all__ = [
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
-    """Let transformers build models in shards from here on.
-
-    Args:
-        zero_settings: A DeepSpeed configuration of stage 3.
-        world_size: Processes.
-
-    Returns:
-        An object to keep for as long as models are to be built so; None without transformers.
-    """
+    """Let transformers build models in shards from here on."""
     if not is_installed("transformers"):
         return None
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -60,11 +52,7 @@ def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> A
 
 @contextlib.contextmanager
 def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
-    """The same for a block; with None models are built whole in it.
-
-    Args:
-        zero_settings: A DeepSpeed configuration of stage 3, or None.
-    """
+    """The same for a block; with None models are built whole in it."""
     if not is_installed("transformers"):
         yield
         return
@@ -108,10 +96,6 @@ def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
 
     An engine would first cast the whole model in every process, and only then cut it. Nothing
     happens to a model whose weights are not mapped from files, or that is cut already.
-
-    Args:
-        model: The model, in host memory; changed in place.
-        zero_settings: A DeepSpeed configuration of stage 3, without "auto".
     """
     parameters = [p for p in model.parameters() if not local_shards.is_partitioned(p)]
     # The same parameters on all processes, or none: cutting one is a collective.
@@ -170,15 +154,7 @@ def _cut(
 
 
 def fetch_together(model: nn.Module, class_names: str) -> None:
-    """Let ZeRO-3 gather layers as one, whose parts are not all used in every pass.
-
-    Args:
-        model: The model.
-        class_names: Class names of such layers, with commas.
-
-    Raises:
-        ConfigError: The model has none of such a name.
-    """
+    """Let ZeRO-3 gather layers as one, whose parts are not all used in every pass."""
     from deepspeed.utils import set_z3_leaf_modules
 
     names = [class_name.strip() for class_name in class_names.split(",") if class_name.strip()]

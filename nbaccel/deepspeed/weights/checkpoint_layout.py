@@ -81,15 +81,7 @@ class CheckpointFiles:
     optimizer: dict[int, Path]
 
     def check_ranks(self, num_ranks: int, stage: int) -> None:
-        """Refuse a checkpoint with missing files, or mixed with another.
-
-        Args:
-            num_ranks: How many saved it, according to the files.
-            stage: ZeRO's stage.
-
-        Raises:
-            ConfigError: It names the files.
-        """
+        """Refuse a checkpoint with missing files, or mixed with another."""
         rank_mistakes = [self._rank_mistake("optim", self.optimizer, num_ranks)]
         if stage == 3:
             rank_mistakes.append(self._rank_mistake("model", self.model, num_ranks))
@@ -121,18 +113,7 @@ class CheckpointFiles:
 
 
 def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> CheckpointFiles:
-    """Find the files of one save.
-
-    Args:
-        checkpoint_dir: What ``save_checkpoint`` was given, or the folder of one tag in it.
-        tag: Which save; None for the one that ``latest`` names.
-
-    Returns:
-        The files.
-
-    Raises:
-        ConfigError: There is no such checkpoint, or one that cannot be converted.
-    """
+    """Find the files of one save."""
     checkpoint_root = Path(checkpoint_dir).expanduser()
     if not checkpoint_root.is_dir():
         raise ConfigError(_no_folder(checkpoint_root))
@@ -356,21 +337,7 @@ class Layout:
 def read_layout(
     checkpoint_dir: str | Path, tag: str | None = None, *, exclude_frozen_parameters: bool = False
 ) -> Layout:
-    """Find out where the fp32 weights of a checkpoint are; at stages 1 to 3 none of them is read.
-
-    Args:
-        checkpoint_dir: What ``save_checkpoint`` was given, or the folder of one tag in it.
-        tag: Which save; None for the one that ``latest`` names.
-        exclude_frozen_parameters: Leave out what was not trained.
-
-    Returns:
-        The layout.
-
-    Raises:
-        CheckpointDamaged: Files are torn, or not what DeepSpeed writes.
-        ConfigError: There is no such checkpoint, it is not complete, or of a kind that cannot be
-            put together without its model.
-    """
+    """Find out where the fp32 weights of a checkpoint are; at stages 1 to 3 none is read."""
     checkpoint_files = find_files(checkpoint_dir, tag)
     try:
         return _read_states(checkpoint_files, exclude_frozen_parameters)

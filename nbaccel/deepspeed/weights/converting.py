@@ -120,21 +120,7 @@ class Shard:
 def plan(
     stored_weights: Mapping[str, Weight], tied_names: Mapping[str, str], max_shard_size: int | str
 ) -> list[Shard]:
-    """Distribute weights over files.
-
-    Args:
-        stored_weights: By name.
-        tied_names: Names of tied parameters → the name in `stored_weights` of their tensor. They
-            are not written twice; the header names them.
-        max_shard_size: Most bytes of one file, as a number or ``"5GB"``; a single weight may be
-            larger.
-
-    Returns:
-        The files.
-
-    Raises:
-        ConfigError: There is nothing to write, or the size is none.
-    """
+    """Distribute weights over files."""
     most_bytes = parse_bytes(max_shard_size)
     if not most_bytes:
         raise ConfigError(
@@ -185,16 +171,7 @@ class WeightSource(Protocol):
 def write_shard(
     file_shard: Shard, output_folder: Path, weight_source: WeightSource
 ) -> Iterator[int]:
-    """Write one file.
-
-    Args:
-        file_shard: Which.
-        output_folder: Where to.
-        weight_source: What gives the bytes.
-
-    Yields:
-        The number of bytes, after each piece that has been written.
-    """
+    """Write one file."""
     path = output_folder / file_shard.filename
     with path.open("wb") as file:
         file.write(file_shard.header)
@@ -224,17 +201,6 @@ def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Pa
 
     Weights of an earlier save in the folder are replaced; other files stay. If something goes
     wrong, the folder is as it was.
-
-    Args:
-        output_folder: Where the files are to be; made if it does not exist.
-        file_shards: What will be written; the index of several is written here.
-
-    Yields:
-        A folder to write them into.
-
-    Raises:
-        ConfigError: `output_folder` is a file, or its disk has too little room.
-        CheckpointFailed: The disk was full, or failed.
     """
     # An iterable may be used only once, and is used three times here.
     file_shards = list(file_shards)

@@ -52,14 +52,7 @@ _NUMPY_DTYPES = {
 
 
 def check_records(stored_weights: Iterable[Weight]) -> None:
-    """Compare what will be read with its checksums: each record is read through once.
-
-    Args:
-        stored_weights: Whose pieces will be read.
-
-    Raises:
-        CheckpointDamaged: Bytes are not what was saved; it names all files and records.
-    """
+    """Compare what will be read with its checksums: each record is read through once."""
     archive_records = {
         stored_piece.record
         for stored_weight in stored_weights
@@ -118,17 +111,7 @@ class Reader:
             os.close(self._files.popitem()[1])
 
     def chunks(self, stored_weight: Weight) -> Iterator[memoryview]:
-        """The bytes of a weight, in order.
-
-        Args:
-            stored_weight: Which.
-
-        Yields:
-            At most a few MiB each, of the weight's type; each is valid until the next is yielded.
-
-        Raises:
-            CheckpointFailed: A file ends before its numbers do.
-        """
+        """The bytes of a weight, in order."""
         for stored_piece in stored_weight.pieces:
             if not stored_piece.is_contiguous:
                 yield self._scattered(stored_piece, stored_weight.dtype)
@@ -202,19 +185,7 @@ _ROUNDED_DTYPES = frozenset({"bfloat16", "float16"})
 def weights_of_stage_0(
     file_path: Path, model: Mapping[str, Any], *, exclude_frozen_parameters: bool
 ) -> tuple[dict[str, Weight], dict[str, str]]:
-    """The weights of a checkpoint of stage 0.
-
-    Args:
-        file_path: Its file.
-        model: The file's outline.
-        exclude_frozen_parameters: Leave out what was not trained.
-
-    Returns:
-        Weights by name, and names of tied parameters with the name of the one they are.
-
-    Raises:
-        ConfigError: The file does not have what is needed.
-    """
+    """The weights of a checkpoint of stage 0."""
     found_weights, tied_names = _stored_weights(model)
     buffer_names = set(model.get("buffer_names") or ())
     trained_weights = [
@@ -355,21 +326,7 @@ def swapped_in(
     param_groups: Sequence[Mapping[str, tuple[int, ...]]],
     num_ranks: int,
 ) -> list[StoredTensor]:
-    """Put swap files in place of the empty tensors of a rank's state.
-
-    Args:
-        checkpoint_folder: The checkpoint's.
-        rank: Whose state it is.
-        flat_tensors: Its sub-groups as its file of optimizer states has them.
-        param_groups: Shapes of the trained parameters by name, for each sub-group.
-        num_ranks: How many saved it.
-
-    Returns:
-        The sub-groups, all with their numbers.
-
-    Raises:
-        ConfigError: A swap file is missing, or not whole.
-    """
+    """Put swap files in place of the empty tensors of a rank's state."""
     whole_groups = list(flat_tensors)
     for group_number, (tensor, param_group) in enumerate(
         zip(flat_tensors, param_groups, strict=False)

@@ -278,11 +278,7 @@ class _ParameterGatherer:
 
 
 class _MasterGatherer(_ParameterGatherer):
-    """Gathers the optimizer's fp32 weights; of the others the tensors that the model computes with.
-
-    Args:
-        engine: DeepSpeed's.
-    """
+    """Gathers the optimizer's fp32 weights; of the others what the model computes with."""
 
     def __init__(self, engine: Any) -> None:
         self._of_stage_0 = dict(_masters_of_stage_0(engine))

@@ -19,14 +19,7 @@ __all__ = ["check_whole", "is_placeholder", "placeholders"]
 
 
 def is_placeholder(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment.
-
-    Args:
-        parameter: A parameter of a module.
-
-    Returns:
-        True where its shape is not the one that it was made with.
-    """
+    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment."""
     whole_shape = getattr(parameter, "ds_shape", None)
     return whole_shape is not None and tuple(parameter.shape) != tuple(whole_shape)
 
@@ -36,12 +29,6 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
 
     Parameters of a module have DeepSpeed's attributes. A state dict has only shapes: floating-point
     tensors of shape ``(0,)`` count, and ``tensor([1.])`` where most of its tensors are such.
-
-    Args:
-        module_or_state: A module, or the state dict of one, wherever it comes from.
-
-    Returns:
-        Their names.
     """
     # Imported here, so that this module can be imported without torch.
     import torch
@@ -84,15 +71,7 @@ def _is_one(tensor: torch.Tensor) -> bool:
 
 
 def check_whole(module_or_state: nn.Module | Mapping[str, Any], checked_thing: str) -> None:
-    """Refuse weights that are placeholders of ZeRO-3, before they are saved or loaded.
-
-    Args:
-        module_or_state: A module, or the state dict of one.
-        checked_thing: The call, to begin the message with: ``"save_model('out')"``.
-
-    Raises:
-        ConfigError: Some are; it names them and says how to get the weights.
-    """
+    """Refuse weights that are placeholders of ZeRO-3, before they are saved or loaded."""
     placeholder_names = placeholders(module_or_state)
     if not placeholder_names:
         return

@@ -161,11 +161,7 @@ class StoredTensor:
         return True
 
     def part(self, first_element: int, element_count: int) -> StoredTensor:
-        """Some of its elements, as a tensor of one dimension.
-
-        Raises:
-            ValueError: It has gaps, or another order: its elements are not where they would be.
-        """
+        """Some of its elements, as a tensor of one dimension."""
         if not self.is_contiguous:
             raise ValueError(f"a tensor of shape {self.shape} has the strides {self.stride}")
         return replace(
@@ -174,12 +170,7 @@ class StoredTensor:
 
 
 def misplaced(tensor: StoredTensor, num_bytes: int) -> str:
-    """Why a tensor cannot lie in a record of some size; empty if it can.
-
-    Args:
-        tensor: What a pickle says of it, which may be anything.
-        num_bytes: The record's size.
-    """
+    """Why a tensor cannot lie in a record of some size; empty if it can."""
     layout_numbers = (tensor.offset, *tensor.shape, *tensor.stride)
     if len(tensor.shape) != len(tensor.stride) or not all(
         type(layout_number) is int for layout_number in layout_numbers
@@ -204,11 +195,7 @@ def misplaced(tensor: StoredTensor, num_bytes: int) -> str:
 
 
 class Strip:
-    """Tensors of one dimension, seen as one: they may lie in many files.
-
-    Args:
-        tensors: In order.
-    """
+    """Tensors of one dimension, seen as one: they may lie in many files."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self._tensors = tuple(tensors)
@@ -220,15 +207,7 @@ class Strip:
         return self._bounds[-1]
 
     def part(self, first_element: int, element_count: int) -> tuple[StoredTensor, ...]:
-        """Where some consecutive elements lie.
-
-        Args:
-            first_element: The first.
-            element_count: How many.
-
-        Returns:
-            One tensor for each that they touch; fewer elements where it ends before.
-        """
+        """Where some consecutive elements lie."""
         # By bisection: a group of a large model may have thousands of tensors.
         end_element = first_element + element_count
         parts = []
@@ -271,15 +250,7 @@ class Weight:
 
     @classmethod
     def whole(cls, weight_name: str, tensor: StoredTensor) -> Weight:
-        """A tensor as it is in its file; as fp32 if it is of floating point.
-
-        Args:
-            weight_name: What it is called.
-            tensor: Where it is.
-
-        Returns:
-            The weight.
-        """
+        """A tensor as it is in its file; as fp32 if it is of floating point."""
         dtype = "float32" if tensor.dtype in _FLOATING_DTYPES else tensor.dtype
         return cls(weight_name, tensor.shape, dtype, (tensor,))
 
@@ -287,19 +258,7 @@ class Weight:
     def flat(
         cls, weight_name: str, shape: tuple[int, ...], stored_pieces: tuple[StoredTensor, ...]
     ) -> Weight:
-        """A parameter whose elements are put together from pieces, as fp32.
-
-        Args:
-            weight_name: What it is called.
-            shape: Its shape.
-            stored_pieces: Its elements.
-
-        Returns:
-            The weight.
-
-        Raises:
-            ConfigError: They are more or fewer than the shape holds.
-        """
+        """A parameter whose elements are put together from pieces, as fp32."""
         element_count = sum(stored_piece.numel for stored_piece in stored_pieces)
         if element_count != num_elements(shape):
             raise ConfigError(
@@ -376,10 +335,6 @@ class _OutlineUnpickler(pickle._Unpickler):  # noqa: SLF001 - it has no public n
 
     Python's implementation is used: the one in C reserves as much memory as numbers in the pickle
     say (a memo of 2**32 entries, a bytearray of any size) before it reads further.
-
-    Args:
-        zip_file: The pickle.
-        torch_archive: Where storages lie.
     """
 
     # Without the opcode that makes a bytearray of a size that the file names.
@@ -553,19 +508,7 @@ def is_readable(archive_path: Path) -> bool:
 
 
 def read_outline(archive_path: Path) -> Any:
-    """Read what ``torch.save`` wrote, without the numbers of its tensors.
-
-    Args:
-        archive_path: The file.
-
-    Returns:
-        The object; each tensor in it is a :class:`StoredTensor`, each object of a class that is
-        no plain container an :class:`Unknown`.
-
-    Raises:
-        CheckpointDamaged: The file is torn, or no such file.
-        ConfigError: It is of torch's old format, or of a machine of the other byte order.
-    """
+    """Read what ``torch.save`` wrote, without the numbers of its tensors."""
     try:
         with zipfile.ZipFile(archive_path) as file:
             return _TorchArchive(archive_path, file).outline()

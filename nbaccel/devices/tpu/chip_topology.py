@@ -87,14 +87,7 @@ the host (``TPU_WORKER_ID``, ``TPU_ACCELERATOR_TYPE``)."""
 
 
 def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a worker may inherit of an environment.
-
-    Args:
-        environ: That of the notebook.
-
-    Returns:
-        All of it but the `STALE_VARIABLES`.
-    """
+    """What a worker may inherit of an environment."""
     prefixes = tuple(name.rstrip("*") for name in STALE_VARIABLES if name.endswith("*"))
     return {
         variable_name: value
@@ -104,27 +97,12 @@ def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_per_process(generation: str) -> int:
-    """Replicas, a thread each, of a worker that has one chip.
-
-    Args:
-        generation: As in ``TpuHost.generation``.
-
-    Returns:
-        2 for v2 and v3, whose cores are two devices; 1 for the others.
-    """
+    """Replicas, a thread each, of a worker that has one chip."""
     return 2 if generation in _TWO_CORES else 1
 
 
 def legal_counts(generation: str, chips: int) -> tuple[int, ...]:
-    """How many workers a host can have: libtpu knows no other shapes.
-
-    Args:
-        generation: As in ``TpuHost.generation``; empty where it is not known.
-        chips: Chips that can be opened.
-
-    Returns:
-        The counts, ascending; none where there is no chip.
-    """
+    """How many workers a host can have: libtpu knows no other shapes."""
     if chips < 1:
         return ()
     # One worker needs no shape: it has the driver's default.
@@ -132,20 +110,7 @@ def legal_counts(generation: str, chips: int) -> tuple[int, ...]:
 
 
 def torch_tpu_variables(generation: str, num_workers: int, ports: Sequence[int]) -> dict[str, str]:
-    """What torch_tpu's workers must agree on, as its ``set_tpu_launch_env`` would set it.
-
-    Args:
-        generation: As in ``TpuHost.generation``; empty where it is not known.
-        num_workers: Workers of the launch.
-        ports: A free port for each of them, of this launch alone.
-
-    Returns:
-        Variables that are the same in all workers. None for one worker, which meets nobody.
-
-    Raises:
-        ConfigError: There is no shape of so many workers.
-        ValueError: There are more or fewer ports than workers.
-    """
+    """What torch_tpu's workers must agree on, as its ``set_tpu_launch_env`` would set it."""
     _check_ports(num_workers, ports)
     if num_workers == 1:
         return {}
@@ -160,21 +125,7 @@ def torch_tpu_variables(generation: str, num_workers: int, ports: Sequence[int])
 def torch_xla_variables(
     generation: str, num_workers: int, local_rank: int, ports: Sequence[int]
 ) -> dict[str, str]:
-    """What a worker of torch_xla needs, as its ``tpu.configure_topology`` would set it.
-
-    Args:
-        generation: As in ``TpuHost.generation``; empty where it is not known.
-        num_workers: Workers of the launch, one per chip.
-        local_rank: This worker's number.
-        ports: A free port for each of them, of this launch alone.
-
-    Returns:
-        Variables of this worker. One worker has the first chip and needs no addresses.
-
-    Raises:
-        ConfigError: There is no shape of so many workers.
-        ValueError: There are more or fewer ports than workers.
-    """
+    """What a worker of torch_xla needs, as its ``tpu.configure_topology`` would set it."""
     _check_ports(num_workers, ports)
     known_bounds = _XLA_BOUNDS_OF_7X if generation == "7x" else _bounds_of(generation)
     worker_variables = {

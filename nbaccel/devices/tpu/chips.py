@@ -68,19 +68,7 @@ def inspect_host(
     search_path: Sequence[str] | None = None,
     modules: Collection[str] | None = None,
 ) -> TpuHost | None:
-    """Look for TPUs on this machine.
-
-    Args:
-        environ: The process environment.
-        root: Where ``dev`` and ``sys`` are found.
-        proc: Where processes are found.
-        search_path: Folders with packages; None means those that Python imports from.
-        modules: Names of the imported modules; None means those of this process.
-
-    Returns:
-        What is known; None where there is neither a chip, nor one on the bus, nor a variable that
-        speaks of TPUs.
-    """
+    """Look for TPUs on this machine."""
     bus_chips = _read_bus(root)
     files = _find_files(environ, root, bus_chips)
     if not files.num_chips and not bus_chips and not mentions_tpu(environ):
@@ -114,29 +102,12 @@ def inspect_host(
 
 
 def count_chips(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """How many TPU chips this process could open.
-
-    Args:
-        environ: The process environment, whose TPU variables confirm an ambiguous device file.
-        root: Where ``dev`` and ``sys`` are found.
-
-    Returns:
-        The number of chips; 0 where only the environment mentions a TPU.
-    """
+    """How many TPU chips this process could open."""
     return _find_files(environ, root, _read_bus(root)).num_chips
 
 
 def holders_of(device_files: Collection[str], proc: Path = Path("/proc")) -> tuple[int, ...]:
-    """Which processes have a device file open.
-
-    Args:
-        device_files: The files.
-        proc: Where processes are found.
-
-    Returns:
-        Their numbers, ascending. Those of other users are missing where they are hidden from this
-        one.
-    """
+    """Which processes have a device file open."""
     paths = {os.path.realpath(device_file) for device_file in device_files}
     if not paths:
         return ()

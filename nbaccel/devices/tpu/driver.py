@@ -52,34 +52,20 @@ class TpuDriver(ABC):
         return self.is_awake()
 
     def fork_problem(self) -> str:
-        """What this process has done with the library that a fork of it could not live with.
-
-        Returns:
-            A clause; empty where there is nothing.
-        """
+        """What this process has done with the library that a fork of it could not live with."""
         return (
             f"the runtime of {self.name} is initialised in the notebook" if self.is_awake() else ""
         )
 
     @abstractmethod
     def bind(self, local_rank: int) -> None:
-        """Take the chip of this worker, which no process gives back before it ends.
-
-        Args:
-            local_rank: Number of the worker on its node.
-        """
+        """Take the chip of this worker, which no process gives back before it ends."""
 
     @abstractmethod
     def launch_variables(
         self, host: TpuHost, num_workers: int, ports: Sequence[int]
     ) -> tuple[Mapping[str, str], ...]:
-        """Variables of the workers of one launch, by local rank.
-
-        Args:
-            host: This machine.
-            num_workers: Workers on it.
-            ports: A free TCP port for each of them.
-        """
+        """Variables of the workers of one launch, by local rank."""
 
     def all_chips_variables(self) -> Mapping[str, str]:
         """Variables of a single worker that drives all chips, where the driver can do that."""
@@ -129,10 +115,6 @@ def move_parameters(module: nn.Module, device: torch.device) -> None:
 
     ``Module.to`` makes new parameters on TPUs: those of an optimizer would stay behind on the
     host, and weights that were tied would be two (torch_tpu 0.2, torch_xla 2.9).
-
-    Args:
-        module: The module.
-        device: Where to.
     """
     import torch
 

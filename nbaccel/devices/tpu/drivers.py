@@ -42,16 +42,7 @@ class DriverChoice:
 
 
 def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> DriverChoice:
-    """Choose what drives the chips of a host.
-
-    Args:
-        asked: As in ``RunConfig.tpu_driver``.
-        host: What is known of its TPUs; None where nothing speaks of one.
-        torch_version: Version of the installed torch; empty where there is none.
-
-    Returns:
-        The driver and the reason, or the refusal.
-    """
+    """Choose what drives the chips of a host."""
     found = TpuHost() if host is None else host
     if asked == "torch_xla" and found.pjrt_device == "CPU" and not found.chips:
         return _dry_run(found, torch_version)
@@ -82,16 +73,7 @@ def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> Drive
 
 
 def torch_refusal(driver_name: str, driver_version: str, torch_version: str) -> str:
-    """Why a driver does not take the torch that is installed.
-
-    Args:
-        driver_name: ``torch_tpu`` or ``torch_xla``.
-        driver_version: Its version.
-        torch_version: That of torch; empty where it is not installed.
-
-    Returns:
-        A clause; empty where it takes it.
-    """
+    """Why a driver does not take the torch that is installed."""
     if driver_name == "torch_tpu":
         lowest, highest = _TORCH_OF_TORCH_TPU
     else:
@@ -106,14 +88,7 @@ def torch_refusal(driver_name: str, driver_version: str, torch_version: str) -> 
 
 
 def many_hosts_refusal(host: TpuHost) -> str:
-    """Why a slice of several hosts is not driven.
-
-    Args:
-        host: One of them.
-
-    Returns:
-        A whole message; empty for a single host.
-    """
+    """Why a slice of several hosts is not driven."""
     if host.num_hosts < 2:
         return ""
     return (

@@ -43,15 +43,7 @@ class DriverPackages:
 def find_packages(
     environ: Mapping[str, str], search_path: Sequence[str] | None = None
 ) -> DriverPackages:
-    """Look for the drivers.
-
-    Args:
-        environ: The process environment, which may name another libtpu.
-        search_path: Folders with packages; None means those that Python imports from.
-
-    Returns:
-        Their versions.
-    """
+    """Look for the drivers."""
     torch_tpu, torch_xla = (_find(name, search_path) for name in ("torch_tpu", "torch_xla"))
     is_googles = torch_tpu is not None and any(
         (entry_point.group, entry_point.value) == _TORCH_TPU_ENTRY_POINT

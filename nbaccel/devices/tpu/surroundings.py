@@ -54,36 +54,19 @@ _WITHOUT_TORCH_TPU = frozenset({"v2", "v3"})
 
 
 def mentions_tpu(environ: Mapping[str, str]) -> bool:
-    """Whether an environment speaks of a TPU, or of a driver of one.
-
-    Args:
-        environ: The process environment.
-    """
+    """Whether an environment speaks of a TPU, or of a driver of one."""
     return any(environ.get(name) for name in _HINT_VARIABLES)
 
 
 def is_tpu_host(environ: Mapping[str, str]) -> bool:
-    """Whether an environment is that of a host with TPU chips.
-
-    Args:
-        environ: The process environment.
-    """
+    """Whether an environment is that of a host with TPU chips."""
     return environ.get("PJRT_DEVICE", "").upper() == "TPU" or any(
         environ.get(name) for name in _HOST_VARIABLES
     )
 
 
 def environment_of(environ: Mapping[str, str], modules: Collection[str], *, has_chips: bool) -> str:
-    """Where a notebook with a TPU runs.
-
-    Args:
-        environ: The process environment.
-        modules: Names of the imported modules.
-        has_chips: Whether the machine has TPU chips.
-
-    Returns:
-        As in ``TpuHost.environment``.
-    """
+    """Where a notebook with a TPU runs."""
     if any(environ.get(variable_name) for variable_name in _KAGGLE_VARIABLES):
         return "kaggle"
     # Empty ones count, too: what COLAB_GPU says beside a TPU has not been seen.
@@ -96,29 +79,14 @@ def environment_of(environ: Mapping[str, str], modules: Collection[str], *, has_
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """How many hosts a slice has, and which of them this is.
-
-    Args:
-        environ: The process environment.
-
-    Returns:
-        The number of hosts and this one's, from 0. A single host may name itself, so only a second
-        name makes it a slice of several.
-    """
+    """How many hosts a slice has, and which of them this is."""
     host_names = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
     text = environ.get("TPU_WORKER_ID") or environ.get("JOB_COMPLETION_INDEX") or "0"
     return max(1, len(host_names)), int(text) if text.isdecimal() else 0
 
 
 def generation_of_type(accelerator_type: str) -> str:
-    """The generation that a name of Google's cloud means.
-
-    Args:
-        accelerator_type: ``v5litepod-8``, ``v4-8``, ``tpu7x-8``.
-
-    Returns:
-        As in ``TpuHost.generation``; empty for a name of another form.
-    """
+    """The generation that a name of Google's cloud means."""
     type_match = _ACCELERATOR_TYPE.fullmatch(accelerator_type.strip().lower())
     if type_match is None:
         return ""
@@ -130,16 +98,7 @@ def generation_of_type(accelerator_type: str) -> str:
 def notes_on(
     host: TpuHost, environ: Mapping[str, str], packages: DriverPackages
 ) -> tuple[str, ...]:
-    """What is odd about a host.
-
-    Args:
-        host: What is known of it; its own notes are not read.
-        environ: The process environment.
-        packages: What is installed.
-
-    Returns:
-        Whole messages: the value, why it matters, what to do.
-    """
+    """What is odd about a host."""
     notes = [*_hardware_notes(host, environ), *_package_notes(host, packages)]
     if host.chips:
         notes += [*_preset_notes(host, environ), *_holder_notes(host)]

@@ -124,11 +124,7 @@ class TorchXlaDriver(TpuDriver):
         return True
 
     def downcast_floats(self) -> str:
-        """See :meth:`TpuDriver.downcast_floats`; the library reads the variable once.
-
-        Raises:
-            ConfigError: A tensor was made on the device before, which has read it.
-        """
+        """See :meth:`TpuDriver.downcast_floats`; the library reads the variable once."""
         import torch
 
         env.update({"XLA_DOWNCAST_BF16": "1", "XLA_USE_BF16": None})

@@ -24,12 +24,6 @@ _FIRST_SECTION = "Common"
 class AllSettings:
     """The searchable list of all settings.
 
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-        panel_names: The panels whose settings are in it.
-        field_of: Makes the field of a setting, or gives the one that there is.
-
     Attributes:
         section: The section, which is filled when it is opened.
         sections: All sections below it that have been made.
@@ -110,15 +104,7 @@ class AllSettings:
 
 
 def search_settings(words: str, settings: Sequence[Setting]) -> list[Setting]:
-    """Find settings by what people remember of them.
-
-    Args:
-        words: Words that must all stand in a setting's label, name, key or meaning.
-        settings: Where to look.
-
-    Returns:
-        Those found: the words in the label first, then in the name, then in the meaning.
-    """
+    """Find settings by what people remember of them."""
     wanted_words = words.lower().split()
     ranked: list[tuple[int, Setting]] = []
     for setting in settings:

@@ -64,16 +64,7 @@ class PickerState:
 
 
 def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOption) -> str:
-    """Why an option cannot be chosen.
-
-    Args:
-        view: The present state.
-        setting: The choice.
-        choice_option: The option.
-
-    Returns:
-        A clause, without a stop; empty where it can.
-    """
+    """Why an option cannot be chosen."""
     if choice_option.value == value_of(view.config, setting):
         return ""  # the present value stays selectable, whatever is wrong with it
     owning_form = form_of(setting.name)
@@ -89,15 +80,7 @@ def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOpt
 
 
 def setting_refusal(view: PickerState, setting: Setting) -> str:
-    """Why a whole choice cannot be made.
-
-    Args:
-        view: The present state.
-        setting: The choice.
-
-    Returns:
-        A clause, without a stop; empty where it can.
-    """
+    """Why a whole choice cannot be made."""
     if setting.name == "activation_checkpointing":
         return _switch_refusal(view)
     owning_form = form_of(setting.name)
@@ -105,16 +88,7 @@ def setting_refusal(view: PickerState, setting: Setting) -> str:
 
 
 def is_shown(view: PickerState, setting: Setting) -> bool:
-    """Whether a choice means anything as things are.
-
-    Args:
-        view: The present state.
-        setting: The choice.
-
-    Returns:
-        False for recipes of another precision or backend, folders of what is not on disk,
-        addresses where there is one machine, and drivers of chips that are not there.
-    """
+    """Whether a choice means anything as things are."""
     setting_name = setting.name
     if setting_name.startswith(_FP8):
         if not precision_row(view.config.mixed_precision).has_backends:
@@ -181,15 +155,7 @@ def _plan_refusal(
 
 
 def problems_of(config: RunConfig, inventory: Inventory) -> tuple[str, ...]:
-    """Why a machine cannot serve a configuration.
-
-    Args:
-        config: The configuration.
-        inventory: The machine.
-
-    Returns:
-        The plan's mistakes; nothing where it can.
-    """
+    """Why a machine cannot serve a configuration."""
     try:
         resolve(config, inventory)
     except ConfigError as error:

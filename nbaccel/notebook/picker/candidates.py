@@ -123,12 +123,7 @@ def _free_after(bar: MemoryBar) -> int:
 
 
 def way_of(config: RunConfig, *, world_size: int) -> str:
-    """The name of the way to train that a run takes.
-
-    Args:
-        config: The run.
-        world_size: Its processes in all.
-    """
+    """The name of the way to train that a run takes."""
     for settings_form in settings_forms():
         if settings_form.is_chosen(config):
             return settings_form.way_of(config)
@@ -148,9 +143,6 @@ def _copies_name(world_size: int) -> str:
 @dataclass
 class CandidateFinder:
     """Finds the ways to train one model.
-
-    Args:
-        memory_model: Measures them.
 
     Attributes:
         defers_recomputing: Whether a way that does not fit as it is stays unfinished where
@@ -172,19 +164,7 @@ class CandidateFinder:
     def find(
         self, config: RunConfig, *, samples: int | None = None, passes: int | None = None
     ) -> tuple[Candidate, ...]:
-        """All ways to train, the simplest first.
-
-        Args:
-            config: The chosen settings: precision, processes and what a way does not decide.
-            samples: Samples of one process in one forward pass; None: those of the batch.
-            passes: Forward passes of an optimizer step; None: as the settings say.
-
-        Returns:
-            The ways; one of them is the best, unless none fits.
-
-        Raises:
-            NbaccelError: The machine cannot run the settings.
-        """
+        """All ways to train, the simplest first."""
         candidates = self.candidates(config, samples=samples, passes=passes)
         return tuple(judged(candidates, simplest_first=candidates))
 
@@ -196,20 +176,7 @@ class CandidateFinder:
         passes: int | None = None,
         is_chosen: bool = True,
     ) -> list[Candidate]:
-        """The same, before one of them is found to be the best.
-
-        Args:
-            config: The settings.
-            samples: See `find`.
-            passes: See `find`.
-            is_chosen: Whether the settings are what is chosen now, so that one way is taken.
-
-        Returns:
-            The ways.
-
-        Raises:
-            NbaccelError: The machine cannot run the settings.
-        """
+        """The same, before one of them is found to be the best."""
         plan = resolve(config, self.memory_model.inventory)
         taken_name = way_of(config, world_size=plan.world_size) if is_chosen else None
         return [
@@ -397,15 +364,7 @@ def _first_mistake(error: NbaccelError) -> str:
 def judged(
     candidates: Sequence[Candidate], *, simplest_first: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Mark the best, and tell what the others cost beside it.
-
-    Args:
-        candidates: All of them.
-        simplest_first: The same in another order: of equally fast ones the first is the best.
-
-    Yields:
-        The candidates, with their reasons.
-    """
+    """Mark the best, and tell what the others cost beside it."""
     if not all(candidate.is_estimated for candidate in candidates):
         yield from candidates  # one of those that are missing may be better than all others
         return
@@ -431,12 +390,7 @@ def _best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def is_as_fast(step_s: float, other_s: float) -> bool:
-    """Whether estimates do not tell two steps apart, or the first is the faster one.
-
-    Args:
-        step_s: Seconds of a step.
-        other_s: Those of the other.
-    """
+    """Whether estimates do not tell two steps apart, or the first is the faster one."""
     return step_s <= max(other_s * _SAME_SPEED, SHORTEST_S)
 
 
@@ -461,12 +415,7 @@ def _best_reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
 
 
 def beside(candidate: Candidate, best: Candidate | None) -> str:
-    """What a way costs beside the best: a clause; empty where nothing is known.
-
-    Args:
-        candidate: The way.
-        best: The fastest that fits; None where none does.
-    """
+    """What a way costs beside the best: a clause; empty where nothing is known."""
     if candidate.refusal:
         return candidate.refusal
     if not candidate.fits:

@@ -153,14 +153,7 @@ def title_of(panel_name: str) -> str:
 
 @cache
 def settings(panel_name: str) -> tuple[Setting, ...]:
-    """The choices of a panel: the common ones first, then the rest by section.
-
-    Args:
-        panel_name: One of `PANELS`.
-
-    Returns:
-        All of them.
-    """
+    """The choices of a panel: the common ones first, then the rest by section."""
     panel_makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
     panel_settings = {setting.name: setting for setting in panel_makers[panel_name]()}
     common_names = (
@@ -331,11 +324,7 @@ def _as_sentence(text: str) -> str:
 
 # ----------------------------------------------------------------------- documentation
 def choices_tables() -> str:
-    """The tables of `docs/pages/reference/choices.md`: each choice, and what it sets.
-
-    Returns:
-        What stands between the two markers, without them.
-    """
+    """The tables of `docs/pages/reference/choices.md`: each choice, and what it sets."""
     all_settings = list(by_name().values())
     common_settings = [setting for setting in all_settings if not setting.section]
     other_settings = [setting for setting in all_settings if setting.section]

@@ -34,38 +34,20 @@ _CAUTION = "see that the loss falls as in bf16"
 
 
 def precision_label(precision_name: str) -> str:
-    """A precision as the form writes it: ``fp32`` for ``no``.
-
-    Args:
-        precision_name: As in a `RunConfig`.
-    """
+    """A precision as the form writes it: ``fp32`` for ``no``."""
     labels = {option.value: option.label for option in by_name()[_SETTING].options}
     return labels.get(precision_name, precision_name)
 
 
 def name_with_precision(candidate: Candidate) -> str:
-    """Both in a few words: ``ZeRO-2 in bf16``.
-
-    Args:
-        candidate: The candidate.
-    """
+    """Both in a few words: ``ZeRO-2 in bf16``."""
     return f"{candidate.name} in {precision_label(candidate.precision)}"
 
 
 def compare_precisions(
     finder: CandidateFinder, config: RunConfig, precision_names: Sequence[str]
 ) -> tuple[Candidate, ...]:
-    """All ways to train in several precisions.
-
-    Args:
-        finder: Finds the ways.
-        config: The chosen settings.
-        precision_names: The precisions, in the order in which they are shown.
-
-    Returns:
-        The ways, the simplest first, and of each way its precisions; one of all is the best,
-        unless none fits. A way that cannot be taken in any precision is there once.
-    """
+    """All ways to train in several precisions."""
     found: dict[str, dict[str, Candidate]] = {}
     for precision_name in precision_names:
         is_chosen = precision_name == config.mixed_precision
@@ -91,15 +73,7 @@ def _with_caution(candidate: Candidate) -> Candidate:
 
 
 def hint_of(candidates: Sequence[Candidate], compared: Sequence[Candidate]) -> str:
-    """What another precision would do better.
-
-    Args:
-        candidates: The ways in the chosen precision.
-        compared: The ways in all precisions.
-
-    Returns:
-        A sentence; empty where the chosen precision does as well.
-    """
+    """What another precision would do better."""
     best = next((candidate for candidate in candidates if candidate.is_best), None)
     better = next((candidate for candidate in compared if candidate.is_best), None)
     if better is None or (best is not None and best.precision == better.precision):
@@ -140,16 +114,7 @@ def _shown_once(by_precision: Mapping[str, Candidate]) -> Iterator[Candidate]:
 def precision_variants(
     config: RunConfig, precision_names: Sequence[str], *, may_recompute: bool
 ) -> Iterator[RunConfig]:
-    """Runs whose activations differ: in each precision, kept and computed again.
-
-    Args:
-        config: The chosen settings.
-        precision_names: The precisions.
-        may_recompute: Whether the model can compute its activations again.
-
-    Yields:
-        The runs.
-    """
+    """Runs whose activations differ: in each precision, kept and computed again."""
     choices = (False, True) if may_recompute else (config.activation_checkpointing,)
     for precision_name in precision_names:
         for with_recompute in choices:
@@ -159,12 +124,7 @@ def precision_variants(
 
 
 def measure_later(memory_model: MemoryModel, config: RunConfig) -> None:
-    """Measure the activations of a run, so that a later choice need not.
-
-    Args:
-        memory_model: Measures and keeps them.
-        config: The run.
-    """
+    """Measure the activations of a run, so that a later choice need not."""
     with contextlib.suppress(ConfigError):  # reported when it is chosen
         sizes = (
             settings_form.batch_size(settings_form.document(config) or {})
@@ -175,34 +135,18 @@ def measure_later(memory_model: MemoryModel, config: RunConfig) -> None:
 
 # ----------------------------------------------------------------------- how they are shown
 def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[Candidate]]]:
-    """The ways, each with its precisions.
-
-    Args:
-        candidates: As `compare_precisions` returns them.
-
-    Yields:
-        The name of a way, and its candidates.
-    """
+    """The ways, each with its precisions."""
     for name, of_way in groupby(candidates, key=lambda candidate: candidate.name):
         yield name, list(of_way)
 
 
 def is_shown_once(of_way: Sequence[Candidate]) -> bool:
-    """Whether a way cannot be taken in any precision, so that no precision is named beside it.
-
-    Args:
-        of_way: The candidates of one way.
-    """
+    """Whether a way cannot be taken in any precision, so that no precision is named beside it."""
     return len(of_way) == 1 and bool(of_way[0].refusal)
 
 
 def button_names(candidates: Sequence[Candidate], *, compares: bool) -> list[str]:
-    """What the buttons of candidates are called.
-
-    Args:
-        candidates: All of them, in their order.
-        compares: Whether these are of several precisions, which are then part of the names.
-    """
+    """What the buttons of candidates are called."""
     if not compares:
         return [candidate.name for candidate in candidates]
     return [

@@ -16,15 +16,7 @@ _PASS_NAMES = tuple(GEMM_PASSES)
 
 
 def value_of(config: RunConfig, setting: Setting) -> Any:
-    """The value of a choice in a configuration.
-
-    Args:
-        config: The configuration.
-        setting: The choice.
-
-    Returns:
-        The value; None where it is left open.
-    """
+    """The value of a choice in a configuration."""
     setting_name = setting.name
     if setting_name.startswith(_FP8):
         fp8_config = config.fp8 or Fp8Config()
@@ -49,22 +41,7 @@ def edit_config(
     device: str,
     earlier_configs: Mapping[SettingsForm, RunConfig],
 ) -> Edit:
-    """A configuration with another value for a choice.
-
-    Args:
-        config: The configuration; it stays as it is.
-        setting: The choice.
-        new_value: Its new value; None leaves it open.
-        device: The device of the processes.
-        earlier_configs: The configurations that last trained with each strategy, which are taken
-            up again where it is chosen anew.
-
-    Returns:
-        The new one, and what else was changed.
-
-    Raises:
-        ConfigError: The value is wrong, or cannot go with the others.
-    """
+    """A configuration with another value for a choice."""
     setting_name = setting.name
     new_value = _as_typed(setting, new_value)
     if setting_name.startswith(_FP8):

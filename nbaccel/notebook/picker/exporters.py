@@ -51,16 +51,7 @@ class ConfigFace:
 def faces_of(
     config: RunConfig, documents: Mapping[str, Mapping[str, Any]]
 ) -> tuple[ConfigFace, ...]:
-    """All languages of a configuration.
-
-    Args:
-        config: The configuration.
-        documents: Configurations of the strategy that it trains with, by the name of their file,
-            with ``"auto"`` filled in where something decides it.
-
-    Returns:
-        The faces.
-    """
+    """All languages of a configuration."""
     yaml_text = config.to_yaml()
     config_faces = [
         ConfigFace(
@@ -81,16 +72,7 @@ def faces_of(
 
 
 def save_face(config_faces: Sequence[ConfigFace], path: str | Path, face_name: str) -> None:
-    """Write one of the languages to a file, whole or not at all.
-
-    Args:
-        config_faces: All of them.
-        path: The file.
-        face_name: The name of the one.
-
-    Raises:
-        ConfigError: There is no such language now, or the file cannot be written.
-    """
+    """Write one of the languages to a file, whole or not at all."""
     face_texts = {config_face.name: config_face.text for config_face in config_faces}
     if face_name not in face_texts:
         raise ConfigError(
@@ -107,15 +89,7 @@ def save_face(config_faces: Sequence[ConfigFace], path: str | Path, face_name: s
 
 
 def flag_of(config: RunConfig, field_name: str) -> str:
-    """A setting as an option of a magic's line or of a command.
-
-    Args:
-        config: The configuration.
-        field_name: The setting.
-
-    Returns:
-        The option with its value, quoted for a shell.
-    """
+    """A setting as an option of a magic's line or of a command."""
     field_value = getattr(config, field_name)
     magic_option = next(
         magic_option for magic_option in options() if magic_option.name == field_name
@@ -153,19 +127,7 @@ def _python_code(config: RunConfig) -> str:
 def read_settings_source(
     source: str | Path | Mapping[str, Any], config: RunConfig, inventory: Inventory
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Read a run's configuration, or a strategy's own.
-
-    Args:
-        source: A path, the text itself, or what is in it.
-        config: The configuration that a strategy's own is laid over.
-        inventory: The machine.
-
-    Returns:
-        The run, and what is worth knowing about it.
-
-    Raises:
-        ConfigError: It cannot be read, or holds mistakes, all of them.
-    """
+    """Read a run's configuration, or a strategy's own."""
     settings = source if isinstance(source, Mapping) else _parse_source(source)
     document_form = next(
         (
@@ -206,14 +168,7 @@ def _is_run(settings: Mapping[str, Any]) -> bool:
 
 
 def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
-    """Mistakes, by the choice that each names first.
-
-    Args:
-        error: The error that was raised.
-
-    Returns:
-        Name of a choice → messages; under ``""`` those that name none.
-    """
+    """Mistakes, by the choice that each names first."""
     # A strategy's messages may name a key without its section; whole names below override these.
     # Reversed, so that of equal last parts the first choice is kept.
     names_by_key = {

@@ -55,11 +55,6 @@ class SharedFields:
 
     They share layouts and styles, and have their classes and values from the beginning.
 
-    Args:
-        lock: Held while the user's actions are carried out. Front ends hand them on in several
-            threads, and one that comes while another thread shows the state must not be taken for
-            a value that code has set.
-
     Attributes:
         lock: The same.
     """
@@ -165,11 +160,7 @@ class SettingField:
                 self._show_errors()
 
     def tell(self, messages: tuple[str, ...]) -> None:
-        """Show mistakes at this field; an empty tuple removes them.
-
-        Args:
-            messages: One per mistake.
-        """
+        """Show mistakes at this field; an empty tuple removes them."""
         self.messages = messages
         self._show_errors()
 
@@ -388,18 +379,7 @@ def field_for(
     shared_fields: SharedFields,
     look: FieldLook = "whole",
 ) -> SettingField:
-    """The field that fits a choice.
-
-    Args:
-        setting: The choice.
-        model: The picker's model.
-        on_choose: Called with the field and a value when the user gives one.
-        shared_fields: Layouts and styles.
-        look: How much of it is shown.
-
-    Returns:
-        The field.
-    """
+    """The field that fits a choice."""
     field_class: type[SettingField] = LineField
     if setting.kind == "truth":
         field_class = ListField
@@ -411,13 +391,7 @@ def field_for(
 
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
-    """Add or remove a class of a widget, without a message where nothing changes.
-
-    Args:
-        widget: The widget.
-        class_name: The class.
-        is_on: Whether it is to have it.
-    """
+    """Add or remove a class of a widget, without a message where nothing changes."""
     if is_on:
         widget.add_class(class_name)
     else:
@@ -425,11 +399,7 @@ def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
 
 
 def as_text(setting_value: Any) -> str:
-    """A value as it is typed: a table as JSON, words with commas between them.
-
-    Args:
-        setting_value: A value of a configuration.
-    """
+    """A value as it is typed: a table as JSON, words with commas between them."""
     if setting_value is None:
         return ""
     if isinstance(setting_value, (list, tuple)) and all(
@@ -442,15 +412,7 @@ def as_text(setting_value: Any) -> str:
 
 
 def as_value(typed_text: str, setting_kind: str) -> Any:
-    """The value that typed text stands for; other text is returned, and will be refused.
-
-    Args:
-        typed_text: What was typed: ``5e8`` and ``500_000_000`` are the same whole number.
-        setting_kind: The kind of the setting.
-
-    Returns:
-        The value; None where nothing was typed.
-    """
+    """The value that typed text stands for; other text is returned, and will be refused."""
     typed_text = typed_text.strip()
     if not typed_text:
         return None

@@ -61,9 +61,6 @@ def front_html(hidden_class: str) -> str:
     """The picker's style, and the script that gives its widgets names, roles and arrow keys.
 
     The script runs when the style is loaded: scripts in the HTML of a widget are not run.
-
-    Args:
-        hidden_class: A class of elements that are not to be seen as long as this is.
     """
     style_text, script_text = _style_and_script()
     return (
@@ -82,11 +79,7 @@ def _style_and_script() -> tuple[str, str]:
 
 
 def css_name(setting_name: object) -> str:
-    """A name as the end of a class: ``zero_optimization.stage`` as ``zero_optimization-stage``.
-
-    Args:
-        setting_name: The name of a choice, or a value.
-    """
+    """A name as the end of a class: ``zero_optimization.stage`` as ``zero_optimization-stage``."""
     lower_name = "none" if setting_name is None else str(setting_name).lower()
     return "".join(
         one_character if one_character.isalnum() or one_character in "_-" else "-"
@@ -96,23 +89,14 @@ def css_name(setting_name: object) -> str:
 
 # ---------------------------------------------------------------------- beside a field
 def heading_html(heading_text: str) -> str:
-    """A panel's name.
-
-    Args:
-        heading_text: The name.
-    """
+    """A panel's name."""
     return (
         f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(heading_text)}</div>'
     )
 
 
 def label_html(label_text: str, *, is_hidden: bool = False) -> str:
-    """A group's label; screen readers get it as the group's name.
-
-    Args:
-        label_text: The label.
-        is_hidden: Whether only they get it.
-    """
+    """A group's label; screen readers get it as the group's name."""
     hidden_class = " nbaccel-hidden" if is_hidden else ""
     return f'<span class="nbaccel-label{hidden_class}">{escape(label_text)}</span>'
 
@@ -125,15 +109,7 @@ def note_html(
     refusal: str = "",
     reasons: Sequence[str] = (),
 ) -> str:
-    """The note beside a field: what it comes to, its meaning, and why something cannot be used.
-
-    Args:
-        setting_meaning: One line.
-        outcome: What an open value comes to, and why; empty where there is a value.
-        docs_link: Where to read about it; empty where that is nowhere.
-        refusal: Why nothing can be chosen here; empty where it can.
-        reasons: Why some values cannot be chosen.
-    """
+    """The note beside a field: what it comes to, its meaning, and why something cannot be used."""
     html_parts = []
     if refusal:
         html_parts.append(f'<span class="nbaccel-refusal">{escape(_as_sentence(refusal))}</span>')
@@ -158,11 +134,7 @@ def _as_sentence(clause: str) -> str:
 
 
 def error_html(error_messages: Iterable[str]) -> str:
-    """Mistakes, with a word and a sign besides the colour.
-
-    Args:
-        error_messages: One per mistake.
-    """
+    """Mistakes, with a word and a sign besides the colour."""
     return "".join(
         f'<div class="nbaccel-error" role="alert">⚠ <b>Not taken:</b> {escape(error_message)}</div>'
         for error_message in error_messages
@@ -170,13 +142,7 @@ def error_html(error_messages: Iterable[str]) -> str:
 
 
 def text_mistakes_html(mistakes: Sequence[TextMistake], text: str, otherwise: str) -> str:
-    """The mistakes of a text that is being edited, each with the line that it is in.
-
-    Args:
-        mistakes: The mistakes; empty where there are none.
-        text: The text.
-        otherwise: What is said where there are none.
-    """
+    """The mistakes of a text that is being edited, each with the line that it is in."""
     if not mistakes:
         return f'<div class="nbaccel-note" role="status">{escape(otherwise)}</div>'
     lines = text.splitlines()
@@ -202,22 +168,14 @@ def _text_mistake(mistake: TextMistake, lines: Sequence[str]) -> str:
 
 
 def remarks_html(remarks: Iterable[str]) -> str:
-    """Remarks on what else the last change has changed.
-
-    Args:
-        remarks: One sentence each.
-    """
+    """Remarks on what else the last change has changed."""
     remark_parts = "".join(f'<div class="nbaccel-remark">{escape(text)}</div>' for text in remarks)
     return f'<div role="status">{remark_parts}</div>' if remark_parts else ""
 
 
 # ---------------------------------------------------------------------- memory
 def verdict_html(fit_verdict: FitVerdict) -> str:
-    """Whether it fits, and what to do where it does not.
-
-    Args:
-        fit_verdict: The model's.
-    """
+    """Whether it fits, and what to do where it does not."""
     if not (fit_verdict.text or fit_verdict.remedy):
         return ""
     class_and_sign = {True: ("nbaccel-fits", "✓"), False: ("nbaccel-lacks", "✗"), None: ("", "")}
@@ -231,11 +189,7 @@ def verdict_html(fit_verdict: FitVerdict) -> str:
 
 
 def bars_html(memory_bars: Iterable[MemoryBar]) -> str:
-    """Memory place by place, each as a bar with its numbers beside it.
-
-    Args:
-        memory_bars: The bars.
-    """
+    """Memory place by place, each as a bar with its numbers beside it."""
     bars = list(memory_bars)
     return "".join(
         _bar_html(memory_bar, next_bar) for memory_bar, next_bar in zip_longest(bars, bars[1:])
@@ -310,11 +264,7 @@ def _legend_html(bar_segment: BarSegment) -> str:
 
 # ---------------------------------------------------------------------- the configuration
 def face_html(config_face: ConfigFace) -> str:
-    """The configuration in one language, with a button that copies it.
-
-    Args:
-        config_face: The text.
-    """
+    """The configuration in one language, with a button that copies it."""
     return (
         f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(config_face.name)}">'
         f"{escape(config_face.text)}</pre>"
@@ -324,11 +274,7 @@ def face_html(config_face: ConfigFace) -> str:
 
 
 def resolved_html(plan_choices: Sequence[Choice]) -> str:
-    """The open settings and what they are resolved to, with the reasons.
-
-    Args:
-        plan_choices: The decisions of the plan.
-    """
+    """The open settings and what they are resolved to, with the reasons."""
     if not plan_choices:
         return '<p class="nbaccel-note">Nothing is left open.</p>'
     table_rows = "".join(

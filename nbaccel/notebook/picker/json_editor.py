@@ -32,11 +32,6 @@ _NO_MISTAKES = "No mistakes."
 class ConfigEditor:
     """An editor of the configuration, with files to load and to save.
 
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-        carry_out: Runs an action and shows its errors.
-
     Attributes:
         section: The section, which is filled when it is opened.
     """

@@ -111,13 +111,7 @@ class MemoryNeed:
 
 @dataclass(kw_only=True)
 class MemoryModel:
-    """Measures choices against one model.
-
-    Args:
-        model: The module; it may be on ``meta``.
-        sample_batch: A batch of one process; None leaves activations out.
-        inventory: The machine.
-    """
+    """Measures choices against one model."""
 
     model: Any
     sample_batch: Any
@@ -165,22 +159,7 @@ class MemoryModel:
         *,
         samples: int | None = None,
     ) -> MemoryNeed:
-        """What a run needs.
-
-        Args:
-            config: The settings.
-            plan: The plan of these for this machine.
-            chosen_form: The strategy that has a configuration of its own; None where none has.
-            strategy_document: That configuration, filled in.
-            samples: Samples of one process in one forward pass, where the configuration does not
-                say so; None: those of the batch.
-
-        Returns:
-            The need.
-
-        Raises:
-            ConfigError: Activations cannot be measured, or a setting not be read.
-        """
+        """What a run needs."""
         machine = self.inventory
         machine = replace(machine, gpus=registry.device(plan.device).units(machine))
         told_samples = None if chosen_form is None else chosen_form.batch_size(strategy_document)
@@ -228,24 +207,12 @@ class MemoryModel:
         return self._states[key]
 
     def has_measured(self, config: RunConfig) -> bool:
-        """Whether activations are known, so that a need is found in a moment.
-
-        Args:
-            config: The settings.
-        """
+        """Whether activations are known, so that a need is found in a moment."""
         measured = (_measured_precision(config), config.activation_checkpointing)
         return self.sample_batch is None or any(key[1:] == measured for key in self._activations)
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
-        """What activations need on a device: measured once for each batch and precision.
-
-        Args:
-            config: The settings.
-            batch_size: Samples of one process in one forward pass; None: those of the batch.
-
-        Returns:
-            Bytes; 0 without a batch.
-        """
+        """What activations need on a device: measured once for each batch and precision."""
         if self.sample_batch is None:
             return 0
         # Not at the top: it imports torch, which a form without a batch need not wait for.
@@ -281,15 +248,7 @@ def _measured_precision(config: RunConfig) -> str:
 
 
 def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[MemoryBar, ...]:
-    """An estimate as bars: one for each device, the host and the disk.
-
-    Args:
-        memory_estimate: The memory that is needed.
-        machine: The machine; without GPUs processes compute in host memory.
-
-    Returns:
-        The bars.
-    """
+    """An estimate as bars: one for each device, the host and the disk."""
     memory_bars = []
     gpus = (machine.gpus or registry.usable_units(machine))[: memory_estimate.num_processes]
     for gpu_number, gpu in enumerate(gpus):
@@ -350,15 +309,7 @@ def _memory_bar(label: str, needed_bytes: Bytes, capacity_bytes: int, free_bytes
 def joined_text(
     memory_bars: Sequence[MemoryBar], bar_text: Callable[[MemoryBar], str]
 ) -> Iterator[str]:
-    """A clause per place; neighbouring places with the same clause share one.
-
-    Args:
-        memory_bars: The places.
-        bar_text: The clause for one place.
-
-    Yields:
-        A clause for each run of places.
-    """
+    """A clause per place; neighbouring places with the same clause share one."""
     for shared_text, same_bars in itertools.groupby(memory_bars, key=bar_text):
         names = [memory_bar.label.partition(" · ")[0] for memory_bar in same_bars]
         place_text = names[0] if len(names) == 1 else f"each of {names[0]} to {names[-1]}"

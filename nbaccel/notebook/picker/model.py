@@ -83,12 +83,6 @@ class OptionOffer:
 class PickerModel:
     """The choices of one picker.
 
-    Args:
-        config: Where to begin, a `RunConfig` or another picker; None: the defaults.
-        model: The module whose memory is shown; it may be on ``meta``. None shows none.
-        sample_batch: A batch of one process, for the activations.
-        inventory: The machine; None looks at this one.
-
     Attributes:
         inventory: The machine.
         remarks: What the last change changed besides, and warnings of the plan.
@@ -164,11 +158,7 @@ class PickerModel:
         return tuple(setting for panel_name in panel_names for setting in self.settings(panel_name))
 
     def setting(self, name: str) -> Setting:
-        """A choice by its name.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """A choice by its name."""
         known_setting = by_name().get(name)
         if known_setting is None:
             raise ConfigError(
@@ -182,14 +172,7 @@ class PickerModel:
         return value_of(self._config, self.setting(name))
 
     def observe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call back after each change.
-
-        Args:
-            callback: Called without arguments.
-
-        Returns:
-            What ends it.
-        """
+        """Call back after each change."""
         self._observers.append(callback)
 
         def end() -> None:
@@ -269,15 +252,7 @@ class PickerModel:
     # ------------------------------------------------------------------- changing
 
     def choose(self, name: str, value: Any) -> None:
-        """Make a choice.
-
-        Args:
-            name: The choice.
-            value: What to take; None leaves it open.
-
-        Raises:
-            ConfigError: It cannot be taken; everything stays as it was.
-        """
+        """Make a choice."""
         setting = self.setting(name)
         # Python code can give a value that the form shows greyed.
         for option_offer in self.offers(name):
@@ -293,14 +268,7 @@ class PickerModel:
         self._become(config_edit.config, config_edit.remarks)
 
     def replace(self, config: Any) -> None:
-        """Take over a whole configuration, as one change.
-
-        Args:
-            config: A `RunConfig`, or another picker.
-
-        Raises:
-            ConfigError: It is neither.
-        """
+        """Take over a whole configuration, as one change."""
         self._become(run_config_of(config), ())
 
     @property
@@ -314,26 +282,12 @@ class PickerModel:
             self._take_over(self._past.pop(), ())
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Take over a file: DeepSpeed's configuration, or a `RunConfig` as JSON or YAML.
-
-        Args:
-            source: A path, the text itself, or what is in it.
-
-        Raises:
-            ConfigError: It cannot be read or holds mistakes, all of them; nothing is changed.
-        """
+        """Take over a file: DeepSpeed's configuration, or a `RunConfig` as JSON or YAML."""
         config, load_remarks = read_settings_source(source, self._config, self.inventory)
         self._become(config, load_remarks)
 
     def check_source(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Read a file as `load` does, and take nothing over.
-
-        Args:
-            source: A path, the text itself, or what is in it.
-
-        Raises:
-            ConfigError: It cannot be read or holds mistakes, all of them.
-        """
+        """Read a file as `load` does, and take nothing over."""
         read_settings_source(source, self._config, self.inventory)
 
     def editable_text(self) -> str:
@@ -345,15 +299,7 @@ class PickerModel:
         return json.dumps(settings, indent=2)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
-        """Write one of the faces to a file, whole or not at all.
-
-        Args:
-            path: The file.
-            face: The name of the face.
-
-        Raises:
-            ConfigError: There is no such face now, or the file cannot be written.
-        """
+        """Write one of the faces to a file, whole or not at all."""
         save_face(self.faces(), path, face)
 
     def mistakes_of(self, error: ConfigError) -> dict[str, list[str]]:
@@ -519,24 +465,13 @@ class PickerModel:
         return refusal_of(self._module, self.plan)
 
     def suggest(self) -> str:
-        """Take the fastest settings that fit, as one change.
-
-        Returns:
-            What was taken, in one line.
-
-        Raises:
-            ConfigError: Nothing fits, or nothing can be suggested; everything stays as it was.
-        """
+        """Take the fastest settings that fit, as one change."""
         proposal = self.proposals()[0]
         self.take_proposal(proposal)
         return f"Suggested: {proposal.title}"
 
     def proposals(self) -> tuple[Proposal, ...]:
-        """Settings to take, the fastest first: one to three.
-
-        Raises:
-            ConfigError: Nothing fits, or nothing can be suggested.
-        """
+        """Settings to take, the fastest first: one to three."""
         if self.suggest_refusal:
             raise ConfigError(
                 f"Nothing can be suggested for {self._config}: {self.suggest_refusal}."
@@ -545,11 +480,7 @@ class PickerModel:
         return self._once("proposals", lambda: self._suggester().proposals(self._config))
 
     def take_proposal(self, proposal: Proposal) -> None:
-        """Take one of the `proposals`, as one change.
-
-        Args:
-            proposal: The one.
-        """
+        """Take one of the `proposals`, as one change."""
         self._become(
             proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
         )
@@ -564,12 +495,7 @@ class PickerModel:
     # ------------------------------------------------------------------- ways to train
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The ways to train the model here, with their memory and time of a step.
-
-        Returns:
-            The simplest first; none without a model, as long as memory is postponed, or where this
-            machine cannot run what is chosen.
-        """
+        """The ways to train the model here, with their memory and time of a step."""
         finder = self._finder
         if finder is None or self._is_memory_postponed or self.plan is None:
             return ()
@@ -596,9 +522,6 @@ class PickerModel:
         """Show the ways to train in each precision, or in the chosen one alone.
 
         It changes nothing of what is chosen, so there is nothing to undo.
-
-        Args:
-            is_on: Whether to compare.
         """
         if is_on != self._compares_precisions:
             self._compares_precisions = is_on
@@ -633,15 +556,7 @@ class PickerModel:
         return self._once("hint", lambda: hint_of(self.candidates(), self.compared_candidates()))
 
     def take(self, name: str, precision: str | None = None) -> None:
-        """Train in one of the ways of `candidates`, as one change.
-
-        Args:
-            name: Its name.
-            precision: One of `precisions`, to take it with the way; None: the chosen one.
-
-        Raises:
-            ConfigError: There is none of that name, or it cannot be taken here.
-        """
+        """Train in one of the ways of `candidates`, as one change."""
         self.defer_nothing()
         is_other = precision not in (None, self._config.mixed_precision)
         candidates = self.compared_candidates() if is_other else self.candidates()
@@ -662,12 +577,7 @@ class PickerModel:
         self._become(candidate.config, remarks)
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
-        """Measures all precisions, so that no later choice waits for that.
-
-        Returns:
-            A function for each measurement, a forward and backward pass without memory: a second
-            for a large model, and nothing where it has been made. The last one compares them.
-        """
+        """Measures all precisions, so that no later choice waits for that."""
         model = self._memory_model
         estimates = []
         if model is None:

@@ -46,15 +46,7 @@ _NOTHING_KINDS = ("text", "table", "words")
 
 
 def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
-    """What an open setting comes to.
-
-    Args:
-        model: The picker's model.
-        setting: The setting.
-
-    Returns:
-        The value and its reason; both empty for a setting that has a value of its own.
-    """
+    """What an open setting comes to."""
     if model.value(setting.name) not in _OPEN_VALUES:
         return SettingOutcome()
     for choice in model.resolved():
@@ -74,15 +66,7 @@ def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
 
 
 def default_text_of(model: PickerModel, setting: Setting) -> str:
-    """The value that a setting has by default, with its unit.
-
-    Args:
-        model: The picker's model, on whose configuration a default may depend.
-        setting: The setting.
-
-    Returns:
-        The value; empty where only the training decides.
-    """
+    """The value that a setting has by default, with its unit."""
     owning_form = form_of(setting.name)
     default = setting.default
     if owning_form is not None:
@@ -91,15 +75,7 @@ def default_text_of(model: PickerModel, setting: Setting) -> str:
 
 
 def value_with_unit(setting_value: Any, unit_name: str) -> str:
-    """A value as people read it.
-
-    Args:
-        setting_value: The value.
-        unit_name: Its unit, in the plural; empty where it has none.
-
-    Returns:
-        ``500,000,000 elements``, ``1 process``, ``yes``.
-    """
+    """A value as people read it."""
     if isinstance(setting_value, bool):
         return TRUTH_WORDS[setting_value]
     is_number = isinstance(setting_value, (int, float))

@@ -33,14 +33,6 @@ class FoldedSection:
 
     The heading is a button, which the keyboard reaches and opens in every front end.
 
-    Args:
-        section_title: The heading.
-        settings: What is in it; it is hidden while none of them means anything.
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-        make_widgets: Makes what is in it, when it is opened first.
-        css_class: A class of the heading; empty: one made from the heading.
-
     Attributes:
         box: The widget to show.
         heading: The button.
@@ -102,10 +94,6 @@ _RESOLVED_FACE = "Resolved"
 class MemoryPanel:
     """Whether it fits, and a bar per place.
 
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-
     Attributes:
         box: The widget to show.
     """
@@ -130,10 +118,6 @@ class MemoryPanel:
 
 class FacesPanel:
     """The configuration in one language at a time, and the plan's decisions.
-
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
 
     Attributes:
         box: The widget to show.

@@ -36,15 +36,7 @@ _WIDGET_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 class PickerDisplay:
-    """Shows one picker, in any number of cells.
-
-    Args:
-        model: The picker's model.
-        panel_names: Which panels.
-        is_whole: Whether memory, the configuration and files are shown, too.
-        lock: Held while the model is read or changed.
-        class_name: A name that no other picker has.
-    """
+    """Shows one picker, in any number of cells."""
 
     def __init__(
         self,

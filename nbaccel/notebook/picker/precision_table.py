@@ -36,14 +36,7 @@ _SIGNS = "✓ fits, ✗ does not"
 
 
 def precision_table_lines(candidates: Sequence[Candidate]) -> list[str]:
-    """The table for a terminal.
-
-    Args:
-        candidates: All ways, in one precision or in several.
-
-    Returns:
-        Lines of at most `TABLE_CHARS` characters.
-    """
+    """The table for a terminal."""
     precisions = _precisions_of(candidates)
     lines = _folded(_heading_of(candidates))
     for start in range(0, max(1, len(precisions)), _MOST_COLUMNS):
@@ -54,14 +47,7 @@ def precision_table_lines(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def precision_table_html(candidates: Sequence[Candidate]) -> str:
-    """The table for a saved notebook, without scripts and classes, which filters remove.
-
-    Args:
-        candidates: All ways, in one precision or in several.
-
-    Returns:
-        HTML; all text escaped.
-    """
+    """The table for a saved notebook, without scripts and classes, which filters remove."""
     precisions = _precisions_of(candidates)
     labels = ("way to train", *map(precision_label, precisions))
     head = "".join(f"<th scope='col' {TABLE_CELL_STYLE}>{escape(label)}</th>" for label in labels)

@@ -81,14 +81,7 @@ class MachinePart:
 
 
 def describe_model(module: Any) -> TrainedModel:
-    """Count a model.
-
-    Args:
-        module: A torch module.
-
-    Returns:
-        Its description.
-    """
+    """Count a model."""
     named_parameters = list(module.named_parameters(remove_duplicate=False))
     # By id, not by address: all tensors on `meta` have the address 0.
     distinct_parameters = {id(parameter): parameter for _, parameter in named_parameters}.values()
@@ -107,27 +100,12 @@ def describe_model(module: Any) -> TrainedModel:
 
 
 def describe_batch(sample_batch: Any) -> str:
-    """The shapes of a batch.
-
-    Args:
-        sample_batch: Tensors in any nesting of lists and mappings.
-
-    Returns:
-        ``input_ids (1, 512)``; empty where there is no tensor.
-    """
+    """The shapes of a batch."""
     return ", ".join(_shapes_of(sample_batch, ""))
 
 
 def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart, ...]:
-    """The machine piece by piece.
-
-    Args:
-        inventory: The machine.
-        plan: The plan of the chosen settings; None where this machine cannot serve them.
-
-    Returns:
-        Devices, the host's memory and its cores; equal devices together where there are many.
-    """
+    """The machine piece by piece."""
     units = registry.usable_units(inventory)
     num_used = 0
     if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
@@ -158,16 +136,7 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
 
 
 def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str:
-    """The samples of one optimizer step.
-
-    Args:
-        per_process: Samples of one process in one forward pass.
-        accumulated: Forward passes of a step.
-        world_size: Processes.
-
-    Returns:
-        ``64 samples per step: 8 per process * 4 accumulated * 2 processes.``
-    """
+    """The samples of one optimizer step."""
     total = per_process * accumulated * world_size
     factors = [f"{per_process} per process"]
     factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
@@ -224,15 +193,7 @@ def _short_count(number: int) -> str:
 
 
 def check_model_and_batch(model: Any, sample_batch: Any) -> None:
-    """Refuse what cannot be described.
-
-    Args:
-        model: A torch module, or None.
-        sample_batch: A batch for it, or None.
-
-    Raises:
-        ConfigError: The model is no module, or there is a batch without a model.
-    """
+    """Refuse what cannot be described."""
     refuse_unsized(model)
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):

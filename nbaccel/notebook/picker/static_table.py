@@ -47,33 +47,14 @@ _INDENT = "  "
 def picker_text(
     model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
 ) -> str:
-    """The picker for a terminal: the choices, their memory, and the plan.
-
-    Args:
-        model: The picker's model.
-        panel_names: The panels that it has.
-        measures: Whether to measure the precisions that have not been: seconds for a large model.
-            Otherwise the ways to train are told in the chosen one as long as that is to be done.
-
-    Returns:
-        Text for a fixed-width font; only code has lines longer than the 80 columns of a terminal.
-    """
+    """The picker for a terminal: the choices, their memory, and the plan."""
     return "\n\n".join(picker_sections(model, panel_names, measures=measures))
 
 
 def picker_sections(
     model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
 ) -> Iterator[str]:
-    """The same, one section after the other: the first ones need no measurement.
-
-    Args:
-        model: The picker's model.
-        panel_names: The panels that it has.
-        measures: See `picker_text`.
-
-    Yields:
-        The sections.
-    """
+    """The same, one section after the other: the first ones need no measurement."""
     if _is_whole(panel_names):
         for question, answer in _question_texts(model):
             yield _section(question, _folded(answer))
@@ -122,16 +103,7 @@ def _aligned(table_rows: Sequence[tuple[str, str, str]]) -> list[str]:
 def picker_html(
     model: PickerModel, panel_names: Sequence[str] = PANELS, *, measures: bool = True
 ) -> str:
-    """The same for a saved notebook: tables without scripts and styles, which filters remove.
-
-    Args:
-        model: The picker's model.
-        panel_names: The panels that it has.
-        measures: See `picker_text`.
-
-    Returns:
-        HTML.
-    """
+    """The same for a saved notebook: tables without scripts and styles, which filters remove."""
     html_parts = _question_html(model, measures=measures) if _is_whole(panel_names) else []
     for panel_name, table_rows in _setting_rows(model, panel_names):
         html_parts.append(f"<p><b>{escape(title_of(panel_name))}</b></p>{_html_table(table_rows)}")
@@ -200,14 +172,7 @@ def _bars_title(model: PickerModel) -> str:
 
 
 def candidate_bars(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
-    """The strip as text: the name and the bar of each candidate.
-
-    Args:
-        candidates: All of them.
-
-    Returns:
-        A row for each.
-    """
+    """The strip as text: the name and the bar of each candidate."""
     full_width = strip_scale(candidates)
     return [
         (
@@ -219,15 +184,7 @@ def candidate_bars(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
 
 
 def text_bar(bar: MemoryBar, full_width: int) -> str:
-    """A bar as letters, one kind after the other; ``|`` is what there is, ``>`` that it goes on.
-
-    Args:
-        bar: The bar.
-        full_width: Bytes that the whole width stands for.
-
-    Returns:
-        At most 41 characters.
-    """
+    """A bar as letters, one kind after the other; ``|`` is what there is, ``>`` that it goes on."""
     letters = ""
     end_bytes = 0
     for segment in bar.segments:

@@ -49,11 +49,6 @@ _WAITING = "Memory is being estimated …"
 class CandidateStrip:
     """Ways to train, each with the memory that it needs.
 
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-        take: Takes a candidate.
-
     Attributes:
         box: The widget to show.
     """
@@ -165,10 +160,6 @@ def _candidate_text(candidate: Candidate) -> str:
 class TakenLine:
     """What is taken now, and whether it fits.
 
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-
     Attributes:
         box: The widget to show.
     """
@@ -188,10 +179,6 @@ class TakenLine:
 class ProposalsPanel:
     """One to three proposals, shown when they are asked for.
 
-    Args:
-        shared_fields: Layouts and styles.
-        take: Takes a proposal.
-
     Attributes:
         box: The widget to show.
     """
@@ -202,11 +189,7 @@ class ProposalsPanel:
         self.box = shared_fields.new_box([], "nbaccel-proposals", "nbaccel-hidden")
 
     def show(self, proposals: Sequence[Proposal]) -> None:
-        """Show proposals, each with a button that takes it.
-
-        Args:
-            proposals: What is proposed; the best first.
-        """
+        """Show proposals, each with a button that takes it."""
         self.box.children = tuple(self._card(proposal) for proposal in proposals)
         toggle_class(self.box, "nbaccel-hidden", not proposals)
 

@@ -48,13 +48,7 @@ _MOST_CAPACITIES = 1.7  # a bar may be so many times what there is; longer ones 
 
 
 def question_html(number: int, title: str, remark: str = "") -> str:
-    """The heading of a question.
-
-    Args:
-        number: Its number.
-        title: The question.
-        remark: What is said beside it.
-    """
+    """The heading of a question."""
     remark_html = f' <span class="nbaccel-pale">{remark}</span>' if remark else ""
     return (
         '<span class="nbaccel-question" role="heading" aria-level="3">'
@@ -64,11 +58,7 @@ def question_html(number: int, title: str, remark: str = "") -> str:
 
 
 def trained_html(model: PickerModel) -> str:
-    """What is trained.
-
-    Args:
-        model: The picker's model.
-    """
+    """What is trained."""
     trained = model.trained
     if trained is None:
         remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
@@ -82,11 +72,7 @@ def trained_html(model: PickerModel) -> str:
 
 
 def machine_html(model: PickerModel) -> str:
-    """The machine: each device, with the memory that it has.
-
-    Args:
-        model: The picker's model.
-    """
+    """The machine: each device, with the memory that it has."""
     parts = "".join(
         f'<li class="nbaccel-part{" nbaccel-used" if part.is_used else ""}">{escape(part.label)}'
         + ('<span class="nbaccel-hidden-text"> (used)</span>' if part.is_used else "")
@@ -103,14 +89,7 @@ def device_bar(candidate: Candidate) -> MemoryBar | None:
 
 
 def place_text(candidates: Iterable[Candidate]) -> str:
-    """Whose memory the first bar of each candidate is: ``memory of each GPU``.
-
-    Args:
-        candidates: All of them.
-
-    Returns:
-        The place; empty where no memory can be estimated.
-    """
+    """Whose memory the first bar of each candidate is: ``memory of each GPU``."""
     bar = next(filter(None, map(device_bar, candidates)), None)
     if bar is None:
         return ""
@@ -119,14 +98,7 @@ def place_text(candidates: Iterable[Candidate]) -> str:
 
 
 def strip_scale(candidates: Iterable[Candidate]) -> int:
-    """Bytes that the whole width of the strip stands for.
-
-    Args:
-        candidates: All of them.
-
-    Returns:
-        The largest need; where that is far more than there is, a part of it.
-    """
+    """Bytes that the whole width of the strip stands for."""
     bars = [bar for bar in map(device_bar, candidates) if bar is not None]
     capacity = max((bar.capacity for bar in bars), default=0)
     most = max((used_bytes(bar) for bar in bars), default=0)
@@ -136,15 +108,7 @@ def strip_scale(candidates: Iterable[Candidate]) -> int:
 
 
 def strip_html(candidates: Sequence[Candidate], hint: str = "") -> str:
-    """A bar for each candidate, against the line of what there is.
-
-    Args:
-        candidates: All of them, in the order of their buttons.
-        hint: A sentence to say below the bars.
-
-    Returns:
-        HTML; each row stands over the button of its candidate.
-    """
+    """A bar for each candidate, against the line of what there is."""
     full_width = strip_scale(candidates)
     place_html = '<span class="nbaccel-name-place"></span>'
     rows = "".join(
@@ -154,14 +118,7 @@ def strip_html(candidates: Sequence[Candidate], hint: str = "") -> str:
 
 
 def compared_html(candidates: Sequence[Candidate]) -> str:
-    """The same, of each way one thin bar for each precision, all with one scale.
-
-    Args:
-        candidates: All of them, in the order of their buttons.
-
-    Returns:
-        HTML; the names of ways stand beside the buttons, those of precisions over them.
-    """
+    """The same, of each way one thin bar for each precision, all with one scale."""
     full_width = strip_scale(candidates)
     rows = []
     for way_name, of_way in groups_of_ways(candidates):
@@ -215,14 +172,7 @@ def _row_html(
 
 
 def verdict_text(candidate: Candidate) -> str:
-    """Whether it fits, in a few words and with a sign: ``✓ 3.3 GiB free``.
-
-    Args:
-        candidate: The candidate.
-
-    Returns:
-        The words; where something is lacking, the first place where it is.
-    """
+    """Whether it fits, in a few words and with a sign: ``✓ 3.3 GiB free``."""
     if candidate.refusal:
         return candidate.refusal
     if not candidate.is_estimated:
@@ -236,11 +186,7 @@ def verdict_text(candidate: Candidate) -> str:
 
 
 def step_text(candidate: Candidate) -> str:
-    """The estimated time of a step: ``≈ 1.9 s/step``; a dash where it is not known.
-
-    Args:
-        candidate: The candidate.
-    """
+    """The estimated time of a step: ``≈ 1.9 s/step``; a dash where it is not known."""
     if candidate.step_s is None:
         return "—"
     return (
@@ -283,13 +229,7 @@ def used_bytes(bar: MemoryBar) -> int:
 
 # ---------------------------------------------------------------------- what was taken
 def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: str) -> str:
-    """What is chosen now, whether it fits, and its bar for windows where the strip is far away.
-
-    Args:
-        candidate: The candidate that is taken; None where the settings are none of them.
-        verdict: Whether it fits.
-        samples_text: The samples of a step; empty where they are not known.
-    """
+    """What is chosen now, whether it fits, and its bar for windows where the strip is far away."""
     name = "Chosen settings" if candidate is None else candidate.name
     clauses = [verdict.text, verdict.remedy]
     # Why nothing can be estimated is the reason of each candidate, too.
@@ -325,11 +265,7 @@ def _step_sentence(candidate: Candidate) -> str:
 
 
 def proposal_html(proposal: Proposal) -> str:
-    """A proposal: why, and why not the others.
-
-    Args:
-        proposal: The proposal.
-    """
+    """A proposal: why, and why not the others."""
     whys = "".join(f"<li>{escape(why)}</li>" for why in proposal.why)
     others = "".join(f"<li>{escape(other)}</li>" for other in proposal.not_chosen)
     others_html = f"<details><summary>Why not the others</summary><ul>{others}</ul></details>"

@@ -72,15 +72,7 @@ class Proposal:
 
 
 def refusal_of(module: Any, plan: Plan | None) -> str:
-    """Why nothing can be suggested.
-
-    Args:
-        module: The model; None where there is none.
-        plan: The plan of the chosen settings; None where it cannot be run here.
-
-    Returns:
-        A clause; empty where something can.
-    """
+    """Why nothing can be suggested."""
     if module is None:
         return "give the model, configure(model, sample_batch)"
     return "" if plan is not None else "this machine cannot serve what is chosen"
@@ -96,29 +88,14 @@ class _Start:
 
 
 class Suggester:
-    """Finds settings for one model.
-
-    Args:
-        memory_model: Measures them.
-        finder: Finds the ways to train it.
-    """
+    """Finds settings for one model."""
 
     def __init__(self, memory_model: MemoryModel, finder: CandidateFinder) -> None:
         self._memory_model = memory_model
         self._finder = finder
 
     def proposals(self, config: RunConfig) -> tuple[Proposal, ...]:
-        """Settings to take, the fastest first.
-
-        Args:
-            config: The chosen settings. Processes and precision are kept where they were chosen.
-
-        Returns:
-            One to three.
-
-        Raises:
-            ConfigError: Nothing fits, even with the smallest batch.
-        """
+        """Settings to take, the fastest first."""
         start = self._start(config)
         batch_sizes = list(self._batches(config))
         least_lacking = 0
@@ -138,14 +115,7 @@ class Suggester:
         )
 
     def remedy(self, config: RunConfig) -> str:
-        """What to do where the chosen settings do not fit.
-
-        Args:
-            config: The chosen settings.
-
-        Returns:
-            A sentence; empty as long as ways are still being estimated.
-        """
+        """What to do where the chosen settings do not fit."""
         candidates = self._finder.find(config)
         if not all(candidate.is_estimated for candidate in candidates):
             return ""

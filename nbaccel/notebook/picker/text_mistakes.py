@@ -38,15 +38,7 @@ class TextMistake:
 
 
 def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMistake, ...]:
-    """Check a configuration's text.
-
-    Args:
-        text: JSON or YAML.
-        check: Reads it, and raises `ConfigError` with all its mistakes.
-
-    Returns:
-        The mistakes by line, those without a line last; empty where there is none.
-    """
+    """Check a configuration's text."""
     try:
         # The end of a line makes it text for the reader, even if it looks like a path.
         check(text + "\n")
@@ -66,14 +58,7 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Where each key stands.
-
-    Args:
-        text: JSON, whole or not, or YAML.
-
-    Returns:
-        The path of each key, and its line from 1; of a key that stands twice the last line.
-    """
+    """Where each key stands."""
     is_json = text.lstrip().startswith(("{", "["))
     return dict(_json_keys(text) if is_json else _yaml_keys(text))
 

@@ -27,16 +27,7 @@ class FitVerdict:
 
 
 def verdict_of(need: MemoryNeed, remedy: Callable[[], str], *, remark: str) -> FitVerdict:
-    """Whether a need can be met.
-
-    Args:
-        need: What the run needs, against what there is.
-        remedy: Tells what to do where it does not fit.
-        remark: What to say where it does.
-
-    Returns:
-        The verdict.
-    """
+    """Whether a need can be met."""
     if need.lacking:
         return FitVerdict(False, f"Does not fit: {lacking_text(need)}.", remedy())
     needed_bars = [memory_bar for memory_bar in need.bars if memory_bar.needed]
@@ -44,11 +35,7 @@ def verdict_of(need: MemoryNeed, remedy: Callable[[], str], *, remark: str) -> F
 
 
 def lacking_text(need: MemoryNeed) -> str:
-    """What is missing in each place: ``3.3 GiB too little``; empty where nothing is.
-
-    Args:
-        need: What a run needs, against what there is.
-    """
+    """What is missing in each place: ``3.3 GiB too little``; empty where nothing is."""
     short_bars = [memory_bar for memory_bar in need.bars if memory_bar.lacking]
     return ", ".join(joined_text(short_bars, _lacking_words))
 

@@ -49,11 +49,6 @@ class _ViewPart(Protocol):
 class ActionsRow:
     """The line at the bottom: Suggest, Undo, how to use it, and the languages to copy it in.
 
-    Args:
-        model: The picker's model.
-        shared_fields: Layouts and styles.
-        carry_out: Runs an action and shows its errors.
-
     Attributes:
         box: The widget to show.
     """
@@ -119,13 +114,6 @@ _FEW_SECTIONS = 2  # more of them lie below one "Advanced"
 class PickerView:
     """Everything that is shown of one picker.
 
-    Args:
-        model: The model that it shows and changes.
-        panel_names: Which panels.
-        is_whole: Whether memory, the configuration and files are shown, too.
-        lock: Held while what the user does is carried out.
-        hidden_class: A class of elements that are not to be seen as long as this is.
-
     Attributes:
         root: The widget that holds all others.
     """
@@ -176,16 +164,7 @@ class PickerView:
         field: SettingField | None = None,
         done: str = "",
     ) -> tuple[str, ...]:
-        """Do what the user asks for, and show what goes wrong.
-
-        Args:
-            action: Changes the model.
-            field: The field that the user acted in, if any.
-            done: What to say when it is done.
-
-        Returns:
-            What is wrong; nothing where it was done.
-        """
+        """Do what the user asks for, and show what goes wrong."""
         with self._lock:
             self._forget(field)
             try:

@@ -62,11 +62,7 @@ class RankStatus:
 
 
 class MetricHistory:
-    """Values of a whole run in bounded memory: thinned out evenly when they become too many.
-
-    Args:
-        max_points: How many values are kept.
-    """
+    """Values of a whole run in bounded memory: thinned out evenly when they become too many."""
 
     def __init__(self, max_points: int = _HISTORY_POINTS) -> None:
         self._most = max_points
@@ -76,12 +72,7 @@ class MetricHistory:
         self._last: tuple[float, float] | None = None
 
     def add(self, new_value: float, step: float | None = None) -> None:
-        """Take in the next value.
-
-        Args:
-            new_value: The value.
-            step: The training step it belongs to; None: one more than the last.
-        """
+        """Take in the next value."""
         if step is None:
             step = 0.0 if self._last is None else self._last[0] + 1
         self._last = (step, new_value)
@@ -119,11 +110,7 @@ class MetricHistory:
 
 
 class StepPace:
-    """How fast steps are taken, by the clock of the rank that takes them.
-
-    Args:
-        window_s: Seconds that "now" reaches back.
-    """
+    """How fast steps are taken, by the clock of the rank that takes them."""
 
     def __init__(self, window_s: float = _WINDOW_S) -> None:
         self._window_s = window_s
@@ -233,10 +220,6 @@ class RankFacts:
 
 class RunBoard:
     """The facts of a run.
-
-    Args:
-        worker_ranks: The ranks that take part.
-        began_at: When it began (CLOCK_MONOTONIC, as all times here).
 
     Attributes:
         host_total_bytes: Memory of the machine, which all its ranks share; None where not known.
@@ -375,13 +358,7 @@ def _take_values(rank_facts: RankFacts, message: Metrics) -> None:
 def mean_points(
     rank_points: Sequence[Sequence[tuple[float, float]]], max_points: int = _MEAN_POINTS
 ) -> list[tuple[float, float]]:
-    """The mean of all ranks over the steps.
-
-    Args:
-        rank_points: Step and value of each rank. Ranks may have reported at different steps, so
-            values of neighbouring steps are taken together.
-        max_points: How many points there are at most.
-    """
+    """The mean of all ranks over the steps."""
     all_points = sorted(
         point for points in rank_points for point in points if math.isfinite(point[1])
     )

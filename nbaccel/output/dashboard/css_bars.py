@@ -68,12 +68,7 @@ def percent_of(part: float, whole: float) -> str:
 
 
 def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Sequence[RankTimes]) -> str:
-    """Who holds the others up, and why, as far as that is known.
-
-    Args:
-        slowest: The rank that the others wait for; None where none stands out.
-        timed_ranks: The times of all ranks.
-    """
+    """Who holds the others up, and why, as far as that is known."""
     if slowest is None:
         return "No rank holds the others up."
     is_pair = len(timed_ranks) == 2
@@ -108,11 +103,7 @@ def _reason_of(slowest: SlowestRank, ranks: Sequence[RankTimes]) -> str:
 
 
 def starting_sentence(timed_ranks: Sequence[RankTimes]) -> str:
-    """What the shares leave out; empty where that is too little to matter.
-
-    Args:
-        timed_ranks: The times of all ranks.
-    """
+    """What the shares leave out; empty where that is too little to matter."""
     starting_s = statistics.fmean(times.starting_s for times in timed_ranks)
     if starting_s < _LEAST_STARTING_SHARE * statistics.fmean(t.total_s for t in timed_ranks):
         return ""
@@ -127,12 +118,7 @@ def starting_sentence(timed_ranks: Sequence[RankTimes]) -> str:
 
 
 def rank_bars_html(timed_ranks: Sequence[RankTimes], *, has_percents: bool = False) -> str:
-    """A bar for each rank, and what its parts are.
-
-    Args:
-        timed_ranks: The times of the ranks.
-        has_percents: Whether the parts are written behind each bar, because no table says them.
-    """
+    """A bar for each rank, and what its parts are."""
     longest_s = max((times.steady_s for times in timed_ranks), default=0.0) or 1.0
     bars = []
     for times in timed_ranks[:_MOST_BARS]:
@@ -151,11 +137,7 @@ def rank_bars_html(timed_ranks: Sequence[RankTimes], *, has_percents: bool = Fal
 
 
 def mean_time_html(timed_ranks: Sequence[RankTimes]) -> str:
-    """One bar for all ranks together, with the part of each kind; empty where none is known.
-
-    Args:
-        timed_ranks: The times of the ranks.
-    """
+    """One bar for all ranks together, with the part of each kind; empty where none is known."""
     seconds = {kind: sum(part_of_time(times, kind) for times in timed_ranks) for kind in TIME_KINDS}
     total_s = sum(seconds.values())
     if total_s <= 0:

@@ -30,18 +30,7 @@ def metric_chart(
     log_y: bool | None = None,
     as_image: bool = False,
 ) -> str:
-    """A metric over the steps, as an SVG element.
-
-    Args:
-        run_board: The facts.
-        metric_name: Which metric.
-        is_small: Whether it is one of several.
-        log_y: Whether the axis is logarithmic; None: where `is_logarithmic`.
-        as_image: Whether to return an `<img>`, which untrusted notebooks show, too.
-
-    Returns:
-        The element; empty where there are fewer than two values.
-    """
+    """A metric over the steps, as an SVG element."""
     with_values = [
         (rank_facts, history.points())
         for rank_facts in run_board.ranks.values()
@@ -67,12 +56,7 @@ def metric_chart(
 
 
 def is_logarithmic(run_board: RunBoard, metric_name: str) -> bool:
-    """Whether a metric's range asks for a logarithmic axis: a loss falls fast at first.
-
-    Args:
-        run_board: The facts.
-        metric_name: Which metric.
-    """
+    """Whether a metric's range asks for a logarithmic axis: a loss falls fast at first."""
     finite_values = [
         value
         for rank_facts in run_board.ranks.values()
@@ -86,12 +70,7 @@ def is_logarithmic(run_board: RunBoard, metric_name: str) -> bool:
 
 
 def smoothed_value(run_board: RunBoard, metric_name: str) -> float | None:
-    """The latest value of a metric's smoothed mean; None where there are too few values.
-
-    Args:
-        run_board: The facts.
-        metric_name: Which metric.
-    """
+    """The latest value of a metric's smoothed mean; None where there are too few values."""
     mean_line = _mean_line(
         [
             rank_facts.histories[metric_name].points()

@@ -53,16 +53,7 @@ _IN_A_TERMINAL_S = (1.0, 5.0, 15.0, 60.0)
 
 
 class Dashboard:
-    """Shows what ranks do while they run, and a summary afterwards.
-
-    Args:
-        worker_ranks: The ranks.
-        stop_launch: What the Stop button does, from any thread; None for no button.
-        say_line: Prints lines where there is no notebook; by default to stderr.
-        place: Where in the cell it stands; by default where the cell's output ends now.
-        is_wanted: Whether anything is shown at all.
-        read_clock: Seconds of a clock that never goes back.
-    """
+    """Shows what ranks do while they run, and a summary afterwards."""
 
     def __init__(
         self,
@@ -130,11 +121,7 @@ class Dashboard:
         self._has_news = True
 
     def update(self, rank_rows: Sequence[RankStatus]) -> None:
-        """Show the ranks, if it is time.
-
-        Args:
-            rank_rows: One per rank.
-        """
+        """Show the ranks, if it is time."""
         current_time = self._clock()
         if current_time < self._next:
             return
@@ -224,14 +211,7 @@ class Dashboard:
         was_interrupted: bool = False,
         timed_out: bool = False,
     ) -> None:
-        """Leave the summary, if there has been anything to see.
-
-        Args:
-            rank_rows: The ranks, as they ended.
-            has_failed: A rank raised or died.
-            was_interrupted: The user stopped it.
-            timed_out: It took longer than it may.
-        """
+        """Leave the summary, if there has been anything to see."""
         # First: a click from here on must not interrupt what follows the call.
         stop_panel = self._panel
         self._panel = None
@@ -277,12 +257,7 @@ _SHOWN_SUMMARIES: list[_ShownSummary] = []
 
 
 def _fold_earlier(place: CellPlace, folded_data: dict[str, Any]) -> None:
-    """Fold the charts of earlier runs of this cell: of a loop of launches they fill screens.
-
-    Args:
-        place: Where the newest summary is.
-        folded_data: What it becomes when enough others have come below it.
-    """
+    """Fold the charts of earlier runs of this cell: of a loop of launches they fill screens."""
     newest = _ShownSummary(publish.request_id(), place, folded_data)
     _SHOWN_SUMMARIES[:] = [
         *(shown for shown in _SHOWN_SUMMARIES if shown.request_id == newest.request_id),

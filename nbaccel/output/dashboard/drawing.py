@@ -53,13 +53,7 @@ _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 
 
 def summary_line(run_board: RunBoard, *, with_curve: bool = False, is_live: bool = False) -> str:
-    """All ranks in one line: `2 ranks · 12.0 s · step 840 (70/s) · loss 0.41 · up to 1.2 GiB each`.
-
-    Args:
-        run_board: The facts.
-        with_curve: Whether the loss is drawn, too.
-        is_live: Whether the run goes on, so that what it is at and what is left is told.
-    """
+    """All ranks in one line: `2 ranks · 12.0 s · step 840 (70/s) · loss 0.41 · up to 1 GiB`."""
     return " · ".join(
         [
             count_noun(len(run_board.ranks), "rank"),
@@ -75,14 +69,7 @@ def summary_parts(
     with_memory: bool = True,
     is_live: bool = False,
 ) -> list[str]:
-    """The parts of the line but for the first, which says how many ranks there are.
-
-    Args:
-        run_board: The facts.
-        with_curve: Whether the loss is drawn, too.
-        with_memory: Whether the memory of the largest rank is told.
-        is_live: Whether the run goes on.
-    """
+    """The parts of the line but for the first, which says how many ranks there are."""
     ending_words = f"{run_board.ending} after " if run_board.ending else ""
     return [
         f"{ending_words}{format_seconds(run_board.seconds)}",
@@ -132,12 +119,7 @@ def _epoch_words(board: RunBoard) -> list[str]:
 
 
 def epoch_of(rank_facts: RankFacts, current_time: float) -> str:
-    """`epoch 3 of 14`; empty where it is not known how many there are.
-
-    Args:
-        rank_facts: What is known of the rank.
-        current_time: Now.
-    """
+    """`epoch 3 of 14`; empty where it is not known how many there are."""
     around = epochs_around(rank_facts, current_time)
     if around is None or not is_over_epochs(rank_facts):
         return ""
@@ -202,11 +184,7 @@ def _compile_words(rank_facts: RankFacts) -> list[str]:
 
 
 def leading_rank(run_board: RunBoard) -> RankFacts | None:
-    """The lowest rank that reports its training: the others are in step with it, or silent.
-
-    Args:
-        run_board: The facts.
-    """
+    """The lowest rank that reports its training: the others are in step with it, or silent."""
     return next(
         (rank_facts for rank_facts in run_board.ranks.values() if rank_facts.steps is not None),
         None,
@@ -228,11 +206,7 @@ def _memory_words(board: RunBoard) -> list[str]:
 
 
 def left_out_sentence(run_board: RunBoard) -> str:
-    """Which metrics are not drawn because there are too many; empty where all are.
-
-    Args:
-        run_board: The facts.
-    """
+    """Which metrics are not drawn because there are too many; empty where all are."""
     most = max(run_board.ranks.values(), key=lambda facts: facts.num_left_out, default=None)
     if most is None or not most.num_left_out:
         return ""
@@ -248,11 +222,7 @@ def left_out_sentence(run_board: RunBoard) -> str:
 
 
 def live_text(run_board: RunBoard) -> str:
-    """The run as lines: the summary, and one for each thing that some rank does.
-
-    Args:
-        run_board: The facts.
-    """
+    """The run as lines: the summary, and one for each thing that some rank does."""
     groups: dict[str, list[RankFacts]] = {}
     for rank_facts in run_board.ranks.values():
         if not rank_facts.state:
@@ -288,11 +258,7 @@ class ShownProgress:
 
 
 def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
-    """How far a rank's loops are: what `accelerator.progress` reports, and other bars.
-
-    Args:
-        rank_facts: What is known of the rank.
-    """
+    """How far a rank's loops are: what `accelerator.progress` reports, and other bars."""
     loops = []
     if rank_facts.epoch:
         total = rank_facts.total_batches
@@ -351,11 +317,7 @@ def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:
 
 
 def memory_range(memory_sizes: Sequence[int]) -> str:
-    """From least to most: `0.9 GiB to 1.2 GiB`, or `1.0 GiB` where they are alike.
-
-    Args:
-        memory_sizes: In bytes; one at least.
-    """
+    """From least to most: `0.9 GiB to 1.2 GiB`, or `1.0 GiB` where they are alike."""
     least_bytes = format_bytes(min(memory_sizes))
     most_bytes = format_bytes(max(memory_sizes))
     return most_bytes if least_bytes == most_bytes else f"{least_bytes} to {most_bytes}"
@@ -365,14 +327,7 @@ def memory_range(memory_sizes: Sequence[int]) -> str:
 
 
 def sparkline(spark_values: Sequence[float]) -> str:
-    """A curve in block characters, over all of the values.
-
-    Args:
-        spark_values: What is drawn; what is no number or infinite is drawn as an exclamation mark.
-
-    Returns:
-        One character per value, or per group of neighbours where there are more.
-    """
+    """A curve in block characters, over all of the values."""
     spark_points = list(spark_values)
     if len(spark_points) > CURVE_CHARS:
         point_edges = [
@@ -407,13 +362,7 @@ def _spark_block(shown_value: float, low_value: float, high_value: float) -> str
 
 
 def plain_text(raw_text: str, max_chars: int, *, keeps_start: bool = False) -> str:
-    """A text without control characters, cut to a width.
-
-    Args:
-        raw_text: Whatever a worker has printed.
-        max_chars: The width.
-        keeps_start: Whether blanks in front stay, which a table of numbers needs.
-    """
+    """A text without control characters, cut to a width."""
     # Cut first: a line may have megabytes, and control characters take few of them.
     text = _CONTROL_CHARACTERS.sub("", raw_text[: 8 * max_chars].replace("\t", "    "))
     text = text.rstrip() if keeps_start else text.strip()
@@ -421,20 +370,12 @@ def plain_text(raw_text: str, max_chars: int, *, keeps_start: bool = False) -> s
 
 
 def rate_text(step_rate: float) -> str:
-    """A speed, to be read at a glance.
-
-    Args:
-        step_rate: So many per second.
-    """
+    """A speed, to be read at a glance."""
     return f"{step_rate:,.0f}" if step_rate >= 100 else f"{step_rate:.3g}"
 
 
 def number_text(shown_value: float | None) -> str:
-    """A metric's value in few characters.
-
-    Args:
-        shown_value: The value; None for none.
-    """
+    """A metric's value in few characters."""
     if shown_value is None:
         return NO_VALUE
     if not math.isfinite(shown_value):

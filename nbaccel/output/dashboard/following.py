@@ -58,15 +58,7 @@ class WatchedCall(Protocol):
 
 
 class DashboardUpdater:
-    """The dashboard of a launch.
-
-    Args:
-        worker_ranks: The ranks that are shown.
-        plan: What was planned: the device, and how much memory there is.
-        place: Where in the cell the panel stands.
-        always_shown: Whether lines are shown even where output seems to go to a file.
-        waiting_line: Says that the workers are not there yet, until they are.
-    """
+    """The dashboard of a launch."""
 
     def __init__(
         self,
@@ -109,11 +101,7 @@ class DashboardUpdater:
         self._dashboard.receive(worker_rank, worker_message)
 
     def poll(self, watched_call: WatchedCall) -> None:
-        """Show what is due. Cheap to call often.
-
-        Args:
-            watched_call: Who listens to the workers.
-        """
+        """Show what is due. Cheap to call often."""
         self._watched = watched_call
         self._tell_of_start(watched_call)
         if self._dashboard.is_due:
@@ -172,14 +160,7 @@ class DashboardUpdater:
         last_line: str,
         device_bytes: int | None,
     ) -> RankStatus:
-        """One rank, as it is now.
-
-        Args:
-            watched_call: Who listens to it.
-            member: The worker.
-            last_line: What it printed last.
-            device_bytes: What the driver says that it holds on GPUs.
-        """
+        """One rank, as it is now."""
         return RankStatus(
             rank=member.rank,
             state=state_of(member),
@@ -197,12 +178,7 @@ class DashboardUpdater:
             self._whereabouts.poll(watched_call.members)
 
     def end(self, watched_call: WatchedCall, **ending_words: bool) -> None:
-        """Leave the summary, and release everything.
-
-        Args:
-            watched_call: Who listened to the workers.
-            **ending_words: As `Dashboard.finish` has it.
-        """
+        """Leave the summary, and release everything."""
         try:
             # Nearly all cells end well before anything is shown: nothing is to be looked up then.
             is_wanted = (
@@ -251,12 +227,7 @@ def _note_totals(board: RunBoard, device: Device, inventory: Inventory) -> None:
 
 
 class MemoryMeter:
-    """Measures the device memory of workers.
-
-    Args:
-        memory_device: What they compute on. Its driver is queried for what they hold there,
-            which needs no context of the device in this process.
-    """
+    """Measures the device memory of workers."""
 
     def __init__(self, memory_device: Device) -> None:
         self._device: Device | None = memory_device
@@ -323,11 +294,7 @@ class WaitingRanks:
         return member_sight.doing if member_sight is not None else ""
 
     def poll(self, members: Iterable[WorkerHandle]) -> None:
-        """Read what was answered, and ask those that do nothing; to be called about once a second.
-
-        Args:
-            members: The workers.
-        """
+        """Read what was answered, and ask those that do nothing; called about once a second."""
         current_time = time.monotonic()
         for member in members:
             use = member.starter.use_of(member.pid) if _can_be_asked(member) else None

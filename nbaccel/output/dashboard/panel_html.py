@@ -89,12 +89,7 @@ _FAILED_SIGN = "✗"
 
 
 def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
-    """The run while it goes on, where a front end cannot take clicks.
-
-    Args:
-        run_board: The facts.
-        by_hand: Whether to say how it is stopped, because no button does.
-    """
+    """The run while it goes on, where a front end cannot take clicks."""
     names = run_board.metric_names()
     parts = [
         headline_html(run_board),
@@ -111,12 +106,7 @@ def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
 
 
 def final_html(run_board: RunBoard, *, folds_chart: bool = False) -> str:
-    """What stays of the run: one line that unfolds, and the chart.
-
-    Args:
-        run_board: The facts.
-        folds_chart: Whether the chart is seen only when the line is unfolded.
-    """
+    """What stays of the run: one line that unfolds, and the chart."""
     ending_sign = _ENDING_SIGNS.get(run_board.ending, _FAILED_SIGN)
     head_html = (
         f'<summary style="{_SUMMARY_STYLE}">{ending_sign} '
@@ -140,11 +130,7 @@ def final_html(run_board: RunBoard, *, folds_chart: bool = False) -> str:
 
 
 def is_long(run_board: RunBoard) -> bool:
-    """Whether so much has been printed that the newest lines are out of sight.
-
-    Args:
-        run_board: The facts.
-    """
+    """Whether so much has been printed that the newest lines are out of sight."""
     return run_board.num_lines > LONG_OUTPUT_LINES
 
 
@@ -152,11 +138,7 @@ def is_long(run_board: RunBoard) -> bool:
 
 
 def headline_html(run_board: RunBoard) -> str:
-    """The first line of a run that goes on.
-
-    Args:
-        run_board: The facts.
-    """
+    """The first line of a run that goes on."""
     return f"<div>{_headline_text(run_board, is_live=True)}</div>"
 
 
@@ -168,22 +150,13 @@ def _headline_text(board: RunBoard, *, is_live: bool) -> str:
 
 
 def ranks_html(run_board: RunBoard, *, with_metrics: bool = True) -> str:
-    """The ranks of a run that goes on, a row each.
-
-    Args:
-        run_board: The facts.
-        with_metrics: Whether other metrics than the loss have a column.
-    """
+    """The ranks of a run that goes on, a row each."""
     columns = [c for c in _LIVE_COLUMNS if with_metrics or c.of is not _other_metrics]
     return _table_html(run_board, columns)
 
 
 def time_html(run_board: RunBoard) -> str:
-    """Where the time of all ranks has gone, as a bar; empty where that is not known.
-
-    Args:
-        run_board: The facts.
-    """
+    """Where the time of all ranks has gone, as a bar; empty where that is not known."""
     return mean_time_html(run_board.times.by_rank())
 
 
@@ -213,11 +186,7 @@ def _plan_html(board: RunBoard) -> str:
 
 
 def library_html(run_board: RunBoard) -> str:
-    """The harmless messages of libraries, folded away; empty where there are none.
-
-    Args:
-        run_board: The facts.
-    """
+    """The harmless messages of libraries, folded away; empty where there are none."""
     if not run_board.library_messages:
         return ""
     words = count_noun(run_board.num_library_messages, "message")
@@ -225,22 +194,13 @@ def library_html(run_board: RunBoard) -> str:
 
 
 def left_out_html(run_board: RunBoard) -> str:
-    """Which metrics are not drawn; empty where all are.
-
-    Args:
-        run_board: The facts.
-    """
+    """Which metrics are not drawn; empty where all are."""
     sentence = left_out_sentence(run_board)
     return f'<div style="{_QUIET_STYLE}">{html.escape(sentence)}</div>' if sentence else ""
 
 
 def lines_html(run_board: RunBoard, shown_rank: int | None = None) -> str:
-    """The newest lines, the newest first in sight.
-
-    Args:
-        run_board: The facts.
-        shown_rank: Whose lines; None for those of all ranks.
-    """
+    """The newest lines, the newest first in sight."""
     recent_lines = _recent_lines(run_board, shown_rank)[-_SHOWN_LINES:]
     # Upside down twice: a box that scrolls opens at its end, where the newest line is.
     return (

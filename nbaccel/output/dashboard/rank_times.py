@@ -66,12 +66,7 @@ class SlowestRank:
 
 
 class TimeComparison:
-    """Compares the times of ranks as they are reported.
-
-    Args:
-        worker_ranks: The ranks that take part.
-        interval_s: Over how many seconds times are compared, at least.
-    """
+    """Compares the times of ranks as they are reported."""
 
     def __init__(self, worker_ranks: Iterable[int], interval_s: float = _INTERVAL_S) -> None:
         self._ranks = frozenset(worker_ranks)
@@ -86,13 +81,7 @@ class TimeComparison:
         """Rank → seconds for which the others have waited for it, on average."""
 
     def receive(self, worker_rank: int, received_at: float, spent: SpentTime) -> None:
-        """Take in what a rank has reported.
-
-        Args:
-            worker_rank: The rank.
-            received_at: When it was (CLOCK_MONOTONIC).
-            spent: Its time since its first loop.
-        """
+        """Take in what a rank has reported."""
         self._latest[worker_rank] = spent
         rank_samples = self._samples.setdefault(worker_rank, [(received_at - spent.total_s, 0.0)])
         rank_samples.append((received_at, spent.communication_s))
@@ -160,13 +149,7 @@ class TimeComparison:
 def _add_waiting(
     added_s: Mapping[int, float], waited: dict[int, float], waited_for: dict[int, float]
 ) -> None:
-    """Share out what ranks have spent in collectives in an interval.
-
-    Args:
-        added_s: Rank → seconds in collectives.
-        waited: Rank → seconds of waiting, added to.
-        waited_for: Rank → seconds that others waited for it, added to.
-    """
+    """Share out what ranks have spent in collectives in an interval."""
     # A rank alone waits for nobody who is known.
     if len(added_s) < 2:
         return

@@ -71,11 +71,6 @@ class RunPanel:
     """The widgets of one call.
 
     They exist from now on; `takes_clicks` says whether they can be shown.
-
-    Args:
-        worker_ranks: The ranks.
-        on_stop: What the Stop button does, in a thread of the front end's.
-        on_choice: Called in such a thread when something else was chosen.
     """
 
     def __init__(
@@ -174,12 +169,7 @@ class RunPanel:
         return {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
 
     def show(self, run_board: RunBoard, *, is_stopping: bool) -> None:
-        """Change what it shows.
-
-        Args:
-            run_board: The facts.
-            is_stopping: Whether Stop has been pressed.
-        """
+        """Change what it shows."""
         self._head.value = panel_html.headline_html(run_board)
         self._table.value = panel_html.ranks_html(
             run_board, with_metrics=False

@@ -37,15 +37,7 @@ class TimeLeft:
 
 
 def epochs_around(rank_facts: RankFacts, current_time: float) -> OuterLoop | None:
-    """The loop around the innermost one that a rank is in, mostly over epochs.
-
-    Args:
-        rank_facts: What is known of the rank.
-        current_time: Now.
-
-    Returns:
-        None where there is none, or where it is not known how many rounds it has.
-    """
+    """The loop around the innermost one that a rank is in, mostly over epochs."""
     if rank_facts.outer is not None:
         since_s = max(0.0, current_time - rank_facts.received_at)
         return replace(rank_facts.outer, round_s=rank_facts.outer.round_s + since_s)
@@ -76,11 +68,7 @@ def _is_around(outer_bar: BarText, rank_facts: RankFacts) -> bool:
 
 
 def is_over_epochs(rank_facts: RankFacts) -> bool:
-    """Whether the rounds of the loop around the innermost one are epochs, as far as is known.
-
-    Args:
-        rank_facts: What is known of the rank.
-    """
+    """Whether the rounds of the loop around the innermost one are epochs, as far as is known."""
     # Else it is a bar of tqdm around another bar, and may count anything.
     outer_bar = outer_bar_of(rank_facts.bars)
     is_named_so = outer_bar is not None and "epoch" in outer_bar.description.lower()
@@ -88,12 +76,7 @@ def is_over_epochs(rank_facts: RankFacts) -> bool:
 
 
 def steps_in_all(rank_facts: RankFacts, current_time: float) -> int | None:
-    """How many steps a rank will have taken in the end; None where that is not known.
-
-    Args:
-        rank_facts: What is known of the rank.
-        current_time: Now.
-    """
+    """How many steps a rank will have taken in the end; None where that is not known."""
     around = epochs_around(rank_facts, current_time)
     if around is None or not rank_facts.total_batches or rank_facts.steps is None:
         return None
@@ -109,13 +92,7 @@ def steps_in_all(rank_facts: RankFacts, current_time: float) -> int | None:
 
 
 def most_left(all_ranks: Iterable[RankFacts], current_time: float) -> TimeLeft | None:
-    """What the slowest rank has left; None where nothing is known.
-
-    Args:
-        all_ranks: What is known of the ranks. What one of them tells of the whole training goes
-            before what others tell of a loop: often a single rank draws the bar around it.
-        current_time: Now.
-    """
+    """What the slowest rank has left; None where nothing is known."""
     estimates = [
         estimate
         for rank_facts in all_ranks

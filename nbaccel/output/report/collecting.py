@@ -53,15 +53,7 @@ def latest_run() -> ObservedRun | None:
 
 
 def report_of(observed: ObservedRun | None, source: str) -> RunReport:
-    """The report of a run.
-
-    Args:
-        observed: What was seen of it.
-        source: Who is asked for it, for the message.
-
-    Raises:
-        ConfigError: It is None: nothing was seen.
-    """
+    """The report of a run."""
     if observed is None:
         raise ConfigError(
             f"{source} has nothing to report: no run was watched for it. Call report() of what "

@@ -134,11 +134,7 @@ class RunFacts:
 
 
 def facts_as_json(facts: RunFacts) -> dict[str, Any]:
-    """The facts in plain containers; see [Note: the JSON form].
-
-    Args:
-        facts: The facts.
-    """
+    """The facts in plain containers; see [Note: the JSON form]."""
     document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
     document |= _as_plain(dataclasses.asdict(facts))
     document["marks"] = [{"step": step, "text": text} for step, text in document["marks"]]
@@ -150,15 +146,7 @@ def facts_as_json(facts: RunFacts) -> dict[str, Any]:
 
 
 def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
-    """What `facts_as_json` has made.
-
-    Args:
-        document: The containers, as `json.load` gives them.
-
-    Raises:
-        ConfigError: They are no report, one of a version that is not known, or something in them
-            has another type than a report's: a page is made of it, which runs nothing.
-    """
+    """What `facts_as_json` has made."""
     kind = (document.get("format"), document.get("version"))
     if kind != (FORMAT_NAME, FORMAT_VERSION):
         raise ConfigError(

@@ -57,11 +57,7 @@ h1 { font-size: 20px; font-weight: 600; margin: 0 0 0.3em; }
 
 
 def report_document(facts: RunFacts) -> str:
-    """A whole HTML file that needs nothing beside it.
-
-    Args:
-        facts: What it tells.
-    """
+    """A whole HTML file that needs nothing beside it."""
     title, details = headline_of(facts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -77,13 +73,7 @@ def report_document(facts: RunFacts) -> str:
 def report_part(
     facts: RunFacts, *, has_headline: bool = True, charts_are_images: bool = True
 ) -> str:
-    """The report as a part of a page.
-
-    Args:
-        facts: What it tells.
-        has_headline: Whether it begins with the headline; a summary has its own.
-        charts_are_images: Whether charts are `<img>`, as a notebook that is not trusted needs.
-    """
+    """The report as a part of a page."""
     title, details = headline_of(facts)
     headline = (
         f"<div><b>{html.escape(title)}</b> {_soft(' · '.join(details))}</div>"
@@ -194,11 +184,7 @@ def _curve_section(facts: RunFacts, *, as_image: bool) -> str:
 
 
 def curve_lines(curves: Sequence[MetricCurve]) -> list[ChartLine]:
-    """The lines of one metric's chart: ranks thin, their mean thick and smoothed if it is noisy.
-
-    Args:
-        curves: Of each rank that has logged it.
-    """
+    """The lines of one metric's chart: ranks thin, their mean thick and smoothed if it is noisy."""
     if not curves:
         return []
     rank_lines = [

@@ -95,11 +95,7 @@ def warning_lines(facts: RunFacts) -> list[str]:
 
 
 def report_lines(facts: RunFacts) -> list[str]:
-    """The report for a terminal.
-
-    Args:
-        facts: What it tells.
-    """
+    """The report for a terminal."""
     title, details = headline_of(facts)
     lines = [f"{title} · {' · '.join(details)}"]
     timed_ranks = facts.timed_ranks

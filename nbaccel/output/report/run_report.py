@@ -25,9 +25,6 @@ class RunReport:
 
     As the last line of a cell it shows itself; `print(report)` writes it for a terminal.
 
-    Args:
-        facts: What it tells.
-
     Examples:
         >>> report = results.report()
         >>> report.save("run.html")
@@ -39,43 +36,16 @@ class RunReport:
         self.facts = facts
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain containers, which `json.dumps` takes.
-
-        Returns:
-            `format` (`"nbaccel.report"`) and `version` (1: keys may be added to it), `began`
-            (ISO 8601, UTC), `seconds`, `ending` (empty if it ended well), `plan`, `ranks` (steps,
-            samples, speeds, most memory in bytes, and `times`: seconds by kind), `slowest` (the
-            rank that the others wait for, or None), `curves` (per metric and rank: `steps`,
-            `values`; what was no number is `"nan"`, `"inf"` or `"-inf"`), `marks` on the curves,
-            `warnings`, `notes`.
-        """
+        """The report in plain containers, which `json.dumps` takes."""
         return facts_as_json(self.facts)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
-        """The report of what `to_dict` gave, as from a saved file.
-
-        Args:
-            document: `json.load` of a saved report.
-
-        Raises:
-            ConfigError: It is none, or of an unknown version.
-        """
+        """The report of what `to_dict` gave, as from a saved file."""
         return cls(facts_from_json(document))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it into one file, which appears whole or not at all.
-
-        Args:
-            path: Ends with `.html` (a page that needs nothing beside it) or `.json`.
-
-        Returns:
-            The file.
-
-        Raises:
-            ConfigError: The name ends otherwise, or its folder does not exist.
-            OSError: It cannot be written.
-        """
+        """Write it into one file, which appears whole or not at all."""
         target = Path(path).expanduser()
         writers = {".html": self._as_document, ".json": self._as_json}
         writer = writers.get(target.suffix.lower())

@@ -49,17 +49,7 @@ class LayerSelection:
 
 
 def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelection:
-    """Choose the linear layers that can compute in 8 bits.
-
-    Args:
-        model: The model.
-        skip_first_and_last: Whether the first and the last one are left as they are: these lose
-            most.
-
-    Returns:
-        The layers. Those of classes of their own (of attention, of adapters) are none of both:
-        what they compute is not known.
-    """
+    """Choose the linear layers that can compute in 8 bits."""
     layers = {
         name or type(model).__name__: layer
         for name, layer in model.named_modules()
@@ -78,16 +68,7 @@ def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelect
 
 
 def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[torch.Tensor]:
-    """The weights that MS-AMP's levels keep in short formats, each once for each of its layers.
-
-    Args:
-        model: The model.
-        selection: Its layers.
-
-    Yields:
-        Weights that are trained and that no other module holds, such as an embedding tied to a
-        head.
-    """
+    """The weights that MS-AMP's levels keep in short formats, each once for each of its layers."""
     layers = {id(layer) for layer in selection.chosen.values()}
     shared = {
         id(parameter)
@@ -111,15 +92,7 @@ def _odd_size(layer: nn.Linear) -> str:
 def follow_parameters(
     optimizer: Any, replacement_of: Callable[[Any], Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Let an optimizer hold the parameters that took the place of its own, with their state.
-
-    Args:
-        optimizer: The optimizer; stand-ins without groups hold none.
-        replacement_of: Given a parameter, the one in its place, or None.
-
-    Yields:
-        Each parameter that was replaced, and its replacement.
-    """
+    """Let an optimizer hold the parameters that took the place of its own, with their state."""
     for group in getattr(optimizer, "param_groups", ()):
         for index, parameter in enumerate(group["params"]):
             replacement = replacement_of(parameter)
@@ -132,14 +105,7 @@ def follow_parameters(
 
 
 def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> None:
-    """Refuse models of which no layer would compute in 8 bits.
-
-    Args:
-        selections: Models that are prepared together, with their layers.
-
-    Raises:
-        ConfigError: None of all has one.
-    """
+    """Refuse models of which no layer would compute in 8 bits."""
     all_selections = list(selections)
     if not all_selections or any(selection.chosen for _, selection in all_selections):
         return
@@ -154,14 +120,7 @@ def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> No
 
 
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Make all converted layers `nn.Linear` again, with float32 weights; tied ones stay tied.
-
-    Args:
-        model: Any model. At MS-AMP's level O3 a collective.
-
-    Returns:
-        Parameters that were replaced, each with the one in its place: optimizers have to follow.
-    """
+    """Make all converted layers `nn.Linear` again, with float32 weights; tied ones stay tied."""
     plain_weights: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for layer in model.modules():
         if not isinstance(layer, Fp8Linear):

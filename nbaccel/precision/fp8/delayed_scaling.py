@@ -29,15 +29,6 @@ GRADIENT = 2
 class AmaxHistory:
     """Magnitudes and scales of all layers of a model.
 
-    Args:
-        layer_names: The layers, in their order.
-        formats: Of inputs, weights and gradients.
-        length: Steps that are remembered.
-        margin: Headroom of scales, in powers of two.
-        interval: Steps between two computations of the scales.
-        takes_latest: Whether the latest magnitude decides, or the largest one.
-        device: Where they are.
-
     Attributes:
         amaxes: Magnitudes of the step at hand: ``[3, layers]``, float32.
         scales: ``[3, layers]``, float32; 0 where there is no history.
@@ -95,11 +86,7 @@ class AmaxHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave.
-
-        Raises:
-            ConfigError: It is of other layers, or of another length.
-        """
+        """Load what :meth:`state_dict` gave."""
         if state["layers"] != self._names or state["history"].shape != self._history.shape:
             raise ConfigError(
                 f"The saved scales of fp8 are those of {len(state['layers'])} layers over "

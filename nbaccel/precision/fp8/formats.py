@@ -58,28 +58,14 @@ class NumberFormat:
     mantissa_bits: int
 
     def cast(self, values: torch.Tensor) -> torch.Tensor:
-        """Round values that are in range.
-
-        Args:
-            values: Of any shape, float32 or bfloat16.
-
-        Returns:
-            The rounded values in :attr:`dtype`; in float16 on devices that have no such dtype.
-        """
+        """Round values that are in range."""
         in_range = values.clamp(-self.maximum, self.maximum)  # NaN passes
         if self.dtype.itemsize == 1 and values.device.type in _WITHOUT_FLOAT8:
             return self.rounded(in_range).to(torch.float16)
         return in_range.to(self.dtype)
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """What a cast to this format and back gives, by arithmetic alone.
-
-        Args:
-            values: In range, of any shape.
-
-        Returns:
-            float32, of the same shape.
-        """
+        """What a cast to this format and back gives, by arithmetic alone."""
         values = values.float()
         # frexp gives a mantissa in [0.5, 1), so its exponent is one more than that of the format.
         exponents = (torch.frexp(values).exponent - 1).clamp(min=self.smallest_exponent)
@@ -118,23 +104,12 @@ BF16 = NumberFormat(
 
 
 def accumulation_format(accumulation_steps: int) -> NumberFormat:
-    """The format in which weight gradients of MS-AMP's levels are kept.
-
-    Args:
-        accumulation_steps: Gradients that are added up before a step.
-    """
+    """The format in which weight gradients of MS-AMP's levels are kept."""
     return E4M3 if accumulation_steps <= _MOST_FP8_ADDITIONS else BF16
 
 
 def largest_magnitude(values: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value.
-
-    Args:
-        values: Of any shape; an empty tensor counts as zero.
-
-    Returns:
-        0-d, float32; infinite or NaN where an element is.
-    """
+    """The largest absolute value."""
     if values.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=values.device)
     return values.abs().amax().float()
@@ -143,17 +118,7 @@ def largest_magnitude(values: torch.Tensor) -> torch.Tensor:
 def power_of_two_scale(
     amax: torch.Tensor, number_format: NumberFormat, margin: int = 0
 ) -> torch.Tensor:
-    """The largest power of two by which values can be multiplied without leaving a format.
-
-    Args:
-        amax: Largest magnitudes, of any shape, float32.
-        number_format: The format.
-        margin: Headroom, in powers of two.
-
-    Returns:
-        float32, of the same shape; 1 where a magnitude is zero, 0 or NaN where it is not finite
-        (see [Note: infinite values]).
-    """
+    """The largest power of two by which values can be multiplied without leaving a format."""
     exponent = torch.floor(torch.log2(number_format.maximum / amax)) - margin
     scale = torch.exp2(exponent.clamp(max=_LARGEST_EXPONENT))
     return torch.where(amax == 0, torch.ones_like(scale), scale)
@@ -162,32 +127,14 @@ def power_of_two_scale(
 def quantize(
     values: torch.Tensor, scale: torch.Tensor, number_format: NumberFormat
 ) -> torch.Tensor:
-    """The payload of values under a scale.
-
-    Args:
-        values: Of any shape.
-        scale: float32, of a shape that can be broadcast to that of the values.
-        number_format: The format.
-
-    Returns:
-        The payload; values beyond the range are cut to it.
-    """
+    """The payload of values under a scale."""
     return number_format.cast(values.float() * scale)
 
 
 def scale_and_quantize(
     values: torch.Tensor, number_format: NumberFormat, margin: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store a tensor under the scale that its own largest magnitude gives (current scaling).
-
-    Args:
-        values: Of any shape.
-        number_format: The format.
-        margin: Headroom of the scale, in powers of two.
-
-    Returns:
-        The payload, and its inverse scale: 0-d, float32.
-    """
+    """Store a tensor under the scale that its own largest magnitude gives (current scaling)."""
     scale = power_of_two_scale(largest_magnitude(values), number_format, margin)
     return quantize(values, scale, number_format), scale.reciprocal()
 
@@ -195,14 +142,5 @@ def scale_and_quantize(
 def dequantize(
     payload: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The values that a payload stands for.
-
-    Args:
-        payload: In a short format.
-        inverse_scale: float32, of a shape that can be broadcast to that of the payload.
-        dtype: Of the result.
-
-    Returns:
-        Values of the payload's shape.
-    """
+    """The values that a payload stands for."""
     return (payload.to(torch.float32) * inverse_scale).to(dtype)

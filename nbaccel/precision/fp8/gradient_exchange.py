@@ -56,16 +56,7 @@ _GROWTH = 2.0 ** (1 / 1000)
 
 
 def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The mean over all processes; see [Note: two shots]. A collective.
-
-    Args:
-        values: ``[n]``, of any float dtype; as long on all processes.
-        group: The process group; None takes the default one.
-
-    Returns:
-        ``[n]``, float32, the same bits on all processes; NaN in blocks where a process had a value
-        that is not finite.
-    """
+    """The mean over all processes; see [Note: two shots]. A collective."""
     num_ranks = dist.get_world_size(group)
     num_values = values.numel()
     chunk_size = -(-num_values // (num_ranks * BLOCK)) * BLOCK
@@ -82,14 +73,7 @@ def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def packed_blocks(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of values as bytes: payloads in E4M3, then a scale for each block.
-
-    Args:
-        rows: ``[rows, n]``, float32, where `n` is divisible by :data:`BLOCK`.
-
-    Returns:
-        ``[rows, n + 4 n / 256]``, uint8.
-    """
+    """Rows of values as bytes: payloads in E4M3, then a scale for each block."""
     num_rows = rows.shape[0]
     blocks = rows.reshape(num_rows, -1, BLOCK)
     amax = blocks.abs().amax(dim=2, keepdim=True)
@@ -141,16 +125,7 @@ class AutomaticScaling:
 
 
 def summed_mean(values: torch.Tensor, scaling: AutomaticScaling, number: int = 0) -> torch.Tensor:
-    """The mean over all processes by a sum in E4M3; see [Note: a sum in 8 bits]. A collective.
-
-    Args:
-        values: ``[n]``, of any float dtype; as long on all processes.
-        scaling: The factors.
-        number: Which of them is meant.
-
-    Returns:
-        ``[n]``, float32, the same bits on all processes.
-    """
+    """The mean over all processes by a sum in E4M3; see [Note: a sum in 8 bits]. A collective."""
     num_ranks = dist.get_world_size(scaling.group)
     amax = largest_magnitude(values)
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=scaling.group)
@@ -166,14 +141,7 @@ def summed_mean(values: torch.Tensor, scaling: AutomaticScaling, number: int = 0
 
 
 def sum_payloads(payloads: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Payloads in E4M3, added in E4M3.
-
-    Args:
-        payloads: ``[ranks, n]``.
-
-    Returns:
-        Their sum, ``[n]``, and the share of it that lies at the largest value.
-    """
+    """Payloads in E4M3, added in E4M3."""
     total = payloads[0]
     # One after the other, each sum rounded, as a ring does; so all processes get the same.
     for payload in payloads[1:]:
@@ -190,27 +158,14 @@ def message_bytes(num_values: int, num_ranks: int) -> int:
 
 
 def average(scaling: AutomaticScaling | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """A function of flat values and a number: their mean over the processes of the default group.
-
-    Args:
-        scaling: The factors of a sum in 8 bits; None for two shots.
-    """
+    """A function of flat values and a number: their mean over the default group."""
     if scaling is None:
         return lambda values, _: two_shot_mean(values)
     return lambda values, number: summed_mean(values, scaling, number)
 
 
 def fp8_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of `DistributedDataParallel`: gradients travel in 8 bits.
-
-    Args:
-        group: The process group; None takes the default one.
-        bucket: Gradients of some parameters.
-
-    Returns:
-        Their mean over all processes, there already: gloo would run a second collective, started in
-        the first one's callback, in another order on each process.
-    """
+    """A communication hook of `DistributedDataParallel`: gradients travel in 8 bits."""
     gradients = bucket.buffer()
     mean = two_shot_mean(gradients, group)
     averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -62,12 +62,7 @@ class LayerRecipe:
     layer_index: int = 0
 
     def stored(self, values: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Payload and inverse scale of a tensor.
-
-        Args:
-            values: Of any shape.
-            kind: ``INPUT``, ``WEIGHT`` or ``GRADIENT``.
-        """
+        """Payload and inverse scale of a tensor."""
         number_format = self.gradient_format if kind == GRADIENT else self.forward_format
         amax = largest_magnitude(values)
         scale = power_of_two_scale(amax, number_format, self.margin)
@@ -202,11 +197,6 @@ class Fp8Linear(nn.Linear):
 
 
 def convert_layer(layer: nn.Linear, recipe: LayerRecipe) -> None:
-    """Let a linear layer compute in 8 bits; in place.
-
-    Args:
-        layer: Of exactly the class `nn.Linear`, or converted before.
-        recipe: How it is to compute.
-    """
+    """Let a linear layer compute in 8 bits; in place."""
     layer.__class__ = Fp8Linear
     layer.__dict__["fp8_recipe"] = recipe

@@ -27,19 +27,7 @@ def scaled_product(
     emulate: bool,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """``left @ right.T`` of two payloads.
-
-    Args:
-        left: ``[m, k]``, of 8 bits.
-        right: ``[n, k]``, of 8 bits.
-        inverse_scale: Those of left and right: 0-d, float32.
-        dtype: Of the result.
-        emulate: Whether to compute in `dtype`, because there is no kernel for 8 bits.
-        fast_accumulation: Whether the kernel may keep partial sums in fewer bits.
-
-    Returns:
-        ``[m, n]``.
-    """
+    """``left @ right.T`` of two payloads."""
     left_inverse, right_inverse = inverse_scale
     if emulate:
         product = left.to(dtype) @ right.to(dtype).t()

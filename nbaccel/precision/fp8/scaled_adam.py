@@ -40,18 +40,8 @@ _STORED_AS = {"exp_avg": E4M3, "exp_avg_sq": FP16, "master": FP16}
 class ScaledAdam(Optimizer):
     """Takes the place of an Adam or AdamW of torch's, with its groups, settings and state.
 
-    Args:
-        given: The optimizer; it is used no more, but schedulers that set its learning rates set
-            those of this one.
-        owners: Which process has the state of each parameter, by `id`; empty where every process
-            has all of it. See [Note: divided states].
-        first_values: What masters begin with, by `id` of their parameter; else its own values.
-
     Attributes:
         given: As given.
-
-    Raises:
-        ConfigError: It is no Adam, or one with an option that this one does not have.
     """
 
     def __init__(
@@ -90,14 +80,7 @@ class ScaledAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
-
-        Args:
-            closure: Evaluates the model again and returns the loss.
-
-        Returns:
-            What the closure returns; None without one.
-        """
+        """Take one step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,11 +152,7 @@ class ScaledAdam(Optimizer):
         return stored
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as torch has them; of stored tensors payload and inverse scale.
-
-        Raises:
-            ConfigError: The state is divided, and :meth:`consolidate_state_dict` was not called.
-        """
+        """Groups and state as torch has them; of stored tensors payload and inverse scale."""
         if self._owners and self._consolidated is None:
             raise ConfigError(
                 f"state_dict() of an optimizer of level O3: process {dist.get_rank()} has the "
@@ -189,11 +168,7 @@ class ScaledAdam(Optimizer):
         return whole_state
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring divided state together for the next :meth:`state_dict`; a collective.
-
-        Args:
-            to: The process that gets all of it.
-        """
+        """Bring divided state together for the next :meth:`state_dict`; a collective."""
         if not self._owners:
             return
         own_state = _packed(super().state_dict()["state"], as_bytes=True)
@@ -207,11 +182,7 @@ class ScaledAdam(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or the state of an Adam of torch's.
-
-        Args:
-            state_dict: The whole state, on every process.
-        """
+        """Load what :meth:`state_dict` gave, or the state of an Adam of torch's."""
         saved_state = state_dict["state"]
         # torch would cast stored tensors to the dtype that parameters seem to have.
         super().load_state_dict({**state_dict, "state": {}})
@@ -265,13 +236,6 @@ def owners_of(parameters: Sequence[torch.Tensor], world_size: int) -> dict[int, 
     """Assign whole tensors to processes, largest first to the one that holds least.
 
     FP8-LM (arXiv 2310.18313), algorithm 1.
-
-    Args:
-        parameters: All parameters, in an order that is the same on all processes.
-        world_size: Processes.
-
-    Returns:
-        `id` of a parameter → rank.
     """
     held = [0] * world_size
     owners: dict[int, int] = {}

@@ -22,14 +22,7 @@ _BUCKET_VALUES = 25 * 2**20 // 4  # DDP's 25 MiB of float32
 
 
 class ScaledGradients:
-    """Averages the gradients of some weights over all processes.
-
-    Args:
-        weights: The same on all processes, in the same order; they get those of process 0.
-        number_format: Of the gradients.
-        average: Averages flat values, given the number of their bucket; a collective.
-        is_synced: Whether the backward pass at hand ends a group of accumulated ones.
-    """
+    """Averages the gradients of some weights over all processes."""
 
     def __init__(
         self,

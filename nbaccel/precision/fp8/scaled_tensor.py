@@ -42,11 +42,6 @@ _FORMATS = {number_format.dtype: number_format for number_format in (E4M3, E5M2,
 class ScaledTensor(torch.Tensor):
     """A float32 tensor that is stored in a short format under one scale.
 
-    Args:
-        payload: The stored values, of any shape; contiguous.
-        inverse_scale: 0-d, float32: what the payload is multiplied with to get the values.
-        requires_grad: As torch has it.
-
     Attributes:
         payload: As given.
         inverse_scale: As given.
@@ -77,12 +72,7 @@ class ScaledTensor(torch.Tensor):
 
     @classmethod
     def of(cls, values: torch.Tensor, number_format: NumberFormat) -> Self:
-        """Store values in a format, under the scale that fits them.
-
-        Args:
-            values: Of any shape.
-            number_format: The format.
-        """
+        """Store values in a format, under the scale that fits them."""
         payload, inverse_scale = scale_and_quantize(values.detach().contiguous(), number_format)
         return cls(payload, inverse_scale)
 
@@ -101,11 +91,7 @@ class ScaledTensor(torch.Tensor):
         return dequantize(self.payload, self.inverse_scale)
 
     def store(self, values: torch.Tensor) -> None:
-        """Take other values, in the same format, under the scale that fits them.
-
-        Args:
-            values: Of this shape, in any dtype and on any device.
-        """
+        """Take other values, in the same format, under the scale that fits them."""
         payload, inverse_scale = scale_and_quantize(
             values.to(self.payload.device), self.number_format
         )

@@ -57,17 +57,7 @@ def model_problem(
     strict: bool = True,
     left_out: Collection[str] = (),
 ) -> str:
-    """What keeps weights from being loaded into a model.
-
-    Args:
-        model: The user's own module.
-        saved: Shapes of the weights by name, those of tied names included.
-        strict: Whether every name must be on both sides.
-        left_out: Names that need not be saved.
-
-    Returns:
-        The rest of a sentence that begins with the file's name; empty if they fit.
-    """
+    """What keeps weights from being loaded into a model."""
     adapting_prefixes = _adapting_prefixes(model)
     # Parts that load a state in a way of their own cannot be compared by name or shape.
     model_shapes = {
@@ -127,12 +117,7 @@ def _uncompiled_name(tensor_name: str) -> str:
 
 
 def named_as_in(model: nn.Module, saved_weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved weights under the names of a model that is compiled, or was, unlike the saved one.
-
-    Args:
-        model: The model that they are for.
-        saved_weights: By the names in the checkpoint.
-    """
+    """Saved weights under the names of a model that is compiled, or was, unlike the saved one."""
     names = {_uncompiled_name(name): name for name in model.state_dict(keep_vars=True)}
     return {names.get(_uncompiled_name(name), name): it for name, it in saved_weights.items()}
 
@@ -164,15 +149,7 @@ def _is_user_code(function: Any) -> bool:
 
 
 def optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
-    """What keeps a state from being loaded into an optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        saved_state: The state; its tensors may be on `meta`.
-
-    Returns:
-        The rest of a sentence; empty if it fits, or the optimizer has its own way of loading.
-    """
+    """What keeps a state from being loaded into an optimizer."""
     load_hooks = torch_private.has_state_loading_hooks(optimizer)
     if load_hooks or _is_user_code(type(optimizer).load_state_dict):
         return ""
@@ -226,15 +203,7 @@ def _shape_problem(
 
 
 def state_problem(item: Any, saved_state: Any) -> str:
-    """What keeps a state from being loaded into a scheduler, scaler or loader.
-
-    Args:
-        item: Has `state_dict`.
-        saved_state: The state.
-
-    Returns:
-        The rest of a sentence; empty unless the two have nothing in common.
-    """
+    """What keeps a state from being loaded into a scheduler, scaler or loader."""
     try:
         state = item.state_dict()
     except Exception:  # the user's own, which need not have a state before it has loaded one
@@ -308,14 +277,7 @@ class CheckpointSources:
     left_out: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def damaged(self, place: Place) -> list[str]:
-        """Problems of files; each file is read by one process of a node.
-
-        Args:
-            place: This process.
-
-        Returns:
-            A sentence for each file; none if all are as they were saved.
-        """
+        """Problems of files; each file is read by one process of a node."""
         files = [path for path in (*self.loaders.values(), self.gradients, self.generators) if path]
         common_files = self._common_files()
         # Shared out, because reading everything on every process would multiply the time.
@@ -364,17 +326,7 @@ class CheckpointSources:
 def find_sources(
     folder: Path, parts: CheckpointParts, place: Place, recorded: Mapping[str, Recorded]
 ) -> CheckpointSources:
-    """Find the files that this process will read.
-
-    Args:
-        folder: The checkpoint.
-        parts: What is to be loaded.
-        place: This process.
-        recorded: Sizes and checksums from when it was saved.
-
-    Returns:
-        Those that are there, or were when it was saved.
-    """
+    """Find the files that this process will read."""
     return _SourceFinder(folder, parts, place, recorded).find_all()
 
 

@@ -29,19 +29,7 @@ _WEIGHT_FILE_PATTERNS = {True: "model{suffix}.safetensors", False: "pytorch_mode
 
 
 def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
-    """Read what ``torch.save`` wrote, without running code that might be in it.
-
-    Args:
-        path: The file.
-        allowed: Further classes that it may hold instances of.
-        **options: Of ``torch.load``; ``weights_only=False`` allows any pickle, which may run code.
-
-    Returns:
-        Tensors, numbers, text and numpy arrays in containers.
-
-    Raises:
-        CheckpointDamaged: It cannot be read, or holds something else.
-    """
+    """Read what ``torch.save`` wrote, without running code that might be in it."""
     options = {"weights_only": True, "map_location": "cpu", **options}
     try:
         # Leaving the block takes its classes off the list, those too that the user had put there.
@@ -56,19 +44,7 @@ def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) 
 
 
 def read_torch_outline(path: Path, **options: Any) -> Any:
-    """Read what ``torch.save`` wrote, without the values: tensors are on ``meta``.
-
-    Args:
-        path: The file.
-        **options: As of :func:`read_torch_file`.
-
-    Returns:
-        As :func:`read_torch_file`; the values are never in memory, unless a torch before 1.6 wrote
-        the file.
-
-    Raises:
-        CheckpointDamaged: It cannot be read, or holds something else.
-    """
+    """Read what ``torch.save`` wrote, without the values: tensors are on ``meta``."""
     with path.open("rb") as file:
         is_old = file.read(len(OLD_TORCH_FORMAT)) == OLD_TORCH_FORMAT
     return read_torch_file(path, **{**options, "map_location": "cpu" if is_old else "meta"})
@@ -115,17 +91,7 @@ def _numpy_globals() -> list[Any]:
 
 
 def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = False) -> None:
-    """Write an object to a file; a reader sees the old file or the whole new one.
-
-    Args:
-        obj: Anything that pickles; a dict of tensors where `safe_serialization` is set.
-        path: The file, or an object open for writing in binary (which is written to directly).
-        safe_serialization: Write safetensors instead of a pickle.
-
-    Raises:
-        ConfigError: Not a dict of tensors, and safetensors hold nothing else; or placeholders that
-            ZeRO-3 has in the place of weights.
-    """
+    """Write an object to a file; a reader sees the old file or the whole new one."""
     _check_no_placeholders(obj, f"save(..., {str(path)!r})")
     if safe_serialization:
         _check_only_tensors(obj, "safe_serialization=False")
@@ -209,16 +175,6 @@ def save_model(
 
     Each file appears whole. Files of an earlier save that do not belong to this one are removed
     last. Of tensors that are tied only one is written.
-
-    Args:
-        state_dict: Weights by name.
-        folder: Where; made if it does not exist.
-        max_shard_size: Most bytes of one file, as a number or ``"10GB"``.
-        safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
-
-    Raises:
-        ConfigError: Something in the dict is no tensor, or a placeholder that ZeRO-3 has in the
-            place of a weight, or `folder` is a file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():

@@ -70,15 +70,7 @@ __all__ = [
 
 
 def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:
-    """Note every file of a checkpoint; all processes have written theirs.
-
-    Args:
-        folder: The checkpoint.
-        part_entry: Which part it is, where hosts keep shards on disks of their own.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Note every file of a checkpoint; all processes have written theirs."""
     file_entries = {
         manifest_path.relative_to(folder).as_posix(): _manifest_entry(manifest_path)
         for manifest_path in sorted(_checkpoint_files(folder))
@@ -94,17 +86,7 @@ def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) ->
 
 
 def read_manifest(folder: Path) -> Mapping[str, Recorded]:
-    """Read what :func:`write_manifest` wrote.
-
-    Args:
-        folder: The checkpoint.
-
-    Returns:
-        By path below the folder; empty where nothing was noted.
-
-    Raises:
-        CheckpointDamaged: It is no such file.
-    """
+    """Read what :func:`write_manifest` wrote."""
     manifest_path = folder / layout.MANIFEST_FILE
     if not manifest_path.exists():
         return {}
@@ -141,11 +123,7 @@ def _manifest_entry(path: Path) -> dict[str, int | str]:
 
 
 def folder_of(configuration: ProjectConfiguration) -> Path:
-    """The folder of all numbered checkpoints.
-
-    Raises:
-        ConfigError: The project has no folder.
-    """
+    """The folder of all numbered checkpoints."""
     if configuration.project_dir is None:
         raise ConfigError(
             "ProjectConfiguration(automatic_checkpoint_naming=True) has "
@@ -186,11 +164,7 @@ def next_number(configuration: ProjectConfiguration) -> int:
 
 
 def latest_checkpoint(configuration: ProjectConfiguration) -> Path:
-    """The checkpoint of the highest number.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The checkpoint of the highest number."""
     folder = folder_of(configuration)
     existing = _numbered_checkpoints(folder)
     if not existing:
@@ -202,12 +176,7 @@ def latest_checkpoint(configuration: ProjectConfiguration) -> Path:
 
 
 def delete_oldest(folder: Path, total_limit: int | None) -> None:
-    """Delete the checkpoints of the lowest numbers beyond a limit.
-
-    Args:
-        folder: The folder of all numbered checkpoints.
-        total_limit: How many stay; None keeps all.
-    """
+    """Delete the checkpoints of the lowest numbers beyond a limit."""
     existing = list(_numbered_checkpoints(folder).values())
     for path in existing[: -total_limit if total_limit else 0]:
         discard_checkpoint(path)
@@ -240,24 +209,7 @@ def new_checkpoint(
     series: bool = False,
     sharder: ShardedCheckpoints | None = None,
 ) -> Iterator[tuple[Path, Path, FolderDisks]]:
-    """Build a folder together; it gets its name only if every process has succeeded.
-
-    Args:
-        target: The folder to be; that of process 0 counts.
-        place: This process.
-        collectives: All processes; entering and leaving are collectives.
-        series: Whether `target` is one of ``checkpoint_0``, ``checkpoint_1``, …: leftovers of all
-            of them are cleared away.
-        sharder: The strategy, if it is to write shards.
-
-    Yields:
-        The folder to write into, the one it will become, and which processes see the same one. One
-        per file system makes it, and writes there what is the same for all.
-
-    Raises:
-        ConfigError: There can be no folder of that name, or replacing it would do harm.
-        CheckpointFailed: On every process, if any failed; what was there before is as it was.
-    """
+    """Build a folder together; it gets its name only if every process has succeeded."""
     save_site = _agree_on_names(target, collectives)
     with contextlib.ExitStack() as held_claims:
         made_folder = _make_partial_folder(save_site, place, collectives, series, held_claims)
@@ -416,12 +368,7 @@ def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
 
 
 def discard_checkpoint(folder: Path, leftover_name: str = "") -> None:
-    """Delete a checkpoint, whose name is gone before its first file is.
-
-    Args:
-        folder: The checkpoint; fine if another process is quicker.
-        leftover_name: Whose leftover it is if this process dies now; by default the folder's own.
-    """
+    """Delete a checkpoint, whose name is gone before its first file is."""
     leftover = folder.with_name(f".{leftover_name or folder.name}.partial-{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(leftover)
@@ -430,17 +377,7 @@ def discard_checkpoint(folder: Path, leftover_name: str = "") -> None:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Where the checkpoint of a name is: under it, or beside it if a save was killed in its step.
-
-    Args:
-        folder: The checkpoint's name.
-
-    Returns:
-        The folder to read.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Where the checkpoint of a name is: under it, or beside it if a save was killed."""
     folder = folder.expanduser()
     if folder.is_dir():
         return folder
@@ -464,15 +401,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
-    """A block that every process runs; if it fails on one process, it raises on all.
-
-    Args:
-        collectives: All processes.
-        call_text: The call, with which a message begins.
-
-    Raises:
-        CheckpointFailed: It succeeded here and failed on another process.
-    """
+    """A block that every process runs; if it fails on one process, it raises on all."""
     error = None
     try:
         yield

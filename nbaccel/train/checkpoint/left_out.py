@@ -23,11 +23,7 @@ _Names = frozenset[str]
 
 
 def frozen_names(model: nn.Module) -> _Names:
-    """Names of the parameters that are not trained, those of tied ones all.
-
-    Args:
-        model: The user's own module.
-    """
+    """Names of the parameters that are not trained, those of tied ones all."""
     return frozenset(
         parameter_name
         for parameter_name, is_trained in _trained_by_name(model).items()
@@ -47,12 +43,7 @@ def _uncompiled_name(tensor_name: str) -> str:
 
 
 def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A state dict without these tensors.
-
-    Args:
-        state: Tensors by name.
-        names: Names as :func:`frozen_names` gives them.
-    """
+    """A state dict without these tensors."""
     return {
         tensor_name: value
         for tensor_name, value in state.items()
@@ -61,24 +52,13 @@ def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 
 def left_out_text(names_by_model: Mapping[int, Collection[str]]) -> str:
-    """What the checkpoint's file says.
-
-    Args:
-        names_by_model: By number of the model.
-    """
+    """What the checkpoint's file says."""
     file_content = {str(number): sorted(names) for number, names in names_by_model.items()}
     return json.dumps({"frozen_parameters_left_out": file_content}, indent=1) + "\n"
 
 
 def read_left_out(folder: Path) -> dict[int, _Names]:
-    """Names of what a checkpoint has left out, by number of the model; mostly none.
-
-    Args:
-        folder: The checkpoint.
-
-    Raises:
-        CheckpointDamaged: The file that says so cannot be read.
-    """
+    """Names of what a checkpoint has left out, by number of the model; mostly none."""
     path = folder / layout.LEFT_OUT_FILE
     if not path.exists():
         return {}
@@ -95,15 +75,7 @@ def read_left_out(folder: Path) -> dict[int, _Names]:
 
 
 def trained_problem(model: nn.Module, names: Collection[str]) -> str:
-    """Why a model cannot do without values for parameters that were frozen when it was saved.
-
-    Args:
-        model: The user's own module.
-        names: What was left out.
-
-    Returns:
-        The rest of a sentence that begins with the checkpoint's name; empty if it can.
-    """
+    """Why a model cannot do without values for parameters that were frozen when it was saved."""
     trained_by_name = _trained_by_name(model)
     trained_names = sorted(name for name in names if trained_by_name.get(name, True))
     if not trained_names:

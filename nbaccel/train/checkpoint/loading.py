@@ -67,12 +67,7 @@ class LoadVerdict:
     unfit: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Raise the problems, if there are any.
-
-        Raises:
-            CheckpointDamaged: Files are damaged.
-            ConfigError: They do not fit.
-        """
+        """Raise the problems, if there are any."""
         if self.damaged:
             raise CheckpointDamaged(*self.damaged)
         if self.unfit:
@@ -81,11 +76,6 @@ class LoadVerdict:
 
 class LoadTrial:
     """Reads and checks the files of one process; small states are kept.
-
-    Args:
-        sources: The files.
-        parts: The objects that they are loaded into.
-        options: Arguments of ``torch.load``, for optimizers, schedulers and loaders.
 
     Attributes:
         schedulers: States by number.
@@ -115,16 +105,7 @@ class LoadTrial:
         self.verdict = LoadVerdict()
 
     def run(self, place: Place, *, strict: bool, with_models: bool) -> LoadVerdict:
-        """Read everything.
-
-        Args:
-            place: This process.
-            strict: Whether a model and its file must have the same names.
-            with_models: Whether weights must fit; with load hooks, only they know which are read.
-
-        Returns:
-            What is wrong.
-        """
+        """Read everything."""
         if with_models:
             for object_number, path in self._sources.weights.items():
                 self._attempt_step(
@@ -162,18 +143,7 @@ class LoadTrial:
     def check_weights(
         self, path: Path, model: nn.Module, strict: bool, left_out: frozenset[str]
     ) -> None:
-        """Compare a file of weights with a model.
-
-        Args:
-            path: The file.
-            model: The model, as it was prepared.
-            strict: Whether both must have the same names.
-            left_out: Frozen parameters that were not saved.
-
-        Raises:
-            CheckpointDamaged: It cannot be read.
-            ConfigError: It does not fit.
-        """
+        """Compare a file of weights with a model."""
         model = self._parts.strategy.unwrap(model)
         saved_shapes = (
             _safetensors_shapes(path) if path.suffix == ".safetensors" else _pickled_shapes(path)
@@ -272,19 +242,7 @@ class LoadTrial:
 
 
 def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> Any:
-    """The state of a registered object: plain data, and classes that its state has now.
-
-    Args:
-        path: The file.
-        custom_object: The object.
-        options: Arguments of ``torch.load``; ``weights_only=False`` allows any pickle.
-
-    Returns:
-        The state.
-
-    Raises:
-        CheckpointDamaged: It cannot be read, or holds something else.
-    """
+    """The state of a registered object: plain data, and classes that its state has now."""
     read_options = {name: value for name, value in options.items() if name == "weights_only"}
     return read_torch_file(path, allowed=_classes_in(custom_object.state_dict()), **read_options)
 
@@ -392,29 +350,6 @@ def load_state(
     instances of classes that the object's own state has at the time. ``weights_only=False`` in
     `load_kwargs` lifts that, and lets a file run any code. Load such only if you trust who wrote
     it.
-
-    Args:
-        folder: The checkpoint.
-        parts: What to load into.
-        place: This process.
-        collectives: All processes.
-        map_location: ``cpu`` or ``on_device``: where states are read to before they go where they
-            belong; None takes the CPU.
-        load_kwargs: Of ``torch.load``, for optimizers, schedulers and loaders; `weights_only` also
-            for registered objects.
-        hooks: Called with the models and the folder first; models that a hook removes from the
-            list are not loaded.
-        **options: Arguments of the models' ``load_state_dict``, such as ``strict=False``.
-
-    Returns:
-        The accumulation step that was saved; None where the file has none.
-
-    Raises:
-        CheckpointDamaged: Files are truncated, changed or missing; nothing is loaded then. It is
-            the same on all processes.
-        ConfigError: No such folder, or it does not fit; nothing is loaded then.
-        TypeError: Another `map_location`.
-        CheckpointFailed: Another process failed.
     """
     device = _read_device(map_location, place)
     call_text = f"load_state({str(folder)!r})"
@@ -461,12 +396,7 @@ def _read_recorded(folder: Path) -> tuple[Mapping[str, Recorded], LoadVerdict]:
 
 
 def _judge_together(collectives: Collectives, call_text: str, own_verdict: LoadVerdict) -> None:
-    """Raise the problems of all processes, the same on all.
-
-    Raises:
-        CheckpointDamaged: Files are damaged.
-        ConfigError: They do not fit.
-    """
+    """Raise the problems of all processes, the same on all."""
     verdicts_by_rank = collectives.answers(
         f"{call_text}: all files read", [own_verdict.damaged, own_verdict.unfit]
     )

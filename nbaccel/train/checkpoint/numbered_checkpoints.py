@@ -24,13 +24,7 @@ _log = get_logger(__name__)
 
 
 class Checkpoints:
-    """Names checkpoints, keeps as many as are wanted, and calls the hooks of users.
-
-    Args:
-        configuration: The project's; its `iteration` advances with every save.
-        place: This process.
-        collectives: All processes; saving and loading are collectives.
-    """
+    """Names checkpoints, keeps as many as are wanted, and calls the hooks of users."""
 
     def __init__(
         self, configuration: ProjectConfiguration, place: Place, collectives: Collectives
@@ -42,29 +36,13 @@ class Checkpoints:
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Let a function see models, weights and folder before weights are written.
-
-        Args:
-            hook: Called as ``hook(models, weights, folder)`` on every process. It may write into
-                the folder, and remove weights from the list that are not to be written.
-
-        Returns:
-            A handle whose ``remove()`` takes it back.
-        """
+        """Let a function see models, weights and folder before weights are written."""
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Let a function see models and folder before anything is loaded.
-
-        Args:
-            hook: Called as ``hook(models, folder)`` on every process. It may load models itself,
-                and remove them from the list.
-
-        Returns:
-            A handle whose ``remove()`` takes it back.
-        """
+        """Let a function see models and folder before anything is loaded."""
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle
@@ -77,21 +55,7 @@ class Checkpoints:
         step: int,
         safe_serialization: bool = True,
     ) -> Path:
-        """Save everything that the run needs to continue; a collective.
-
-        Args:
-            folder: Where, if checkpoints are not numbered; if they are, it is ignored.
-            parts: What to save.
-            step: The current accumulation step.
-            safe_serialization: Weights as safetensors instead of a pickle.
-
-        Returns:
-            The folder of the checkpoint.
-
-        Raises:
-            ConfigError: No folder is given, or none can be made of that name.
-            CheckpointFailed: On every process, if any failed; nothing has changed then.
-        """
+        """Save everything that the run needs to continue; a collective."""
         configuration = self._project_configuration
         is_numbered = configuration.automatic_checkpoint_naming
         checkpoint_path = save_state(
@@ -143,22 +107,7 @@ class Checkpoints:
         load_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> int | None:
-        """Put back what :meth:`save` wrote; a collective.
-
-        Args:
-            folder: The checkpoint; None takes the one of the highest number.
-            parts: What to load into.
-            map_location: ``cpu`` or ``on_device``.
-            load_kwargs: Arguments of ``torch.load``.
-            **options: Arguments of the models' ``load_state_dict``.
-
-        Returns:
-            The accumulation step that was saved; None where the file has none.
-
-        Raises:
-            ConfigError: There is no such checkpoint, or it does not fit; nothing is loaded then.
-            CheckpointFailed: Another process failed.
-        """
+        """Put back what :meth:`save` wrote; a collective."""
         source_folder = self._source_folder(folder)
         saved_step = load_state(
             source_folder,

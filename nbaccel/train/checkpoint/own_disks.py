@@ -52,13 +52,7 @@ class FolderDisks:
 
     @classmethod
     def find(cls, place: Place, collectives: Collectives, *, made_folder: bool) -> FolderDisks:
-        """Find out; a collective.
-
-        Args:
-            place: This process.
-            collectives: All processes.
-            made_folder: Whether this process has made a folder.
-        """
+        """Find out; a collective."""
         if place.world_size == place.local_world_size:
             names = (socket.gethostname(),) * place.world_size
             return cls(rank=place.rank, makers=(0,) * place.world_size, host_names=names)
@@ -106,12 +100,7 @@ class FolderDisks:
         return {"ranks": self.ranks_here, "hosts": list(self.host_names)}
 
     def tell(self, folder: Path, sharder: ShardedCheckpoints | None) -> None:
-        """Let process 0 say, once for a folder, that disks are not shared and what follows.
-
-        Args:
-            folder: The checkpoint.
-            sharder: The strategy, if it writes shards.
-        """
+        """Let process 0 say, once for a folder, that disks are not shared and what follows."""
         if self.rank or self.is_shared or (sharder is not None and sharder.keeps_own_disks):
             return
         hosts = {name for name, maker in zip(self.host_names, self.makers, strict=True) if maker}
@@ -170,17 +159,7 @@ def _tell_of_own_disks(
 def send_to_writers(
     state: Any, writers: Sequence[int], collectives: Collectives, *, what: str
 ) -> Any:
-    """Let all processes that write a state have it, where only process 0 has it; a collective.
-
-    Args:
-        state: Tensors in containers; empty where it is to be received.
-        writers: The ranks that write it, process 0 among them; the same on all processes.
-        collectives: All processes.
-        what: The call, with which a message about missing processes begins.
-
-    Returns:
-        The state; on processes that do not write, as it was.
-    """
+    """Let all processes that write a state have it, where only process 0 has it; a collective."""
     rank = collectives.place.rank
     lacks_state = rank in writers and not state
     if len(writers) < 2 or not any(collectives.answers(what, lacks_state)):
@@ -237,15 +216,7 @@ def ranks_of_part(folder: Path) -> tuple[int, ...]:
 
 
 def check_is_own_part(folder: Path, place: Place) -> None:
-    """Refuse a part of a checkpoint that other ranks than this process's have written.
-
-    Args:
-        folder: The checkpoint.
-        place: This process.
-
-    Raises:
-        ConfigError: It names the hosts.
-    """
+    """Refuse a part of a checkpoint that other ranks than this process's have written."""
     entry = _part_entry(folder)
     ranks = entry.get("ranks", ())
     host_names = entry.get("hosts", ())

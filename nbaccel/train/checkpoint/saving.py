@@ -134,14 +134,7 @@ class CheckpointParts:
 
 
 def check_checkpointable(objects: Sequence[Any]) -> None:
-    """Refuse objects that cannot be part of a checkpoint.
-
-    Args:
-        objects: What was given to ``register_for_checkpointing``.
-
-    Raises:
-        ConfigError: Some lack `state_dict` or `load_state_dict`; it lists them all.
-    """
+    """Refuse objects that cannot be part of a checkpoint."""
     mistakes = []
     for object_number, custom_object in enumerate(objects):
         needed_methods = ("state_dict", "load_state_dict")
@@ -168,14 +161,6 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     """Refuse a folder that does not fit, before anything is loaded from it.
 
     Kinds of which nothing was prepared may be there: a script that evaluates needs no optimizer.
-
-    Args:
-        folder: The checkpoint.
-        parts: What is to be loaded.
-        with_models: Whether weights count; a load hook may have its own.
-
-    Raises:
-        ConfigError: Something is missing or superfluous; it lists what was found and expected.
     """
     contents = CheckpointContents.of(folder)
     folder_text = f"The checkpoint {str(folder)!r}"
@@ -255,24 +240,6 @@ def save_state(
 
     The folder appears whole, or, if any process fails or dies, not at all. An existing one of that
     name is replaced in one step; files in it that are not a checkpoint's stay.
-
-    Args:
-        folder: The checkpoint to be; that of process 0 counts.
-        parts: What to save.
-        place: This process.
-        collectives: All processes.
-        step: The current accumulation step.
-        safe_serialization: Weights as safetensors instead of a pickle.
-        hooks: Called with the models, their weights and the folder to write into, before weights
-            are written; weights that a hook removes from the list are not.
-        series: Whether this is one of the numbered checkpoints of a project.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: There can be no such folder, or weights do not fit `safe_serialization`.
-        CheckpointFailed: On every process, if any failed; what was there before is as it was.
     """
     sharder = parts.sharder if parts.in_shards else None
     with new_checkpoint(Path(folder), place, collectives, series=series, sharder=sharder) as (
