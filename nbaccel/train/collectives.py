@@ -164,7 +164,7 @@ class Collectives:
     def pad_across_processes(
         self, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Make all processes' tensors equally long in one dimension, so that they can be gathered."""
+        """Make all processes' tensors equally long in one dimension, so that they can be joined."""
         if any(map(_is_nested, leaves(tree))):
             return self._pad_around_nested(tree, dim, pad_index, pad_first)
         if self.place.is_alone:
