@@ -215,8 +215,7 @@ def _sharded(model: nn.Module, case: Case, device: str) -> nn.Module:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES.get(case.precision))
-    for block in model.children():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # As the plugin does without a wrap policy: the model is one unit.
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
