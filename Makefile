@@ -4,7 +4,7 @@
 #   VENV=.venv               where the environment lives
 #   CONSTRAINTS=             an empty value lets pip choose the versions (needed on Python 3.10)
 #   TORCH_INDEX=URL          one more package index, e.g. the one with torch's CPU wheels
-#   JOBS=4                   test files that run at the same time (they often wait); 0 for one after another, in one process
+#   JOBS=3                   test files that run at the same time (they often wait); 0 for one after another, in one process
 #   PYTEST_ARGS='-k arena'   more arguments for pytest
 #   SLOW=changed             make test: which slow tests run, too: none, changed (since the last landing), all
 #   CHANGED=1                make quick: with the tests of what has changed
@@ -23,7 +23,7 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
-JOBS        ?= 4
+JOBS        ?= 3
 SLOW        ?= none
 CHANGED     ?=
 MOMENTS     ?= 320
