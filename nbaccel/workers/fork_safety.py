@@ -23,8 +23,9 @@ from nbaccel.workers import forkable_state
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
 _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
 
-# Python names a thread without a name after its function: ipykernel 7.4 has two such threads.
-_KERNEL_TARGETS = ("(_watch_pipe_fd)",)
+# Python names a thread without a name after its function: ipykernel 7.4 has two such threads. The
+# other is jupyter_core's, which waits for coroutines.
+_KERNEL_TARGETS = ("(_watch_pipe_fd)", " - runner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

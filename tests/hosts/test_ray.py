@@ -15,6 +15,7 @@ import pytest
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.hosts.ray_engine import RayEngine
+from tests.hosts.one_ray import one_cluster_at_a_time
 from tests.isolation import ROOT
 
 pytestmark = [
@@ -26,21 +27,22 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ray")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.hosts.ray_scenes", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": "/tmp"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=440)
-    except subprocess.TimeoutExpired:
-        # With its raylets, which would stay for the tests that come next.
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
+    with one_cluster_at_a_time():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.hosts.ray_scenes", str(folder)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": "/tmp"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=440)
+        except subprocess.TimeoutExpired:
+            # With its raylets, which would stay for the tests that come next.
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
     lines = [line for line in stdout.splitlines() if line.startswith("SCENE")]
     outcomes = dict(json.loads(line.removeprefix("SCENE ")) for line in lines)
     assert len(outcomes) == 7, (stdout[-3000:], stderr[-5000:])

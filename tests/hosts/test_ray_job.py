@@ -20,6 +20,7 @@ from tests.hosts.exported_project import (
     job_variables,
     path_with_tools,
 )
+from tests.hosts.one_ray import one_cluster_at_a_time
 from tests.isolation import ROOT
 
 pytestmark = [
@@ -82,7 +83,7 @@ def jobs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ended_jobs(jobs_folder: Path) -> dict[int, subprocess.CompletedProcess[str]]:
     """By number of nodes."""
-    with running_ray() as jobs_address:
+    with one_cluster_at_a_time(), running_ray() as jobs_address:
         return {
             num_nodes: hand_in(num_nodes, jobs_address, jobs_folder / str(num_nodes))
             for num_nodes in (1, 2)

@@ -149,11 +149,11 @@ class Kernel:
 
     def templates(self) -> list[psutil.Process]:
         """Those among them that workers are forked from; each cell may bring a new one."""
-        return [p for p in self.descendants() if _name_of(p) == TEMPLATE_NAME]
+        return [p for p in self.descendants() if _is_template(p)]
 
     def workers(self) -> list[psutil.Process]:
         """The others."""
-        return [p for p in self.descendants() if _name_of(p) not in {TEMPLATE_NAME, ""}]
+        return [p for p in self.descendants() if _name_of(p) and not _is_template(p)]
 
     def kill(self) -> None:
         """End the kernel as the out-of-memory killer would."""
@@ -181,6 +181,17 @@ class Kernel:
             return
         if message["parent_header"].get("msg_id") == ident:
             _note(cell, message["msg_type"], message["content"])
+
+
+def _is_template(process: psutil.Process) -> bool:
+    """Also one that has just been started and has not taken its name yet, as workers do at once."""
+    name = _name_of(process)
+    if not name.startswith("python"):
+        return name == TEMPLATE_NAME
+    try:
+        return any("template_server" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _name_of(process: psutil.Process) -> str:
