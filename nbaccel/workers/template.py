@@ -140,7 +140,7 @@ class Template:
                     current = started_here = self._current
                 self._follow()
                 waited_s = time.monotonic() - began_at
-                if waited_s > time_limits.LEARN_S:
+                if waited_s > time_limits.PACKAGES_S:
                     needs = None
                 if self._serves(needs or (lambda _package: False)):
                     return self.start()

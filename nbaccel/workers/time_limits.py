@@ -12,7 +12,7 @@ minute."""
 IMPORT_S = 60.0
 """For an import by a template in the background without using the processor: what does so hangs."""
 
-LEARN_S = 30.0
+PACKAGES_S = 30.0
 """For a launch to wait until the template has imported what the launch uses: afterwards the workers
 import it themselves."""
 
