@@ -23,7 +23,7 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -51,10 +51,13 @@ DEFAULT_TIMEOUT_S = 600.0
 _TIMES_COMPARED = 2
 _NEW_PLACE_WAIT_S = 2.0
 _MOST_TOLD = 50  # calls of which entries stay in the store where deleting them would take time
-_MOST_POLL_S = 0.05  # between two looks into the store
-# Of the time already waited: a short wait ends with little delay, a long one uses little CPU.
-_POLL_SHARE = 0.1
-_RETURNED_POLL_S = 0.25  # between two looks for processes whose function has returned
+# Between two looks into the store: as long as has been waited. Blocking in it is no way, because
+# torch prints a warning each time such a wait ends without its keys.
+_LEAST_POLL_S = 0.0002
+_MOST_POLL_S = 0.05
+# Between two looks for mistakes, which are rarer than processes that come a little late.
+_FIRST_LOOK_S = 0.02
+_MOST_LOOK_S = 0.25
 
 # Weak keys: a check ends with its group, and a new group at the same address gets a new one.
 _CHECKS_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveCheck] = (
@@ -149,15 +152,20 @@ class CollectiveCheck:
             return
         with self._telling(what, detail, place) as told:
             count_key = f"{self.calls_begun}/{told.entry.text}"
+            equal_key = f"{self.calls_begun}/equal"
             if self._rank == 0:
-                self._told_calls[-1][1].append(count_key)
-            # Mostly one request: how many have told the same. Else their entries are looked at.
-            if self._store.add(count_key, 1) == len(told.keys) or not self._await_all(
+                self._told_calls[-1][1].extend([count_key, equal_key])
+            if self._store.add(count_key, 1) == len(told.keys):
+                # All have told the same, this process as the last one.
+                self._store.set(equal_key, "")
+                return
+            have_all_come = self._await_all(
                 told,
-                lambda: self._store.add(count_key, 0) == len(told.keys) or self._have_told(told),
+                [equal_key],
                 timeout_s if waits_for_all else min(timeout_s, _NEW_PLACE_WAIT_S),
                 raises=waits_for_all,
-            ):
+            )
+            if not have_all_come or self._store.check([equal_key]):
                 return
             entries = self._entries(told)
         if any(entry.text != told.entry.text for entry in entries):
@@ -171,7 +179,7 @@ class CollectiveCheck:
         """Tell the other processes something, and read what they tell."""
         self._begin(what)
         with self._telling(what, detail, _user_place()) as told:
-            self._await_all(told, lambda: self._have_told(told), timeout_s)
+            self._await_all(told, told.keys, timeout_s)
             entries = self._entries(told)
         # After all have come: a mismatch is raised on every process, so none is left waiting.
         if any(entry.name != what for entry in entries):
@@ -205,31 +213,28 @@ class CollectiveCheck:
             raise CollectiveTimeout(self._describe_returned(entry, 0, also)) from error
 
     def _await_all(
-        self,
-        told: _ToldCall,
-        have_come: Callable[[], bool],
-        timeout_s: float,
-        *,
-        raises: bool = True,
+        self, told: _ToldCall, keys: list[str], timeout_s: float, *, raises: bool = True
     ) -> bool:
-        """Wait until all processes have come to this call; False if they have not in time."""
+        """Wait for keys of the store, or for all entries; False if neither has come in time."""
         start_time = time.monotonic()
-        look_at_s = _RETURNED_POLL_S
+        look_at_s = _FIRST_LOOK_S
         notice_at_s = timeout_s / 2
-        self._forget_calls(2)  # here it costs no time: others are waited for
-        while not have_come():
+        while not self._store.check(keys):
+            self._forget_calls(2)  # here it costs no time: others are waited for
             waited_s = time.monotonic() - start_time
             if waited_s >= timeout_s and not raises:
                 return False
             if waited_s >= look_at_s:
-                look_at_s = waited_s + _RETURNED_POLL_S
+                look_at_s = waited_s + min(waited_s, _MOST_LOOK_S)
+                if self._have_told(told):
+                    return True
                 self._check_returned(told)
             if waited_s >= timeout_s:
                 raise CollectiveTimeout(self._describe_missing(told, waited_s))
             if waited_s >= notice_at_s and raises:
                 notice_at_s = timeout_s
                 write_notice(f"nbaccel: {self._describe_missing(told, waited_s)}\n")
-            time.sleep(min(_MOST_POLL_S, waited_s * _POLL_SHARE))
+            time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s)))
         return True
 
     def _forget_calls(self, num_kept: int) -> None:

@@ -214,6 +214,13 @@ def _record(name: str, lane: Lane, environment: Environment, counts: dict[str, i
     }
     RECORDS.mkdir(parents=True, exist_ok=True)
     (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    # At once, or the tests that run next would find a page of another day.
+    render_page()
+
+
+def render_page() -> None:
+    """Put the records into the table of the page."""
+    PAGE.write_text(table.put_into(PAGE.read_text(), table.render(records())))
 
 
 def _cpu_s() -> float:
@@ -292,7 +299,7 @@ def main() -> int:
         for name, what in became.items():
             print(f"{name}: {what.partition(chr(10))[0]}")
     if asked.render:
-        PAGE.write_text(table.put_into(PAGE.read_text(), table.render(records())))
+        render_page()
     return int(any(what.startswith("RED") for what in became.values()))
 
 

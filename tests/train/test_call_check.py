@@ -26,7 +26,8 @@ class CountingStore:
         self.num_told = 0
 
     def set(self, key: str, value: str) -> None:
-        self.num_told += 1
+        # The last one to come says that all are equal.
+        self.num_told += not key.endswith("/equal")
         self.store.set(key, value)
 
     def __getattr__(self, name: str) -> Any:
