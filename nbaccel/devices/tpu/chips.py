@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nbaccel.config.capabilities import device_row
 from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP, legal_counts, threads_per_process
 from nbaccel.devices.tpu.packages import find_packages
 from nbaccel.devices.tpu.surroundings import (
@@ -27,7 +28,6 @@ from nbaccel.plan.inventory import TpuHost
 
 __all__ = ["count_chips", "holders_of", "inspect_host"]
 
-_GOOGLE_VENDOR_ID = "0x1ae0"
 # Google's network and storage devices have the same vendor, so the device decides. 0x0027 is v2 or
 # v3; 0x0056 has no public name.
 _GENERATIONS = {
@@ -162,10 +162,11 @@ def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) ->
 
 
 def _read_bus(root: Path) -> tuple[_BusChip, ...]:
+    google = device_row("tpu").signs.pci_vendor
     return tuple(
         _BusChip(device_id, Path(_link_target(device / "iommu_group")).name)
         for device in _list_folder(root / "sys/bus/pci/devices")
-        if _read_sysfs(device / "vendor") == _GOOGLE_VENDOR_ID
+        if _read_sysfs(device / "vendor") == google
         and (device_id := _read_sysfs(device / "device")) in _GENERATIONS
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from nbaccel.base.process_names import describe_process
 from nbaccel.base.units import count_noun, first_few, shorten_text
+from nbaccel.config.capabilities import device_row
 from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP
 from nbaccel.devices.tpu.drivers import many_hosts_refusal, torch_refusal
 from nbaccel.devices.tpu.packages import DriverPackages
@@ -32,7 +33,6 @@ _COLAB_VARIABLES = ("COLAB_RELEASE_TAG", "COLAB_GPU", "COLAB_TPU_ADDR")
 _COLAB_MODULE = "google.colab"
 # What confirms an ambiguous device file.
 _HOST_VARIABLES = ("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME")
-_HINT_VARIABLES = (*_HOST_VARIABLES, "TPU_WORKER_HOSTNAMES", "COLAB_TPU_ADDR", "PJRT_DEVICE")
 
 _ACCELERATOR_TYPE = re.compile(r"(?:v(\d)(litepod|e|p)?|tpu(7x))(?:-\d+)?")
 _LITE_NAMES = {"litepod": "e"}
@@ -55,7 +55,7 @@ _WITHOUT_TORCH_TPU = frozenset({"v2", "v3"})
 
 def mentions_tpu(environ: Mapping[str, str]) -> bool:
     """Whether an environment speaks of a TPU, or of a driver of one."""
-    return any(environ.get(name) for name in _HINT_VARIABLES)
+    return any(environ.get(name) for name in device_row("tpu").signs.variables)
 
 
 def is_tpu_host(environ: Mapping[str, str]) -> bool:
