@@ -5,7 +5,7 @@
     python benchmarks/cluster.py --render          the table again, from the stored result
 
 The machines are network namespaces, so it takes root; those of Ray are two raylets. Read
-docs/pages/benchmarks.md for what each row means. An engine is a row in SUBJECTS: a function that
+docs/pages/figures.md for what each row means. An engine is a row in SUBJECTS: a function that
 runs a part and returns seconds, and the subject that it is compared with.
 """
 

@@ -6,7 +6,7 @@
     python benchmarks/fp8.py --render                the tables again, from the stored result
     python benchmarks/fp8.py --check                 exit status 1 unless every bar holds
 
-Read docs/pages/benchmarks.md for what each row means.
+Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations

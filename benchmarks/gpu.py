@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --render              the tables again, from the stored result
     python benchmarks/gpu.py --device cpu --small --no-page --output /tmp/gpu.json    is it sound?
 
-Read docs/pages/benchmarks.md for what each row means.
+Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     python benchmarks/launch.py --render           the tables again, from the stored result
     python benchmarks/launch.py --check            exit status 1 when a bar does not hold
 
-Read docs/pages/benchmarks.md for what each row means. A choice of rows goes to README.md.
+Read docs/pages/figures.md for what each row means. A choice of rows goes to README.md.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
     text = table.render(results, verdicts)
     print(text)
     if not options.no_page:
-        table.put_into(PAGES / "benchmarks.md", text)
+        table.put_into(PAGES / "figures.md", text)
         beside = comparison.render(results)
         table.put_into(README, beside, comparison.BEGIN, comparison.END)
     holds = bool(verdicts) and all(verdict.holds for verdict in verdicts)

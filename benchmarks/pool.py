@@ -6,7 +6,7 @@
     python benchmarks/pool.py --render             the table again, from the stored result
     python benchmarks/pool.py --check              exit status 1 when a bar does not hold
 
-Read docs/pages/benchmarks.md for what each row means.
+Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> int:
     text = live_table.render(results, verdicts)
     print(text)
     if not options.no_page:
-        table.put_into(PAGES / "benchmarks.md", text, live_table.BEGIN, live_table.END)
+        table.put_into(PAGES / "figures.md", text, live_table.BEGIN, live_table.END)
     holds = bool(verdicts) and all(verdict.holds for verdict in verdicts)
     return 0 if holds or not options.check else 1
 

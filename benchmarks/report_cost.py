@@ -7,7 +7,7 @@
 
 Two workers train with DDP. Blocks with the hooks and blocks without them alternate in the same
 processes, in a changing order; a ratio is that of the two blocks of a pair.
-Read docs/pages/benchmarks.md for what each row means.
+Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations

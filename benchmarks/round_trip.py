@@ -6,7 +6,7 @@
 
 Two kernels live side by side, one with each revision, and two workers each. In a round each runs
 the same cells, now this one first, now the other; a ratio is that of the two times of a round.
-Read docs/pages/benchmarks.md for what each row means.
+Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations

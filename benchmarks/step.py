@@ -5,7 +5,7 @@
     python benchmarks/step.py --render             the table again, from the stored result
     python benchmarks/step.py --check              exit status 1 when a bar does not hold
 
-Read docs/pages/benchmarks.md for what each row means.
+Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations

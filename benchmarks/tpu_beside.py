@@ -6,7 +6,7 @@
     python benchmarks/tpu_beside.py --check       exit status 1 when a bar does not hold
 
 Two environments are made of links to this one's packages, and torch_tpu is left out of one of them.
-Read docs/pages/benchmarks.md for what each row means.
+Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations

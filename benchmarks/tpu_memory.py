@@ -5,7 +5,7 @@
     python benchmarks/tpu_memory.py --render      the table again, from the stored result
     python benchmarks/tpu_memory.py --check       exit status 1 when a bar does not hold
 
-It runs without a TPU (PJRT_DEVICE=CPU). Read docs/pages/benchmarks.md for what each row means.
+It runs without a TPU (PJRT_DEVICE=CPU). Read docs/pages/figures.md for what each row means.
 """
 
 from __future__ import annotations

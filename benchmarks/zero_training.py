@@ -4,7 +4,7 @@
     python benchmarks/zero_training.py --render    the table again, from the stored result
     python benchmarks/zero_training.py --check     exit status 1 when a bar does not hold
 
-Read docs/pages/benchmarks.md for what each row means. The table is in the DeepSpeed guide,
+Read docs/pages/figures.md for what each row means. The table is in the DeepSpeed guide,
 docs/pages/guides/deepspeed.md.
 """
 

@@ -212,7 +212,7 @@ def _absence(section: str, subject: str) -> str:
 
 
 def render(results: Results, verdicts: list[Verdict]) -> str:
-    """The whole text that stands between the markers in docs/pages/benchmarks.md."""
+    """The whole text that stands between the markers in docs/pages/figures.md."""
     blocks = []
     for section, title in TITLES.items():
         if section in results.sections:

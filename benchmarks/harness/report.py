@@ -26,7 +26,7 @@ class Report:
     name: str
     render: Callable[[Results], tuple[str, bool]]
     mark: str
-    page: Path = PAGES / "benchmarks.md"
+    page: Path = PAGES / "figures.md"
 
     @property
     def begin(self) -> str:

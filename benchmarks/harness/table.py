@@ -250,7 +250,7 @@ def verdicts(found: list[Verdict]) -> str:
 
 
 def render(results: Results, judged: list[Verdict]) -> str:
-    """The whole text that stands between the markers in docs/pages/benchmarks.md."""
+    """The whole text that stands between the markers in docs/pages/figures.md."""
     blocks = []
     for section, title in TITLES.items():
         if section in results.sections:
