@@ -30,6 +30,8 @@ from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+import torch
+
 from nbaccel.base import frames
 from nbaccel.base.log import write_notice
 from nbaccel.calls.pool_messages import PACKAGE_CHANGES
@@ -41,15 +43,17 @@ from nbaccel.workers.installed_modules import local_modules
 
 __all__ = ["LiveChanges", "sendable_changes", "tell_of_edits"]
 
-# They hold the notebook's functions because they run or pickle them. The symbols of the latter two
-# are slow to compare.
+# They hold the notebook's functions as they run or pickle them. Symbols of sympy and mpmath are
+# slow to compare, and the last two are thousands of constants.
 _NOT_LOOKED_AT = frozenset(
     {"IPython", "ipywidgets", "traitlets", "jedi", "parso", "prompt_toolkit", "pygments", "comm"}
     | {"debugpy", "nbaccel", "cloudpickle", "dill", "pytest", "pluggy", "hypothesis", "coverage"}
-    | {"_pytest", "sympy", "mpmath"}
+    | {"_pytest", "sympy", "mpmath", "pynvml", "torchgen"}
 )
 _TORCHS_OWN = "torch._"  # a third of all attributes of a notebook, and nobody's to change
+_TENSOR_TYPE = type(torch.FloatTensor)  # of 50 classes with the same hundreds of methods
 _LONGEST_TABLE = 4096
+_AT_ONCE = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +103,8 @@ class _PackageScan:
         self._places: list[_PackagePlace] = []
         self._views: list[Iterable[Any]] = []
         self._before: list[list[Any]] = []
-        self._flat: list[Any] = []
+        self._flat: dict[int, list[Any]] = {}
+        """What some places together held, by the position of the first."""
         self._found: list[PackageChange] = []
 
     def changes(self) -> list[PackageChange]:
@@ -141,17 +146,19 @@ class _PackageScan:
         return new_places
 
     def _changed_places(self) -> list[_PackagePlace]:
-        # All in one list first: thousands of lists would set off the garbage collector.
-        flat = list(itertools.chain.from_iterable(self._views))
-        if _are_same(flat, self._flat):
-            return []
-        self._flat = flat
         changed = []
-        for position, view in enumerate(self._views):
-            values = list(view)
-            if not _are_same(values, self._before[position]):
-                self._before[position] = values
-                changed.append(self._places[position])
+        # A few at a time: what they hold is counted up and down again while it is in the cache.
+        for start in range(0, len(self._views), _AT_ONCE):
+            views = self._views[start : start + _AT_ONCE]
+            flat = list(itertools.chain.from_iterable(views))
+            if _are_same(flat, self._flat.get(start, [])):
+                continue
+            self._flat[start] = flat
+            for position, view in enumerate(views, start):
+                values = list(view)
+                if not _are_same(values, self._before[position]):
+                    self._before[position] = values
+                    changed.append(self._places[position])
         return changed
 
     def _scan(self, places: list[_PackagePlace], *, has_new: bool = False) -> None:
@@ -165,6 +172,7 @@ class _PackageScan:
             known = dict(zip(map(id, self._places), self._before, strict=True))
             self._places = [p for module in self._modules.values() for p in module.walk()]
             self._views = [place.values() for place in self._places]
+            self._flat = {}
             self._before = [
                 known[id(place)] if id(place) in known else list(view)
                 for place, view in zip(self._places, self._views, strict=True)
@@ -229,6 +237,8 @@ class _PackageScan:
             path = f"{place.path}.{name}" if place.path else name
             value_type = type(value)
             if issubclass(value_type, type):
+                if value_type is _TENSOR_TYPE:
+                    continue
                 # Elsewhere than in its own module it is another name of it.
                 if not place.path and _module_of(value) == place.module:
                     yield _PackagePlace(place.module, path, "attribute", value, place.has_tables)
