@@ -12,7 +12,7 @@ from nbaccel.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from nbaccel.calls.pool import CellResult, Pool
-    from nbaccel.calls.pool_states import PoolState, WorkerState
+    from nbaccel.calls.pool_planning import PoolState, WorkerState
 
 __all__ = ["CellResult", "Pool", "PoolState", "WorkerState"]
 
@@ -21,7 +21,7 @@ __getattr__ = lazy_names(
     {
         "CellResult": "nbaccel.calls.pool",
         "Pool": "nbaccel.calls.pool",
-        "PoolState": "nbaccel.calls.pool_states",
-        "WorkerState": "nbaccel.calls.pool_states",
+        "PoolState": "nbaccel.calls.pool_planning",
+        "WorkerState": "nbaccel.calls.pool_planning",
     },
 )

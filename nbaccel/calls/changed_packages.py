@@ -1,4 +1,4 @@
-"""What the notebook has changed of installed packages after it imported them.
+"""What the notebook has changed of what it has imported: installed packages, edited source files.
 
     module ──► its attributes ─┬─► classes ───► their attributes ──► tables
                                ├─► tables, lists
@@ -10,6 +10,9 @@ into, so that hundreds of thousands of attributes take milliseconds.
 
 What cannot be told from a package's own doing is not found: plain values (`package.FLAG = True`),
 and one package's functions in another one.
+
+Workers import a local module from its file, so that they get the edited version, while the notebook
+goes on with the one that it imported (jupyter/notebook#2395, joblib/joblib#1085).
 """
 
 from __future__ import annotations
@@ -18,29 +21,39 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
 from typing import Any
+
+import torch
 
 from nbaccel.base import frames
 from nbaccel.base.log import write_notice
+from nbaccel.calls.pool_messages import PACKAGE_CHANGES
 from nbaccel.transfer import pickling
+from nbaccel.transfer.free_names import Names
 from nbaccel.transfer.package_changes import ChangeKind, LateChange, PackageChange
 from nbaccel.workers import installed_modules
+from nbaccel.workers.installed_modules import local_modules
 
-__all__ = ["sendable_changes"]
+__all__ = ["LiveChanges", "sendable_changes", "tell_of_edits"]
 
-# They hold the notebook's functions because they run or pickle them. The symbols of the latter two
-# are slow to compare.
+# They hold the notebook's functions as they run or pickle them. Symbols of sympy and mpmath are
+# slow to compare, and the last two are thousands of constants.
 _NOT_LOOKED_AT = frozenset(
     {"IPython", "ipywidgets", "traitlets", "jedi", "parso", "prompt_toolkit", "pygments", "comm"}
     | {"debugpy", "nbaccel", "cloudpickle", "dill", "pytest", "pluggy", "hypothesis", "coverage"}
-    | {"_pytest", "sympy", "mpmath"}
+    | {"_pytest", "sympy", "mpmath", "pynvml", "torchgen"}
 )
 _TORCHS_OWN = "torch._"  # a third of all attributes of a notebook, and nobody's to change
+_TENSOR_TYPE = type(torch.FloatTensor)  # of 50 classes with the same hundreds of methods
 _LONGEST_TABLE = 4096
+_AT_ONCE = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -57,12 +70,11 @@ class _PackagePlace:
     changes: tuple[PackageChange, ...] = ()
     inner: tuple[_PackagePlace, ...] = ()
 
-    def reader(self) -> Callable[[], Iterable[Any]]:
-        """What gives all that it holds, in no time of Python's own."""
+    def values(self) -> Iterable[Any]:
+        """A view of all that it holds, which follows changes and runs no Python code."""
         if self.kind == "attribute":
-            return _attributes_of(self.owner).values
-        values = dict.values if self.kind == "entry" else list.copy
-        return functools.partial(values, self.owner)
+            return _attributes_of(self.owner).values()
+        return dict.values(self.owner) if self.kind == "entry" else self.owner
 
     def items(self) -> list[tuple[Any, Any]]:
         """The same, each with its name or key."""
@@ -89,14 +101,15 @@ class _PackageScan:
         self._owned: dict[tuple[int, ChangeKind], _PackagePlace] = {}
         """By the id of what a place is: the same table may have a name in many modules."""
         self._places: list[_PackagePlace] = []
-        self._readers: list[Callable[[], Iterable[Any]]] = []
+        self._views: list[Iterable[Any]] = []
         self._before: list[list[Any]] = []
-        self._flat: list[Any] = []
+        self._flat: dict[int, list[Any]] = {}
+        """What some places together held, by the position of the first."""
         self._found: list[PackageChange] = []
 
     def changes(self) -> list[PackageChange]:
         """All changes that there are now."""
-        users = installed_modules.local_modules() | {"__main__"}
+        users = local_modules() | {"__main__"}
         if users != self._users:
             # A module of the user's that was not imported yet may have been what was found.
             self._users = users
@@ -133,17 +146,19 @@ class _PackageScan:
         return new_places
 
     def _changed_places(self) -> list[_PackagePlace]:
-        # All in one list first: thousands of lists would set off the garbage collector.
-        flat = list(itertools.chain.from_iterable(read() for read in self._readers))
-        if _are_same(flat, self._flat):
-            return []
-        self._flat = flat
         changed = []
-        for position, read in enumerate(self._readers):
-            values = list(read())
-            if not _are_same(values, self._before[position]):
-                self._before[position] = values
-                changed.append(self._places[position])
+        # A few at a time: what they hold is counted up and down again while it is in the cache.
+        for start in range(0, len(self._views), _AT_ONCE):
+            views = self._views[start : start + _AT_ONCE]
+            flat = list(itertools.chain.from_iterable(views))
+            if _are_same(flat, self._flat.get(start, [])):
+                continue
+            self._flat[start] = flat
+            for position, view in enumerate(views, start):
+                values = list(view)
+                if not _are_same(values, self._before[position]):
+                    self._before[position] = values
+                    changed.append(self._places[position])
         return changed
 
     def _scan(self, places: list[_PackagePlace], *, has_new: bool = False) -> None:
@@ -156,10 +171,11 @@ class _PackageScan:
         if has_new:
             known = dict(zip(map(id, self._places), self._before, strict=True))
             self._places = [p for module in self._modules.values() for p in module.walk()]
-            self._readers = [place.reader() for place in self._places]
+            self._views = [place.values() for place in self._places]
+            self._flat = {}
             self._before = [
-                known[id(place)] if id(place) in known else list(read())
-                for place, read in zip(self._places, self._readers, strict=True)
+                known[id(place)] if id(place) in known else list(view)
+                for place, view in zip(self._places, self._views, strict=True)
             ]
         if places:
             self._found = [change for place in self._places for change in place.changes]
@@ -221,6 +237,8 @@ class _PackageScan:
             path = f"{place.path}.{name}" if place.path else name
             value_type = type(value)
             if issubclass(value_type, type):
+                if value_type is _TENSOR_TYPE:
+                    continue
                 # Elsewhere than in its own module it is another name of it.
                 if not place.path and _module_of(value) == place.module:
                     yield _PackagePlace(place.module, path, "attribute", value, place.has_tables)
@@ -229,7 +247,7 @@ class _PackageScan:
                 continue
             if issubclass(value_type, dict) and _may_hold_code(value):
                 yield _PackagePlace(place.module, path, "entry", value, has_tables=False)
-            elif issubclass(value_type, list) and list.__len__(value) <= _LONGEST_TABLE:
+            elif value_type is list and len(value) <= _LONGEST_TABLE:
                 yield _PackagePlace(place.module, path, "element", value, has_tables=False)
             # An object of a package: it may have tables.
             if (
@@ -334,7 +352,7 @@ def _when_needed(change: PackageChange) -> PackageChange | LateChange:
         # torch's names of classes, by which it saves and loads them.
         is_its_name = change.key.startswith(f"{change.value.__module__}.")
         users_module = change.value.__module__ if is_its_name else ""
-    if users_module not in installed_modules.local_modules():
+    if users_module not in local_modules():
         return change
     return LateChange(users_module=users_module, pickled=pickling.dumps_with_lines(change))
 
@@ -358,3 +376,77 @@ def _why_not(change: PackageChange) -> str:
     except Exception as error:  # pickling runs user code: it may raise anything
         return f"it cannot be pickled ({error})"
     return ""
+
+
+# ---- for workers that live between cells
+
+
+class LiveChanges:
+    """When changes of packages are sent: as the value of a name, to each rank that lacks them."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self._has_sent = False
+
+    def call_made(self) -> None:
+        """A call has brought its own copies of changed functions: cells get theirs again."""
+        self._num_calls += 1
+
+    @contextlib.contextmanager
+    def named(self, namespace: dict[str, Any], cell_names: Names) -> Iterator[Names]:
+        """Let the namespace have the changes, as a cell's names ask for them."""
+        changes = sendable_changes()
+        self._has_sent |= bool(changes)
+        if not self._has_sent:
+            yield cell_names
+            return
+        namespace[PACKAGE_CHANGES] = (self._num_calls, changes)
+        try:
+            yield replace(cell_names, possible=cell_names.possible | {PACKAGE_CHANGES})
+        finally:
+            del namespace[PACKAGE_CHANGES]
+
+
+# ---- source files
+
+# Weak, so that it keeps no module alive. The spec is another one after a reload.
+_KNOWN_VERSIONS: weakref.WeakKeyDictionary[types.ModuleType, tuple[ModuleSpec, int, int]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Module → its spec, when what was imported was written, and the last edit that was told."""
+
+
+def tell_of_edits() -> bool:
+    """Write a line for each local module whose file is newer than what this process has imported.
+
+    Each edit is reported once.
+    """
+    has_edits = False
+    for module_name in sorted(local_modules()):
+        module = sys.modules.get(module_name)
+        module_spec: ModuleSpec | None = getattr(module, "__spec__", None)
+        if module is None or module_spec is None:
+            continue
+        source_time = _time_of(module.__file__)
+        known_spec, imported_time, told_time = _KNOWN_VERSIONS.get(module, (None, 0, 0))
+        if known_spec is not module_spec:
+            # Python writes the bytecode file when it imports. Without one, edits count from here.
+            imported_time = told_time = _time_of(module_spec.cached) or source_time
+        has_edits |= source_time > imported_time
+        if source_time > told_time:
+            write_notice(
+                f"nbaccel: {os.path.basename(str(module.__file__))} has been edited since the "
+                f"notebook imported {module_name}. Workers that import it now run the edited "
+                "version, and the notebook runs the old one unless %autoreload has replaced it. To "
+                f"have one version everywhere: import importlib; importlib.reload({module_name})\n"
+            )
+        _KNOWN_VERSIONS[module] = (module_spec, imported_time, max(source_time, told_time))
+    return has_edits
+
+
+def _time_of(file_path: str | None) -> int:
+    """When a file was written, in nanoseconds; 0 where there is none."""
+    try:
+        return os.stat(file_path or "").st_mtime_ns
+    except OSError:
+        return 0

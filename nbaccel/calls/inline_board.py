@@ -1,25 +1,37 @@
-"""What a function reports that runs in the notebook's own process: its loops, bars and memory."""
+"""What a function reports that runs in the notebook's own process: its loops, bars and memory.
+
+    tqdm ── text ──► sys.stderr.write ── its own text ──► RankBars ──► the panel's row
+                                      ── other text ────► the cell, as ever
+    tqdm.notebook ── widget in the cell; its numbers ──► the panel's first line: time left
+
+A bar's text is read as that of a worker's bar is, so it is known to the last digit when the bar is
+closed. The numbers of bars that are not in the panel come from the bars themselves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from nbaccel.calls.inline_bars import InlineBars, taking_bar_text
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus, RunBoard
 from nbaccel.output.dashboard.display import Dashboard
+from nbaccel.output.tqdm_patch import is_bar_writing, living_bars, numbers_of_bar, release_bar_lock
+from nbaccel.output.tqdm_text import BarText, RankBars, read_bar
 from nbaccel.plan import Plan, registry
 from nbaccel.workers.resource_use import process_use
 
-__all__ = ["observing_here"]
+__all__ = ["InlineBars", "observing_here", "taking_bar_text"]
 
 _POLL_INTERVAL_S = 1.0
+_BAR_MOVES = re.compile(r"[\r\n]|\x1b\[A")  # from one bar's line to another's
 
 
 class BoardChannel:
@@ -122,3 +134,114 @@ def observing_here(plan: Plan) -> Iterator[RunBoard]:
         except BaseException:  # whatever the function raises, SystemExit too, it has failed
             ending = "failed"
             raise
+
+
+# ---- bars
+
+
+class InlineBars:
+    """What is known of the bars that the function has drawn."""
+
+    def __init__(self) -> None:
+        self._text_bars = RankBars()
+        self._unread_text = ""
+        # Bars of earlier cells that were never closed: a traceback keeps them alive.
+        self._counts_before = {id(bar): bar.n for bar in living_bars()}
+        self._elsewhere: tuple[BarText, ...] = ()
+
+    def note_text(self, bar_text: str) -> None:
+        """Take in what a bar has drawn of itself."""
+        for drawn_text in filter(None, map(str.rstrip, _BAR_MOVES.split(bar_text))):
+            bar = read_bar(drawn_text)
+            if bar is not None:
+                self._text_bars.note(bar)
+            else:  # its form is the user's own
+                self._unread_text = drawn_text
+
+    def shown(self) -> tuple[BarText, ...]:
+        """All bars, the outer one first; what is not drawn in the panel is marked so."""
+        open_bars = {_bar_key(bar): bar for bar in self._open_bars()}
+        text_bars = tuple(
+            _with_exact_time(bar, open_bars.get(_bar_key(bar)))
+            for bar in self._text_bars.shown([self._unread_text])
+        )
+        text_keys = {_bar_key(bar) for bar in text_bars}
+        self._elsewhere = _with_inner_bar(
+            self._elsewhere, [bar for key, bar in open_bars.items() if key not in text_keys]
+        )
+        # One of either kind may be drawn around one of the other.
+        if next(iter(open_bars), None) in text_keys:
+            return (*text_bars, *self._elsewhere)
+        return (*self._elsewhere, *text_bars)
+
+    def _open_bars(self) -> list[BarText]:
+        """The numbers of all bars that have moved since the launch began."""
+        bars = (
+            numbers_of_bar(bar)
+            for bar in living_bars()
+            if self._counts_before.get(id(bar)) != bar.n
+        )
+        return [replace(bar, is_elsewhere=True) for bar in bars if bar is not None]
+
+
+def _bar_key(bar: BarText) -> tuple[str, str]:
+    return bar.description, bar.total
+
+
+def _with_exact_time(text_bar: BarText, same_bar: BarText | None) -> BarText:
+    """A bar with the fractions of a second that its text leaves out."""
+    if same_bar is None or same_bar.done != text_bar.done:
+        return text_bar
+    return replace(text_bar, elapsed_s=same_bar.elapsed_s)
+
+
+def _with_inner_bar(
+    bars_before: tuple[BarText, ...], open_bars: list[BarText]
+) -> tuple[BarText, ...]:
+    """The outermost bar and the innermost; that stays between two rounds of the outer one."""
+    if len(open_bars) > 1:
+        return open_bars[0], open_bars[-1]
+    is_between = len(bars_before) > 1 and [*map(_bar_key, open_bars)] == [_bar_key(bars_before[0])]
+    return (*open_bars, bars_before[1]) if is_between else tuple(open_bars)
+
+
+@contextlib.contextmanager
+def taking_bar_text(stream: Any, note_text: Callable[[str], None]) -> Iterator[None]:
+    """A block in which what bars of tqdm write to a stream does not get there.
+
+    The stream stays the same object, with another method `write`: so it works for those who have
+    held it before, such as handlers of `logging`, and all its other attributes are its own.
+    """
+    try:
+        own_attributes = vars(stream)
+    except TypeError:
+        yield
+        return
+    had_own_write = "write" in own_attributes
+    plain_write = stream.write
+    launching_pid = os.getpid()
+    takes_bars = True
+
+    def write_no_bars(text: str) -> Any:
+        # A forked DataLoader worker inherits the stream, and not the panel.
+        if takes_bars and os.getpid() == launching_pid and is_bar_writing():
+            note_text(text)
+            return len(text)
+        return plain_write(text)
+
+    own_attributes["write"] = write_no_bars
+    has_failed = True
+    try:
+        yield
+        has_failed = False
+    finally:
+        is_still_own = own_attributes.get("write") is write_no_bars
+        if is_still_own and had_own_write:
+            own_attributes["write"] = plain_write
+        elif is_still_own:
+            del own_attributes["write"]
+        # Bars keep the method that they were made with. Those of a function that has failed are
+        # closed when its traceback is dropped, in whatever cell that is: they draw nothing there.
+        takes_bars = has_failed and is_still_own
+        if has_failed:
+            release_bar_lock()

@@ -10,41 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbaccel.base.errors import LaunchTimeout, StartupFailed, WorkerFailed
 from nbaccel.base.log import write_notice
-from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import first_few, format_bytes
-from nbaccel.calls.edited_sources import tell_of_edits
+from nbaccel.calls.changed_packages import tell_of_edits
+from nbaccel.calls.group import Group
 from nbaccel.calls.launch_hosts import LaunchHosts
-from nbaccel.calls.launch_supervisor import LaunchSupervisor
 from nbaccel.calls.outcome import CallOutcome, conclude_call
 from nbaccel.calls.packing import PackedCall, fork_if_sooner, pack_call
 from nbaccel.config.capabilities import device_row
-from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
-from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
 from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Choice, Plan
 from nbaccel.plan.launch_plan import copies_in_turn
-from nbaccel.transfer import arena
-from nbaccel.transfer.find_modules import find_modules
-from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers import (
-    messaging,
-    requirements,
-    template,
-    worker,
-    worker_output,
-)
-from nbaccel.workers.fork import ForkStarter
-from nbaccel.workers.start_method import Starter
-from nbaccel.workers.template_starter import TemplateStarter, dispose
-from nbaccel.workers.worker_group import MeetingPlace, WorkerGroup
+from nbaccel.transfer.memfd import closing_files
+from nbaccel.workers import requirements, template
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
@@ -61,12 +45,10 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             is_outdated = template.template_for(plan.device).drop_outdated()
             if not has_edits and not is_outdated:
                 plan = fork_if_sooner(plan)
-        module_sharing = arena.share_modules(find_modules(args))
-        packed_call, plan = pack_call(plan, function, args, module_sharing)
+        packed_call, plan = pack_call(plan, function, args)
         plan = _tell_host_memory(plan, packed_call)
-        if packed_call.fd is not None:
-            clean_up.callback(os.close, packed_call.fd)
-        if template.uses_template(plan) and packed_call.payload is not None:
+        clean_up.enter_context(closing_files(*packed_call.files()))
+        if template.uses_template(plan) and not packed_call.is_inherited:
             launch_template = template.template_for(plan.device)
             launch_template.wait(waiting_line.say, packed_call.mentions)
             plan = launch_template.told_in(plan)
@@ -153,66 +135,40 @@ def _run_attempt(
     attempt_number: int,
     waiting_line: WaitingLine,
 ) -> CallOutcome:
-    with contextlib.ExitStack() as clean_up:
-        plan = launch_hosts.prepare()
-        # An interrupt before the callback is registered would leak the staging files.
-        with uninterrupted():
-            weight_receiver = WeightReceiver(
-                packed_call.sharing, packed_call.arenas if plan.config.share_back else {}
-            )
-            clean_up.callback(weight_receiver.close, dispose)
-        clean_up.callback(launch_hosts.close_store)
-        meeting_place = launch_hosts.meeting_place()
-        plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
-        first_rank = plan.num_processes * meeting_place.node_rank
-        rank_logs = clean_up.enter_context(logs_of_run(plan, first_rank=first_rank))
-        was_stopped, closing_lines = _closing_words(packed_call, plan)
-        worker_starter = launch_hosts.starter() or _choose_starter(plan, packed_call, waiting_line)
-        worker_group = WorkerGroup(plan, worker_starter)
-        # Registered last, so that it runs first: the workers end before their files are closed.
-        clean_up.callback(worker_group.end)
-        _start_workers(worker_group, packed_call, weight_receiver, meeting_place, attempt_number)
-        # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
-        launch_hosts.close_store()
-        launch_supervisor = _make_supervisor(worker_group, rank_logs, waiting_line)
-        call_result = launch_supervisor.run()
-        return conclude_call(
-            plan,
-            call_result,
-            weight_receiver,
-            was_stopped=f"all {plan.num_processes} workers have been stopped{was_stopped}",
-            closing_lines=closing_lines,
-        )
-
-
-# ------------------------------------------------------------------------- starting
-
-
-def _start_workers(
-    worker_group: WorkerGroup,
-    packed_call: PackedCall,
-    weight_receiver: WeightReceiver,
-    meeting_place: MeetingPlace,
-    attempt_number: int,
-) -> None:
-    run_config = worker_group.plan.config
+    config = launch_hosts.config
     num_restarts = {
         # The variables that torchrun sets, which training scripts read.
         "TORCHELASTIC_RESTART_COUNT": str(attempt_number),
-        "TORCHELASTIC_MAX_RESTARTS": str(run_config.max_restarts),
-        "TORCHELASTIC_RUN_ID": run_config.rdzv_id,
-        "GROUP_WORLD_SIZE": str(meeting_place.num_nodes),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_RUN_ID": config.rdzv_id,
     }
-    assigned_workers = worker_group.start(meeting_place, num_restarts)
-    worker_group.prepare_files([used_arena.fd for used_arena in packed_call.arenas.values()])
-    for worker_assignment in assigned_workers:
-        worker_job, file_descriptors = job_of(
-            worker_group.plan,
-            packed_call,
-            weight_receiver,
-            worker_assignment.assignment,
+    with contextlib.ExitStack() as clean_up:
+        weight_receiver = clean_up.enter_context(packed_call.staged(share_back=config.share_back))
+        # Entered last, so that the workers end before their files are closed.
+        group = Group.started(
+            clean_up,
+            launch_hosts,
+            waiting_line,
+            forked_call=packed_call.call if packed_call.is_inherited else None,
+            variables=num_restarts,
         )
-        worker_assignment.send(worker_job, [*file_descriptors, *worker_assignment.fds])
+        ranks = [member.rank for member in group.members]
+        call_result = group.run_tasks(
+            dict.fromkeys(ranks, packed_call.task(weight_receiver)),
+            timeout_s=config.timeout,
+            place=waiting_line.place,
+            make_show=lambda: DashboardUpdater(
+                ranks, plan=group.plan, place=waiting_line.place, waiting_line=waiting_line
+            ),
+        )
+        was_stopped, closing_lines = _closing_words(packed_call, group.plan)
+        return conclude_call(
+            group.plan,
+            call_result,
+            weight_receiver,
+            was_stopped=f"all {len(ranks)} workers have been stopped{was_stopped}",
+            closing_lines=closing_lines,
+        )
 
 
 def _closing_words(packed_call: PackedCall, plan: Plan) -> tuple[str, str]:
@@ -236,72 +192,3 @@ def _words_of_other_nodes(plan: Plan) -> str:
         f"This is node {config.node_rank} of {config.num_nodes}. Nothing but a broken connection "
         f"or a timeout tells of another one that is lost: look at {first_few(others, 3)}."
     )
-
-
-def _make_supervisor(
-    worker_group: WorkerGroup,
-    rank_logs: RankLogs | None,
-    waiting_line: WaitingLine,
-) -> LaunchSupervisor:
-    run_config = worker_group.plan.config
-    worker_ranks = [member.rank for member in worker_group.members]
-    return LaunchSupervisor(
-        worker_group,
-        console=Console(
-            worker_ranks,
-            prefix_template=run_config.log_line_prefix_template,
-            hidden=hidden_streams(run_config.shown_output, worker_ranks),
-            rank_logs=rank_logs,
-            place=waiting_line.place,
-        ),
-        timeout_s=run_config.timeout,
-        show=DashboardUpdater(
-            worker_ranks,
-            plan=worker_group.plan,
-            place=waiting_line.place,
-            waiting_line=waiting_line,
-        ),
-    )
-
-
-def _choose_starter(plan: Plan, packed_call: PackedCall, waiting_line: WaitingLine) -> Starter:
-    if packed_call.payload is not None:
-        return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)
-    return ForkStarter(
-        worker.InheritedObjects(call=packed_call.call, arenas=packed_call.arenas),
-        is_asked=plan.config.start_method == "fork",
-    )
-
-
-def job_of(
-    plan: Plan,
-    packed_call: PackedCall,
-    weight_receiver: WeightReceiver,
-    worker_assignment: messaging.WorkerAssignment | None,
-) -> tuple[messaging.Job, list[int]]:
-    """The call as a worker gets it, with the descriptors that belong to it."""
-    staging_fds = weight_receiver.staging
-    # In the order of `messaging.Job`: arenas, staging files, payload.
-    file_descriptors = [call_arena.fd for call_arena in packed_call.arenas.values()]
-    file_descriptors += [
-        staging_fds[arena_key] for arena_key in packed_call.arenas if arena_key in staging_fds
-    ]
-    worker_job = messaging.Job(
-        assignment=worker_assignment,
-        arenas=tuple(
-            (arena_key, call_arena.nbytes) for arena_key, call_arena in packed_call.arenas.items()
-        ),
-        payload=packed_call.payload,
-        sources=packed_call.sources,
-        random_states=worker_assignment.random_states
-        if worker_assignment
-        else worker.seeded_states(),
-        logging=worker_output.as_configured(),
-        settings=packed_call.settings,
-        mixed_precision=plan.config.mixed_precision,
-        share_back=plan.config.share_back,
-    )
-    return worker_job, file_descriptors if packed_call.fd is None else [
-        *file_descriptors,
-        packed_call.fd,
-    ]

@@ -5,8 +5,8 @@ channels ──► messages ──► `on_message`
 sentinels ─► exits ─────► `on_sentinel`
 wake pipe ─► an interrupt of the notebook, or a click on Stop ──► `on_interrupt`
 
-Nothing is polled and no thread is started. A display of the progress is given the metrics, and
-looks when it wants to. What an event means is decided by the subclass: the `supervisor` of a call.
+Nothing is polled and no thread is started. The panel is given the metrics, and looks when it wants
+to. What an event means is decided by the subclass: the `supervisor` of a call.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import selectors
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from nbaccel.output.console import Console
-from nbaccel.output.dashboard.board import RunBoard
+from nbaccel.output.dashboard.following import DashboardUpdater
 from nbaccel.workers import messaging, template_starter
 from nbaccel.workers.worker_handle import WorkerHandle
 
@@ -28,40 +28,13 @@ _READ_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle._enlarge`
 
 
-class CallDisplay(Protocol):
-    """A display of the progress of a call."""
-
-    @property
-    def board(self) -> RunBoard:
-        """What is known of the call."""
-
-    def due_in(self) -> float:
-        """Seconds until it wants to look."""
-
-    def receive(self, worker_rank: int, message: messaging.Metrics) -> None:
-        """A rank has reported metrics of its training."""
-
-    def poll(self, watched_call: Any) -> None:
-        """Look at a listener and what it knows; called often, and cheap if it is not time yet."""
-
-    def end(
-        self, watched_call: Any, *, has_failed: bool, was_interrupted: bool, timed_out: bool
-    ) -> None:
-        """The work is over."""
-
-
 class WorkerListener:
     """Listens to some workers."""
 
-    def __init__(
-        self,
-        members: Sequence[WorkerHandle],
-        output_console: Console,
-        call_display: CallDisplay | None = None,
-    ) -> None:
+    def __init__(self, members: Sequence[WorkerHandle], output_console: Console) -> None:
         self.members = list(members)
         self._console = output_console
-        self._show = call_display
+        self._show: DashboardUpdater | None = None
         self._selector = selectors.DefaultSelector()
         self._paused: dict[int, WorkerHandle] = {}
         """Pipes that are not read just now: the worker waits in its `print`."""
@@ -111,9 +84,6 @@ class WorkerListener:
     @contextlib.contextmanager
     def listening(self, sentinels: Sequence[int]) -> Iterator[None]:
         """Listen within this block, with interrupts caught."""
-        if self._selector.get_map() is None:
-            # It listens a second time.
-            self._selector = selectors.DefaultSelector()
         with self._wake.open() as wake_pipe:
             self.on_caught()
             register_input = self._selector.register

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import cast
 
 from nbaccel.base.units import count_noun, first_few, format_bytes, format_seconds, number_ranges
-from nbaccel.calls.pool_states import PoolState, WorkerState
-from nbaccel.calls.pool_task import TaskResult, TaskSupervisor
+from nbaccel.calls.pool_planning import PoolState, WorkerState
+from nbaccel.calls.supervisor import CallResult, Supervisor
 from nbaccel.config.mistakes import closest
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus
@@ -54,7 +54,7 @@ POOL_LOST = (
 )
 
 
-def _still_running(result: TaskResult) -> str:
+def _still_running(result: CallResult) -> str:
     """What is left after a task that failed."""
     if result.lost:
         return POOL_LOST
@@ -62,7 +62,7 @@ def _still_running(result: TaskResult) -> str:
     return f"{STILL_ALIVE} {REGROUPED_WORDS}" if result.out_of_step and in_groups else STILL_ALIVE
 
 
-def closing_lines(call_result: TaskResult, unsendable_reason: Mapping[str, str]) -> str:
+def closing_lines(call_result: CallResult, unsendable_reason: Mapping[str, str]) -> str:
     """The closing lines of a failure report: what is left, and why a name was missing."""
     missing_names = {
         member.record.raised.missing_name
@@ -77,7 +77,7 @@ def closing_lines(call_result: TaskResult, unsendable_reason: Mapping[str, str])
     return "\n".join([*message_lines, _still_running(call_result)])
 
 
-def why_lost(call_result: TaskResult) -> str:
+def why_lost(call_result: CallResult) -> str:
     """In one clause, why a pool is broken."""
     if call_result.lost_because:
         return failure.as_clause(call_result.lost_because)
@@ -102,7 +102,7 @@ def regrouped_line(num_processes: int, end_reason: str) -> str:
     )
 
 
-def stopped_message(call_result: TaskResult) -> str:
+def stopped_message(call_result: CallResult) -> str:
     """What a Stop has ended with."""
     lines = ["the cell was stopped."]
     for member in call_result.members:
@@ -127,7 +127,7 @@ def on_the_way(module_paths: Sequence[str]) -> str:
     )
 
 
-def left_behind(call_result: TaskResult) -> str:
+def left_behind(call_result: CallResult) -> str:
     """What happened to the weights when the workers failed before these were written."""
     words = "This was after the cell, while its process groups were ended."
     if any(answer.dirty for answer in call_result.idle.values()):
@@ -135,7 +135,7 @@ def left_behind(call_result: TaskResult) -> str:
     return words
 
 
-def after_cell(call_result: TaskResult, told_lines: str) -> str:
+def after_cell(call_result: CallResult, told_lines: str) -> str:
     """The closing lines of a report about what followed a cell."""
     if not call_result.lost:
         told_lines += (
@@ -151,13 +151,23 @@ def after_cell(call_result: TaskResult, told_lines: str) -> str:
     )
 
 
-def no_room(told_lines: str, raised_error: OSError | None) -> str:
-    """The message when the notebook's own process could not take the weights."""
-    reason = (
-        raised_error.strerror
-        if raised_error is not None and raised_error.strerror
-        else str(raised_error)
+def after_call(call_result: CallResult) -> tuple[str, str]:
+    """What a Stop and a failure of a call in live workers say at their end."""
+    if call_result.lost:
+        return (
+            "the call was stopped, and the workers were ended; the model is as it was",
+            "The notebook's model is as it was before the call; all workers have been ended, and "
+            "their variables are lost. The next cell starts new ones.",
+        )
+    return (
+        "the call was stopped; the model is as it was, and the workers live on",
+        "The notebook's model is as it was before the call; the workers live on.",
     )
+
+
+def no_room(told_lines: str, raised_error: OSError) -> str:
+    """The message when the notebook's own process could not take the weights."""
+    reason = raised_error.strerror or raised_error
     return (
         f"The notebook has no room for the trained weights: {reason}. {told_lines} The "
         "workers live on and have the trained weights: close what holds memory or files open, "
@@ -234,8 +244,8 @@ class CellDashboardUpdater(DashboardUpdater):
         device_bytes: int | None,
     ) -> RankStatus:
         """One rank, as it is now, with what it is doing."""
-        # DashboardUpdater is given the supervisor itself, which in a pool is a TaskSupervisor.
-        task = cast("TaskSupervisor", watched_worker)
+        # DashboardUpdater is given the supervisor itself, as a `WatchedCall`.
+        task = cast("Supervisor", watched_worker)
         is_open = member.rank in task.open
         values = rank_status(member, task.seconds, member.whereabouts, is_open=is_open)
         return replace(
@@ -250,7 +260,7 @@ class CellDashboardUpdater(DashboardUpdater):
         """Ask the ranks where they are, for the next time."""
         if self._on_poll is not None:
             self._on_poll()
-        task = cast("TaskSupervisor", watched_worker)
+        task = cast("Supervisor", watched_worker)
         for member in task.at_work():
             if member.rank in task.open:
                 member.ask_where()

@@ -6,10 +6,11 @@ is not ready, or something cannot be pickled or would cost too much to copy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,17 @@ from torch import nn
 from nbaccel.base import frames
 from nbaccel.base.errors import ModelNotShareable, NotSendable, UnsafeFork
 from nbaccel.base.log import write_notice
+from nbaccel.base.process_death import uninterrupted
 from nbaccel.calls.changed_packages import sendable_changes
 from nbaccel.config.capabilities import ENGINES
 from nbaccel.plan import Plan, registry
 from nbaccel.transfer import arena, pickling, weight_sync
-from nbaccel.transfer.find_modules import outermost_modules, reached_modules
+from nbaccel.transfer.find_modules import find_modules, outermost_modules, reached_modules
 from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.package_changes import LateChange, PackageChange
-from nbaccel.workers import fork_safety, template, worker
+from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.workers import fork_safety, messaging, template, worker, worker_output
+from nbaccel.workers.template_starter import dispose
 
 _COPY_LIMIT_BYTES = 256 * 2**20
 """A pickle longer than this costs seconds per launch; a fork would cost nothing."""
@@ -43,21 +47,45 @@ class PackedCall:
     sharing: arena.Sharing
     """The modules that are copied back: those in the arguments and those the function reaches."""
     arenas: dict[str, arena.Arena]
-    payload: pickling.PackedObject | None
-    fd: int | None
-    """The payload's memory file, which the owner of this record closes."""
-    sources: dict[str, list[str]]
-    settings: bytes = b""
-    """Settings of libraries; a fork has them."""
+    job: messaging.Job
+    fd: int | None = None
+    """The payload's memory file."""
+
+    def files(self) -> list[int]:
+        """Descriptors that the owner of this record closes."""
+        return [] if self.fd is None else [self.fd]
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether workers have it because they are forked from the notebook."""
+        return self.job.payload is None
+
+    @contextlib.contextmanager
+    def staged(self, *, share_back: bool) -> Iterator[WeightReceiver]:
+        """Files for the trained weights, as long as the block lasts."""
+        with contextlib.ExitStack() as clean_up:
+            # An interrupt before the callback is registered would leak the files.
+            with uninterrupted():
+                weight_receiver = WeightReceiver(self.sharing, self.arenas if share_back else {})
+                # By the template process: freeing gigabytes would delay the notebook.
+                clean_up.callback(weight_receiver.close, dispose)
+            yield weight_receiver
+
+    def task(self, weight_receiver: WeightReceiver) -> tuple[messaging.Job, list[int]]:
+        """What each rank is given, with its descriptors in the order of `messaging.Job`."""
+        staging_fds = weight_receiver.staging
+        file_descriptors = [call_arena.fd for call_arena in self.arenas.values()]
+        file_descriptors += [staging_fds[key] for key in self.arenas if key in staging_fds]
+        return self.job, [*file_descriptors, *self.files()]
 
     def mentions(self, package: str) -> bool:
         """Whether the call may use a package: its name is in the pickle.
 
         Functions of the notebook travel with their code, so names that they import are there, too.
         """
-        if self.payload is None or self.fd is None:
+        if self.job.payload is None or self.fd is None:
             return False
-        first_byte, end_byte = self.payload.pickle
+        first_byte, end_byte = self.job.payload.pickle
         if end_byte - first_byte > _SEARCH_LIMIT_BYTES:
             return True
         with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as payload_bytes:
@@ -86,9 +114,10 @@ def fork_if_sooner(plan: Plan) -> Plan:
 
 
 def pack_call(
-    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
+    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[PackedCall, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
+    module_sharing = arena.share_modules(find_modules(args))
     if plan.start_method == "fork":
         judge_fork()
         return _inherited_call(function, args, module_sharing), plan
@@ -126,10 +155,9 @@ def pack_call(
     return _inherited_call(function, args, module_sharing), fork_plan
 
 
-def pack_for_running_workers(
-    function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
-) -> PackedCall:
+def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]) -> PackedCall:
     """Make the call ready for workers that exist already: whatever it needs has to travel."""
+    module_sharing = arena.share_modules(find_modules(args))
     try:
         packed_call = _pickle_call(function, args, module_sharing, None)
         for used_arena in packed_call.arenas.values():
@@ -178,11 +206,20 @@ def _pickle_call(
         call=worker_call,
         sharing=module_sharing,
         arenas=dict(pickle_sender.arenas),
-        payload=packed_object,
+        job=messaging.Job(
+            arenas=_arena_sizes(pickle_sender.arenas),
+            payload=packed_object,
+            sources=pickle_sender.sources,
+            random_states=worker.seeded_states(),
+            logging=worker_output.as_configured(),
+            settings=library_settings(),
+        ),
         fd=payload_fd,
-        sources=pickle_sender.sources,
-        settings=library_settings(),
     )
+
+
+def _arena_sizes(call_arenas: Mapping[str, arena.Arena]) -> tuple[tuple[str, int], ...]:
+    return tuple((key, call_arena.nbytes) for key, call_arena in call_arenas.items())
 
 
 def _prepare_sharing(
@@ -256,14 +293,19 @@ def _inherited_call(
     for used_arena in call_arenas.values():
         used_arena.sync()
     arena_keys = {id(shared_arena): arena_key for arena_key, shared_arena in call_arenas.items()}
-    worker_call = _worker_call(function, args, module_sharing, arena_keys)
+    worker_call = dataclasses.replace(
+        _worker_call(function, args, module_sharing, arena_keys), arenas=call_arenas
+    )
     return PackedCall(
         call=worker_call,
         sharing=module_sharing,
         arenas=call_arenas,
-        payload=None,
-        fd=None,
-        sources={},
+        job=messaging.Job(
+            arenas=_arena_sizes(call_arenas),
+            payload=None,
+            random_states=worker.seeded_states(),
+            logging=worker_output.as_configured(),
+        ),
     )
 
 

@@ -9,6 +9,7 @@ The pool decides what a task's end means: go on, leave the process groups, or st
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -16,30 +17,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base.errors import ConfigError, UnsafeMoment
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, UnsafeMoment, WrongArguments
 from nbaccel.base.log import write_notice
 from nbaccel.base.process_death import uninterrupted
-from nbaccel.calls import message_texts, outcome, pool_calls, pool_messages
+from nbaccel.calls import message_texts, outcome, pool_messages
 from nbaccel.calls.cell_source import CellSource
-from nbaccel.calls.edited_sources import tell_of_edits
-from nbaccel.calls.live_changes import LiveChanges
-from nbaccel.calls.live_group import LiveGroup
-from nbaccel.calls.notebook_context import CwdEnvTracker, notebook_names, source_of
+from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
+from nbaccel.calls.group import Group
 from nbaccel.calls.outcome import CallOutcome
-from nbaccel.calls.pool_planning import plan_pool, ranks_of
-from nbaccel.calls.pool_states import PoolState
-from nbaccel.calls.pool_task import TaskResult
+from nbaccel.calls.packing import pack_for_running_workers
+from nbaccel.calls.pool_planning import PoolState, plan_pool, ranks_of
 from nbaccel.calls.post_task import PostTask
+from nbaccel.calls.supervisor import CallResult
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
+from nbaccel.config.mistakes import shown
 from nbaccel.output import publish
 from nbaccel.output.report.collecting import ObservedRun, report_of
 from nbaccel.output.report.run_report import RunReport
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.library_settings import library_settings
+from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
-from nbaccel.workers import requirements, worker_output
+from nbaccel.workers import requirements, worker_output, working_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,15 +115,15 @@ class Pool:
         self.plan = plan_pool(self.config)
         self.reason = ""
         """Why the pool is broken or stopped, if so."""
-        self._namespace = notebook_names() if namespace is None else namespace
+        self._namespace = _notebook_names() if namespace is None else namespace
         self._dist = dist
         self._state = PoolState.NEW
-        self._workers: LiveGroup | None = None
+        self._workers: Group | None = None
         self._end: Callable[[], object] = lambda: None
         self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
         self._post_task: PostTask | None = None
         self._lock = threading.Lock()
-        self._cwd_env_tracker = CwdEnvTracker()
+        self._cwd_env_tracker = _CwdEnvTracker()
         self._live_changes = LiveChanges()
         self._observed: ObservedRun | None = None
         self._activity = ""
@@ -204,7 +206,7 @@ class Pool:
             KeyboardInterrupt: The notebook was interrupted; the workers live on.
         """
         __tracebackhide__ = True
-        cell_source = code if isinstance(code, CellSource) else source_of(code)
+        cell_source = code if isinstance(code, CellSource) else _source_of(code)
         cell_source.publish()
         with self._undisturbed():
             asked_ranks = ranks_of(ranks, self.num_processes)
@@ -262,23 +264,33 @@ class Pool:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
         with self._undisturbed():
             asked_ranks = ranks_of(ranks, self.num_processes)
-            live_group = self._ready()
+            group = self._ready()
             self._live_changes.call_made()
-            with pool_calls.prepare_call(self.plan, function, args) as call, uninterrupted():
-                call_result = live_group.run_tasks(
-                    {rank: call.task() for rank in asked_ranks},
+            tell_of_edits()
+            with contextlib.ExitStack() as clean_up:
+                packed_call = pack_for_running_workers(function, args)
+                clean_up.enter_context(closing_files(*packed_call.files()))
+                weight_receiver = clean_up.enter_context(
+                    packed_call.staged(share_back=self.config.share_back)
+                )
+                clean_up.enter_context(uninterrupted())
+                call_result = group.show_tasks(
+                    dict.fromkeys(asked_ranks, packed_call.task(weight_receiver)),
                     timeout_s=self.config.timeout,
-                    is_shown=True,
                 )
                 self._note_lost(call_result)
+                was_stopped, closing_lines = message_texts.after_call(call_result)
                 try:
-                    return call.conclude(call_result)
-                finally:
-                    group_result = (
-                        self._post_task.keep_in_step(call_result) if self._post_task else None
+                    return outcome.conclude_call(
+                        self.plan,
+                        call_result,
+                        weight_receiver,
+                        was_stopped=was_stopped,
+                        closing_lines=closing_lines,
                     )
-                    if group_result is not None:
-                        self._note_lost(group_result)
+                finally:
+                    if self._post_task is not None:
+                        self._post_task.after_call(call_result, self._note_lost)
 
     def report(self) -> RunReport:
         """The report of the latest cell or call, also of one that failed or was stopped.
@@ -367,7 +379,7 @@ class Pool:
 
     # ---- a cell
 
-    def _cell(self, source: CellSource, ranks: Sequence[int]) -> TaskResult:
+    def _cell(self, source: CellSource, ranks: Sequence[int]) -> CallResult:
         group = self._ready()
         task_body = pool_messages.RunCell(
             source=source,
@@ -378,42 +390,37 @@ class Pool:
         )
         self._activity = f"cell In[{source.count}]" if source.count else ""
         try:
-            return group.run_tasks(
+            return group.show_tasks(
                 dict.fromkeys(ranks, (task_body, ())),
                 timeout_s=self.config.timeout,
-                is_shown=True,
                 on_poll=self.on_poll,
             )
         finally:
             self._activity = ""
 
-    def _after_cell(self, result: TaskResult) -> BaseException | None:
+    def _after_cell(self, result: CallResult) -> BaseException | None:
         """Update names, weights and process groups; returns the error of that, if any."""
         for rank, idle in result.idle.items():
             self._namespace_sync.bound(rank, idle.bound)
         self._note_lost(result)
         if self._post_task is None or result.lost:
             return None
-        task_trouble = self._post_task.after_cell(result)
-        error = task_trouble.error(self.plan) if task_trouble is not None else None
-        if task_trouble is not None and task_trouble.result is not None:
-            self._note_lost(task_trouble.result)
-        return error
+        return self._post_task.after_cell(result, self._note_lost)
 
-    def _note_lost(self, result: TaskResult) -> None:
+    def _note_lost(self, result: CallResult) -> None:
         # Of what is shown: not of the small tasks around it.
         self._observed = result.observed or self._observed
         if result.lost:
             self._dissolve(PoolState.BROKEN, message_texts.why_lost(result))
 
-    def _judgement(self, result: TaskResult) -> BaseException | None:
+    def _judgement(self, result: CallResult) -> BaseException | None:
         """What a task has to raise, if it did not end well."""
         if result.interrupted:
             return outcome.stopped_error(message_texts.stopped_message(result), result)
         lines = message_texts.closing_lines(result, self._namespace_sync.reasons)
         return outcome.call_error(result, self.plan, closing_lines=lines)
 
-    def _raise_failure(self, result: TaskResult) -> None:
+    def _raise_failure(self, result: CallResult) -> None:
         """Raise if a task that is not a cell did not end well."""
         __tracebackhide__ = True
         error = self._judgement(result)
@@ -442,8 +449,8 @@ class Pool:
     def _fetch(
         self, names: tuple[str, ...], ranks: Sequence[int], *, single_values: bool
     ) -> dict[str, Any]:
-        live_group = self._ready()
-        call_result = live_group.run_tasks(
+        group = self._ready()
+        call_result = group.run_tasks(
             {rank: (pool_messages.Pull(names=names), ()) for rank in ranks}
         )
         self._raise_failure(call_result)
@@ -501,29 +508,27 @@ class Pool:
                 self._state = PoolState.IDLE if self._workers is not None else PoolState.NEW
             self._lock.release()
 
-    def _ready(self) -> LiveGroup:
+    def _ready(self) -> Group:
         """The workers; started first if there are none."""
         if self._workers is None:
             if self._state is PoolState.BROKEN:
                 write_notice(message_texts.regrouped_line(self.num_processes, self.reason))
             self._state = PoolState.STARTING
-            self._workers = live_group = LiveGroup.ready(
+            self._workers = group = Group.ready(
                 requirements.check_requirements(self.plan, is_live=True)
             )
             # With an engine, what its hosts have is known only now.
-            self.plan = live_group.plan
+            self.plan = group.plan
             # A finalizer, so that a pool that is dropped without stop() ends its workers too.
-            self._end = weakref.finalize(self, live_group.end)
+            self._end = weakref.finalize(self, group.end)
             # New, because new workers have received nothing.
             self._namespace_sync = NamespaceSync(self._namespace, range(self.num_processes))
-            self._post_task = PostTask(
-                live_group, self._namespace_sync, share_back=self.config.share_back
-            )
+            self._post_task = PostTask(group, self._namespace_sync)
             self.reason = ""
-            self._cwd_env_tracker = CwdEnvTracker()
+            self._cwd_env_tracker = _CwdEnvTracker()
             self._live_changes = LiveChanges()
             if self._dist:
-                live_group.everyone(pool_messages.JoinAll())
+                group.everyone(pool_messages.JoinAll())
         self._state = PoolState.RUNNING
         return self._workers
 
@@ -533,3 +538,62 @@ class Pool:
         self._state = state
         self.reason = reason
         self._end()
+
+
+def _notebook_names() -> dict[str, Any]:
+    """The namespace of the notebook; outside of one, that of the main module."""
+    module = sys.modules.get("IPython")
+    notebook_shell = module.get_ipython() if module is not None else None
+    if notebook_shell is not None:
+        return notebook_shell.user_ns  # type: ignore[no-any-return]
+    return vars(sys.modules["__main__"])
+
+
+def _source_of(cell_text: str) -> CellSource:
+    """Code that comes from no cell."""
+    if not isinstance(cell_text, str):
+        raise WrongArguments(
+            f"Pool.run takes a cell's code as text: got {shown(cell_text)}. There is nothing to "
+            "parse. Give text, or pool.call(function, ...) for a function."
+        )
+    # Equal code gets an equal name, so that linecache does not grow with each call.
+    return CellSource.of_text(cell_text, filename=f"<pool code {abs(hash(cell_text)):x}>")
+
+
+class _CwdEnvTracker:
+    """Changes of the notebook's folder and environment that workers have to follow.
+
+    It starts with what they were when the workers were started.
+    """
+
+    def __init__(self) -> None:
+        self._directory = working_folder.current_folder()
+        self._state = env.state()
+        self._environment = env.snapshot()
+
+    def directory(self) -> str | None:
+        """The notebook's folder, if it has changed since the last call."""
+        current_directory = working_folder.current_folder()
+        known_directory = self._directory
+        self._directory = current_directory
+        return current_directory if current_directory != known_directory else None
+
+    def environment(self) -> dict[str, str | None]:
+        """Variables that have changed since the last call; None for one that is gone."""
+        state = env.state()
+        known_variables = self._environment
+        if state == self._state:
+            return {}
+        self._state = state
+        self._environment = env.snapshot()
+        variables = self._environment
+        removed_names: dict[str, str | None] = {
+            variable_name: None
+            for variable_name in known_variables
+            if variable_name not in variables
+        }
+        return removed_names | {
+            variable_name: value
+            for variable_name, value in variables.items()
+            if known_variables.get(variable_name) != value
+        }

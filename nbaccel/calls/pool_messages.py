@@ -1,6 +1,6 @@
 """Messages between the notebook and the workers of a pool, over `workers.messaging`'s channels.
 
-    notebook ──► JoinPool once, then one task at a time: RunCell, RunJob, Pull, …
+    notebook ──► WorkerAssignment once, then one Task at a time: RunCell, Job, Pull, …
              ◄── Returned, Failed, … and Idle, which ends the task
     notebook ──► AskWhereabouts, Break   by a second channel (see `workers.messaging`)
 
@@ -11,12 +11,13 @@ Messages of every cell have no slots: frozen dataclasses with slots take twice a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.workers import messaging
 
 __all__ = [
+    "PACKAGE_CHANGES",
     "BindNames",
     "CloseGroups",
     "Complete",
@@ -25,15 +26,15 @@ __all__ = [
     "Inspect",
     "JoinAll",
     "JoinGroup",
-    "JoinPool",
     "Pull",
     "RunCell",
-    "RunJob",
     "Staged",
-    "Task",
     "WeightsReceived",
     "WriteWeights",
 ]
+
+PACKAGE_CHANGES = "nbaccel_package_changes"
+"""The name by which changes of packages travel; see `changed_packages.LiveChanges`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,31 +48,7 @@ class GroupWanted:
     timeout_s: float
 
 
-# ---- notebook → worker: the first message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinPool:
-    """Become a worker of a pool. Descriptors: the assignment's, the second channel's."""
-
-    assignment: messaging.WorkerAssignment
-    share_back: bool = True
-    """Whether weights are copied back."""
-
-    handler: ClassVar[str] = "nbaccel.calls.pool_worker:serve_cells"
-    """What a worker runs whose first message this is, as module:function."""
-
-
 # ---- notebook → worker: tasks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """Something to do. Descriptors: what its body says."""
-
-    number: int
-    """Counts the tasks that are sent together; 0 for one that is not waited for."""
-    body: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +80,6 @@ class BindNames:
             reads_arenas=self.update.reads_arenas,
             forgets=tuple({key for part in self.update.parts for key in part.forget_arenas}),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunJob:
-    """Make a call as a launch does. Descriptors: the job's. Answered by Returned."""
-
-    job: messaging.Job
-
-    def file_hints(self) -> messaging.FileHints:
-        """What it means for memory files."""
-        return self.job.file_hints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

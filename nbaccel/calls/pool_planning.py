@@ -1,7 +1,8 @@
-"""Checks of a pool's settings, made without torch, so that a refusal comes at once."""
+"""A pool's states, and checks of its settings: without torch, so that a refusal comes at once."""
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +12,27 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import start_method_row
 from nbaccel.plan import Plan, registry, resolve
 
-__all__ = ["plan_pool", "ranks_of"]
+__all__ = ["PoolState", "WorkerState", "plan_pool", "ranks_of"]
+
+
+class PoolState(enum.Enum):
+    """How a pool stands. Only `IDLE` takes work; the others say why not, or start anew."""
+
+    NEW = "no workers yet; the first cell starts them"
+    STARTING = "workers are being started"
+    IDLE = "workers wait for a cell"
+    RUNNING = "workers run a cell"
+    BROKEN = "a worker was lost, and the others were ended; the next cell starts new ones"
+    STOPPED = "workers were ended on request; the next cell starts new ones"
+
+
+class WorkerState(enum.Enum):
+    """How a worker of a pool stands."""
+
+    IDLE = "waits for a cell"
+    RUNNING = "runs a cell"
+    STOPPING = "was asked to give the cell up"
+    GONE = "has ended"
 
 
 def plan_pool(config: RunConfig) -> Plan:

@@ -1,7 +1,7 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a separate channel: answers Look and Break at once
+    second thread   has a separate channel: answers AskWhereabouts and Break at once
     third thread    interrupts again, a moment later, where the first came at the end of a block
 
 All wait without polling, so an idle worker costs no CPU.
@@ -28,14 +28,14 @@ from nbaccel.base.frames import Frame
 from nbaccel.base.units import count_noun
 from nbaccel.calls import pool_messages
 from nbaccel.calls.cell_running import CellShell
-from nbaccel.calls.live_changes import take_changes
 from nbaccel.calls.process_groups import ProcessGroups
-from nbaccel.transfer import arena, memfd
+from nbaccel.transfer import memfd
 from nbaccel.transfer.worker_namespace import Namespace
 from nbaccel.workers import messaging, metrics_reporter, precision_check
 from nbaccel.workers.library_texts import can_come_of_a_left_group, tells_of_a_left_group
 from nbaccel.workers.worker import (
     Work,
+    WorkerCall,
     flush_streams,
     own_process,
     report,
@@ -48,16 +48,12 @@ __all__ = ["serve_cells"]
 
 def serve_cells(
     notebook_channel: messaging.Channel,
-    join_pool: pool_messages.JoinPool,
+    assignment: messaging.WorkerAssignment,
     file_descriptors: list[int],
-    worker_inheritance: object,
+    _forked_call: WorkerCall | None = None,
 ) -> None:
     """Be a worker of a pool until the notebook ends it, or is gone."""
-    if worker_inheritance is not None:
-        # A module that was imported before the fork may hold a model of the notebook.
-        arena.make_arenas_private()
-    worker = _CellWorker(notebook_channel, join_pool, file_descriptors)
-    worker.loop()
+    _CellWorker(notebook_channel, assignment, file_descriptors).loop()
 
 
 _MAX_NAMES = 100
@@ -70,7 +66,7 @@ class _CellWorker:
     def __init__(
         self,
         notebook_channel: messaging.Channel,
-        join_pool: pool_messages.JoinPool,
+        assignment: messaging.WorkerAssignment,
         file_descriptors: list[int],
     ) -> None:
         signal.signal(signal.SIGINT, self._on_interrupt)
@@ -82,7 +78,7 @@ class _CellWorker:
         self._main = threading.get_ident()
         # The second channel's descriptor is the last; those before it belong to the assignment.
         self._control = messaging.Channel.from_fd(file_descriptors.pop())
-        self._worker_context = set_up_process(join_pool.assignment, file_descriptors)
+        self._worker_context = set_up_process(assignment, file_descriptors)
         memfd.close_all(file_descriptors)
         own_place = self._worker_context.place
         self._groups = ProcessGroups(own_place, notebook_channel.send)
@@ -91,13 +87,13 @@ class _CellWorker:
         self._names_at_start = frozenset(self._shell.user_ns)
         self._names = Namespace(
             self._shell.user_ns,
-            own_rank=self._worker_context.staging_rank,
+            own_rank=assignment.staging_rank,
             target_device=self._worker_context.device,
-            num_nodes=self._worker_context.num_notebooks,
-            share_back=join_pool.share_back,
+            num_nodes=assignment.num_notebooks,
+            share_back=assignment.share_back,
         )
-        restore_random_states(join_pool.assignment.random_states)
-        precision_check.watch(join_pool.assignment.mixed_precision)
+        restore_random_states(assignment.random_states)
+        precision_check.watch(assignment.mixed_precision)
         threading.Thread(target=self._answer, name="nbaccel-control", daemon=True).start()
         threading.Thread(
             target=self._interrupt_again, name="nbaccel-interrupts", daemon=True
@@ -142,7 +138,7 @@ class _CellWorker:
             return None, raised_error
 
     def _idle(self, task_number: int, task: Any, shown_bundle: Any) -> pool_messages.Idle:
-        ran_code = isinstance(task, (pool_messages.RunCell, pool_messages.RunJob))
+        ran_code = isinstance(task, (pool_messages.RunCell, messaging.Job))
         return pool_messages.Idle(
             number=task_number,
             shown=shown_bundle,
@@ -173,16 +169,18 @@ class _CellWorker:
             # sys.exit() is how a script ends well.
             return None
 
-    def _run_job(self, task: pool_messages.RunJob, file_descriptors: list[int]) -> None:
+    def _run_job(self, task: messaging.Job, file_descriptors: list[int]) -> None:
         metrics_reporter.begin(
             self._channel, self._worker_context.hardware, self._worker_context.device
         )
         self._busy = True
-        Work(self._channel, self._worker_context, task.job, file_descriptors, None).run()
+        Work(self._channel, self._worker_context, task, file_descriptors).run()
 
     def _bind_names(self, task: pool_messages.BindNames, file_descriptors: list[int]) -> None:
         self._names.take(task.update, file_descriptors, task.wanted)
-        take_changes(self._shell.user_ns, self._worker_context.changes)
+        if pool_messages.PACKAGE_CHANGES in self._shell.user_ns:
+            _, changes = self._shell.user_ns.pop(pool_messages.PACKAGE_CHANGES)
+            self._worker_context.changes.follow(changes)
 
     def _pull(self, task: pool_messages.Pull, file_descriptors: list[int]) -> None:
         self._busy = True
@@ -336,7 +334,7 @@ _UNINTERRUPTED_MESSAGES = (pool_messages.JoinGroup, pool_messages.WeightsReceive
 
 _TASK_METHODS: Mapping[type, Callable[[_CellWorker, Any, list[int]], Any]] = {
     pool_messages.RunCell: _CellWorker._run_cell,
-    pool_messages.RunJob: _CellWorker._run_job,
+    messaging.Job: _CellWorker._run_job,
     pool_messages.BindNames: _CellWorker._bind_names,
     pool_messages.Pull: _CellWorker._pull,
     pool_messages.WriteWeights: _CellWorker._write_weights,

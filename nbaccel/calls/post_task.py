@@ -8,73 +8,65 @@ WriteWeights ─► every rank writes its part into staging files ─► Staged
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.calls import message_texts, outcome, pool_messages
-from nbaccel.calls.live_group import LiveGroup
-from nbaccel.calls.pool_task import TaskResult
-from nbaccel.plan import Plan
+from nbaccel.calls.group import Group
+from nbaccel.calls.supervisor import CallResult
 from nbaccel.transfer import arena
 from nbaccel.transfer.module_registry import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.workers.template_starter import dispose
 
-__all__ = ["PostTask", "TaskTrouble", "staged"]
+__all__ = ["PostTask", "staged"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class TaskTrouble:
-    """What went wrong after a cell had ended.
-
-    Attributes:
-        weights_text: What is known of the weights.
-        result: How the task that failed ended.
-        no_room: What the notebook's own process could not do, where that was the cause.
-    """
-
-    weights_text: str
-    result: TaskResult | None = None
-    no_room: OSError | None = None
-
-    def error(self, plan: Plan) -> BaseException | None:
-        """What has to be raised because of it."""
-        if self.result is None:
-            return WorkerFailed(message_texts.no_room(self.weights_text, self.no_room))
-        lines = message_texts.after_cell(self.result, self.weights_text)
-        if self.result.interrupted:
-            return LaunchInterrupted(f"the notebook was interrupted. {lines}")
-        return outcome.call_error(self.result, plan, closing_lines=lines)
+_NoteLost = Callable[[CallResult], None]
+"""Told of each task, as workers may have been lost in it. Not kept: it would keep the pool."""
 
 
 class PostTask:
     """Puts workers in order after each task. One per start of a pool."""
 
-    def __init__(
-        self, live_group: LiveGroup, namespace_sync: NamespaceSync, *, share_back: bool
-    ) -> None:
-        self._workers = live_group
+    def __init__(self, group: Group, namespace_sync: NamespaceSync) -> None:
+        self._workers = group
         self._namespace_sync = namespace_sync
-        self._share_back = share_back
         self._generation = 0
         self._reported_lines: dict[tuple[str, str], str] = {}
 
-    def after_cell(self, call_result: TaskResult) -> TaskTrouble | None:
+    def after_call(self, call_result: CallResult, note_lost: _NoteLost) -> None:
+        """Put the groups in order after a call, which has brought its weights itself."""
+        if (group_result := self._keep_in_step(call_result)) is not None:
+            note_lost(group_result)
+
+    def after_cell(self, call_result: CallResult, note_lost: _NoteLost) -> BaseException | None:
         """Put the groups in order and copy the weights back, after a cell that lost no worker.
 
         The caller holds interrupts back, because a model with half of the new weights is useless.
-        """
-        group_result = self.keep_in_step(call_result)
-        if group_result is not None and not group_result.went_well:
-            return TaskTrouble(
-                weights_text=message_texts.left_behind(call_result), result=group_result
-            )
-        return self._copy_weights_back(call_result)
 
-    def keep_in_step(self, call_result: TaskResult) -> TaskResult | None:
+        Returns:
+            What went wrong with that, if anything did.
+        """
+        group_result = self._keep_in_step(call_result)
+        if group_result is not None and not group_result.went_well:
+            return self._error_of(group_result, message_texts.left_behind(call_result), note_lost)
+        return self._copy_weights_back(call_result, note_lost)
+
+    def _error_of(
+        self, result: CallResult, weights_text: str, note_lost: _NoteLost
+    ) -> BaseException | None:
+        lines = message_texts.after_cell(result, weights_text)
+        error: BaseException | None = None
+        if result.interrupted:
+            error = LaunchInterrupted(f"the notebook was interrupted. {lines}")
+        else:
+            error = outcome.call_error(result, self._workers.plan, closing_lines=lines)
+        note_lost(result)
+        return error
+
+    def _keep_in_step(self, call_result: CallResult) -> CallResult | None:
         """Let all ranks leave unusable process groups, with a message if there has been none."""
         # After a loss all workers are ended, and their groups with them.
         if call_result.lost or not call_result.out_of_step:
@@ -90,9 +82,11 @@ class PostTask:
             write_notice(f"nbaccel: {message_texts.UNEVEN_COLLECTIVES}\n")
         return group_result
 
-    def _copy_weights_back(self, call_result: TaskResult) -> TaskTrouble | None:
+    def _copy_weights_back(
+        self, call_result: CallResult, note_lost: _NoteLost
+    ) -> BaseException | None:
         """Copy back the weights that ranks changed: of all these modules, or of none."""
-        if not self._share_back:
+        if not self._workers.plan.config.share_back:
             return None
         module_records = self._namespace_sync.records(
             {
@@ -117,15 +111,18 @@ class PostTask:
                 )
                 try:
                     if not staging_result.went_well:
-                        weights_line = message_texts.on_the_way(module_paths)
-                        return TaskTrouble(weights_text=weights_line, result=staging_result)
+                        return self._error_of(
+                            staging_result, message_texts.on_the_way(module_paths), note_lost
+                        )
                     self._apply(module_records, weight_receiver, staging_result)
                 finally:
                     # Closed by the template process: freeing gigabytes would delay the next cell.
                     dispose(staging_result.take_files())
         # No memory or no descriptors: nothing has been written yet.
         except OSError as error:
-            return TaskTrouble(weights_text=message_texts.on_the_way(module_paths), no_room=error)
+            return WorkerFailed(
+                message_texts.no_room(message_texts.on_the_way(module_paths), error)
+            )
         self._workers.post(pool_messages.WeightsReceived())
         return None
 
@@ -133,7 +130,7 @@ class PostTask:
         self,
         module_records: Sequence[ModuleRecord],
         weight_receiver: WeightReceiver,
-        staging_result: TaskResult,
+        staging_result: CallResult,
     ) -> None:
         weight_reports = [
             staging_result.staged[rank_number].report

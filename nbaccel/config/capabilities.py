@@ -363,6 +363,7 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         library="deepspeed",
         shards="nbaccel.deepspeed.strategy.reader",
         enter="nbaccel.deepspeed.in_worker:enter_worker",
+        explain_signal="nbaccel.deepspeed.in_worker:explain_signal",
         observe="nbaccel.deepspeed.teardown:observe",
         form="nbaccel.deepspeed.form.zero_form:DeepSpeedForm",
         advisor="nbaccel.deepspeed.advisor.advise:advise",

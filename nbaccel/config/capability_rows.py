@@ -221,6 +221,8 @@ class StrategyRow:
         library: What must be imported for its shards to exist.
         shards: Module that reads them, a :class:`~nbaccel.abc.ShardReader`.
         enter: ``module:function`` that prepares a worker for it, given the type of its device.
+        explain_signal: ``module:function`` that knows why a signal has ended a worker in its
+            library, given the signal's name and the functions on the worker's stack; it is light.
         observe: ``module:function`` that looks at a process before the library is in it, for the
             reader's ``tear_down``. This one and ``enter`` are loaded even where the
             library is never used, so they are light.
@@ -254,6 +256,7 @@ class StrategyRow:
     library: str = ""
     shards: str = ""
     enter: str = ""
+    explain_signal: str = ""
     observe: str = ""
     form: str = ""
     advisor: str = ""

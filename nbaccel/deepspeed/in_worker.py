@@ -24,9 +24,21 @@ from typing import Any
 from nbaccel.base import accelerate_library, env
 from nbaccel.deepspeed import build_notice
 
-__all__ = ["enter_worker"]
+__all__ = ["enter_worker", "explain_signal"]
 
 _USE_CPU = "ACCELERATE_USE_CPU"
+
+
+def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str] | None:
+    """The likely cause and the remedy where a worker without shared memory has crashed."""
+    # It crashes without a message.
+    if signal_name != "SIGSEGV" or "inference_all_reduce" not in functions:
+        return None
+    return (
+        "DeepSpeed adds up through shared memory, and this worker has none: /dev/shm lacks 66 MiB "
+        "for each worker, or it was forked after DeepSpeed had run in the notebook.",
+        "Enlarge /dev/shm (docker run --shm-size=1g), and leave start_method at 'auto'.",
+    )
 
 
 def enter_worker(device: str) -> None:

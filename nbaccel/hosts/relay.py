@@ -611,5 +611,4 @@ def _hints_of(message: Any) -> messaging.FileHints:
 
 
 def _topology_of(message: Any) -> str:
-    assignment = getattr(message, "assignment", None)
-    return assignment.topology if assignment is not None else ""
+    return getattr(message, "topology", "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
@@ -47,6 +47,7 @@ __all__ = [
     "devices",
     "engine",
     "enter_worker",
+    "explain_signal",
     "known_device",
     "known_devices",
     "layer_restorers",
@@ -295,6 +296,17 @@ def enter_worker(device_type: str) -> None:
     for row in STRATEGIES:
         if row.enter:
             load_object(row.enter)(device_type)
+
+
+def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str] | None:
+    """Likely cause of a worker's death and the remedy, where a strategy or device knows more."""
+    for row in STRATEGIES:
+        if row.explain_signal:
+            hint: tuple[str, str] | None = load_object(row.explain_signal)(signal_name, functions)
+            if hint is not None:
+                return hint
+    hints = (device.explain_signal(signal_name) for device in possible_devices())
+    return next(filter(None, hints), None)
 
 
 def load_advisor() -> Any:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from nbaccel.base import env, frames
+from nbaccel.base import frames
 from nbaccel.base.frames import Frame, place, user_frame
 from nbaccel.base.process_death import explain_kill
 from nbaccel.base.units import format_bytes, mark_left_out, shorten_text
-from nbaccel.devices.tpu import count_chips
+from nbaccel.plan import registry
 from nbaccel.workers.library_texts import tells_of_a_lost_connection
 from nbaccel.workers.wrapped_errors import unwrap_error
 
@@ -372,9 +372,6 @@ def as_clause(message_sentence: str) -> str:
 # ------------------------------------------------------------------------- exits
 
 
-_SHARED_MEMORY_FUNCTION = "inference_all_reduce"
-"""DeepSpeed's function in which a worker without shared memory crashes without a message."""
-
 _SIGNAL_MEANINGS: dict[str, tuple[str, str]] = {
     "SIGKILL": (
         "Nothing in Python can catch this signal. Most often the system ran out of memory and "
@@ -438,22 +435,11 @@ def explain_exit(failure_record: FailureRecord) -> list[str]:
             "The process ended itself (os._exit, or a library that exits), so neither results "
             "nor weights came back. Let the function return instead."
         ]
-    likely_cause, remedy_text = _SIGNAL_MEANINGS.get(_signal_name(-exit_status), ("", ""))
-    if exit_status == -signal.SIGSEGV and count_chips(env.snapshot()):
-        likely_cause = "On a TPU host this usually means that host memory ran out."
-        remedy_text = (
-            "Build the model in a cell and pass it in args, so that all workers share one copy."
-        )
-    if exit_status == -signal.SIGSEGV and any(
-        stack_frame.function == _SHARED_MEMORY_FUNCTION for stack_frame in failure_record.stack
-    ):
-        likely_cause = (
-            "DeepSpeed adds up through shared memory, and this worker has none: /dev/shm lacks "
-            "66 MiB for each worker, or it was forked after DeepSpeed had run in the notebook."
-        )
-        remedy_text = (
-            "Enlarge /dev/shm (docker run --shm-size=1g), and leave start_method at 'auto'."
-        )
+    signal_name = _signal_name(-exit_status)
+    functions = [stack_frame.function for stack_frame in failure_record.stack]
+    likely_cause, remedy_text = registry.explain_signal(signal_name, functions) or (
+        _SIGNAL_MEANINGS.get(signal_name, ("", ""))
+    )
     used_memory = (
         f"It had used up to {format_bytes(failure_record.max_rss_bytes)}."
         if failure_record.max_rss_bytes

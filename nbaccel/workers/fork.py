@@ -26,8 +26,8 @@ class ForkStarter(LocalProcesses):
     name = "fork"
     status: int | None = None
 
-    def __init__(self, inherited: worker.InheritedObjects, *, is_asked: bool = True) -> None:
-        self._inheritance = inherited
+    def __init__(self, call: worker.WorkerCall | None = None, *, is_asked: bool = True) -> None:
+        self._call = call
         self._children: dict[int, int] = {}
         self.ours: list[int] = []
         """The notebook's own ends of all connections: a child closes them."""
@@ -60,7 +60,7 @@ class ForkStarter(LocalProcesses):
         if process_id == 0:
             for descriptor_to_close in self.ours:
                 os.close(descriptor_to_close)
-            worker.run_worker(ends, parent_id, self._inheritance)
+            worker.run_worker(ends, parent_id, is_fork=True, forked_call=self._call)
         # A pidfd becomes readable when the child ends, so one `select` waits for messages and ends.
         self._children[process_id] = os.pidfd_open(process_id)
         return process_id

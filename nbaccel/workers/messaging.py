@@ -16,8 +16,8 @@ import os
 import pickle
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
@@ -249,14 +249,19 @@ class FileHints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAssignment:
-    """Where a worker works: its place among the others, and the surroundings of the notebook."""
+    """Where a worker works: its place among the others, and the surroundings of the notebook.
 
+    The first message to each worker. Descriptors: the socket of the store, the second channel's.
+    """
+
+    handler: str
+    """What the worker runs once it has this, as module:function."""
     topology: str
     """`Topology` as JSON."""
-    config: str
-    """`RunConfig` as JSON."""
     device: str
     mixed_precision: str
+    share_back: bool
+    """Whether weights are copied back."""
     threads: int
     environment: dict[str, str]
     """The whole environment, as the notebook has it now plus this worker's variables."""
@@ -278,26 +283,19 @@ class WorkerAssignment:
 class Job:
     """A call to make.
 
-    Descriptors: arenas, their staging files, the payload's, the assignment's.
+    Descriptors: arenas, their staging files, the payload's.
     """
 
-    assignment: WorkerAssignment | None
-    """None for a worker that has one already."""
     arenas: tuple[tuple[str, int], ...]
     """Key and size in bytes of each arena."""
     payload: PackedObject | None
     """The pickled `WorkerCall`; None if the worker was forked from the notebook and has it."""
-    sources: dict[str, list[str]]
     random_states: bytes
     logging: bytes
     """How the notebook has configured it; see `worker_output`."""
-    mixed_precision: str
-    share_back: bool
     settings: bytes = b""
-    """Settings of libraries; see `transfer.library_settings`."""
-
-    handler: ClassVar[str] = "nbaccel.workers.worker:serve_job"
-    """What a worker runs whose first message this is, as module:function."""
+    """Settings of libraries; see `transfer.library_settings`. A fork has them."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
 
     def file_hints(self) -> FileHints:
         """What it means for memory files."""
@@ -305,11 +303,23 @@ class Job:
         return FileHints(staging=arena_keys, arenas=arena_keys, reads_arenas=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Something to do. Descriptors: what its body says.
+
+    No slots: frozen dataclasses with slots take twice as long to pickle, and each cell has one.
+    """
+
+    number: int
+    """Counts the tasks that are sent together; 0 for one that is not waited for."""
+    body: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Leave:
     """Exit. Until then a worker that has returned stays.
 
-    See [Note: exit barrier] in `calls.launch_supervisor`.
+    See [Note: exit barrier] in `calls.supervisor`.
     """
 
 

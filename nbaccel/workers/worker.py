@@ -1,6 +1,6 @@
 """The worker process: forked from the template or from the notebook.
 
-    channel ◄──► notebook     Job, Leave in; Alive, Started, Display, …, Returned | Failed out
+    channel ◄──► notebook     assignment, Task, Leave in; Alive, Started, …, Returned | Failed out
     stdout, stderr ──►        pipes from its start, so that C code and subprocesses are shown too
     stack ──►                 faulthandler's dumps: on a crash, and on each STACK_SIGNAL
 
@@ -30,7 +30,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
@@ -99,34 +99,41 @@ class WorkerCall:
     modules: tuple[tuple[Manifest, nn.Module], ...] = ()
     changes: tuple[PackageChange | LateChange, ...] = ()
     """What the notebook has changed of installed packages; a fork has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InheritedObjects:
-    """What a worker forked from the notebook already has in memory."""
-
-    call: WorkerCall | None = None
-    """What to call; None in a pool's worker, which gets its calls later."""
     arenas: Mapping[str, memfd.Mapping] = field(default_factory=dict)
+    """The notebook's own, in a worker that is forked from it; others map them themselves."""
 
 
 def run_worker(
-    worker_ends: WorkerEnds, parent_id: int, inherited: InheritedObjects | None = None
+    worker_ends: WorkerEnds,
+    parent_id: int,
+    *,
+    is_fork: bool = False,
+    forked_call: WorkerCall | None = None,
 ) -> NoReturn:
-    """Run one job and leave."""
+    """Do what the notebook asks for, and leave.
+
+    Args:
+        worker_ends: Its connections.
+        parent_id: The process it was forked from.
+        is_fork: Whether that was the notebook itself.
+        forked_call: The call that it then has in memory already, if it is a launch's.
+    """
     exit_status = 1
     try:
         _set_up_worker(worker_ends, parent_id)
-        if inherited is not None:
+        if is_fork:
             # Accelerate's forked state says that this process is the only one.
             accelerate_library.forget()
         notebook_channel = messaging.Channel.from_fd(worker_ends.channel)
         notebook_channel.send(messaging.Alive(time.monotonic()))
-        message, file_descriptors = notebook_channel.receive()
-        # By name, because this module must not import the pool, whose first message is another.
-        named_module, _, function = message.handler.partition(":")
+        if is_fork:
+            # Shared after the fork: training would change the notebook's models at once.
+            arena.make_arenas_private()
+        assignment, file_descriptors = notebook_channel.receive()
+        # By name, because this module must not import the pool.
+        named_module, _, function = assignment.handler.partition(":")
         getattr(importlib.import_module(named_module), function)(
-            notebook_channel, message, file_descriptors, inherited
+            notebook_channel, assignment, file_descriptors, forked_call
         )
         exit_status = 0
     # The notebook has ended this launch.
@@ -202,15 +209,13 @@ def _set_up_worker(worker_ends: WorkerEnds, parent_id: int) -> None:
 class WorkerContext:
     """Facts about a worker that is set up: place, device, store."""
 
+    assignment: messaging.WorkerAssignment
     place: Topology
     hardware: Device
     device: str
     """What torch calls it: `cpu`, `cuda:1`."""
     store: Any
     """The rendezvous store, in the worker that serves it."""
-    staging_rank: int = 0
-    num_notebooks: int = 1
-    on_other_host: bool = False
     logging: worker_output.LoggingSettings = field(default_factory=worker_output.LoggingSettings)
     settings: LibrarySettings = field(default_factory=LibrarySettings)
     changes: AppliedChanges = field(default_factory=AppliedChanges)
@@ -220,7 +225,7 @@ class WorkerContext:
         try:
             os.chdir(folder)
         except OSError as error:
-            if not self.on_other_host:
+            if not self.assignment.on_other_host:
                 raise
             if self.place.local_rank == 0:
                 sys.stderr.write(
@@ -261,15 +266,13 @@ def set_up_process(
         else None
     )
     worker_context = WorkerContext(
+        assignment=worker_assignment,
         place=place,
         hardware=hardware_device,
         device=str(hardware_device.torch_device(place.local_rank)),
         store=rendezvous_store,
-        staging_rank=worker_assignment.staging_rank,
-        num_notebooks=worker_assignment.num_notebooks,
-        on_other_host=worker_assignment.on_other_host,
     )
-    if worker_context.on_other_host:
+    if worker_assignment.on_other_host:
         worker_context.go_to(worker_assignment.working_directory)
     return worker_context
 
@@ -286,29 +289,25 @@ def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:
     sys.path.extend(folders)
 
 
-def serve_job(
+def serve_call(
     notebook_channel: messaging.Channel,
-    job: messaging.Job,
+    assignment: messaging.WorkerAssignment,
     file_descriptors: list[int],
-    inherited: InheritedObjects | None,
+    forked_call: WorkerCall | None,
 ) -> None:
-    """Run one job as a launch's worker, and stay until the notebook lets it leave."""
-    if job.assignment is None:
-        raise InternalError(
-            f"a job with {len(file_descriptors)} descriptors came without an assignment. Please "
-            "report this."
-        )
+    """Make one call as a launch's worker, and stay until the notebook lets it leave."""
+    task, job_fds = notebook_channel.receive()
     try:
-        worker_context = set_up_process(job.assignment, file_descriptors)
+        worker_context = set_up_process(assignment, file_descriptors)
         worker_output.forward_displays(notebook_channel.send)
         metrics_reporter.begin(notebook_channel, worker_context.hardware, worker_context.device)
         rendezvous.join_store(worker_context.place, rendezvous.group_names())
     except BaseException as raised_error:  # the notebook waits for a report, whatever it is
-        report(notebook_channel, raised_error, Topology.from_json(job.assignment.topology).rank)
+        report(notebook_channel, raised_error, Topology.from_json(assignment.topology).rank)
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(notebook_channel))
-        Work(notebook_channel, worker_context, job, file_descriptors, inherited).run()
+        Work(notebook_channel, worker_context, task.body, job_fds, forked_call).run()
     # Waits for Leave: until then this worker may serve the store, which slower ranks need.
     notebook_channel.receive()
 
@@ -331,20 +330,19 @@ class Work:
         worker_context: WorkerContext,
         job: messaging.Job,
         file_descriptors: Sequence[int],
-        inherited: InheritedObjects | None,
+        forked_call: WorkerCall | None = None,
     ) -> None:
         self._channel = notebook_channel
         self._job = job
         self._worker_context = worker_context
         self._rank = worker_context.place.rank
-        self._forked_here = inherited is not None
+        self._forked_call = forked_call
         arena_keys = [arena_key for arena_key, _ in job.arenas]
         other_fds = list(file_descriptors)
         # The order of the descriptors is that of `messaging.Job`: arenas, staging files, payload.
         self._payload_fd = other_fds.pop() if job.payload is not None else None
         self._arena_fds = other_fds[: len(arena_keys)]
         self._staging = dict(zip(arena_keys, other_fds[len(arena_keys) :], strict=False))
-        self._inheritance = inherited
 
     def run(self) -> None:
         """Make the call and hand over what it returns or raises."""
@@ -356,7 +354,7 @@ class Work:
                 value = _call(call)
                 worker_output.show_figures()
                 flush_streams()
-                if self._job.share_back:
+                if self._worker_context.assignment.share_back:
                     weight_report = weight_writer.write()
         except BaseException as raised_error:  # an interrupt too: the notebook waits for a report
             report(self._channel, raised_error, self._rank, self._pack)
@@ -367,6 +365,7 @@ class Work:
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
         job = self._job
+        assignment = self._worker_context.assignment
         for file_name, source_lines in job.sources.items():
             # Without a modification time, or linecache would look for the file and drop the lines.
             linecache.cache[file_name] = (
@@ -375,7 +374,7 @@ class Work:
                 source_lines,
                 file_name,
             )
-        call, arena_mappings = self._open(self._worker_context.device)
+        call, arena_mappings = self._open()
         self._worker_context.changes.follow(call.changes)
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
@@ -383,24 +382,21 @@ class Work:
         self._worker_context.logging.follow(job.logging)
         self._worker_context.settings.follow(job.settings)
         weight_writer = WeightWriter(
-            own_rank=self._worker_context.staging_rank,
+            own_rank=assignment.staging_rank,
             shared_modules=call.modules,
             arena_mappings=arena_mappings,
             staging_files=self._staging,
-            num_nodes=self._worker_context.num_notebooks,
+            num_nodes=assignment.num_notebooks,
             arena_files=dict(zip(self._staging, self._arena_fds, strict=False)),
         )
-        if job.share_back:
+        if assignment.share_back:
             clean_up.callback(weight_writer.watch_first_step())
-        clean_up.callback(precision_check.watch(job.mixed_precision))
+        clean_up.callback(precision_check.watch(assignment.mixed_precision))
         return call, weight_writer
 
-    def _open(self, target_device: str) -> tuple[WorkerCall, Mapping[str, memfd.Mapping]]:
-        if self._inheritance is not None and self._inheritance.call is not None:
-            # Shared after the fork: training would change the notebook's models at once.
-            arena.make_arenas_private()
-            call = self._inheritance.call
-            return replace(call, function=_looked_up(call.function)), self._inheritance.arenas
+    def _open(self) -> tuple[WorkerCall, Mapping[str, memfd.Mapping]]:
+        if self._forked_call is not None:
+            return self._forked_call, self._forked_call.arenas
         if self._job.payload is None or self._payload_fd is None:
             raise InternalError(
                 f"worker {self._rank} got no payload, only {len(self._arena_fds)} arenas: there is "
@@ -412,9 +408,8 @@ class Work:
                 self._job.arenas, self._arena_fds, strict=True
             )
         }
-        call = pickling.unpack(
-            self._job.payload, self._payload_fd, mappings, target_device=target_device
-        )
+        device = self._worker_context.device
+        call = pickling.unpack(self._job.payload, self._payload_fd, mappings, target_device=device)
         return call, mappings
 
     def _hand_over(self, returned_value: Any, weight_report: Any) -> None:
@@ -441,7 +436,7 @@ class Work:
 
     def _pack(self, value: Any) -> tuple[pickling.PackedObject, int]:
         """Pack for the notebook; what came by fork goes back by name where it can."""
-        if self._forked_here:
+        if self._forked_call is not None:
             try:
                 return pickling.pack_plain(value, pickling.Sender.create())
             # What plain pickle raises for what has no importable name; cloudpickle may take it.
@@ -496,7 +491,7 @@ def report(
 def _call(call: WorkerCall) -> Any:
     try:
         with own_process():
-            return call.function(*call.args)
+            return _looked_up(call.function)(*call.args)
     except SystemExit as raised_error:
         # sys.exit() is how a script ends well.
         if raised_error.code not in (None, 0):

@@ -7,7 +7,7 @@ import dataclasses
 import select
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel.base import env, process_death
@@ -21,7 +21,12 @@ from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import HostShare, Starter
 from nbaccel.workers.worker_handle import WorkerHandle, connect
 
-__all__ = ["AssignedWorker", "MeetingPlace", "WorkerGroup"]
+__all__ = ["MeetingPlace", "WorkerGroup"]
+
+
+# Named, because the latter is above this module.
+_SERVES_CALL = "nbaccel.workers.worker:serve_call"
+_SERVES_CELLS = "nbaccel.calls.pool_worker:serve_cells"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,45 +49,40 @@ class MeetingPlace:
     num_nodes: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class AssignedWorker:
-    """A worker that waits for its first message, and what that has to contain."""
-
-    handle: WorkerHandle
-    assignment: messaging.WorkerAssignment
-    fds: tuple[int, ...]
-    """Descriptors that travel with the assignment, after all others."""
-
-    def send(self, message: object, file_descriptors: Sequence[int] = ()) -> None:
-        """Send the first message. If it has died already, its sentinel says so."""
-        with messaging.unless_gone():
-            self.handle.channel.send(message, file_descriptors)
-
-
 class WorkerGroup:
     """The workers of one launch or one pool on this machine.
 
     Attributes:
         plan: What was planned.
         members: The workers that have been started, by rank.
+        stays: Whether they take one task after the other, as a pool's do, or make a single call.
         oom_kills: How often the system had run out of memory before.
     """
 
-    def __init__(self, plan: Plan, worker_starter: Starter) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        worker_starter: Starter,
+        *,
+        stays: bool = False,
+        after_end: Callable[[], object] = lambda: None,
+    ) -> None:
         self.plan = plan
+        self.stays = stays
         self.members: list[WorkerHandle] = []
         self.oom_kills = process_death.oom_kills()
         self._starter = worker_starter
         self._on_end = contextlib.ExitStack()
-        # First on the stack, so that it runs last: workers are reaped through the starter.
+        self._on_end.callback(after_end)
+        # Before all others, so that it runs after them: workers are reaped through the starter.
         self._on_end.callback(worker_starter.close)
 
     def start(
         self,
         meeting_place: MeetingPlace,
         environment_variables: Mapping[str, str] | None = None,
-    ) -> list[AssignedWorker]:
-        """Start all workers, each of which then waits for its first message."""
+    ) -> None:
+        """Start all workers and tell each its place; they then wait for a task."""
         worker_places = self._places(meeting_place)
         self._on_end.enter_context(_libraries_memory(worker_places))
         # Before the first start: a failed start of one worker must end those started before it.
@@ -92,22 +92,22 @@ class WorkerGroup:
         worker_surroundings = _WorkerSurroundings.here(
             environment_variables or {}, is_for_other_hosts=bool(self._starter.shares)
         )
-        return [
-            AssignedWorker(
-                handle=worker_handle,
-                assignment=self._assignment(
-                    worker_place,
-                    worker_surroundings,
-                    device_variables,
-                    serves_store=rank_0_socket is not None,
-                ),
-                fds=() if rank_0_socket is None else (rank_0_socket.fileno(),),
+        for worker_place, handle, device_variables in zip(
+            worker_places, self.members, self._device_variables(), strict=True
+        ):
+            fds = []
+            if worker_place.rank == 0 and meeting_place.store_socket is not None:
+                fds.append(meeting_place.store_socket.fileno())
+            assignment = self._assignment(
+                worker_place, worker_surroundings, device_variables, serves_store=bool(fds)
             )
-            for worker_place, worker_handle, device_variables in zip(
-                worker_places, self.members, self._device_variables(), strict=True
-            )
-            for rank_0_socket in [meeting_place.store_socket if worker_place.rank == 0 else None]
-        ]
+            with contextlib.ExitStack() as sent:
+                if self.stays:
+                    control_end = sent.enter_context(contextlib.closing(handle.open_control()))
+                    fds.append(control_end.fileno())
+                # If it has died already, its sentinel says so.
+                with messaging.unless_gone():
+                    handle.channel.send(assignment, fds)
 
     def prepare_files(self, file_descriptors: Sequence[int]) -> None:
         """See :meth:`Starter.prepare_files`."""
@@ -224,10 +224,11 @@ class WorkerGroup:
             if value is not None
         }
         return messaging.WorkerAssignment(
+            handler=_SERVES_CELLS if self.stays else _SERVES_CALL,
             topology=worker_place.to_json(),
-            config=plan.config.to_json(),
             device=plan.device,
             mixed_precision=plan.config.mixed_precision,
+            share_back=plan.config.share_back,
             threads=plan.threads_per_process,
             environment=environment,
             working_directory=worker_surroundings.working_directory,

@@ -208,6 +208,15 @@ class TpuDevice(Device):
         if choice.name:
             _DRIVERS[choice.name]().load()
 
+    def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
+        """See :meth:`Device.explain_signal`."""
+        if signal_name != "SIGSEGV" or not chips.count_chips(env.snapshot()):
+            return None
+        return (
+            "On a TPU host this usually means that host memory ran out.",
+            "Build the model in a cell and pass it in args, so that all workers share one copy.",
+        )
+
     def expects_launches(self) -> bool:
         """See :meth:`Device.expects_launches`."""
         host = chips.inspect_host(env.snapshot())

@@ -165,6 +165,18 @@ class LaunchHooks:
         """Environment variables of workers that compute on another device than this one."""
         return {}
 
+    def explain_signal(self, signal_name: str) -> tuple[str, str] | None:
+        """Why a signal has probably ended a worker on a machine with these devices.
+
+        Args:
+            signal_name: As in ``SIGSEGV``.
+
+        Returns:
+            The likely cause and what to do, a sentence each; None where the device knows no more
+            than is known of the signal.
+        """
+        return None
+
     def expects_launches(self) -> bool:
         """Whether launches of this notebook will probably use it: it is there, and chosen first.
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from nbaccel.calls.inline_bars import InlineBars, taking_bar_text
+from nbaccel.calls.inline_board import InlineBars, taking_bar_text
 from nbaccel.output.tqdm_patch import living_bars, numbers_of_bar
 
 

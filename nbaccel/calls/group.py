@@ -1,0 +1,324 @@
+"""The workers of a launch or of a pool: started, given calls, asked where they are, and let go.
+
+A launch's are given one call; a pool's stay, and are given one task after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nbaccel.base.errors import LaunchInterrupted, StartupFailed
+from nbaccel.calls import outcome
+from nbaccel.calls.launch_hosts import LaunchHosts
+from nbaccel.calls.message_texts import CellDashboardUpdater, RankStatus, rank_status
+from nbaccel.calls.packing import judge_fork
+from nbaccel.calls.supervisor import CallResult, RankTasks, Supervisor
+from nbaccel.output import publish
+from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.console import Console
+from nbaccel.output.dashboard.following import DashboardUpdater
+from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
+from nbaccel.output.waiting_line import WaitingLine
+from nbaccel.plan import Plan
+from nbaccel.workers import messaging, template, time_limits, worker
+from nbaccel.workers.fork import ForkStarter
+from nbaccel.workers.start_method import Starter
+from nbaccel.workers.template_starter import TemplateStarter
+from nbaccel.workers.worker_group import MeetingPlace, WorkerGroup
+from nbaccel.workers.worker_handle import WorkerHandle
+
+__all__ = ["Group"]
+
+
+class Group(WorkerGroup):
+    """Workers that are started together, and watched while they do what they are given."""
+
+    def __init__(self, plan: Plan, worker_starter: Starter, **options: Any) -> None:
+        super().__init__(plan, worker_starter, **options)
+        self._sentinels: dict[int, int] = {}
+        """Rank → descriptor that becomes readable when that worker has ended; of a pool's alone.
+        The template's report of that may be read by a launch that runs between two tasks."""
+        self._numbers = itertools.count(1)
+        self._on_end.callback(self._close_sentinels)
+        self._rank_logs: RankLogs | None = None
+        self._task: Supervisor | None = None
+        self._answers: dict[int, messaging.Whereabouts] = {}
+        """What each worker has answered last while it was idle."""
+
+    @classmethod
+    def started(
+        cls,
+        clean_up: contextlib.ExitStack,
+        launch_hosts: LaunchHosts,
+        waiting_line: WaitingLine,
+        *,
+        forked_call: worker.WorkerCall | None = None,
+        variables: Mapping[str, str] | None = None,
+        stays: bool = False,
+    ) -> Group:
+        """Start the workers of a plan, which are set up while this returns.
+
+        Args:
+            clean_up: Ends them; also if the start fails.
+            launch_hosts: Where they run.
+            waiting_line: Says what is waited for.
+            forked_call: The call of workers that are forked from this process for it.
+            variables: Further environment variables.
+            stays: Whether they are a pool's.
+        """
+        plan = launch_hosts.prepare()
+        clean_up.callback(launch_hosts.close_store)
+        meeting_place = launch_hosts.meeting_place()
+        plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
+        group = cls(
+            plan,
+            launch_hosts.starter() or _local_starter(plan, waiting_line, forked_call),
+            stays=stays,
+            after_end=launch_hosts.close if stays else launch_hosts.close_store,
+        )
+        clean_up.callback(group.end)
+        group.start(meeting_place, variables)
+        # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
+        launch_hosts.close_store()
+        return group
+
+    @classmethod
+    def ready(cls, plan: Plan) -> Group:
+        """Start a pool's workers, and wait until they can take a task."""
+        if plan.start_method == "fork":
+            judge_fork()
+        waiting_line = WaitingLine(plan.num_processes)
+        with contextlib.ExitStack() as undo_start, contextlib.closing(waiting_line):
+            if template.uses_template(plan):
+                pool_template = template.template_for(plan.device)
+                pool_template.drop_outdated()
+                # The cells to come may use anything that the notebook has.
+                pool_template.wait(waiting_line.say, lambda _package: True)
+                plan = pool_template.told_in(plan)
+            launch_hosts = LaunchHosts(plan)
+            undo_start.callback(launch_hosts.close)
+            group = cls.started(undo_start, launch_hosts, waiting_line, stays=True)
+            group.await_start()
+            # The start has succeeded: the group is the caller's to end.
+            undo_start.pop_all()
+        return group
+
+    def start(
+        self, meeting_place: MeetingPlace, environment_variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Start all workers and tell each its place; they then wait for a task."""
+        first_rank = self.plan.num_processes * meeting_place.node_rank
+        self._rank_logs = self._on_end.enter_context(logs_of_run(self.plan, first_rank=first_rank))
+        group_size = {"GROUP_WORLD_SIZE": str(meeting_place.num_nodes)}
+        super().start(meeting_place, {**group_size, **(environment_variables or {})})
+
+    def let_exit(self) -> None:
+        """Let idle workers do what libraries do at the end of a process, before they are ended."""
+        with contextlib.suppress(StartupFailed):  # the template has ended, with all of them
+            self._let_all_exit(time_limits.UNWIND_S)
+
+    def _start_worker(self, rank: int) -> WorkerHandle:
+        member = super()._start_worker(rank)
+        if self.stays:
+            self._sentinels[rank] = self._starter.sentinel(member.pid)
+            # A fork of the next worker would inherit this descriptor and keep it open.
+            self._keep_from_children(self._sentinels[rank])
+        return member
+
+    def await_start(self) -> None:
+        """Wait until the workers of a pool can take a task."""
+        result = self._watch([member.rank for member in self.members], {}, task_number=0)
+        if result.interrupted:
+            raise LaunchInterrupted(
+                f"all {len(self.members)} workers have been ended at their start"
+            )
+        start_error = outcome.call_error(result, self.plan)
+        if start_error is not None:
+            raise start_error
+
+    def sentinels(self) -> Sequence[int]:
+        """Descriptors that become readable when a worker may have ended."""
+        if not self.stays:
+            return super().sentinels()
+        return [self._sentinels[member.rank] for member in self.members if not member.has_ended]
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Workers that have ended; all of a pool's, if the process they came from has."""
+        try:
+            return super().collect()
+        except StartupFailed as error:
+            if not self.stays:
+                raise
+            end_reason = str(error).partition("\n")[0]
+            exit_status = self._starter.status or 0
+            running_ids = [member.pid for member in self.members if not member.has_ended]
+            return [
+                messaging.Ended(process_id, exit_status, 0, end_reason)
+                for process_id in running_ids
+            ]
+
+    # ---- tasks
+
+    def run_tasks(
+        self,
+        rank_tasks: RankTasks,
+        *,
+        timeout_s: float | None = None,
+        place: CellPlace | None = None,
+        make_show: Callable[[], DashboardUpdater] | None = None,
+    ) -> CallResult:
+        """Give some workers a task each, and watch until all of them have finished."""
+        self.prepare_files([fd for _, task_fds in rank_tasks.values() for fd in task_fds])
+        return self._watch(
+            list(rank_tasks),
+            rank_tasks,
+            task_number=next(self._numbers),
+            timeout_s=timeout_s,
+            place=place,
+            make_show=make_show,
+        )
+
+    def show_tasks(
+        self,
+        rank_tasks: RankTasks,
+        *,
+        timeout_s: float | None,
+        on_poll: Callable[[], None] | None = None,
+    ) -> CallResult:
+        """The same with a panel, as a pool shows its cells and calls."""
+        place = CellPlace()
+
+        def make_show() -> CellDashboardUpdater:
+            return CellDashboardUpdater(
+                list(rank_tasks), plan=self.plan, place=place, on_poll=on_poll
+            )
+
+        return self.run_tasks(rank_tasks, timeout_s=timeout_s, place=place, make_show=make_show)
+
+    def everyone(self, task_body: Any, file_descriptors: Sequence[int] = ()) -> CallResult:
+        """Give all workers the same task."""
+        return self.run_tasks(
+            {member.rank: (task_body, file_descriptors) for member in self.members}
+        )
+
+    def post(self, task_body: Any) -> None:
+        """Give all workers a task without waiting for it; it is done before the next one."""
+        for member in self.members:
+            # The worker may have ended; the next task reports that.
+            with contextlib.suppress(OSError):
+                member.channel.send(messaging.Task(number=0, body=task_body))
+
+    def _watch(
+        self,
+        ranks: Sequence[int],
+        rank_tasks: RankTasks,
+        *,
+        task_number: int,
+        place: CellPlace | None = None,
+        **watch_options: Any,
+    ) -> CallResult:
+        line_prefix = self.plan.config.log_line_prefix_template
+        if line_prefix is None and self.stays and len(self.members) == 1:
+            # A single worker needs no prefix to tell its lines from others.
+            line_prefix = ""
+        member_ranks = [member.rank for member in self.members]
+        console = Console(
+            member_ranks,
+            prefix_template=line_prefix,
+            hidden=hidden_streams(self.plan.config.shown_output, member_ranks),
+            rank_logs=self._rank_logs,
+            place=place,
+        )
+        for member in self.members:
+            if member.rank not in ranks:
+                # Equal lines of ranks are joined; ranks with the task must not wait for this one.
+                console.close(member.rank)
+        self._task = Supervisor(
+            self, ranks, rank_tasks, task_number=task_number, console=console, **watch_options
+        )
+        try:
+            return self._task.run()
+        finally:
+            self._task = None
+
+    # ---- between tasks
+
+    def rank_rows(self) -> list[RankStatus]:
+        """How each worker stands by what is known of it here; none is asked."""
+        current_time = time.monotonic()
+        open_ranks = frozenset() if self._task is None else self._task.open
+        ended_ranks = self._ended_ranks()
+        return [
+            rank_status(
+                member,
+                current_time - member.since,
+                None if member.rank in ended_ranks else self._latest_place(member, open_ranks),
+                is_open=member.rank in open_ranks,
+                is_gone=member.rank in ended_ranks,
+            )
+            for member in self.members
+        ]
+
+    def _latest_place(
+        self, member: WorkerHandle, ranks: frozenset[int]
+    ) -> messaging.Whereabouts | None:
+        """What a worker has answered last: while a cell runs it is asked about once a second."""
+        in_task = member.whereabouts if member.rank in ranks else None
+        return in_task or self._answers.get(member.rank)
+
+    def _ended_ranks(self) -> frozenset[int]:
+        """Ranks whose process is gone, though no task has noticed it yet."""
+        sentinel_poll = select.poll()
+        rank_of = {
+            self._sentinels[member.rank]: member.rank
+            for member in self.members
+            if not member.has_ended
+        }
+        for sentinel in rank_of:
+            sentinel_poll.register(sentinel, select.POLLIN)
+        return frozenset(rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0))
+
+    def ask_whereabouts(self) -> None:
+        """Ask all workers where they are; of those that do not answer at once nothing is known."""
+        whereabouts_by_rank: dict[int, messaging.Whereabouts] = {}
+        waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}
+        for member in waiting_members.values():
+            member.ask_where()
+        look_deadline = time.monotonic() + time_limits.ASK_STATUS_S
+        while waiting_members and (time_left := look_deadline - time.monotonic()) > 0:
+            for ready_fd in select.select(list(waiting_members), [], [], time_left)[0]:
+                try:
+                    look_answer, _ = waiting_members[ready_fd].channel.receive()
+                # The worker has ended; the next task reports why.
+                except EOFError:
+                    del waiting_members[ready_fd]
+                    continue
+                if isinstance(look_answer, messaging.Whereabouts):
+                    whereabouts_by_rank[waiting_members.pop(ready_fd).rank] = look_answer
+                elif isinstance(look_answer, messaging.Leaves):
+                    waiting_members[ready_fd].note(look_answer)
+                elif isinstance(look_answer, (messaging.Display, messaging.ClearOutput)):
+                    # Displayed by a thread that a cell has left running.
+                    publish.show_message(look_answer)
+        self._answers = whereabouts_by_rank
+
+    def _close_sentinels(self) -> None:
+        while self._sentinels:
+            os.close(self._sentinels.popitem()[1])
+
+
+def _local_starter(
+    plan: Plan, waiting_line: WaitingLine, forked_call: worker.WorkerCall | None
+) -> Starter:
+    if forked_call is not None:
+        return ForkStarter(forked_call, is_asked=plan.config.start_method == "fork")
+    if plan.start_method == "fork":
+        return ForkStarter()
+    return TemplateStarter(plan.device, threads=plan.threads_per_process, say=waiting_line.say)
