@@ -209,21 +209,15 @@ class ReceivedModules:
     def apply(self, module_update: Update) -> None:
         """Apply what the notebook changed. Parts that do not exist here are passed over."""
         module = self.module(module_update.key)
-        module_tensors = dict(named_tensors(module))
-        named_submodules = dict(module.named_modules(remove_duplicate=False))
-        for tensor_name, flag_value in module_update.requires_grad.items():
+        for name, tensor in named_tensors(module):
             # torch refuses to change requires_grad of a tensor that is not a leaf.
-            if tensor_name in module_tensors and module_tensors[tensor_name].is_leaf:
-                module_tensors[tensor_name].requires_grad_(flag_value)
-        for path, flag_value in module_update.training.items():
-            if path in named_submodules:
-                named_submodules[path].training = flag_value
-        for path, new_values in module_update.attributes.items():
-            if path in named_submodules:
-                named_submodules[path].__dict__.update(new_values)
-        for path, removed_names in module_update.removed.items():
-            for tensor_name in removed_names if path in named_submodules else ():
-                named_submodules[path].__dict__.pop(tensor_name, None)
+            if name in module_update.requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(module_update.requires_grad[name])
+        for path, submodule in module.named_modules(remove_duplicate=False):
+            submodule.training = module_update.training.get(path, submodule.training)
+            submodule.__dict__.update(module_update.attributes.get(path, {}))
+            for name in module_update.removed.get(path, ()):
+                submodule.__dict__.pop(name, None)
         if module_update.adopt:
             self._adopt(self._modules[module_update.key])
 
