@@ -640,7 +640,8 @@ class Accelerator(RunDescription):
             step: Number of the training step.
             log_kwargs: Tracker's name → further arguments of its `log`.
         """
-        metrics_reporter.log(values, step)
+        if reporter := metrics_reporter.current():
+            reporter.log(values, step)
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 

@@ -19,7 +19,7 @@ from nbaccel.base import mapped_files
 from nbaccel.base.errors import CheckpointDamaged
 from nbaccel.bigmodel.checkpoint_files import CheckpointTensor
 from nbaccel.transfer import arena
-from nbaccel.transfer.file_arena import FileArena
+from nbaccel.transfer.arena import FileArena
 
 __all__ = ["StoredWeights", "WeightFiles"]
 

@@ -87,13 +87,15 @@ class CompileWatch:
 
     def _enter_phase(self, phase: str) -> None:
         self.phase = phase
-        metrics_reporter.note_phase(phase)
+        if reporter := metrics_reporter.current():
+            reporter.note_phase(phase)
 
     def _end(self) -> None:
         counts = self._device.compile_counts() or self._counts
         programs = counts.programs - self._counts.programs
         self._counts = counts
-        metrics_reporter.note_compiled(counts.programs, counts.seconds)
+        if reporter := metrics_reporter.current():
+            reporter.note_compiled(counts.programs, counts.seconds)
         if not programs:
             self._in_a_row = 0
             return

@@ -65,10 +65,11 @@ class Progress(Generic[_LoaderBatch]):
             self._num_batches: int | None = len(loader)  # type: ignore[arg-type]
         except TypeError:  # an iterable dataset has no length
             self._num_batches = None
+        reporter = metrics_reporter.current()
         self.bar = Bar(
             total=self._num_batches,
             desc=description or None,
-            disable=not place.is_main or metrics_reporter.draws_bars(),
+            disable=not place.is_main or bool(reporter and reporter.draws_bars),
             unit=BATCH_UNIT,
             file=notice_stream(),
         )
@@ -78,7 +79,9 @@ class Progress(Generic[_LoaderBatch]):
 
     def __iter__(self) -> Iterator[_LoaderBatch]:
         self._start_time = time.time()
-        loop = metrics_reporter.loop_begins(self._description, self._num_batches, self._epochs)
+        loop = None
+        if reporter := metrics_reporter.current():
+            loop = reporter.loop_begins(self._description, self._num_batches, self._epochs)
         try:
             for batch in self._batches():
                 batch_samples = find_batch_size(batch) or 0
@@ -87,13 +90,15 @@ class Progress(Generic[_LoaderBatch]):
                 yield batch
                 # After the loop's body: the batch counts when it has been trained with.
                 self.bar.update(1)
-                metrics_reporter.step_done(batch_samples, loop)
+                if reporter := metrics_reporter.current():
+                    reporter.step_done(batch_samples, loop)
                 if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
                     self._report_progress()
             self._show_phase()
             self._report_progress()
         finally:
-            metrics_reporter.loop_ends(loop)
+            if loop is not None and (reporter := metrics_reporter.current()):
+                reporter.loop_ends(loop)
             self.bar.close()
 
     def _batches(self) -> Iterator[_LoaderBatch]:
@@ -128,8 +133,8 @@ class Progress(Generic[_LoaderBatch]):
         self._last_post_s = time.monotonic()
         # Reading the loss waits for the device, which is why it is done this seldom.
         last_loss = None if self._last_loss is None else float(self._last_loss.float().mean())
-        if last_loss is not None:
-            metrics_reporter.loss_is(last_loss)
+        if last_loss is not None and (reporter := metrics_reporter.current()):
+            reporter.loss_is(last_loss)
         own_numbers: dict[str, Any] = {
             "samples": self.samples,
             "loss": last_loss,

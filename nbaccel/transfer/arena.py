@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ModelNotShareable
 from nbaccel.base.log import write_notice
+from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import first_few
 from nbaccel.transfer import memfd
 
@@ -68,6 +70,51 @@ class Arena(memfd.Mapping):
             os.close(self.fd)
 
 
+class FileArena(Arena):
+    """Tensors that lie in a file of a checkpoint, mapped instead of read.
+
+        notebook process           model.safetensors              worker (one of N)
+        module.weight ──► private map ──► [ weight | bias ] ◄── private map ◄── module.weight
+
+    All processes see the file's pages, which the system keeps in memory once and takes back where
+    it is short of memory. A launch hands the file itself to its workers: nothing is copied. What a
+    process writes is its own, so before trained weights come home, or where the notebook has
+    changed some, the arena moves to an anonymous memory file, at the same addresses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._is_file = True
+        file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(file_descriptor, os.fstat(file_descriptor).st_size, is_private=True)
+
+    def sync(self) -> None:
+        """See :meth:`Arena.sync`."""
+        if self._is_file and self.written():
+            self.leave_file()
+
+    def leave_file(self) -> None:
+        """See :meth:`Arena.leave_file`."""
+        if not self._is_file:
+            return
+        memory_file = memfd.create_file("arena", self.nbytes)
+        try:
+            memfd.write_at(memory_file, self.view(0, self.nbytes), 0)
+        except BaseException:  # an interrupt, or memory that is short: nothing has changed
+            os.close(memory_file)
+            raise
+        with uninterrupted():
+            self.replace(memory_file, is_private=False)
+            checkpoint_file = self.fd
+            self.fd = memory_file
+            self._is_file = False
+            os.close(checkpoint_file)
+
+    def make_private(self) -> None:
+        """See :meth:`Arena.make_private`; a mapped file is private already, writes included."""
+        if not self._is_file:
+            super().make_private()
+
+
 # The number of an address would name two arenas in the life of a process; a count does not.
 _ARENA_NUMBERS = itertools.count()
 
@@ -102,11 +149,6 @@ class Finder:
         """The arena that a storage lies in, if any."""
         host = tensor_storage.device.type == "cpu"
         return self(tensor_storage.data_ptr(), tensor_storage.nbytes()) if host else None
-
-
-def living_arenas() -> list[Arena]:
-    """Every arena of this process."""
-    return list(_LIVING_ARENAS)
 
 
 def make_arenas_private() -> None:
@@ -212,12 +254,15 @@ class Sharing:
     modules: tuple[SharedModule, ...] = ()
     stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
     """Device address of a storage → arena and first byte of its host copy."""
+    made_bytes: int = 0
+    """Size of the arenas that were made for them."""
 
     def joined(self, other_sharing: Sharing) -> Sharing:
         """The modules of both."""
         return Sharing(
             modules=(*self.modules, *other_sharing.modules),
             stand_ins=self.stand_ins | other_sharing.stand_ins,
+            made_bytes=self.made_bytes + other_sharing.made_bytes,
         )
 
     def arenas(self) -> list[Arena]:
@@ -273,7 +318,7 @@ def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
         )
     # Two launches from two threads must not both move the same tensor.
     with _MOVE_LOCK, torch.no_grad():
-        stand_ins, viewed_tensors = _move_storages(named_modules)
+        stand_ins, viewed_tensors, made_bytes = _move_storages(named_modules)
     # A message and not a refusal: the launch itself works, only the older view goes stale.
     if viewed_tensors:
         write_notice(_stale_views_message(named_modules, viewed_tensors))
@@ -282,6 +327,7 @@ def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
             _record_module(module_path, module, stand_ins) for module_path, module in named_modules
         ),
         stand_ins=stand_ins,
+        made_bytes=made_bytes,
     )
 
 
@@ -383,8 +429,12 @@ def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 def _move_storages(
     named_modules: Sequence[tuple[str, nn.Module]],
-) -> tuple[dict[int, tuple[Arena, int]], set[int]]:
-    """Move every storage that is not in an arena yet."""
+) -> tuple[dict[int, tuple[Arena, int]], set[int], int]:
+    """Move every storage that is not in an arena yet.
+
+    Returns host copies of what is on devices, ids of tensors that something else views, and the
+    size of the arena.
+    """
     # By id, because tied parameters are listed once per name and must be moved once.
     unique_tensors = {id(t): t for _, module in named_modules for _, t in named_tensors(module)}
     storage_spans = _storage_spans(unique_tensors.values())
@@ -394,7 +444,7 @@ def _move_storages(
         # Rounded up, so that every storage starts at an aligned address.
         arena_bytes += -(-storage_span.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
     if not storage_spans:
-        return {}, set()
+        return {}, set(), 0
     # Counted before the move: afterwards the tensors lie in another storage.
     shared_spans = [span for span in storage_spans if span.has_other_views()]
     viewed_tensors = set(_viewed_from_python(shared_spans)) if shared_spans else set()
@@ -410,7 +460,7 @@ def _move_storages(
         else:
             # A tensor on an accelerator is not moved: workers get a copy in host memory.
             stand_ins[storage_span.storage.data_ptr()] = (arena, storage_span.start)
-    return stand_ins, viewed_tensors
+    return stand_ins, viewed_tensors, arena_bytes
 
 
 def _viewed_from_python(storage_spans: Sequence[_Span]) -> Iterator[int]:
@@ -505,24 +555,20 @@ def _record_module(
             continue
         tensor_storage = tensor.untyped_storage()
         address = tensor_storage.data_ptr()
-        num_bytes = tensor_storage.nbytes()
         # A module of an earlier launch lies in an arena already: its slots point there.
         arena = arena_finder.arena_of(tensor_storage)
         if arena is not None:
             first_byte = address - arena.address
         else:
             arena, first_byte = stand_ins[address]
-        slots.append((arena, _slot_of(name, tensor, first_byte, num_bytes)))
+        slot = Slot(
+            name=name,
+            start=first_byte,
+            nbytes=tensor_storage.nbytes(),
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
+        slots.append((arena, slot))
     return SharedModule(path=path, module=module, slots=tuple(slots))
-
-
-def _slot_of(name: str, tensor: torch.Tensor, first_byte: int, num_bytes: int) -> Slot:
-    return Slot(
-        name=name,
-        start=first_byte,
-        nbytes=num_bytes,
-        dtype=tensor.dtype,
-        shape=tuple(tensor.shape),
-        stride=tensor.stride(),
-        offset=int(tensor.storage_offset()),
-    )

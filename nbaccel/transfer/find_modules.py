@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nbaccel.transfer.left_behind import WEAK_TYPES
+from nbaccel.transfer.pickling import WEAK_TYPES
 
 # Deeper nesting than anyone writes by hand; keeps odd objects from costing seconds.
 _MAX_NESTING_DEPTH = 8

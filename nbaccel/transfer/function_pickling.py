@@ -12,13 +12,9 @@ also what ends the recursion for a function that calls itself.
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import dis
-import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +22,9 @@ from torch import nn
 
 from nbaccel.base.errors import InternalError
 from nbaccel.transfer import pickling
+from nbaccel.transfer.free_names import globals_read
 
-__all__ = ["Reducer", "open_payload", "travels_by_value", "unpickling_into"]
+__all__ = ["Reducer", "open_payload", "travels_by_value"]
 
 
 ModulePlace = tuple[str, str]
@@ -42,15 +39,15 @@ _FUNCTION_ATTRIBUTES = (
     "__annotations__",
     "__type_params__",
 )
-_NAME_READING_OPCODES = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 
 
 def open_payload(
     packed_object: pickling.PackedObject, file_descriptor: int, namespace: dict[str, Any]
 ) -> dict[str, Any]:
     """Open what `Namespace.pack` made in a worker: the values by name."""
-    with unpickling_into(namespace):
-        values: dict[str, Any] = pickling.unpack(packed_object, file_descriptor, {})
+    values: dict[str, Any] = pickling.unpack(
+        packed_object, file_descriptor, {}, namespace=namespace
+    )
     return values
 
 
@@ -118,21 +115,6 @@ class Reducer:
         return self._cells.setdefault(id(closure_cell), (closure_cell, _CellStandIn()))[1]
 
 
-@functools.lru_cache(maxsize=4096)
-def globals_read(code_object: types.CodeType) -> frozenset[str]:
-    """The global names that code may read, that of the functions inside it included."""
-    # LOAD_NAME occurs in the body of a class inside.
-    names = {
-        str(instruction.argval)
-        for instruction in dis.get_instructions(code_object)
-        if instruction.opname in _NAME_READING_OPCODES
-    }
-    for code_constant in code_object.co_consts:
-        if isinstance(code_constant, types.CodeType):
-            names |= globals_read(code_constant)
-    return frozenset(names)
-
-
 def travels_by_value(object_type: type) -> bool:
     """Whether a class is pickled with its code, because no import leads to it: one of a cell."""
     name = object_type.__module__
@@ -140,29 +122,6 @@ def travels_by_value(object_type: type) -> bool:
 
 
 # ------------------------------------------------------------------------- at the receiver's
-
-
-@dataclass(frozen=True, slots=True)
-class _Unpickling:
-    namespace: dict[str, Any]
-    module: Callable[[str], nn.Module] | None
-
-
-_CURRENT_UNPICKLING: contextvars.ContextVar[_Unpickling] = contextvars.ContextVar(
-    "nbaccel-unpickling"
-)
-
-
-@contextlib.contextmanager
-def unpickling_into(
-    namespace: dict[str, Any], find_module: Callable[[str], nn.Module] | None = None
-) -> Iterator[None]:
-    """What is unpickled meanwhile belongs to this namespace."""
-    token = _CURRENT_UNPICKLING.set(_Unpickling(namespace, find_module))
-    try:
-        yield
-    finally:
-        _CURRENT_UNPICKLING.reset(token)
 
 
 # What the pickle calls on the receiving side. The pickle contains their names, so both sides must
@@ -177,7 +136,7 @@ def _make_function(
     code_object: types.CodeType, name: str, closure_cells: tuple[types.CellType, ...]
 ) -> types.FunctionType:
     return types.FunctionType(
-        code_object, _CURRENT_UNPICKLING.get().namespace, name, None, closure_cells or None
+        code_object, pickling.current_receiver().namespace, name, None, closure_cells or None
     )
 
 
@@ -196,12 +155,12 @@ def _finish_function(
 
 
 def _known(key: str, part_path: str) -> Any:
-    module = _CURRENT_UNPICKLING.get().module
-    if module is None:
+    find_module = pickling.current_receiver().find_module
+    if find_module is None:
         raise InternalError(
             f"{key}.{part_path} was named to a process that has received no modules."
         )
-    module_part: Any = module(key)
+    module_part: Any = find_module(key)
     for name in part_path.split(".") if part_path else ():
         module_part = getattr(module_part, name)
     return module_part

@@ -255,27 +255,21 @@ def merge_ranges(byte_ranges: Iterable[ByteRange]) -> list[ByteRange]:
     return joined_ranges
 
 
-def gaps_between(byte_ranges: Iterable[ByteRange], num_bytes: int) -> Iterator[ByteRange]:
-    """What of `[0, nbytes)` no range covers. The ranges must be merged."""
-    next_byte = 0
-    for first_byte, end_byte in byte_ranges:
-        if next_byte < first_byte:
-            yield (next_byte, first_byte)
-        next_byte = end_byte
-    if next_byte < num_bytes:
-        yield (next_byte, num_bytes)
-
-
-def ranges_without(byte_ranges: list[ByteRange], left_out: list[ByteRange]) -> Iterator[ByteRange]:
+def ranges_without(
+    byte_ranges: Iterable[ByteRange], left_out: Iterable[ByteRange]
+) -> Iterator[ByteRange]:
     """What of the ranges is in none of those left out."""
+    merged_ranges = merge_ranges(left_out)
     for first_byte, end_byte in byte_ranges:
-        inner_ranges = [
-            (max(range_start, first_byte) - first_byte, min(range_end, end_byte) - first_byte)
-            for range_start, range_end in left_out
-            if range_start < end_byte and first_byte < range_end
-        ]
-        for range_start, range_end in gaps_between(inner_ranges, end_byte - first_byte):
-            yield (first_byte + range_start, first_byte + range_end)
+        next_byte = first_byte
+        for left_start, left_end in merged_ranges:
+            if left_end <= next_byte or end_byte <= left_start:
+                continue
+            if next_byte < left_start:
+                yield (next_byte, left_start)
+            next_byte = left_end
+        if next_byte < end_byte:
+            yield (next_byte, end_byte)
 
 
 def total_bytes(byte_ranges: Iterable[ByteRange]) -> int:

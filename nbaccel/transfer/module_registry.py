@@ -42,13 +42,29 @@ class ModuleSurvey:
     """Further paths of submodules, each with the first."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> ModuleSurvey:
+    def of(cls, whole_module: nn.Module) -> ModuleSurvey:
         """Look through a module."""
         visited_modules: dict[int, tuple[str, nn.Module]] = {}
         tensors: list[tuple[str, torch.Tensor]] = []
-        paths: list[tuple[str, str]] = []
-        _visit_submodules(module, "", visited_modules, tensors, paths)
-        return cls(tuple(visited_modules.values()), tuple(tensors), tuple(paths))
+        aliases: list[tuple[str, str]] = []
+
+        def visit(module: nn.Module, path: str) -> None:
+            if id(module) in visited_modules:
+                aliases.append((path, visited_modules[id(module)][0]))
+                return
+            visited_modules[id(module)] = (path, module)
+            prefix = path + "." if path else ""
+            parameters, buffers, children = torch_private.module_tables(module)
+            for tensor_table in (parameters, buffers):
+                for name, tensor in tensor_table.items():
+                    if tensor is not None:
+                        tensors.append((prefix + name, tensor))
+            for name, child in children.items():
+                if child is not None:
+                    visit(child, prefix + name)
+
+        visit(whole_module, "")
+        return cls(tuple(visited_modules.values()), tuple(tensors), tuple(aliases))
 
     def structure(self) -> tuple[Hashable, ...]:
         """Equal as long as a worker's copy can be kept."""
@@ -69,34 +85,6 @@ class ModuleSurvey:
     def versions(self) -> int:
         """Grows whenever a tensor is written to (by what torch counts as writing)."""
         return sum(torch_private.tensor_version(tensor) for _, tensor in self.tensors)
-
-
-def _visit_submodules(
-    module: nn.Module,
-    module_path: str,
-    visited_modules: dict[int, tuple[str, nn.Module]],
-    visited_tensors: list[tuple[str, torch.Tensor]],
-    alias_paths: list[tuple[str, str]],
-) -> None:
-    if id(module) in visited_modules:
-        alias_paths.append((module_path, visited_modules[id(module)][0]))
-        return
-    visited_modules[id(module)] = (module_path, module)
-    path_prefix = module_path + "." if module_path else ""
-    parameters, buffers, children = torch_private.module_tables(module)
-    for tensor_table in (parameters, buffers):
-        for attribute_name, module_tensor in tensor_table.items():
-            if module_tensor is not None:
-                visited_tensors.append((path_prefix + attribute_name, module_tensor))
-    for attribute_name, child_module in children.items():
-        if child_module is not None:
-            _visit_submodules(
-                child_module,
-                path_prefix + attribute_name,
-                visited_modules,
-                visited_tensors,
-                alias_paths,
-            )
 
 
 def _tensor_geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -165,44 +153,30 @@ def difference(
     """What must be sent to a worker that has the old state; None if nothing."""
     changed_attributes: dict[str, dict[str, Any]] = {}
     removed_attributes: dict[str, tuple[str, ...]] = {}
-    for module_path, module in module_survey.modules:
-        old_value = old_state.attributes[module_path]
-        new_value = new_state.attributes[module_path]
-        if old_value == new_value:
+    for path, module in module_survey.modules:
+        old_tokens = old_state.attributes[path]
+        new_tokens = new_state.attributes[path]
+        if old_tokens == new_tokens:
             continue
-        changed_names = {
-            attribute_name
-            for attribute_name, value_token in new_value.items()
-            if old_value.get(attribute_name) != value_token
-        }
-        sent_attributes = {
-            attribute_name: attribute_value
-            for attribute_name, attribute_value in attributes_of(module)
-            if attribute_name in changed_names
-        }
-        changed_attributes[module_path] = {
-            attribute_name: attribute_value
-            for attribute_name, attribute_value in sent_attributes.items()
+        changed_values = {
+            name: value
+            for name, value in attributes_of(module)
+            if old_tokens.get(name) != new_tokens.get(name)
             # What does not pickle cannot be sent; the worker keeps its own value.
-            if not isinstance(new_value[attribute_name], OpaqueToken)
+            and not isinstance(new_tokens.get(name), OpaqueToken)
         }
-        removed_attributes[module_path] = tuple(old_value.keys() - new_value.keys())
+        if changed_values:
+            changed_attributes[path] = changed_values
+        if gone_names := tuple(old_tokens.keys() - new_tokens.keys()):
+            removed_attributes[path] = gone_names
     module_update = Update(
         key=module_key,
         requires_grad=_changed_flags(
             module_survey.tensors, old_state.requires_grad, new_state.requires_grad
         ),
         training=_changed_flags(module_survey.modules, old_state.training, new_state.training),
-        attributes={
-            module_path: path_attributes
-            for module_path, path_attributes in changed_attributes.items()
-            if path_attributes
-        },
-        removed={
-            module_path: attribute_names
-            for module_path, attribute_names in removed_attributes.items()
-            if attribute_names
-        },
+        attributes=changed_attributes,
+        removed=removed_attributes,
         adopt=adopt_weights or old_state.versions != new_state.versions,
     )
     changed_classes = tuple(
@@ -210,11 +184,9 @@ def difference(
         for cell_class, value_token in new_state.classes.items()
         if old_state.classes.get(cell_class) != value_token
     )
-    return (
-        None
-        if module_update == Update(key=module_key) and not changed_classes
-        else (module_update, changed_classes)
-    )
+    if module_update == Update(key=module_key) and not changed_classes:
+        return None
+    return module_update, changed_classes
 
 
 def _changed_flags(
@@ -285,18 +257,13 @@ class ModuleRecord:
         module = self.module
         if self.is_shared or module is None:
             return 0
-        arenas_before = {id(living_arena) for living_arena in arena.living_arenas()}
         module_sharing = arena.share_modules([(self.path, module)])
         self.is_shared = True
         self._slots = module_sharing.modules[0].slots
         self.stand_ins = module_sharing.stand_ins
         # Again, because moving the tensors has changed their addresses, which are part of it.
         self.structure = ModuleSurvey.of(module).structure()
-        return sum(
-            living_arena.nbytes
-            for living_arena in module_sharing.arenas()
-            if id(living_arena) not in arenas_before
-        )
+        return module_sharing.made_bytes
 
 
 class ModuleRegistry:
@@ -316,6 +283,11 @@ class ModuleRegistry:
     def by_key(self, module_key: str) -> ModuleRecord | None:
         """The record with that key, as long as its module lives and has its structure."""
         return self._records.get(module_key)
+
+    def with_keys(self, module_keys: Iterable[str]) -> list[ModuleRecord]:
+        """The records with these keys, but for those that are gone."""
+        records = map(self._records.get, module_keys)
+        return [record for record in records if record is not None]
 
     def all(self) -> list[ModuleRecord]:
         """Every record, in the order in which they were made."""

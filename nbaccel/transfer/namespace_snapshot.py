@@ -85,8 +85,7 @@ class NamespaceSnapshot:
             self._table = self.table([self._current(record) for record in self._modules.all()])
         found_place = self._table.get(id(module_part))
         if found_place is None and is_module:
-            self._add(module_part, self._path)
-            return self._table[id(module_part)]
+            return self._add(module_part, self._path).key, ""
         if found_place is None and isinstance(module_part, nn.Parameter):
             return self._of_owner(module_part)
         return found_place
@@ -140,10 +139,8 @@ class NamespaceSnapshot:
         record = self._modules.add(module, path, module_survey)
         self._surveys[record.key] = module_survey
         self.news += 1
-        if self._table is not None:
-            new_places = dict(module_survey.places(record.key))
-            # Known places win over new ones, except for the module itself, which has a new key.
-            self._table = new_places | self._table | {id(module): (record.key, "")}
+        # Made anew when it is next needed, with this one in it.
+        self._table = None
         return record
 
     def _of_owner(self, parameter: nn.Parameter) -> ModulePlace | None:
@@ -157,9 +154,10 @@ class NamespaceSnapshot:
                 for tensor in value.parameters()
             }
         name, module = self._owners.get(id(parameter), ("", None))
-        if module is None or self._table is None:
+        if module is None:
             return None
         self._add(module, name)
+        self._table = self.table(self._modules.all())
         return self._table.get(id(parameter))
 
     def _module_state(self, module_key: str, module_survey: ModuleSurvey) -> ModuleState:

@@ -10,10 +10,11 @@ rank got it, or bound it itself. A name is sent when the notebook's value has an
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,9 @@ __all__ = ["NamespaceSync", "PreparedUpdate"]
 
 # A module found in one round changes what another value refers to in the next.
 _MAX_SURVEY_ROUNDS = 4
+
+_ModuleChanges = Mapping[str, tuple[Update, tuple[type, ...]]]
+"""Key of a module that ranks have → what changed in it, and its classes that changed."""
 
 
 @dataclass
@@ -54,18 +58,14 @@ class _RankLack:
     states: tuple[tuple[str, ModuleState], ...]
     """The states that were sent of those that the cell can reach."""
 
-    def is_nothing(self, module_changes: Mapping[str, Any]) -> bool:
-        return not (self.names or self.whole or module_changes)
-
 
 @dataclass(frozen=True)
-class _StableState:
-    """What a rank has once it has taken its part."""
+class _PackedPart:
+    """A part, and what its ranks have once they have taken it."""
 
+    part: UpdatePart
     tokens: Mapping[str, Hashable]
     states: Mapping[str, ModuleState]
-    forgotten: tuple[str, ...]
-    forgotten_arenas: tuple[str, ...]
 
 
 @dataclass
@@ -74,12 +74,17 @@ class PreparedUpdate:
 
     message: NamespaceUpdate
     fds: list[int]
-    wanted: dict[int, tuple[str, ...]]
-    """Per rank, the names to bind there."""
     nbytes: int
     """Bytes that were copied for it: the payloads, and arenas made for modules."""
-    settled: dict[int, _StableState]
+    packed_parts: list[_PackedPart]
     arenas: dict[str, arena.Arena]
+
+    @property
+    def wanted(self) -> dict[int, tuple[str, ...]]:
+        """Per rank, the names to bind there."""
+        return {
+            rank: tuple(packed.tokens) for packed in self.packed_parts for rank in packed.part.ranks
+        }
 
     def close(self) -> None:
         """Give up the descriptors."""
@@ -125,17 +130,17 @@ class NamespaceSync:
 
     def taken(self, prepared_update: PreparedUpdate) -> None:
         """Record that the ranks have taken the update."""
-        for number, settled_state in prepared_update.settled.items():
-            rank_state = self._ranks[number]
-            rank_state.seen.update(settled_state.tokens)
-            rank_state.sent_states.update(settled_state.states)
-            for key in settled_state.forgotten:
-                rank_state.sent_states.pop(key, None)
-            for key in settled_state.forgotten_arenas:
-                rank_state.arenas.pop(key, None)
-            for key, shared_arena in prepared_update.arenas.items():
-                # Weak: what a rank has must not keep the notebook's memory alive.
-                rank_state.arenas.setdefault(key, weakref.ref(shared_arena))
+        for packed in prepared_update.packed_parts:
+            for rank_state in map(self._ranks.__getitem__, packed.part.ranks):
+                rank_state.seen.update(packed.tokens)
+                rank_state.sent_states.update(packed.states)
+                for key in packed.part.forget:
+                    rank_state.sent_states.pop(key, None)
+                for key in packed.part.forget_arenas:
+                    rank_state.arenas.pop(key, None)
+                for key, shared_arena in prepared_update.arenas.items():
+                    # Weak: what a rank has must not keep the notebook's memory alive.
+                    rank_state.arenas.setdefault(key, weakref.ref(shared_arena))
 
     def bound(self, rank: int, cell_names: Iterable[str]) -> None:
         """Record that a rank's cell bound or deleted these names itself.
@@ -159,13 +164,10 @@ class NamespaceSync:
 
     def records(self, module_keys: Collection[str]) -> list[ModuleRecord]:
         """The modules with these keys that still live in the notebook."""
-        living_records = (self._modules.by_key(module_key) for module_key in sorted(module_keys))
         return [
-            module_record
-            for module_record in living_records
-            if module_record is not None
-            and module_record.is_shared
-            and module_record.module is not None
+            record
+            for record in self._modules.with_keys(sorted(module_keys))
+            if record.is_shared and record.module is not None
         ]
 
     @contextlib.contextmanager
@@ -174,26 +176,21 @@ class NamespaceSync:
 
         What changes in their tensors is no news to the ranks: they are not asked to take it over.
         """
-        shared_arenas = {
-            module_key for module_record in module_records for module_key in module_record.arenas()
-        }
+        shared_arenas = {key for record in module_records for key in record.arenas()}
         # Modules may share an arena, so one that was not trained can change with another.
-        concerned_modules = [
-            module_record
-            for module_record in self._modules.all()
-            if shared_arenas & module_record.arenas().keys()
-        ]
         versions_before = {
-            module_record.key: module_record.versions() for module_record in concerned_modules
+            record: record.versions()
+            for record in self._modules.all()
+            if shared_arenas & record.arenas().keys()
         }
         yield
-        for module_record in concerned_modules:
-            version_increase = module_record.versions() - versions_before[module_record.key]
+        for record, version_before in versions_before.items():
+            increase = record.versions() - version_before
             for rank_state in self._ranks.values():
-                sent_state = rank_state.sent_states.get(module_record.key)
-                if sent_state is not None and version_increase:
-                    rank_state.sent_states[module_record.key] = replace(
-                        sent_state, versions=sent_state.versions + version_increase
+                sent_state = rank_state.sent_states.get(record.key)
+                if sent_state is not None and increase:
+                    rank_state.sent_states[record.key] = replace(
+                        sent_state, versions=sent_state.versions + increase
                     )
 
 
@@ -208,9 +205,10 @@ class _UpdatePacking:
         *,
         force_send: bool,
     ) -> None:
-        self._namespace_sync = namespace_sync
         self._namespace = namespace_sync._namespace
         self._modules = namespace_sync._modules
+        self._ranks = namespace_sync._ranks
+        self._reasons = namespace_sync.reasons
         self._names = cell_names
         self._left_out = left_out
         self._forced = cell_names.needed if force_send else frozenset()
@@ -219,6 +217,8 @@ class _UpdatePacking:
         self._fds: list[int] = []
         self._nbytes = 0
         self._adopts_weights = False
+        self._arenas: dict[str, arena.Arena] = {}
+        """Those that the payloads refer to."""
 
     def close(self) -> None:
         memfd.close_all(self._fds)
@@ -233,65 +233,42 @@ class _UpdatePacking:
         # Grouped, because ranks mostly lack the same: one pickle then serves all of them.
         ranks_by_lack: dict[_RankLack, list[int]] = defaultdict(list)
         for rank in rank_numbers:
-            ranks_by_lack[self._lack(self._namespace_sync._ranks[rank])].append(rank)
-        update_parts: list[UpdatePart] = []
-        shared_arenas: dict[str, arena.Arena] = {}
-        settled_by_rank: dict[int, _StableState] = {}
-        names: dict[int, tuple[str, ...]] = {}
+            ranks_by_lack[self._lack(self._ranks[rank])].append(rank)
+        packed_parts = []
         for rank_lack, group_ranks in ranks_by_lack.items():
             module_changes = self._changes(rank_lack)
-            if rank_lack.is_nothing(module_changes):
-                continue
-            # Before packing: the pickle refers to a module's tensors by their place in an arena.
-            self._share(rank_lack)
-            update_part, settled_state = self._part(
-                rank_lack, module_changes, tuple(group_ranks), shared_arenas
-            )
-            update_parts.append(update_part)
-            settled_by_rank |= dict.fromkeys(group_ranks, settled_state)
-            names |= dict.fromkeys(group_ranks, rank_lack.names)
-        return (
-            self._shipment(update_parts, shared_arenas, settled_by_rank, names)
-            if update_parts
-            else None
-        )
+            if rank_lack.names or rank_lack.whole or module_changes:
+                # Before packing: the pickle refers to a module's tensors by their place in an
+                # arena.
+                self._share(rank_lack)
+                packed_parts.append(self._part(rank_lack, module_changes, tuple(group_ranks)))
+        return self._update(packed_parts) if packed_parts else None
 
-    def _shipment(
-        self,
-        update_parts: list[UpdatePart],
-        shared_arenas: dict[str, arena.Arena],
-        settled_by_rank: dict[int, _StableState],
-        wanted_names: dict[int, tuple[str, ...]],
-    ) -> PreparedUpdate:
+    def _update(self, packed_parts: list[_PackedPart]) -> PreparedUpdate:
+        ranks = [rank for packed in packed_parts for rank in packed.part.ranks]
         new_arenas = {
-            module_key: found
-            for module_key, found in shared_arenas.items()
-            if any(
-                module_key not in self._namespace_sync._ranks[rank].arenas for rank in wanted_names
-            )
+            key: found
+            for key, found in self._arenas.items()
+            if any(key not in self._ranks[rank].arenas for rank in ranks)
         }
         for found in reversed(new_arenas.values()):
             # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
             found.leave_file()
             # A copy, because it is closed after sending. In front: arenas come before the parts.
             self._fds.insert(0, os.dup(found.fd))
-        for variable_name in {
-            variable_name for cell_names in wanted_names.values() for variable_name in cell_names
-        }:
-            self._namespace_sync.reasons.pop(variable_name, None)
+        for packed in packed_parts:
+            for variable_name in packed.tokens:
+                self._reasons.pop(variable_name, None)
         return PreparedUpdate(
             message=NamespaceUpdate(
-                arenas=tuple(
-                    (module_key, found.nbytes) for module_key, found in new_arenas.items()
-                ),
-                parts=tuple(update_parts),
+                arenas=tuple((key, found.nbytes) for key, found in new_arenas.items()),
+                parts=tuple(packed.part for packed in packed_parts),
                 # A module or tensor that comes, or whose weights are to be taken over anew.
-                reads_arenas=bool(shared_arenas) or self._adopts_weights,
+                reads_arenas=bool(self._arenas) or self._adopts_weights,
             ),
             fds=self._fds,
-            wanted=wanted_names,
             nbytes=self._nbytes,
-            settled=settled_by_rank,
+            packed_parts=packed_parts,
             arenas=new_arenas,
         )
 
@@ -306,10 +283,9 @@ class _UpdatePacking:
             if (
                 variable_name in fingerprints
                 or variable_name in self._left_out
+                or variable_name not in self._namespace
                 or not is_users(variable_name)
             ):
-                continue
-            if variable_name not in self._namespace:
                 continue
             try:
                 fingerprints[variable_name] = self._snapshot.fingerprint(
@@ -334,6 +310,9 @@ class _UpdatePacking:
                 unvisited.extend(sorted(self._snapshot.state(module_key).modules))
         return list(keys)
 
+    def _modules_in(self, variable_names: Iterable[str]) -> set[str]:
+        return {key for name in variable_names for key in self._found[name].modules}
+
     def _lack(self, rank_state: _RankState) -> _RankLack:
         cell_names = tuple(
             variable_name
@@ -342,39 +321,21 @@ class _UpdatePacking:
             or rank_state.seen.get(variable_name) != fingerprint.token
         )
         known_keys = frozenset(
-            module_key
-            for module_key in rank_state.sent_states
-            if self._modules.by_key(module_key) is not None
-        )
-        reached_keys = self._reach(
-            {
-                module_key
-                for found_fingerprint in self._found.values()
-                for module_key in found_fingerprint.modules
-            }
+            record.key for record in self._modules.with_keys(rank_state.sent_states)
         )
         sent_states = tuple(
             (module_key, rank_state.sent_states[module_key])
-            for module_key in reached_keys
+            for module_key in self._reach(self._modules_in(self._found))
             if module_key in known_keys
         )
-        start_keys = {
-            module_key
-            for variable_name in cell_names
-            for module_key in self._found[variable_name].modules
-        }
-        start_keys |= {module_key for module_key, _ in sent_states}
+        start_keys = self._modules_in(cell_names) | {module_key for module_key, _ in sent_states}
         whole_keys = tuple(
             module_key for module_key in self._reach(start_keys) if module_key not in known_keys
         )
         return _RankLack(cell_names, whole_keys, known_keys, sent_states)
 
-    def _changes(self, rank_lack: _RankLack) -> dict[str, tuple[Update, tuple[type, ...]]]:
-        forced_keys = {
-            module_key
-            for variable_name in self._forced & self._found.keys()
-            for module_key in self._found[variable_name].modules
-        }
+    def _changes(self, rank_lack: _RankLack) -> _ModuleChanges:
+        forced_keys = self._modules_in(self._forced & self._found.keys())
         module_changes = {}
         for module_key, sent_state in rank_lack.states:
             module_change = difference(
@@ -399,54 +360,36 @@ class _UpdatePacking:
     def _share(self, rank_lack: _RankLack) -> None:
         """Move the modules that come whole to arenas; leaves out names whose module cannot."""
         for name in rank_lack.names:
-            for key in self._reach(self._found[name].modules):
-                record = self._modules.by_key(key)
-                if key not in rank_lack.whole or record is None:
-                    continue
-                try:
-                    self._nbytes += record.share()
-                except ModelNotShareable as sharing_error:
-                    if name in self._names.needed:
-                        raise
-                    self._namespace_sync.reasons[name] = str(sharing_error)
-                    # A name that is only possibly read must not make the cell fail.
-                    raise _LeaveOut([name]) from sharing_error
+            reached_keys = self._reach(self._found[name].modules)
+            try:
+                self._share_modules(key for key in reached_keys if key in rank_lack.whole)
+            except ModelNotShareable as sharing_error:
+                if name in self._names.needed:
+                    raise
+                self._reasons[name] = str(sharing_error)
+                # A name that is only possibly read must not make the cell fail.
+                raise _LeaveOut([name]) from sharing_error
         # The rest: modules that a changed attribute of a known module refers to.
-        for key in rank_lack.whole:
-            record = self._modules.by_key(key)
-            self._nbytes += record.share() if record is not None else 0
+        self._share_modules(rank_lack.whole)
+
+    def _share_modules(self, module_keys: Iterable[str]) -> None:
+        for record in self._modules.with_keys(module_keys):
+            self._nbytes += record.share()
 
     def _part(
-        self,
-        rank_lack: _RankLack,
-        module_changes: Mapping[str, tuple[Update, tuple[type, ...]]],
-        rank_numbers: tuple[int, ...],
-        shared_arenas: dict[str, arena.Arena],
-    ) -> tuple[UpdatePart, _StableState]:
-        module_records = [
-            module_record
-            for module_record in (
-                self._modules.by_key(module_key) for module_key in rank_lack.whole
-            )
-            if module_record is not None
-        ]
+        self, rank_lack: _RankLack, module_changes: _ModuleChanges, rank_numbers: tuple[int, ...]
+    ) -> _PackedPart:
+        module_records = self._modules.with_keys(rank_lack.whole)
+        changed_classes = [one for _, classes in module_changes.values() for one in classes]
         update_load = Load(
-            names={
-                variable_name: self._namespace[variable_name] for variable_name in rank_lack.names
-            },
+            names={name: self._namespace[name] for name in rank_lack.names},
             modules=tuple(
-                (module_record.key, module_record.manifest(), module_record.module)
-                for module_record in module_records
-                if module_record.module is not None
+                (record.key, record.manifest(), record.module)
+                for record in module_records
+                if record.module is not None
             ),
             updates=tuple(module_update for module_update, _ in module_changes.values()),
-            classes=tuple(
-                dict.fromkeys(
-                    cell_class
-                    for _, changed_classes in module_changes.values()
-                    for cell_class in changed_classes
-                )
-            ),
+            classes=tuple(dict.fromkeys(changed_classes)),
         )
         object_reducer = Reducer(self._namespace, self._places(rank_lack))
         pickle_sender = pickling.Sender.create(self._snapshot.stand_ins())
@@ -458,73 +401,43 @@ class _UpdatePacking:
             raise
         self._fds.append(file_descriptor)
         self._nbytes += packed_object.nbytes
-        for module_record in module_records:
-            shared_arenas |= module_record.arenas()
-        shared_arenas |= pickle_sender.arenas
-        settled_state = self._stable_state(rank_lack, module_changes, rank_numbers)
-        update_part = UpdatePart(
-            ranks=rank_numbers,
-            payload=packed_object,
-            sources=pickle_sender.sources | object_reducer.sources,
-            forget=settled_state.forgotten,
-            forget_arenas=settled_state.forgotten_arenas,
-        )
-        return update_part, settled_state
-
-    def _stable_state(
-        self,
-        rank_lack: _RankLack,
-        module_changes: Mapping[str, tuple[Update, tuple[type, ...]]],
-        rank_numbers: tuple[int, ...],
-    ) -> _StableState:
-        """What these ranks have once they have taken their part."""
-        group_ranks = [self._namespace_sync._ranks[number] for number in rank_numbers]
-        forgotten_keys = {
-            module_key
-            for rank_state in group_ranks
-            for module_key in rank_state.sent_states.keys() - rank_lack.known
+        for record in module_records:
+            self._arenas |= record.arenas()
+        self._arenas |= pickle_sender.arenas
+        rank_states = [self._ranks[number] for number in rank_numbers]
+        sent_keys = {key for state in rank_states for key in state.sent_states}
+        gone_arenas = {
+            key for state in rank_states for key, found in state.arenas.items() if found() is None
         }
-        forgotten_arenas = {
-            arena_key
-            for rank_state in group_ranks
-            for arena_key, arena_reference in rank_state.arenas.items()
-            if arena_reference() is None
-        }
-        return _StableState(
-            tokens={
-                variable_name: self._found[variable_name].token for variable_name in rank_lack.names
-            },
-            states={
-                module_key: self._snapshot.state(module_key)
-                for module_key in [*rank_lack.whole, *module_changes]
-            },
-            forgotten=tuple(sorted(forgotten_keys)),
-            forgotten_arenas=tuple(sorted(forgotten_arenas)),
+        return _PackedPart(
+            part=UpdatePart(
+                ranks=rank_numbers,
+                payload=packed_object,
+                sources=pickle_sender.sources | object_reducer.sources,
+                forget=tuple(sorted(sent_keys - rank_lack.known)),
+                forget_arenas=tuple(sorted(gone_arenas)),
+            ),
+            tokens={name: self._found[name].token for name in rank_lack.names},
+            states={key: self._snapshot.state(key) for key in (*rank_lack.whole, *module_changes)},
         )
 
-    def _places(self, rank_lack: _RankLack) -> Any:
+    def _places(self, rank_lack: _RankLack) -> Callable[[Any], ModulePlace | None]:
         """Finds what lies in modules that the ranks have."""
-        # Built at first use: most pickles hold no module, and the table visits all of them.
-        place_table: dict[int, ModulePlace] | None = None
 
-        def place(module_part: Any) -> ModulePlace | None:
-            nonlocal place_table
-            if place_table is None:
-                # Only modules that these ranks have: a place in any other would name nothing there.
-                records = (self._modules.by_key(key) for key in sorted(rank_lack.known))
-                place_table = self._snapshot.table(
-                    module_record for module_record in records if module_record is not None
-                )
-            return place_table.get(id(module_part))
+        # At first use: most pickles hold no module, and the table visits all of them.
+        @functools.cache
+        def place_table() -> dict[int, ModulePlace]:
+            # Only modules that these ranks have: a place in any other would name nothing there.
+            return self._snapshot.table(self._modules.with_keys(sorted(rank_lack.known)))
 
-        return place
+        return lambda module_part: place_table().get(id(module_part))
 
     # ------------------------------------------------------------------- what cannot be sent
 
     def _refuse(self, name: str, error: Exception) -> None:
         """Raise for a needed name; note the reason for others."""
         if name not in self._names.needed:
-            self._namespace_sync.reasons[name] = f"{type(error).__name__}: {error}"
+            self._reasons[name] = f"{type(error).__name__}: {error}"
             return
         path = pickling.find_in(self._namespace[name], name, can_pickle=self._pickles)
         raise NotSendable(

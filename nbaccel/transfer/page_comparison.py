@@ -9,8 +9,6 @@ import numpy as np
 
 from nbaccel.transfer import memfd
 
-__all__ = ["changed_ranges", "different_runs", "equal_runs"]
-
 _WORD_BYTES = 8
 _CLOSELY_COMPARED_BYTES = 1 << 26
 """Of so much, every page is looked at; of more, one page of each block first."""
@@ -45,9 +43,7 @@ def changed_ranges(
             for block_start in (first_byte + equal_blocks * block_bytes).tolist()
         )
         equal_pages = equal_runs(own_bytes, file_bytes, memfd.merge_ranges(equal_spans))
-        kept_ranges += memfd.ranges_without(
-            [(first_byte, end_byte)], memfd.merge_ranges(equal_pages)
-        )
+        kept_ranges += memfd.ranges_without([(first_byte, end_byte)], equal_pages)
     return kept_ranges
 
 
@@ -89,14 +85,6 @@ def equal_runs(
                     own_bytes[low_byte:high_byte], notebook_bytes[low_byte:high_byte]
                 ):
                     yield low_byte, high_byte
-
-
-def different_runs(own_bytes: _Bytes, notebook_bytes: _Bytes) -> Iterator[memfd.ByteRange]:
-    """The runs of whole pages that are not the same in both."""
-    return memfd.gaps_between(
-        memfd.merge_ranges(equal_runs(own_bytes, notebook_bytes, [(0, own_bytes.size)])),
-        own_bytes.size,
-    )
 
 
 def _as_words(raw_bytes: _Bytes) -> _Bytes:

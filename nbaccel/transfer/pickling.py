@@ -16,6 +16,7 @@ import os
 import pickle
 import sys
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,9 +27,11 @@ import torch
 
 from nbaccel.base import torch_private
 from nbaccel.transfer import arena, main_names, memfd
-from nbaccel.transfer.left_behind import WEAK_TYPES, is_bar, reduce_bar, reduce_weak
 
 _BLOCK_ALIGNMENT = 64  # bytes: tensors view the blocks in place, so they need torch's alignment
+
+WEAK_TYPES = (weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType)
+"""Types of weak references, to be asked for by ``type``: ``isinstance`` may raise."""
 
 ArenaTable = Mapping[str, memfd.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
@@ -100,7 +103,27 @@ class PreparedObject:
 
     def write(self) -> tuple[PackedObject, int]:
         """Copy all of it into a memory file; see `pack`."""
-        return _write_file(self.stream.getbuffer(), [block.raw() for block in self.blocks])
+        memory_blocks = [block.raw() for block in self.blocks]
+        pickle_bytes = self.stream.getbuffer()
+        block_spans = []
+        next_byte = 0
+        for memory_block in memory_blocks:
+            block_spans.append((next_byte, next_byte + memory_block.nbytes))
+            next_byte += -(-memory_block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+        packed_object = PackedObject(
+            nbytes=next_byte + pickle_bytes.nbytes,
+            blocks=tuple(block_spans),
+            pickle=(next_byte, next_byte + pickle_bytes.nbytes),
+        )
+        file_descriptor = memfd.create_file("payload", packed_object.nbytes)
+        try:
+            for byte_span, memory_block in zip(block_spans, memory_blocks, strict=True):
+                memfd.write_at(file_descriptor, memory_block, byte_span[0])
+            memfd.write_at(file_descriptor, pickle_bytes, next_byte)
+        except BaseException:  # an interrupt must not leak the descriptor either
+            os.close(file_descriptor)
+            raise
+        return packed_object, file_descriptor
 
 
 def prepare(
@@ -129,12 +152,10 @@ def pack_plain(pickled_object: Any, pickle_sender: Sender) -> tuple[PackedObject
     For a forked child's answer: its parent has the very same classes, and must get them back, not
     copies of them, or the notebook's `except MyError` would not match.
     """
-    memory_blocks: list[pickle.PickleBuffer] = []
+    blocks: list[pickle.PickleBuffer] = []
     pickle_stream = io.BytesIO()
-    _PlainPickler(pickle_stream, pickle_sender, memory_blocks.append).dump(pickled_object)
-    return _write_file(
-        pickle_stream.getbuffer(), [memory_block.raw() for memory_block in memory_blocks]
-    )
+    _PlainPickler(pickle_stream, pickle_sender, blocks.append).dump(pickled_object)
+    return PreparedObject(pickle_stream, blocks).write()
 
 
 def unpack(
@@ -143,12 +164,20 @@ def unpack(
     arena_table: ArenaTable,
     *,
     target_device: str = "cpu",
+    namespace: dict[str, Any] | None = None,
+    find_module: Callable[[str], torch.nn.Module] | None = None,
 ) -> Any:
-    """Open a payload. Arrays and tensors in it view a private mapping of the file."""
+    """Open a payload. Arrays and tensors in it view a private mapping of the file.
+
+    Functions of a cell read what they read from the namespace; modules that the pickle names by a
+    key are looked up.
+    """
     # Private: a payload goes to several ranks, and one rank's writes must not show in another.
     file_mapping = memfd.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
     # A context variable, because functions that a pickle calls can be given nothing but its data.
-    context_token = _CURRENT_RECEIVER.set(_Receiver(arena_table, target_device))
+    context_token = _CURRENT_RECEIVER.set(
+        Receiver(arena_table, target_device, {} if namespace is None else namespace, find_module)
+    )
     try:
         return pickle.loads(
             file_mapping.view(*packed_object.pickle),
@@ -159,12 +188,21 @@ def unpack(
 
 
 @dataclass(frozen=True)
-class _Receiver:
+class Receiver:
+    """What a pickle refers to in the process that opens it; see `unpack`."""
+
     arenas: ArenaTable
     device: str
+    namespace: dict[str, Any]
+    find_module: Callable[[str], torch.nn.Module] | None
 
 
-_CURRENT_RECEIVER: contextvars.ContextVar[_Receiver] = contextvars.ContextVar("nbaccel-receiver")
+_CURRENT_RECEIVER: contextvars.ContextVar[Receiver] = contextvars.ContextVar("nbaccel-receiver")
+
+
+def current_receiver() -> Receiver:
+    """That of the pickle which is being opened."""
+    return _CURRENT_RECEIVER.get()
 
 
 class _MeteredStream(io.BytesIO):
@@ -312,9 +350,9 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, pickled_object: Any) -> Any:
         if type(pickled_object) in WEAK_TYPES:
-            return reduce_weak(pickled_object)
-        if is_bar(type(pickled_object)):
-            return reduce_bar(pickled_object)
+            return _reduce_weak(pickled_object)
+        if _is_bar(type(pickled_object)):
+            return _reduce_bar(pickled_object)
         if self._first is not None:
             reduced_form = self._first(pickled_object)
             if reduced_form is not NotImplemented:
@@ -419,36 +457,6 @@ def note_source(cell_function: types.FunctionType, cell_sources: dict[str, list[
             cell_sources[file_name] = linecache.getlines(file_name)
 
 
-def _write_file(
-    pickle_stream: memoryview, memory_blocks: list[memoryview]
-) -> tuple[PackedObject, int]:
-    block_spans = []
-    next_byte = 0
-    for memory_block in memory_blocks:
-        block_spans.append((next_byte, next_byte + memory_block.nbytes))
-        next_byte += -(-memory_block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
-    packed_object = PackedObject(
-        nbytes=next_byte + pickle_stream.nbytes,
-        blocks=tuple(block_spans),
-        pickle=(next_byte, next_byte + pickle_stream.nbytes),
-    )
-    file_descriptor = memfd.create_file("payload", packed_object.nbytes)
-    with _closed_on_error(file_descriptor):
-        for byte_span, memory_block in zip(block_spans, memory_blocks, strict=True):
-            memfd.write_at(file_descriptor, memory_block, byte_span[0])
-        memfd.write_at(file_descriptor, pickle_stream, next_byte)
-    return packed_object, file_descriptor
-
-
-@contextlib.contextmanager
-def _closed_on_error(file_descriptor: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:  # an interrupt must not leak the descriptor either
-        os.close(file_descriptor)
-        raise
-
-
 # What the pickle calls on the receiving side. The pickle contains their names, so both sides must
 # have the same ones.
 
@@ -528,6 +536,63 @@ def _storage_on_device(
         return tensor_storage
     raw_bytes = torch.empty(0, dtype=torch.uint8).set_(tensor_storage)
     return raw_bytes.to(target_device).untyped_storage()
+
+
+# ------------------------------------------------------------------------- what stays behind
+
+# A weak reference does not keep what it names, and one whose object is gone raises when it is
+# merely looked at (`isinstance` asks for its class). Bars of tqdm hold the stream or widget that
+# they are drawn in, and a finished one in a notebook holds such a reference.
+
+
+def _reduce_weak(reference: Any) -> Any:
+    """Pickle a weak reference with what it names, if that is there."""
+    is_proxy = type(reference) is not weakref.ReferenceType
+    return _weak, (is_proxy, _referent(reference))
+
+
+def _referent(reference: Any) -> Any:
+    if type(reference) is weakref.ReferenceType:
+        return reference()
+    try:
+        # What a proxy asks its object for is bound to the object.
+        return reference.__repr__.__self__
+    except (AttributeError, ReferenceError):
+        return None
+
+
+def _weak(is_proxy: bool, named: Any) -> Any:
+    """A weak reference; to something that is gone at once, where there is nothing to name."""
+    target = _Gone() if named is None else named
+    return weakref.proxy(target) if is_proxy else weakref.ref(target)
+
+
+class _Gone:
+    """Something that is gone."""
+
+
+def _is_bar(object_type: type) -> bool:
+    """Whether objects of a type are bars of tqdm."""
+    module = sys.modules.get("tqdm.std")
+    return module is not None and issubclass(object_type, module.tqdm)
+
+
+def _reduce_bar(bar: Any) -> Any:
+    """Pickle a bar as one of the same numbers; one that has ended draws nothing."""
+    has_ended = bool(bar.disable)
+    settings = {
+        "desc": None if has_ended else bar.desc.removesuffix(": "),
+        "total": bar.total if not has_ended else None,
+        "initial": bar.n,
+        "disable": has_ended,
+    }
+    return _bar, (None if has_ended else bar.iterable, settings)
+
+
+def _bar(iterable: Any, settings: dict[str, Any]) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(iterable, **settings)
 
 
 _MAX_SEARCH_DEPTH = 6  # each level pickles all parts again

@@ -24,31 +24,8 @@ from nbaccel.plan import registry
 from nbaccel.plan.contracts.shards import ShardReader
 from nbaccel.transfer import memfd
 
-__all__ = [
-    "HeldParts",
-    "copy_with_cast",
-    "fill_local_part",
-    "forget_process_groups",
-    "full_shape",
-    "is_dtensor",
-    "is_sharded",
-    "load_readers",
-    "module_inside",
-    "piece_ranges",
-    "pieces",
-    "put_piece",
-    "remove_process_files",
-    "shard_readers",
-    "state_without_engine",
-    "unrounded_values",
-]
-
-
 PieceSpot = tuple[slice, ...] | int
 """Where a piece lies in the whole: slices, or the number of its first element, flattened."""
-
-# Elements placed at a time where each needs its own index: the indices take 8 bytes per element.
-_CHUNK_ELEMENTS = 1 << 20
 
 
 def is_dtensor(sharded_tensor: torch.Tensor) -> bool:
@@ -111,20 +88,13 @@ def put_piece(
     whole_tensor: torch.Tensor, piece_spot: PieceSpot, piece_values: torch.Tensor
 ) -> None:
     """Copy a piece into the whole, with cast."""
-    if not isinstance(piece_spot, int):
-        copy_with_cast(whole_tensor[piece_spot], piece_values)
-    elif whole_tensor.is_contiguous():
-        whole_tensor.view(-1)[piece_spot : piece_spot + piece_values.numel()].copy_(piece_values)
-    else:
+    num_elements = piece_values.numel()
+    if isinstance(piece_spot, int) and not whole_tensor.is_contiguous():
         # view(-1) fails for such a tensor, and reshape(-1) would write into a copy.
-        for first_element in range(0, piece_values.numel(), _CHUNK_ELEMENTS):
-            values_part = piece_values[first_element : first_element + _CHUNK_ELEMENTS]
-            flat_indices = torch.arange(
-                piece_spot + first_element, piece_spot + first_element + values_part.numel()
-            )
-            whole_tensor[torch.unravel_index(flat_indices, whole_tensor.shape)] = values_part.to(
-                whole_tensor
-            )
+        indices = _indices_of(whole_tensor, piece_spot, num_elements)
+        whole_tensor[indices] = piece_values.to(whole_tensor)
+    else:
+        copy_with_cast(_part_of_whole(whole_tensor, piece_spot, num_elements), piece_values)
 
 
 def piece_ranges(
@@ -133,11 +103,10 @@ def piece_ranges(
     """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage."""
     if isinstance(piece_spot, int) and not whole_tensor.is_contiguous():
         # Neither a run nor slices: element by element.
-        flat_indices = np.arange(piece_spot, piece_spot + num_elements)
-        indices_by_dim = np.unravel_index(flat_indices, whole_tensor.shape)
+        indices_by_dim = _indices_of(whole_tensor, piece_spot, num_elements)
         first_elements = np.full(num_elements, whole_tensor.storage_offset())
         for dim_indices, stride_step in zip(indices_by_dim, whole_tensor.stride(), strict=True):
-            first_elements = first_elements + dim_indices * int(stride_step)
+            first_elements += dim_indices.numpy() * int(stride_step)
         run_elements = 1
     elif isinstance(piece_spot, int):
         first_elements = np.array([whole_tensor.storage_offset() + piece_spot])
@@ -195,9 +164,15 @@ def _part_of_whole(
         return whole_tensor[piece_spot]
     if whole_tensor.is_contiguous():
         return whole_tensor.view(-1)[piece_spot : piece_spot + num_elements]
-    return whole_tensor[
-        torch.unravel_index(torch.arange(piece_spot, piece_spot + num_elements), whole_tensor.shape)
-    ]
+    return whole_tensor[_indices_of(whole_tensor, piece_spot, num_elements)]
+
+
+def _indices_of(
+    whole_tensor: torch.Tensor, first_element: int, num_elements: int
+) -> tuple[torch.Tensor, ...]:
+    """Where elements lie, of a tensor that is no one run of memory."""
+    flat_indices = torch.arange(first_element, first_element + num_elements)
+    return torch.unravel_index(flat_indices, whole_tensor.shape)
 
 
 def copy_with_cast(whole_tensor: torch.Tensor, piece_values: torch.Tensor) -> None:

@@ -24,17 +24,6 @@ from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.transfer import memfd, sharded_tensors
 from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
 
-__all__ = [
-    "OriginalTensors",
-    "describe_changes",
-    "differing_ranks",
-    "digest_of",
-    "fingerprint_of",
-    "original_tensors_of",
-    "untied_reason",
-]
-
-
 OriginalTensors = Mapping[str, weakref.ref[torch.Tensor]]
 """A module's tensors as they came, by name."""
 
@@ -131,16 +120,6 @@ def _sampled_pieces(compared_tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     step = (flat_tensor.numel() - sample_elements) // (_NUM_SAMPLES - 1)
     for number in range(_NUM_SAMPLES):
         yield flat_tensor[number * step : number * step + sample_elements]
-
-
-def differing_ranks(rank_fingerprints: Mapping[int, str]) -> list[int]:
-    """The ranks whose trained model is lost, because it is not rank 0's."""
-    rank_0_digest = rank_fingerprints.get(0, "")
-    return [
-        number
-        for number, rank_fingerprint in sorted(rank_fingerprints.items())
-        if rank_fingerprint and rank_fingerprint != rank_0_digest
-    ]
 
 
 def untied_reason(

@@ -5,7 +5,7 @@ See the notes in `weight_sync`, which has the workers' side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.autograd.graph import increment_version
 
@@ -13,8 +13,6 @@ from nbaccel.base.process_death import uninterrupted
 from nbaccel.transfer import memfd, weight_checks
 from nbaccel.transfer.arena import Arena, Sharing, module_version, named_tensors, refresh_devices
 from nbaccel.transfer.weight_sync import WeightReport
-
-__all__ = ["WeightReceiver"]
 
 
 class WeightReceiver:
@@ -36,26 +34,39 @@ class WeightReceiver:
 
     def apply(
         self,
-        weight_reports: Iterable[WeightReport],
+        weight_reports: Sequence[WeightReport],
         whole_files: Mapping[str, int] | None = None,
     ) -> None:
         """Copy the trained values into the notebook's modules, once all ranks have returned."""
-        merged_report = WeightReport()
-        for weight_report in weight_reports:
-            merged_report.complete |= weight_report.complete
-            merged_report.stranded |= weight_report.stranded
-            for arena_key, byte_ranges in weight_report.written.items():
-                merged_report.written.setdefault(arena_key, []).extend(byte_ranges)
-        written_keys = {*merged_report.complete, *merged_report.written, *(whole_files or {})}
+        whole_files = whole_files or {}
+        stranded_paths = {path for report in weight_reports for path in report.stranded}
+        written_ranges = {
+            key: memfd.merge_ranges(
+                byte_range
+                for report in weight_reports
+                for byte_range in report.own_bytes.get(key, ())
+            )
+            for key in self._arenas
+        }
+        changed_arenas = {
+            key: arena
+            for key, arena in self._arenas.items()
+            if written_ranges[key] or key in whole_files
+        }
         # What can fail comes first: afterwards half of the new values may be there.
-        for arena_key in written_keys & self._arenas.keys():
-            self._arenas[arena_key].leave_file()
-        for arena_key, arena in self._arenas.items():
-            self._apply_one(arena_key, arena, merged_report, (whole_files or {}).get(arena_key))
+        for arena in changed_arenas.values():
+            arena.leave_file()
+        for key, arena in changed_arenas.items():
+            stranded_ranges = self._stranded_ranges(arena, stranded_paths)
+            if key in whole_files:
+                # First, because departed and sharded tensors are in the staging file, which is
+                # read after it.
+                _read(whole_files[key], arena, [(0, arena.nbytes)], stranded_ranges)
+            _read(self.staging[key], arena, written_ranges[key], stranded_ranges)
         # After the arenas: tensors on devices are filled from their host copies there.
-        refresh_devices(self._sharing, merged_report.stranded)
-        if written_keys:
-            self._note_change(merged_report)
+        refresh_devices(self._sharing, stranded_paths)
+        if changed_arenas:
+            self._note_change(stranded_paths)
 
     def disturbed(self) -> list[str]:
         """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
@@ -74,78 +85,46 @@ class WeightReceiver:
         messages_by_path = {}
         for module in self._sharing.modules:
             rank_digests = {
-                weight_report.rank: weight_report.fingerprints.get(module.path, "")
-                for weight_report in weight_reports
+                report.rank: report.fingerprints.get(module.path, "") for report in weight_reports
             }
-            differing_ranks = weight_checks.differing_ranks(rank_digests)
-            # A rank whose weights equal the notebook's has trained nothing that could be lost.
+            digest_of_0 = rank_digests.get(0, "")
+            # A rank without a digest has trained nothing.
+            others = {rank: digest for rank, digest in rank_digests.items() if digest}
+            if set(others.values()) <= {digest_of_0}:
+                continue
+            # Nor has one whose weights equal the notebook's.
+            known_digests = {digest_of_0, weight_checks.digest_of(module.module)}
+            differing_ranks = sorted(
+                rank for rank, digest in others.items() if digest not in known_digests
+            )
             if differing_ranks:
-                notebook_digest = weight_checks.digest_of(module.module)
-                differing_ranks = [
-                    rank_number
-                    for rank_number in differing_ranks
-                    if rank_digests[rank_number] != notebook_digest
-                ]
-            if differing_ranks:
-                trained_by_0 = bool(rank_digests.get(0))
                 messages_by_path[module.path] = _differing_models_message(
-                    module.path, differing_ranks, rank_0_trained=trained_by_0
+                    module.path, differing_ranks, rank_0_trained=bool(digest_of_0)
                 )
         return messages_by_path
 
-    def _note_change(self, merged_report: WeightReport) -> None:
+    def _note_change(self, stranded_paths: Collection[str]) -> None:
         """Let torch know that the tensors have new values, as if an operation had written them.
 
         A graph that still needs the old ones says so then, and a pool's workers adopt the new.
         """
         for module in self._sharing.modules:
-            if module.path not in merged_report.stranded:
+            if module.path not in stranded_paths:
                 module_tensors = dict(named_tensors(module.module))
                 written_tensors = [module_tensors[slot.name] for _, slot in module.slots]
-                increment_version(
-                    [
-                        module_tensor
-                        for module_tensor in written_tensors
-                        # Inference tensors have no version counter; torch raises for them.
-                        if not module_tensor.is_inference()
-                    ]
-                )
-
-    def _apply_one(
-        self, key: str, arena: Arena, merged_report: WeightReport, whole_file: int | None
-    ) -> None:
-        whole_range = [(0, arena.nbytes)]
-        written_ranges = memfd.merge_ranges(merged_report.written.get(key, []))
-        if whole_file is not None:
-            # First, because departed and sharded tensors are in the staging file, which is read
-            # after it.
-            self._read(whole_file, arena, whole_range, merged_report)
-        elif key in merged_report.complete:
-            written_ranges = whole_range
-        self._read(self.staging[key], arena, written_ranges, merged_report)
-
-    def _read(
-        self,
-        file_descriptor: int,
-        arena: Arena,
-        byte_ranges: list[memfd.ByteRange],
-        merged_report: WeightReport,
-    ) -> None:
-        for first_byte, end_byte in memfd.ranges_without(
-            byte_ranges, self._stranded_ranges(arena, merged_report.stranded)
-        ):
-            memfd.read_at(file_descriptor, arena.view(first_byte, end_byte), first_byte)
+                # Inference tensors have no version counter; torch raises for them.
+                increment_version([one for one in written_tensors if not one.is_inference()])
 
     def _stranded_ranges(
-        self, arena: Arena, stranded_modules: Mapping[str, str]
+        self, arena: Arena, stranded_paths: Collection[str]
     ) -> list[memfd.ByteRange]:
-        return memfd.merge_ranges(
+        return [
             (slot.start, slot.start + slot.nbytes)
             for module in self._sharing.modules
-            if module.path in stranded_modules
+            if module.path in stranded_paths
             for tensor_arena, slot in module.slots
             if tensor_arena is arena
-        )
+        ]
 
     def close(self, close_files: Callable[[Sequence[int]], None] = memfd.close_all) -> None:
         """Close the staging files."""
@@ -154,6 +133,16 @@ class WeightReceiver:
             file_descriptors = list(self.staging.values())
             self.staging.clear()
             close_files(file_descriptors)
+
+
+def _read(
+    file_descriptor: int,
+    arena: Arena,
+    byte_ranges: list[memfd.ByteRange],
+    left_out: list[memfd.ByteRange],
+) -> None:
+    for first_byte, end_byte in memfd.ranges_without(byte_ranges, left_out):
+        memfd.read_at(file_descriptor, arena.view(first_byte, end_byte), first_byte)
 
 
 def _module_versions(module_sharing: Sharing) -> dict[str, int]:

@@ -29,7 +29,8 @@ ZeRO) every rank writes its own piece, so that no process holds the whole; see `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,28 +39,18 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.base.units import first_few
-from nbaccel.transfer import (
-    memfd,
-    page_comparison,
-    sharded_tensors,
-    training_in_place,
-    weight_checks,
-)
-from nbaccel.transfer.arena import (
-    Sharing,
-    Slot,
-    is_in_arena,
-    named_tensors,
-)
-
-__all__ = ["Manifest", "WeightReport", "WeightWriter", "module_manifests"]
-
+from nbaccel.transfer import memfd, page_comparison, sharded_tensors, weight_checks
+from nbaccel.transfer.arena import PLAIN, Sharing, Slot, is_in_arena, named_tensors
 
 _PART_REMEDY = (
     "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
     "function returns (tensor.full_tensor(), or torch's get_model_state_dict with "
     "full_state_dict=True)"
 )
+
+# Share of an arena's bytes that is about to be trained. Training in place copies the whole arena
+# once, otherwise the trained part is copied twice: half is where both cost the same.
+_IN_PLACE_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +67,9 @@ class WeightReport:
     """What one rank put into the staging files."""
 
     rank: int = 0
-    complete: set[str] = field(default_factory=set)
-    """Arenas whose staging file holds every byte."""
-    written: dict[str, list[memfd.ByteRange]] = field(default_factory=dict)
-    """Of the others, the bytes that were written."""
     own_bytes: dict[str, list[memfd.ByteRange]] = field(default_factory=dict)
-    """Exactly the bytes that this rank put into the staging files it was given: of a sharded
-    tensor its own piece. Who copies these files to another host copies no others."""
+    """Exactly the bytes that this rank has put into each staging file: of a sharded tensor its own
+    piece."""
     stranded: dict[str, str] = field(default_factory=dict)
     """Path of a module whose weights could not be written back → why."""
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -106,6 +93,50 @@ def module_manifests(
     )
 
 
+# ------------------------------------------------------------------------- training in place
+
+
+def arenas_to_train_in(
+    arena_mappings: Mapping[str, memfd.Mapping], optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Which arenas are worth training in a file. See [Note: training in place]."""
+    trained_parameters = {
+        id(parameter): parameter
+        for parameter_group in optimizer.param_groups
+        for parameter in parameter_group["params"]
+        if parameter.requires_grad
+    }
+    keys = []
+    for arena_key, arena_mapping in arena_mappings.items():
+        parameter_spans = (
+            _span_in(arena_mapping, parameter) for parameter in trained_parameters.values()
+        )
+        # Merged first: tied parameters and views of one storage would count twice.
+        trained_bytes = memfd.total_bytes(
+            memfd.merge_ranges(byte_span for byte_span in parameter_spans if byte_span)
+        )
+        if trained_bytes >= _IN_PLACE_SHARE * arena_mapping.nbytes:
+            keys.append(arena_key)
+    return keys
+
+
+def move_mapping_to_file(arena_mapping: memfd.Mapping, file_descriptor: int) -> None:
+    """Copy what a mapping shows to a file, and let the mapping show and write that file."""
+    memfd.write_at(file_descriptor, arena_mapping.view(0, arena_mapping.nbytes), 0)
+    # In this order: the mapping must never show a file that has not been filled.
+    arena_mapping.replace(file_descriptor, is_private=False)
+
+
+def _span_in(mapping: memfd.Mapping, tensor: torch.Tensor) -> memfd.ByteRange | None:
+    if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
+        return None
+    tensor_storage = tensor.untyped_storage()
+    if not mapping.contains(tensor_storage.data_ptr(), tensor_storage.nbytes()):
+        return None
+    first_byte = tensor_storage.data_ptr() - mapping.address
+    return (first_byte, first_byte + tensor_storage.nbytes())
+
+
 # ------------------------------------------------------------------------- in the worker
 
 
@@ -121,7 +152,7 @@ class WeightWriter:
         staging_files: Mapping[str, int],
         num_nodes: int = 1,
         held_parts: sharded_tensors.HeldParts | None = None,
-        in_files: Mapping[str, int] | None = None,
+        in_files: Collection[str] = (),
         original_tensors: Mapping[str, weight_checks.OriginalTensors] | None = None,
         keeps_states: bool = True,
         arena_files: Mapping[str, int] | None = None,
@@ -131,7 +162,10 @@ class WeightWriter:
         self._modules = shared_modules
         self._mappings = arena_mappings
         self._staging = staging_files
-        self._in_files = dict(in_files or {})
+        self._in_files = frozenset(in_files)
+        """Arenas that this rank has trained in files of its own."""
+        self._in_staging: set[str] = set()
+        """Arenas that this rank trains in their staging files."""
         self._keeps_states = keeps_states
         self._arena_files = arena_files or {}
         self._origins = original_tensors or {
@@ -139,8 +173,6 @@ class WeightWriter:
             for module_manifest, module in shared_modules
         }
         self._has_stepped = False
-        self._sharded: dict[str, list[memfd.ByteRange]] = {}
-        """Storages of which every rank writes a piece, by key of the arena."""
         self._held = held_parts or sharded_tensors.HeldParts()
 
     def watch_first_step(self) -> Callable[[], None]:
@@ -156,51 +188,55 @@ class WeightWriter:
             self._held.hold_for(optimizer, (module for _, module in self._modules))
             # Only rank 0, because the notebook gets the model of rank 0.
             if not self._has_stepped and self._rank == 0:
-                self._move_in(
-                    parameter_group["params"] for parameter_group in optimizer.param_groups
-                )
+                for key in arenas_to_train_in(self._mappings, optimizer):
+                    move_mapping_to_file(self._mappings[key], self._staging[key])
+                    self._in_staging.add(key)
             self._has_stepped = True
 
         return register_optimizer_step_pre_hook(before_step).remove
 
-    def _move_in(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
-        for key in training_in_place.arenas_to_train_in(self._mappings, groups):
-            training_in_place.move_mapping_to_file(self._mappings[key], self._staging[key])
-            self._in_files[key] = self._staging[key]
-
     def write(self) -> WeightReport:
         """Put what this rank owes into the staging files. No communication."""
         weight_report = WeightReport(rank=self._rank)
-        kept_slots: list[tuple[str, Slot]] = []
+        own_bytes: defaultdict[str, list[memfd.ByteRange]] = defaultdict(list)
+        # Private pages must not overwrite these: they are written by themselves, or not at all.
+        settled_slots: list[tuple[str, Slot]] = []
         written_ranges = {arena_key: self._written_to(arena_key) for arena_key in self._mappings}
         self._take_fingerprints(weight_report, written_ranges)
         for module_manifest, module in self._modules:
             current_tensors = dict(named_tensors(module))
-            stranded_reason = _mismatch_reason(
-                module_manifest, current_tensors
-            ) or self._out_of_reach(current_tensors)
-            stranded_reason = stranded_reason or weight_checks.untied_reason(
-                module_manifest.slots, current_tensors
-            )
-            change_clause = ""
-            if stranded_reason is None:
-                self._write_departed(module_manifest, current_tensors, weight_report)
-                change_clause = weight_checks.describe_changes(
-                    module_manifest.slots,
-                    current_tensors,
-                    self._origins.get(module_manifest.path, {}),
-                )
-            elif self._rank == 0:
-                weight_report.stranded[module_manifest.path] = stranded_reason
-                kept_slots += module_manifest.slots
-            if self._rank == 0 and change_clause:
-                weight_report.changes[module_manifest.path] = change_clause
-            if self._rank == 0 and self._keeps_states and (stranded_reason or change_clause):
-                weight_report.state_dicts[module_manifest.path] = _on_cpu(module.state_dict())
-        # After the loop: private pages must not overwrite the tensors that were written in it.
+            stranded_reason = self._stranded_reason(module_manifest, current_tensors)
+            if stranded_reason:
+                settled_slots += module_manifest.slots
+            else:
+                settled_slots += self._write_departed(module_manifest, current_tensors, own_bytes)
+            if self._rank == 0:
+                self._report(module_manifest, module, stranded_reason, weight_report)
         if self._rank == 0:
-            self._write_arenas(weight_report, kept_slots, written_ranges)
+            self._write_arenas(settled_slots, written_ranges, own_bytes)
+        weight_report.own_bytes |= own_bytes
         return weight_report
+
+    def _report(
+        self,
+        module_manifest: Manifest,
+        module: nn.Module,
+        stranded_reason: str,
+        weight_report: WeightReport,
+    ) -> None:
+        """Note what the notebook's module will not have as it is here."""
+        path = module_manifest.path
+        change_clause = ""
+        if stranded_reason:
+            weight_report.stranded[path] = stranded_reason
+        else:
+            change_clause = weight_checks.describe_changes(
+                module_manifest.slots, dict(named_tensors(module)), self._origins.get(path, {})
+            )
+        if change_clause:
+            weight_report.changes[path] = change_clause
+        if self._keeps_states and (stranded_reason or change_clause):
+            weight_report.state_dicts[path] = _on_cpu(module.state_dict())
 
     def _take_fingerprints(
         self,
@@ -216,7 +252,19 @@ class WeightWriter:
 
     def _written_to(self, key: str) -> list[memfd.ByteRange]:
         mapping = self._mappings[key]
-        return [(0, mapping.nbytes)] if key in self._in_files else mapping.written()
+        is_in_file = key in self._in_files or key in self._in_staging
+        return [(0, mapping.nbytes)] if is_in_file else mapping.written()
+
+    def _stranded_reason(
+        self, module_manifest: Manifest, current_tensors: Mapping[str, torch.Tensor]
+    ) -> str:
+        """Why the module cannot be written back; empty if it can."""
+        return (
+            _mismatch_reason(module_manifest, current_tensors)
+            or self._out_of_reach(current_tensors)
+            or weight_checks.untied_reason(module_manifest.slots, current_tensors)
+            or ""
+        )
 
     def _out_of_reach(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """Why pieces of sharded tensors cannot be put together here, if so."""
@@ -240,173 +288,100 @@ class WeightWriter:
 
     def _write_arenas(
         self,
-        weight_report: WeightReport,
-        kept_slots: Sequence[tuple[str, Slot]],
-        written_ranges: Mapping[str, Sequence[memfd.ByteRange]],
+        settled_slots: Sequence[tuple[str, Slot]],
+        written_ranges: Mapping[str, list[memfd.ByteRange]],
+        own_bytes: defaultdict[str, list[memfd.ByteRange]],
     ) -> None:
-        """Write every private page, but none of modules that cannot be applied (`kept_slots`)."""
-        for arena_key in self._mappings:
-            # Rank 0 has trained in this file, so there is nothing to copy.
-            if arena_key in self._in_files:
-                weight_report.complete.add(arena_key)
-                self._own_trained_file(arena_key, weight_report)
+        """Write every private page that has changed, around what is settled."""
+        for key, mapping in self._mappings.items():
+            # The notebook gets the file of this rank's own.
+            if key in self._in_files:
                 continue
-            taken_ranges = [
-                (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-                for kept_key, arena_slot in kept_slots
-                if kept_key == arena_key
-            ]
-            taken_ranges += weight_report.written.get(arena_key, [])
-            for byte_span in self._changed(arena_key, written_ranges[arena_key]):
-                self._write_around(arena_key, byte_span, taken_ranges, weight_report)
-
-    def _changed(
-        self, key: str, byte_ranges: Sequence[memfd.ByteRange]
-    ) -> Sequence[memfd.ByteRange]:
-        if key not in self._arena_files:
-            return byte_ranges
-        return page_comparison.changed_ranges(
-            self._mappings[key], self._arena_files[key], byte_ranges
-        )
-
-    def _own_trained_file(self, key: str, weight_report: WeightReport) -> None:
-        """Report as this rank's what it has trained in, without the other ranks' pieces."""
-        if self._is_in_training(key):
-            weight_report.own_bytes.setdefault(key, []).extend(
-                memfd.gaps_between(
-                    memfd.merge_ranges(self._sharded.get(key, [])),
-                    self._mappings[key].nbytes,
+            byte_ranges = written_ranges[key]
+            if key in self._arena_files and key not in self._in_staging:
+                byte_ranges = page_comparison.changed_ranges(
+                    mapping, self._arena_files[key], byte_ranges
                 )
-            )
-
-    def _write_around(
-        self,
-        arena_key: str,
-        byte_span: memfd.ByteRange,
-        taken_ranges: Sequence[memfd.ByteRange],
-        weight_report: WeightReport,
-    ) -> None:
-        """Write a run of private pages, but not over tensors that came from a device."""
-        arena_mapping = self._mappings[arena_key]
-        taken_ranges = [
-            taken_range
-            for taken_range in taken_ranges
-            if taken_range[0] < byte_span[1] and byte_span[0] < taken_range[1]
-        ]
-        shifted_ranges = memfd.merge_ranges(
-            (
-                max(range_start, byte_span[0]) - byte_span[0],
-                min(range_end, byte_span[1]) - byte_span[0],
-            )
-            for range_start, range_end in taken_ranges
-        )
-        for gap_start, gap_end in memfd.gaps_between(shifted_ranges, byte_span[1] - byte_span[0]):
-            own_range = (byte_span[0] + gap_start, byte_span[0] + gap_end)
-            memfd.write_at(self._staging[arena_key], arena_mapping.view(*own_range), own_range[0])
-            weight_report.written.setdefault(arena_key, []).append(own_range)
-            weight_report.own_bytes.setdefault(arena_key, []).append(own_range)
+            settled_ranges = [
+                (slot.start, slot.start + slot.nbytes)
+                for slot_key, slot in settled_slots
+                if slot_key == key
+            ]
+            for first_byte, end_byte in memfd.ranges_without(byte_ranges, settled_ranges):
+                # Where rank 0 has trained in this file, there is nothing to copy.
+                if key not in self._in_staging:
+                    memfd.write_at(
+                        self._staging[key], mapping.view(first_byte, end_byte), first_byte
+                    )
+                own_bytes[key].append((first_byte, end_byte))
 
     def _write_departed(
         self,
         module_manifest: Manifest,
         current_tensors: Mapping[str, torch.Tensor],
-        weight_report: WeightReport,
-    ) -> None:
+        own_bytes: defaultdict[str, list[memfd.ByteRange]],
+    ) -> list[tuple[str, Slot]]:
         """Copy tensors that no longer live in the arena into their slots of the staging file."""
-        written_places: set[tuple[str, int, int]] = set()
+        written_slots: dict[tuple[str, int, int], tuple[str, Slot]] = {}
         seeded_storages: set[tuple[str, int]] = set()
-        for arena_key, arena_slot in module_manifest.slots:
-            current_tensor = current_tensors[arena_slot.name].detach()
-            is_sharded = sharded_tensors.is_sharded(current_tensors[arena_slot.name])
+        for key, slot in module_manifest.slots:
+            tensor = current_tensors[slot.name]
+            is_sharded = sharded_tensors.is_sharded(tensor)
             # Every rank has a copy of a whole tensor, and rank 0's counts; of a sharded one each a
             # part.
             is_own_part = is_sharded or self._rank == 0
-            tensor_place = (arena_key, arena_slot.start, arena_slot.offset)
+            tensor_place = (key, slot.start, slot.offset)
             if (
                 not is_own_part
-                or tensor_place in written_places
-                or is_in_arena(current_tensor, arena_slot, self._mappings[arena_key])
+                or tensor_place in written_slots
+                or is_in_arena(tensor.detach(), slot, self._mappings[key])
             ):
                 continue
-            written_places.add(tensor_place)
-            # Of what an engine shards (ZeRO, FSDP), its own copy counts, and this one may be stale.
-            if not is_sharded and (arena_key, arena_slot.start) not in seeded_storages:
-                # Seeding a second time would undo what is written below.
-                seeded_storages.add((arena_key, arena_slot.start))
-                self._seed(arena_key, arena_slot, current_tensor, weight_report)
-            # Mapped shared, because all ranks write their pieces of a sharded tensor into this
-            # file.
-            target_view = arena_slot.view(
-                memfd.Mapping(
-                    self._staging[arena_key], self._mappings[arena_key].nbytes, is_private=False
-                )
-            )
-            whole_tensor = current_tensors[arena_slot.name]
-            own_pieces = sharded_tensors.pieces(
-                whole_tensor if is_sharded else current_tensor, self._held.of(whole_tensor)
-            )
-            piece_ranges = self._put_pieces(
-                own_pieces, target_view, arena_slot.view(self._mappings[arena_key]), whole_tensor
-            )
-            self._note_departed(arena_key, arena_slot, weight_report, piece_ranges)
+            written_slots[tensor_place] = (key, slot)
+            slot_range = (slot.start, slot.start + slot.nbytes)
             if is_sharded:
-                slot_range = (arena_slot.start, arena_slot.start + arena_slot.nbytes)
-                self._sharded.setdefault(arena_key, []).append(slot_range)
+                own_bytes[key] += self._put_pieces(key, slot, tensor)
+                continue
+            # A second time would undo what was written below; a tensor that covers the storage
+            # overwrites it all.
+            if (key, slot.start) not in seeded_storages:
+                seeded_storages.add((key, slot.start))
+                covers_storage = tensor.numel() * slot.dtype.itemsize == slot.nbytes
+                if not covers_storage and key not in self._in_staging:
+                    # First, because other tensors view parts of it, too.
+                    memfd.write_at(
+                        self._staging[key], self._mappings[key].view(*slot_range), slot.start
+                    )
+            self._put_pieces(key, slot, tensor)
+            own_bytes[key].append(slot_range)
+        return list(written_slots.values())
 
-    def _put_pieces(
-        self,
-        own_pieces: Iterable[tuple[sharded_tensors.PieceSpot, torch.Tensor]],
-        target_view: torch.Tensor,
-        notebook_values: torch.Tensor,
-        whole_tensor: torch.Tensor,
-    ) -> list[memfd.ByteRange]:
-        """Copy what this rank has of a tensor; returns which bytes of its storage that are."""
+    def _put_pieces(self, key: str, slot: Slot, tensor: torch.Tensor) -> list[memfd.ByteRange]:
+        """Copy what this rank has of a tensor; returns which bytes of a sharded one that are."""
+        # Mapped shared, because all ranks write their pieces of a sharded tensor into this file.
+        staging_mapping = memfd.Mapping(
+            self._staging[key], self._mappings[key].nbytes, is_private=False
+        )
+        target_view = slot.view(staging_mapping)
+        notebook_values = slot.view(self._mappings[key])
+        is_sharded = sharded_tensors.is_sharded(tensor)
+        own_pieces = sharded_tensors.pieces(
+            tensor if is_sharded else tensor.detach(), self._held.of(tensor)
+        )
         written_ranges = []
         for piece_spot, piece_values in own_pieces:
             unrounded_piece = sharded_tensors.unrounded_values(
-                piece_values.detach(), notebook_values, piece_spot, whole_tensor.dtype
+                piece_values.detach(), notebook_values, piece_spot, tensor.dtype
             )
             sharded_tensors.put_piece(target_view, piece_spot, unrounded_piece)
-            written_ranges += sharded_tensors.piece_ranges(
-                target_view, piece_spot, piece_values.numel()
-            )
+            if is_sharded:
+                written_ranges += [
+                    (slot.start + first_byte, slot.start + end_byte)
+                    for first_byte, end_byte in sharded_tensors.piece_ranges(
+                        target_view, piece_spot, piece_values.numel()
+                    )
+                ]
         return written_ranges
-
-    def _note_departed(
-        self,
-        key: str,
-        slot: Slot,
-        weight_report: WeightReport,
-        piece_ranges: Iterable[memfd.ByteRange],
-    ) -> None:
-        # What it trains in is reported as a whole.
-        ranges = weight_report.own_bytes.setdefault(key, [])
-        ranges += (
-            (slot.start + first_byte, slot.start + end_byte)
-            for first_byte, end_byte in piece_ranges
-        )
-        if not self._is_in_training(key):
-            slot_range = (slot.start, slot.start + slot.nbytes)
-            weight_report.written.setdefault(key, []).append(slot_range)
-
-    def _seed(
-        self,
-        key: str,
-        slot: Slot,
-        tensor: torch.Tensor,
-        weight_report: WeightReport,
-    ) -> None:
-        """Fill the slot's storage first, where other tensors view parts of it too."""
-        # A tensor that covers the storage overwrites it all, so seeding would be wasted.
-        covers_storage = tensor.numel() * slot.dtype.itemsize == slot.nbytes
-        if not covers_storage and not self._is_in_training(key):
-            span = (slot.start, slot.start + slot.nbytes)
-            memfd.write_at(self._staging[key], self._mappings[key].view(*span), span[0])
-            weight_report.own_bytes.setdefault(key, []).append(span)
-
-    def _is_in_training(self, key: str) -> bool:
-        """Whether the arena's staging file is the very one that this rank trains in."""
-        return self._in_files.get(key) == self._staging[key]
 
 
 def _mismatch_reason(module_manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str | None:

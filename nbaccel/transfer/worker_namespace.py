@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.transfer import pickling, sharded_tensors, weight_sync
 from nbaccel.transfer.free_names import is_users
-from nbaccel.transfer.function_pickling import Reducer, unpickling_into
+from nbaccel.transfer.function_pickling import Reducer
 from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
 from nbaccel.transfer.received_modules import ReceivedModules
 
@@ -67,13 +67,14 @@ class Namespace:
                 source_lines,
                 variable_name,
             )
-        with unpickling_into(self._user_ns, self._received_modules.module):
-            update_load: Load = pickling.unpack(
-                update_part.payload,
-                file_descriptors[payload_index],
-                self._received_modules.mappings,
-                target_device=self._device,
-            )
+        update_load: Load = pickling.unpack(
+            update_part.payload,
+            file_descriptors[payload_index],
+            self._received_modules.mappings,
+            target_device=self._device,
+            namespace=self._user_ns,
+            find_module=self._received_modules.module,
+        )
         for arena_key, module_manifest, module in update_load.modules:
             self._received_modules.add(arena_key, module_manifest, module)
         for module_update in update_load.updates:

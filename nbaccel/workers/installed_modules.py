@@ -11,7 +11,6 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 __all__ = [
     "FileStamp",
@@ -39,11 +38,8 @@ _PURE = ".py"
 _COMPILED = (".so", ".pyd")
 
 
-class FileStamp(NamedTuple):
-    """What tells versions of a file apart."""
-
-    mtime_ns: int
-    size_bytes: int
+FileStamp = tuple[int, int]
+"""What tells versions of a file apart: when it was changed (ns), and its size in bytes."""
 
 
 def installed_modules() -> Mapping[str, str]:
@@ -135,4 +131,4 @@ def _version_of(path: str) -> FileStamp | None:
         file_status = os.stat(path)
     except OSError:
         return None
-    return FileStamp(file_status.st_mtime_ns, file_status.st_size)
+    return file_status.st_mtime_ns, file_status.st_size

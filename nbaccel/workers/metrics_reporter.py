@@ -26,21 +26,7 @@ from nbaccel.plan.contracts.device import Device
 from nbaccel.workers import messaging
 from nbaccel.workers.training_loops import RunningLoop, TrainingLoops
 
-__all__ = [
-    "begin",
-    "drawing_whole_bar",
-    "draws_bars",
-    "flush",
-    "log",
-    "loop_begins",
-    "loop_ends",
-    "loss_is",
-    "note_compiled",
-    "note_phase",
-    "reporting_to",
-    "reserved",
-    "step_done",
-]
+__all__ = ["begin", "current", "drawing_whole_bar", "flush", "reporting_to", "reserved"]
 
 
 REPORT_INTERVAL_S = 0.25
@@ -262,36 +248,9 @@ def _count_waits() -> None:
     dist.Work.wait = counted_wait  # type: ignore[method-assign, assignment]
 
 
-def draws_bars() -> bool:
-    """Whether what a loop reports is drawn as a bar in this very process."""
-    return _process_reporter is not None and _process_reporter.draws_bars
-
-
-def log(values: Mapping[str, Any], step: int | None = None) -> None:
-    """Metrics were logged."""
-    if _process_reporter is not None:
-        _process_reporter.log(values, step)
-
-
-def loop_begins(
-    loop_name: str = "", total_batches: int | None = None, epochs: int | None = None
-) -> RunningLoop | None:
-    """A loop over batches begins; one of the same name and length is the next epoch."""
-    if _process_reporter is None:
-        return None
-    return _process_reporter.loop_begins(loop_name, total_batches, epochs)
-
-
-def step_done(num_samples: int = 0, loop: RunningLoop | None = None) -> None:
-    """A batch was used."""
-    if _process_reporter is not None:
-        _process_reporter.step_done(num_samples, loop)
-
-
-def loop_ends(loop: RunningLoop | None) -> None:
-    """A loop is over, or was left."""
-    if _process_reporter is not None and loop is not None:
-        _process_reporter.loop_ends(loop)
+def current() -> Reporter | None:
+    """What reports of this process are given to, if there is a launch."""
+    return _process_reporter
 
 
 @contextlib.contextmanager
@@ -305,24 +264,6 @@ def drawing_whole_bar() -> Iterator[None]:
     finally:
         if reporter is not None:
             reporter.note_whole_bar(False)
-
-
-def loss_is(value: float) -> None:
-    """The loss of this process was read from its device."""
-    if _process_reporter is not None:
-        _process_reporter.loss_is(value)
-
-
-def note_phase(phase: str) -> None:
-    """A step begins."""
-    if _process_reporter is not None:
-        _process_reporter.note_phase(phase)
-
-
-def note_compiled(programs: int, seconds: float) -> None:
-    """A step has ended on a device that compiles."""
-    if _process_reporter is not None:
-        _process_reporter.note_compiled(programs, seconds)
 
 
 def flush() -> None:

@@ -67,6 +67,3 @@ DESCENDANTS_S = 2.0
 
 EXIT_RECHECK_S = 2.0
 """Between looks at ranks that still work while others have returned."""
-
-EXIT_S = 10.0
-"""For a worker to exit after all have returned: a library's clean-up may take its time."""

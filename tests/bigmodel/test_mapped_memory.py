@@ -25,7 +25,7 @@ from nbaccel.bigmodel.checkpoint_files import read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
 from nbaccel.transfer import arena, memfd
-from nbaccel.transfer.file_arena import FileArena
+from nbaccel.transfer.arena import FileArena
 from tests.isolation import isolated
 from tests.process import descriptors, memory_files
 

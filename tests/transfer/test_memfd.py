@@ -151,7 +151,7 @@ def test_merge_and_gaps_part_the_whole() -> None:
         raw = [tuple(sorted(random.integers(0, 60, 2).tolist())) for _ in range(random.integers(6))]
         covered = {i for start, stop in raw for i in range(start, stop)}
         merged = [span for span in memfd.merge_ranges(raw) if span[0] < span[1]]
-        left = list(memfd.gaps_between(merged, 60))
+        left = list(memfd.ranges_without([(0, 60)], merged))
         assert {i for a, b in merged for i in range(a, b)} == covered
         assert {i for a, b in left for i in range(a, b)} == set(range(60)) - covered
         assert memfd.total_bytes(merged) == len(covered)
