@@ -4,23 +4,97 @@ NVML, the library behind ``nvidia-smi``, knows every card and never creates a CU
 Which of them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``,
 whose rules are followed here. Cards are counted in PCI order; where different cards are mixed,
 ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` makes CUDA count the same way.
+
+Where it cannot be asked (a container without the driver's library, some of WSL, ROCm), nothing
+tells without creating a CUDA context, which a notebook's process must not have: then torch is
+asked, in a process that ends with its answer. That takes seconds, so it is done once, and only
+where a device node says that there is something to ask about.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from nbaccel.base.errors import MissingBackend
 from nbaccel.base.optional_packages import require
 from nbaccel.base.units import count_noun
-from nbaccel.devices import gpu_probe
 from nbaccel.plan.inventory import Gpu
 
-__all__ = ["Card", "Meter", "driver_versions", "find_cards", "find_gpus", "visible_gpus"]
+__all__ = [
+    "DEVICE_NODES",
+    "Card",
+    "Meter",
+    "driver_versions",
+    "find_cards",
+    "find_gpus",
+    "is_worth_it",
+    "probe_gpus",
+    "visible_gpus",
+]
+
+
+DEVICE_NODES = ("nvidia0", "dxg", "kfd")
+"""Of NVIDIA's driver, of WSL, of AMD's driver."""
+
+_TIMEOUT_S = 60
+_SCRIPT = """
+import json, torch
+found = []
+for index in range(torch.cuda.device_count()):
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    found.append([properties.name, total, free, properties.major, properties.minor])
+print(json.dumps(found))
+"""
+
+
+def is_worth_it(folder: Path = Path("/dev"), torch_version: str | None = None) -> bool:
+    """Whether there are device nodes of GPUs, and a torch that could use them."""
+    if not any((folder / name).exists() for name in DEVICE_NODES):
+        return False
+    try:
+        version = importlib.metadata.version("torch") if torch_version is None else torch_version
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return not version.endswith("+cpu")
+
+
+@functools.cache
+def probe_gpus(interpreter: Sequence[str] = (sys.executable,)) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that torch sees."""
+    try:
+        done = subprocess.run(
+            [*interpreter, "-c", _SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+        answers = json.loads(done.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return (), f"a process that asked torch for GPUs failed: {error}"
+    gpus = tuple(
+        Gpu(
+            index=index,
+            name=name,
+            total_bytes=total,
+            free_bytes=free,
+            compute_capability=(major, minor),
+        )
+        for index, (name, total, free, major, minor) in enumerate(answers)
+    )
+    return gpus, "" if gpus else "torch sees no GPU"
+
 
 _Answer = TypeVar("_Answer")
 _LEADING_NUMBER = re.compile(r"\s*([+-]?\d+)")
@@ -226,8 +300,8 @@ def _decode_text(any_text: str | bytes) -> str:
 def find_gpus(setting: str | None) -> tuple[tuple[Gpu, ...], str]:
     """The GPUs that CUDA shows to a process."""
     cards, note = find_cards()
-    if not cards and gpu_probe.is_worth_it():
-        return gpu_probe.probe_gpus()
+    if not cards and is_worth_it():
+        return probe_gpus()
     gpus = visible_gpus(cards, setting)
     return gpus, _hidden_note(len(cards), setting) if cards and not gpus else note
 

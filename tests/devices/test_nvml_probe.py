@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from nbaccel.devices.cuda import CudaDevice
-from nbaccel.devices.gpu_probe import is_worth_it, probe_gpus
-from nbaccel.devices.nvml import Card
+from nbaccel.devices.nvml import Card, is_worth_it, probe_gpus
 from nbaccel.plan.inventory import Gpu
 
 
