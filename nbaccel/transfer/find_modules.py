@@ -18,13 +18,10 @@ from torch import nn
 
 from nbaccel.transfer.pickling import WEAK_TYPES
 
-# Deeper nesting than anyone writes by hand; keeps odd objects from costing seconds.
-_MAX_NESTING_DEPTH = 8
-
 _LONG_LIST_ITEMS = 1000  # a list of more numbers is a data set, not a container of modules
 
 _MAX_VISITS = 20_000
-"""Objects visited from a function at most, which takes tens of milliseconds."""
+"""Objects visited from a function or its arguments at most, which takes tens of milliseconds."""
 
 
 _OPAQUE_TYPES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bytearray, int, float, complex)
@@ -38,26 +35,37 @@ def find_modules(args: tuple[Any, ...]) -> list[tuple[str, nn.Module]]:
     to the outer one.
     """
     modules: dict[int, tuple[str, nn.Module]] = {}
-    seen_ids: set[int] = set()
-    for position, argument in enumerate(args):
-        for source_path, module in _walk_arguments(
-            argument, f"args[{position}]", seen_ids, _MAX_NESTING_DEPTH
-        ):
+    for argument in _numbered(args):
+        for source_path, module in _modules_behind([argument], _held_values):
             modules.setdefault(id(module), (source_path, module))
     return list(modules.values())
 
 
-def _walk_arguments(
-    holder: Any, source_path: str, seen_ids: set[int], depth_left: int
-) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(holder, nn.Module):
-        yield source_path, holder
-        return
-    if depth_left == 0 or id(holder) in seen_ids or _is_plain_data(holder):
-        return
-    for step, value in _held_values(holder):
-        seen_ids.add(id(holder))
-        yield from _walk_arguments(value, source_path + step, seen_ids, depth_left - 1)
+def _numbered(args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    return [(f"args[{position}]", argument) for position, argument in enumerate(args)]
+
+
+def _modules_behind(
+    starts: Iterable[tuple[str, Any]],
+    steps_from: Callable[[str, Any], Iterator[tuple[str, Any]]],
+) -> list[tuple[str, nn.Module]]:
+    """The modules that steps lead to, each by the path of fewest steps."""
+    unvisited = deque(starts)
+    found_modules: dict[int, tuple[str, nn.Module]] = {}
+    # Kept, so that no other object gets the id of one that was seen.
+    seen_objects: dict[int, Any] = {}
+    while unvisited and len(seen_objects) < _MAX_VISITS:
+        source_path, holder = unvisited.popleft()
+        if id(holder) in seen_objects or type(holder) in WEAK_TYPES:
+            continue
+        if isinstance(holder, _OPAQUE_TYPES) or _is_plain_data(holder):
+            continue
+        seen_objects[id(holder)] = holder
+        if isinstance(holder, nn.Module):
+            found_modules[id(holder)] = (source_path, holder)
+        else:
+            unvisited.extend(steps_from(source_path, holder))
+    return list(found_modules.values())
 
 
 def _is_plain_data(holder: Any) -> bool:
@@ -66,17 +74,20 @@ def _is_plain_data(holder: Any) -> bool:
     return is_long and isinstance(holder[0], (int, float, complex, str, bytes))
 
 
-def _held_values(holder: Any) -> Iterator[tuple[str, Any]]:
+def _held_values(source_path: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    """What is in a container or dataclass."""
     if isinstance(holder, Mapping):
-        yield from ((f"[{step!r}]", value) for step, value in holder.items())
+        yield from ((f"{source_path}[{step!r}]", value) for step, value in holder.items())
     elif isinstance(holder, (list, tuple)):
-        yield from ((f"[{position}]", value) for position, value in enumerate(holder))
+        yield from ((f"{source_path}[{position}]", value) for position, value in enumerate(holder))
     elif isinstance(holder, (set, frozenset)):
-        yield from ((f".element{position}", value) for position, value in enumerate(holder))
+        yield from (
+            (f"{source_path}.element{position}", value) for position, value in enumerate(holder)
+        )
     elif dataclasses.is_dataclass(holder) and not isinstance(holder, type):
         for field in dataclasses.fields(holder):
             if hasattr(holder, field.name):
-                yield f".{field.name}", getattr(holder, field.name)
+                yield f"{source_path}.{field.name}", getattr(holder, field.name)
 
 
 def outermost_modules(
@@ -107,22 +118,7 @@ def reached_modules(
     workers import these themselves.
     """
     variable_name = getattr(function, "__name__", type(function).__name__)
-    unvisited: deque[tuple[str, Any]] = deque([(variable_name, function)])
-    unvisited.extend((f"args[{position}]", argument) for position, argument in enumerate(args))
-    found_modules: dict[int, tuple[str, nn.Module]] = {}
-    seen_ids: set[int] = set()
-    while unvisited and len(seen_ids) < _MAX_VISITS:
-        source_path, holder = unvisited.popleft()
-        if id(holder) in seen_ids or type(holder) in WEAK_TYPES:
-            continue
-        if isinstance(holder, _OPAQUE_TYPES) or _is_plain_data(holder):
-            continue
-        seen_ids.add(id(holder))
-        if isinstance(holder, nn.Module):
-            found_modules[id(holder)] = (source_path, holder)
-        else:
-            unvisited.extend(_reached_from(source_path, holder))
-    return list(found_modules.values())
+    return _modules_behind([(variable_name, function), *_numbered(args)], _reached_from)
 
 
 def _reached_from(source_path: str, holder: Any) -> Iterator[tuple[str, Any]]:
@@ -150,9 +146,7 @@ def _reached_from(source_path: str, holder: Any) -> Iterator[tuple[str, Any]]:
                 for variable_name, class_member in vars(holder).items()
             )
     elif not isinstance(holder, types.ModuleType):
-        yield from (
-            (source_path + path_step, held_value) for path_step, held_value in _held_values(holder)
-        )
+        yield from _held_values(source_path, holder)
         # The class too: a method of it may read a global module.
         if type(holder).__module__ != "builtins":
             yield type(holder).__name__, type(holder)
