@@ -10,7 +10,7 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,13 @@ _MAP_NORESERVE = 0x4000
 _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
 
 _PAGE_ENTRIES_READ = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
+_WORD_BYTES = 8
+_CLOSELY_COMPARED_BYTES = 1 << 26
+"""Of so much, every page is looked at; of more, one page of each block first."""
+_BLOCK_PAGES = 64  # looking at one page in 64 costs a hundredth of copying all
+_COMPARED_BYTES = 1 << 20  # compared at a time: small enough to stay in the cache
+
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @functools.cache
@@ -117,7 +124,7 @@ class Mapping:
             "version": 3,
         }
 
-    def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def bytes(self) -> _Bytes:
         """All bytes as a writable uint8 array of shape `[nbytes]` that keeps the mapping alive."""
         # NumPy's array refers to this object, so it keeps the mapping alive.
         return np.asarray(self)
@@ -275,6 +282,80 @@ def ranges_without(
 def total_bytes(byte_ranges: Iterable[ByteRange]) -> int:
     """Bytes in all ranges together."""
     return sum(end_byte - first_byte for first_byte, end_byte in byte_ranges)
+
+
+# ------------------------------------------------------------------------- equal pages
+
+
+def changed_ranges(
+    mapping: Mapping,
+    file_descriptor: int,
+    written_ranges: Sequence[ByteRange],
+) -> list[ByteRange]:
+    """What of the written pages differs from the arena: a page may be written with equal values."""
+    is_small = total_bytes(written_ranges) <= _CLOSELY_COMPARED_BYTES
+    block_bytes = PAGE_BYTES if is_small else PAGE_BYTES * _BLOCK_PAGES
+    # A mapping of its own, because the worker's shows the worker's pages. Private, because the file
+    # may be a checkpoint that is open for reading only; nothing is written through it.
+    file_bytes = Mapping(file_descriptor, mapping.nbytes, is_private=True).bytes()
+    own_bytes = mapping.bytes()
+    kept_ranges: list[ByteRange] = []
+    for first_byte, end_byte in written_ranges:
+        equal_blocks = np.flatnonzero(
+            _first_words(own_bytes, first_byte, end_byte, block_bytes)
+            == _first_words(file_bytes, first_byte, end_byte, block_bytes)
+        )
+        equal_spans = (
+            (block_start, min(block_start + block_bytes, end_byte))
+            for block_start in (first_byte + equal_blocks * block_bytes).tolist()
+        )
+        equal_pages = equal_runs(own_bytes, file_bytes, merge_ranges(equal_spans))
+        kept_ranges += ranges_without([(first_byte, end_byte)], equal_pages)
+    return kept_ranges
+
+
+def _first_words(
+    some_bytes: _Bytes, first_byte: int, end_byte: int, block_bytes: int
+) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """The first 8 bytes of each block, zeros after the end; shape `[blocks]`."""
+    num_blocks = -(-(end_byte - first_byte) // block_bytes)
+    whole_blocks = (end_byte - first_byte) // block_bytes
+    words = np.zeros(num_blocks, np.uint64)
+    whole_end = first_byte + whole_blocks * block_bytes
+    words[:whole_blocks] = some_bytes[first_byte:whole_end].view(np.uint64)[
+        :: block_bytes // _WORD_BYTES
+    ]
+    last_bytes = some_bytes[whole_end:end_byte][:_WORD_BYTES]
+    words[whole_blocks:].view(np.uint8)[: last_bytes.size] = last_bytes
+    return words
+
+
+def equal_runs(
+    own_bytes: _Bytes,
+    notebook_bytes: _Bytes,
+    page_spans: Sequence[ByteRange],
+) -> Iterator[ByteRange]:
+    """The runs of whole pages in these spans that are the same in both."""
+    for span_start, span_end in page_spans:
+        for first_byte in range(span_start, span_end, _COMPARED_BYTES):
+            end_byte = min(first_byte + _COMPARED_BYTES, span_end)
+            if np.array_equal(
+                # Compared as 8-byte words: NumPy's array of results is an eighth as long then.
+                _as_words(own_bytes[first_byte:end_byte]),
+                _as_words(notebook_bytes[first_byte:end_byte]),
+            ):
+                yield first_byte, end_byte
+                continue
+            for low_byte in range(first_byte, end_byte, PAGE_BYTES):
+                high_byte = min(low_byte + PAGE_BYTES, end_byte)
+                if np.array_equal(
+                    own_bytes[low_byte:high_byte], notebook_bytes[low_byte:high_byte]
+                ):
+                    yield low_byte, high_byte
+
+
+def _as_words(raw_bytes: _Bytes) -> _Bytes:
+    return raw_bytes.view(np.uint64) if raw_bytes.size % _WORD_BYTES == 0 else raw_bytes
 
 
 def close_all(file_descriptors: Iterable[int]) -> None:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import InternalError
-from nbaccel.transfer import memfd, page_comparison, sharded_tensors, weight_checks, weight_sync
+from nbaccel.transfer import memfd, sharded_tensors, weight_checks, weight_sync
 from nbaccel.transfer.arena import Slot, is_in_arena, named_tensors
 from nbaccel.transfer.namespace_update import Update
 
@@ -71,7 +71,7 @@ class _LocalArena:
         """What of these bytes is here as it is in the notebook."""
         # The private mapping would show this worker's own pages.
         shared_mapping = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=False)
-        return page_comparison.equal_runs(self.mapping.bytes(), shared_mapping.bytes(), spans)
+        return memfd.equal_runs(self.mapping.bytes(), shared_mapping.bytes(), spans)
 
     def train_in_file(self) -> None:
         """Let the mapping show and write a new file from now on."""

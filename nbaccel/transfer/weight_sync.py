@@ -39,7 +39,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.base.units import first_few
-from nbaccel.transfer import memfd, page_comparison, sharded_tensors, weight_checks
+from nbaccel.transfer import memfd, sharded_tensors, weight_checks
 from nbaccel.transfer.arena import PLAIN, Sharing, Slot, is_in_arena, named_tensors
 
 _PART_REMEDY = (
@@ -299,9 +299,7 @@ class WeightWriter:
                 continue
             byte_ranges = written_ranges[key]
             if key in self._arena_files and key not in self._in_staging:
-                byte_ranges = page_comparison.changed_ranges(
-                    mapping, self._arena_files[key], byte_ranges
-                )
+                byte_ranges = memfd.changed_ranges(mapping, self._arena_files[key], byte_ranges)
             settled_ranges = [
                 (slot.start, slot.start + slot.nbytes)
                 for slot_key, slot in settled_slots

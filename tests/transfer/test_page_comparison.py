@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nbaccel.transfer import memfd, page_comparison
-from nbaccel.transfer.memfd import PAGE_BYTES, Mapping
-from nbaccel.transfer.page_comparison import changed_ranges
+from nbaccel.transfer import memfd
+from nbaccel.transfer.memfd import PAGE_BYTES, Mapping, changed_ranges
 
 Files = Callable[[int], int]
 
@@ -55,8 +54,8 @@ def test_what_was_not_written_is_not_looked_at(file_of: Files) -> None:
 def test_of_much_one_page_in_each_block_is_looked_at_first(
     file_of: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_comparison, "_CLOSELY_COMPARED_BYTES", PAGE_BYTES)
-    block = page_comparison._BLOCK_PAGES * PAGE_BYTES
+    monkeypatch.setattr(memfd, "_CLOSELY_COMPARED_BYTES", PAGE_BYTES)
+    block = memfd._BLOCK_PAGES * PAGE_BYTES
     fd = file_of(4 * block)
     mapping = Mapping(fd, 4 * block, is_private=True)
     own = mapping.bytes()
