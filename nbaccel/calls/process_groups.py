@@ -49,7 +49,7 @@ from nbaccel.plan.topology import Topology
 from nbaccel.train import call_check, distributed
 from nbaccel.train.in_sync import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
-from nbaccel.workers import forkable_state, rendezvous
+from nbaccel.workers import fork_safety, rendezvous
 
 __all__ = ["ProcessGroups", "reattach_models"]
 
@@ -244,7 +244,7 @@ def _own_sockets() -> dict[int, int]:
     """Inode → descriptor of every socket of this process."""
     return {
         int(target[8:-1]): file_descriptor
-        for file_descriptor, target in forkable_state.open_descriptors()
+        for file_descriptor, target in fork_safety.open_descriptors()
         if target.startswith("socket:[")
     }
 

@@ -161,7 +161,7 @@ class _Imports:
     def _import_packages(self) -> None:
         from nbaccel.transfer import sharded_tensors
         from nbaccel.workers import messaging
-        from nbaccel.workers.forkable_state import ProcessState
+        from nbaccel.workers.fork_safety import ProcessState
 
         self.left_out = dict(self.request["left_out"])
         failed_names: dict[str, list[str]] = {}
@@ -206,7 +206,7 @@ def _first_error(module_names: Sequence[str]) -> BaseException | None:
 
 def _begin_anew(request: dict[str, Any], channel_fd: int, environment: dict[str, str]) -> NoReturn:
     """Run this program again in this process, which keeps its channel and nothing else."""
-    from nbaccel.workers.forkable_state import open_descriptors
+    from nbaccel.workers.fork_safety import open_descriptors
     from nbaccel.workers.reaping import end_descendants
 
     end_descendants()

@@ -11,7 +11,7 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 from nbaccel import RunConfig, notebook_launcher
-from nbaccel.workers.forkable_state import native_threads
+from nbaccel.workers.fork_safety import native_threads
 
 NUM_RANKS = 2
 SIZE = 700  # rows and columns of matrices that OpenBLAS multiplies with all its threads
