@@ -234,7 +234,7 @@ def _prepare_sharing(
         # Named before pickling: an arena counts even if the pickle does not refer to it.
         pickle_sender.key(shared_arena)
     worker_call = dataclasses.replace(
-        _worker_call(function, args, module_sharing, pickle_sender.keys), changes=package_changes
+        _worker_call(function, args, module_sharing), changes=package_changes
     )
     return (
         worker_call,
@@ -286,15 +286,11 @@ def _inherited_call(
     module_sharing = module_sharing.joined(
         _share_reached(_named_modules(stray_modules, function, args))
     )
-    call_arenas = {
-        f"arena{position}": shared_arena
-        for position, shared_arena in enumerate(module_sharing.arenas())
-    }
+    call_arenas = {shared_arena.key: shared_arena for shared_arena in module_sharing.arenas()}
     for used_arena in call_arenas.values():
         used_arena.sync()
-    arena_keys = {id(shared_arena): arena_key for arena_key, shared_arena in call_arenas.items()}
     worker_call = dataclasses.replace(
-        _worker_call(function, args, module_sharing, arena_keys), arenas=call_arenas
+        _worker_call(function, args, module_sharing), arenas=call_arenas
     )
     return PackedCall(
         call=worker_call,
@@ -310,17 +306,13 @@ def _inherited_call(
 
 
 def _worker_call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    module_sharing: arena.Sharing,
-    keys: dict[int, str],
+    function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
 ) -> worker.WorkerCall:
-    call_modules = zip(
-        weight_sync.module_manifests(module_sharing, keys),
-        (shared_module.module for shared_module in module_sharing.modules),
-        strict=True,
+    call_modules = tuple(
+        (weight_sync.Manifest.of(shared_module.path, shared_module.slots), shared_module.module)
+        for shared_module in module_sharing.modules
     )
-    return worker.WorkerCall(function=function, args=args, modules=tuple(call_modules))
+    return worker.WorkerCall(function=function, args=args, modules=call_modules)
 
 
 def judge_fork() -> None:

@@ -238,10 +238,7 @@ class ModuleRecord:
 
     def manifest(self) -> weight_sync.Manifest:
         """What a worker must know to write its weights back."""
-        return weight_sync.Manifest(
-            path=self.path,
-            slots=tuple((owner_arena.key, slot) for owner_arena, slot in self._slots),
-        )
+        return weight_sync.Manifest.of(self.path, self._slots)
 
     def arenas(self) -> dict[str, arena.Arena]:
         """The arenas that it lies in, by key."""

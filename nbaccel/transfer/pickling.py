@@ -56,8 +56,6 @@ class TooCostly(Exception):
 class Sender:
     """What a pickling process knows about shared memory, and what it found while pickling."""
 
-    keys: dict[int, str]
-    """id of an arena → its key in the receiver's table."""
     stand_ins: dict[int, tuple[arena.Arena, int]]
     """Device address of a storage → where its host copy lies."""
     sources: dict[str, list[str]]
@@ -72,13 +70,12 @@ class Sender:
     @classmethod
     def create(cls, stand_ins: dict[int, tuple[arena.Arena, int]] | None = None) -> Sender:
         """A sender that has found nothing yet."""
-        return cls(keys={}, stand_ins=stand_ins or {}, sources={}, arenas={})
+        return cls(stand_ins=stand_ins or {}, sources={}, arenas={})
 
     def key(self, tensor_arena: arena.Arena) -> str:
         """Name an arena for the receiver."""
-        arena_key = self.keys.setdefault(id(tensor_arena), tensor_arena.key)
-        self.arenas[arena_key] = tensor_arena
-        return arena_key
+        self.arenas[tensor_arena.key] = tensor_arena
+        return tensor_arena.key
 
 
 def pack(

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.base.units import first_few
 from nbaccel.transfer import memfd, sharded_tensors, weight_checks
-from nbaccel.transfer.arena import PLAIN, Sharing, Slot, is_in_arena, named_tensors
+from nbaccel.transfer.arena import PLAIN, Arena, Slot, is_in_arena, named_tensors
 
 _PART_REMEDY = (
     "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
@@ -61,6 +61,11 @@ class Manifest:
     slots: tuple[tuple[str, Slot], ...]
     """Key of the arena, and where in it the tensor lies."""
 
+    @classmethod
+    def of(cls, path: str, slots: Iterable[tuple[Arena, Slot]]) -> Manifest:
+        """Describe a module for a worker."""
+        return cls(path=path, slots=tuple((arena.key, slot) for arena, slot in slots))
+
 
 @dataclass(kw_only=True)
 class WeightReport:
@@ -78,19 +83,6 @@ class WeightReport:
     """Path of a module that is written back with a change → what is different."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Path of a module that this rank has trained → digest of its parameters."""
-
-
-def module_manifests(
-    module_sharing: Sharing, arena_keys: Mapping[int, str]
-) -> tuple[Manifest, ...]:
-    """Describe the shared modules for a worker, with arenas named by their keys."""
-    return tuple(
-        Manifest(
-            path=module.path,
-            slots=tuple((arena_keys[id(arena)], slot) for arena, slot in module.slots),
-        )
-        for module in module_sharing.modules
-    )
 
 
 # ------------------------------------------------------------------------- training in place

@@ -275,16 +275,15 @@ def _rehearse_transfer() -> None:
     sample_sharing = arena.share_modules([("model", sample_model)])
     sample_sender = pickling.Sender.create()
     (sample_arena,) = sample_sharing.arenas()
-    arena_key = sample_sender.key(sample_arena)
     packed_object, file_descriptor = pickling.pack(
-        (sample_model, weight_sync.module_manifests(sample_sharing, sample_sender.keys)),
+        (sample_model, weight_sync.Manifest.of("model", sample_sharing.modules[0].slots)),
         sample_sender,
     )
     sample_mappings = {
-        arena_key: memfd.Mapping(sample_arena.fd, sample_arena.nbytes, is_private=True)
+        sample_arena.key: memfd.Mapping(sample_arena.fd, sample_arena.nbytes, is_private=True)
     }
     with memfd.closing_files(file_descriptor):
-        received_copy, (sample_manifest,) = pickling.unpack(
+        received_copy, sample_manifest = pickling.unpack(
             packed_object, file_descriptor, sample_mappings
         )
     weight_sync.WeightWriter(

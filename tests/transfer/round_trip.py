@@ -44,8 +44,9 @@ class Trip:
         sender = pickling.Sender.create(self.sharing.stand_ins)
         for found in self.sharing.arenas():
             sender.key(found)
-        manifests = weight_sync.module_manifests(self.sharing, sender.keys)
-        modules = tuple(zip(manifests, (m.module for m in self.sharing.modules), strict=True))
+        modules = tuple(
+            (weight_sync.Manifest.of(m.path, m.slots), m.module) for m in self.sharing.modules
+        )
         self.payload, self.fd = pickling.pack((args, modules), sender)
         self.arenas = dict(sender.arenas)
         self.weight_receiver = WeightReceiver(self.sharing, self.arenas)
