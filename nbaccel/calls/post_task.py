@@ -8,6 +8,7 @@ WriteWeights ─► every rank writes its part into staging files ─► Staged
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
@@ -175,19 +176,8 @@ def staged(
 ) -> Iterator[WeightReceiver]:
     """Staging files for these arenas, as long as the block lasts."""
     sharing_parts = [module_record.sharing for module_record in module_records]
-    joined_sharing = arena.Sharing(
-        modules=tuple(
-            shared_module
-            for part_sharing in sharing_parts
-            for shared_module in part_sharing.modules
-        ),
-        stand_ins={
-            device_address: staging_place
-            for part_sharing in sharing_parts
-            for device_address, staging_place in part_sharing.stand_ins.items()
-        },
-    )
-    weight_receiver = WeightReceiver(joined_sharing, shared_arenas)
+    sharing = functools.reduce(arena.Sharing.joined, sharing_parts, arena.Sharing())
+    weight_receiver = WeightReceiver(sharing, shared_arenas)
     try:
         yield weight_receiver
     finally:
