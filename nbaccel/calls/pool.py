@@ -25,11 +25,10 @@ from nbaccel.calls import message_texts, outcome, pool_messages
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
 from nbaccel.calls.group import Group
-from nbaccel.calls.outcome import CallOutcome
+from nbaccel.calls.outcome import CallOutcome, CallResult
 from nbaccel.calls.packing import pack_for_running_workers
 from nbaccel.calls.pool_planning import PoolState, plan_pool, ranks_of
 from nbaccel.calls.post_task import PostTask
-from nbaccel.calls.supervisor import CallResult
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
 from nbaccel.config.mistakes import shown
