@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import frames
@@ -19,18 +18,7 @@ if TYPE_CHECKING:
     from nbaccel.calls.worker_shell import WorkerShell
 
 
-__all__ = ["Completions", "make_shell"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completions:
-    """What could stand in the code from `start` to `end`."""
-
-    matches: tuple[str, ...]
-    start: int
-    end: int
-    types: tuple[str, ...]
-    """Of each match: `function`, `instance`, …; empty where IPython cannot tell."""
+__all__ = ["make_shell"]
 
 
 def make_shell(send_message: Callable[[Any], None], *, rank: int) -> WorkerShell:

@@ -45,7 +45,6 @@ from nbaccel.workers import requirements, worker_output, working_folder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.calls.cell_running import Completions
 
 __all__ = ["CellResult", "Pool"]
 
@@ -355,7 +354,7 @@ class Pool:
             self._ready()
             return self._fetch(names, asked_ranks, single_values=ranks is not None)
 
-    def complete(self, code: str, cursor: int) -> Completions | None:
+    def complete(self, code: str, cursor: int) -> pool_messages.Completions | None:
         """Completions from rank 0's namespace; None if the pool is not idle."""
         return self._ask(pool_messages.Complete(code=code, cursor=cursor))  # type: ignore[no-any-return]
 

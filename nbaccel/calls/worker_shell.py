@@ -34,8 +34,8 @@ from traitlets.config import Config
 
 from nbaccel.base import ipython_private
 from nbaccel.base.errors import InputRefused, UserMistake
-from nbaccel.calls.cell_running import Completions
 from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_messages import Completions
 from nbaccel.workers.worker_output import without_widgets
 
 __all__ = ["WorkerShell"]
