@@ -47,7 +47,7 @@ PARTS = {
     "names are compared": (("nbaccel.transfer.namespace_sync", "NamespaceSync.prepare"),),
     "the task is pickled": (("nbaccel.workers.messaging", "pack_message"),),
     "ranks' output is read to its end": (
-        ("nbaccel.calls.listening", "WorkerListener.drain_output"),
+        ("nbaccel.calls.supervisor", "Supervisor.drain_output"),
         ("nbaccel.output.console", "Console.close"),
     ),
     "the result is shown": (("nbaccel.output.publish", "show_results"),),

@@ -50,7 +50,11 @@ _NOT_LOOKED_AT = frozenset(
     | {"debugpy", "nbaccel", "cloudpickle", "dill", "pytest", "pluggy", "hypothesis", "coverage"}
     | {"_pytest", "sympy", "mpmath", "pynvml", "torchgen"}
 )
-_TORCHS_OWN = "torch._"  # a third of all attributes of a notebook, and nobody's to change
+# Half of all attributes of a notebook, and nobody's to change.
+_INNER_MODULES = (
+    *("torch._", "numpy._"),
+    *("torch.ao.", "torch.fx.", "torch.package.", "torch.return_types"),
+)
 _TENSOR_TYPE = type(torch.FloatTensor)  # of 50 classes with the same hundreds of methods
 _LONGEST_TABLE = 4096
 _AT_ONCE = 32
@@ -135,7 +139,7 @@ class _PackageScan:
         for name in self._packages:
             module = sys.modules.get(name)
             is_left_out = name.partition(".")[0] in _NOT_LOOKED_AT
-            if module is None or is_left_out or name.startswith(_TORCHS_OWN):
+            if module is None or is_left_out or name.startswith(_INNER_MODULES):
                 continue
             place = places.get(name)
             if place is None or place.owner is not module:

@@ -18,8 +18,9 @@ from nbaccel.base.errors import LaunchInterrupted, StartupFailed
 from nbaccel.calls import outcome
 from nbaccel.calls.launch_hosts import LaunchHosts
 from nbaccel.calls.message_texts import CellDashboardUpdater, RankStatus, rank_status
+from nbaccel.calls.outcome import CallResult
 from nbaccel.calls.packing import judge_fork
-from nbaccel.calls.supervisor import CallResult, RankTasks, Supervisor
+from nbaccel.calls.supervisor import RankTasks, Supervisor
 from nbaccel.output import publish
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.console import Console

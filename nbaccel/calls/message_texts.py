@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import cast
 
 from nbaccel.base.units import count_noun, first_few, format_bytes, format_seconds, number_ranges
+from nbaccel.calls.outcome import CallResult
 from nbaccel.calls.pool_planning import PoolState, WorkerState
-from nbaccel.calls.supervisor import CallResult, Supervisor
+from nbaccel.calls.supervisor import Supervisor
 from nbaccel.config.mistakes import closest
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.dashboard.board import RankStatus

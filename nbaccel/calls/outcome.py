@@ -1,4 +1,4 @@
-"""The end of a launch: results, or one exception that explains what went wrong."""
+"""How a call ended, and what is made of it: results, or one exception that explains it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 import itertools
 import textwrap
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from nbaccel.base import frames
@@ -21,7 +21,7 @@ from nbaccel.base.errors import (
 )
 from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import count_noun, format_seconds
-from nbaccel.calls.supervisor import CallResult
+from nbaccel.calls import pool_messages
 from nbaccel.output import publish
 from nbaccel.output.report.collecting import ObservedRun, report_of
 from nbaccel.plan import Plan
@@ -31,7 +31,75 @@ from nbaccel.workers import failure, library_texts
 from nbaccel.workers.portable_exception import PortableException
 from nbaccel.workers.worker_handle import WorkerHandle
 
-__all__ = ["CallOutcome", "conclude_call", "stopped_error"]
+__all__ = ["CallOutcome", "CallResult", "conclude_call", "stopped_error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallResult:
+    """How a call ended."""
+
+    members: tuple[WorkerHandle, ...]
+    """The workers that had it, by rank, with what each has returned, raised or died of."""
+    tails: dict[int, list[str]] = field(repr=False)
+    """The last lines that each rank printed."""
+    library_messages: list[str] = field(repr=False)
+    """What libraries have printed that is folded away as long as all is well."""
+    interrupted: bool
+    """The user has stopped it."""
+    timed_out: bool
+    stuck: tuple[WorkerHandle, ...]
+    """Workers that never sent a message."""
+    observed: ObservedRun | None = field(default=None, repr=False)
+    """What was seen of it; None for one that is not shown."""
+    idle: Mapping[int, pool_messages.Idle]
+    """The last message of each rank of a pool that has finished."""
+    lost: tuple[int, ...]
+    """Ranks of a pool that have ended."""
+    lost_because: str
+    """Why all were lost at once, if it was that."""
+    staged: Mapping[int, pool_messages.Staged]
+    """What ranks have written into staging files."""
+    whole_files: dict[str, int] = field(repr=False)
+    """Descriptors of the ranks' own files that hold whole arenas, by key of the arena."""
+    was_cut: bool
+    """Whether a rank was cut off in a collective."""
+    is_of_all: bool
+    """Whether all workers had it."""
+
+    @property
+    def went_well(self) -> bool:
+        """Whether every rank completed it."""
+        return not self.interrupted and all(member.returned is not None for member in self.members)
+
+    @property
+    def shown(self) -> dict[int, Any]:
+        """What the task gives the user to see, by rank."""
+        return {rank: answer.shown for rank, answer in self.idle.items()}
+
+    def take_files(self) -> list[int]:
+        """The descriptors of `whole_files`; they are the caller's to close."""
+        file_descriptors = list(self.whole_files.values())
+        self.whole_files.clear()
+        return file_descriptors
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether process groups cannot be used any longer.
+
+        A rank was cut off in one of their collectives, or their ranks have begun different numbers
+        of them: the next one would meet the wrong partner.
+        """
+        collective_counts: dict[str, set[int]] = {}
+        for name, collective_count in (
+            entry for answer in self.idle.values() for entry in answer.sequence
+        ):
+            # By name, because not all ranks need be in a group: absent ranks are no difference.
+            collective_counts.setdefault(name, set()).add(collective_count)
+        in_groups = {answer.in_groups for answer in self.idle.values()}
+        differing_groups = len(in_groups) > 1 or any(
+            len(counts) > 1 for counts in collective_counts.values()
+        )
+        return self.was_cut or (self.is_of_all and differing_groups)
 
 
 _LATEST_FAILURE: list[failure.FailureRecord] = []

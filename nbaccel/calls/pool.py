@@ -25,11 +25,10 @@ from nbaccel.calls import message_texts, outcome, pool_messages
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
 from nbaccel.calls.group import Group
-from nbaccel.calls.outcome import CallOutcome
+from nbaccel.calls.outcome import CallOutcome, CallResult
 from nbaccel.calls.packing import pack_for_running_workers
 from nbaccel.calls.pool_planning import PoolState, plan_pool, ranks_of
 from nbaccel.calls.post_task import PostTask
-from nbaccel.calls.supervisor import CallResult
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
 from nbaccel.config.mistakes import shown
@@ -46,7 +45,6 @@ from nbaccel.workers import requirements, worker_output, working_folder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from nbaccel.calls.cell_running import Completions
 
 __all__ = ["CellResult", "Pool"]
 
@@ -356,7 +354,7 @@ class Pool:
             self._ready()
             return self._fetch(names, asked_ranks, single_values=ranks is not None)
 
-    def complete(self, code: str, cursor: int) -> Completions | None:
+    def complete(self, code: str, cursor: int) -> pool_messages.Completions | None:
         """Completions from rank 0's namespace; None if the pool is not idle."""
         return self._ask(pool_messages.Complete(code=code, cursor=cursor))  # type: ignore[no-any-return]
 

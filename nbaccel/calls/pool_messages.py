@@ -21,6 +21,7 @@ __all__ = [
     "BindNames",
     "CloseGroups",
     "Complete",
+    "Completions",
     "GroupWanted",
     "Idle",
     "Inspect",
@@ -147,6 +148,17 @@ class Inspect:
 
 
 # ---- worker → notebook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """What could stand in the code from `start` to `end`."""
+
+    matches: tuple[str, ...]
+    start: int
+    end: int
+    types: tuple[str, ...]
+    """Of each match: `function`, `instance`, …; empty where IPython cannot tell."""
 
 
 @dataclass(frozen=True, kw_only=True)

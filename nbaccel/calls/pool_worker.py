@@ -27,7 +27,7 @@ from nbaccel.base.errors import UnsafeMoment
 from nbaccel.base.frames import Frame
 from nbaccel.base.units import count_noun
 from nbaccel.calls import pool_messages
-from nbaccel.calls.cell_running import CellShell
+from nbaccel.calls.cell_running import make_shell
 from nbaccel.calls.process_groups import ProcessGroups
 from nbaccel.transfer import memfd
 from nbaccel.transfer.worker_namespace import Namespace
@@ -83,7 +83,7 @@ class _CellWorker:
         own_place = self._worker_context.place
         self._groups = ProcessGroups(own_place, notebook_channel.send)
         self._groups.watch()
-        self._shell = CellShell.create(notebook_channel.send, rank=own_place.rank)
+        self._shell = make_shell(notebook_channel.send, rank=own_place.rank)
         self._names_at_start = frozenset(self._shell.user_ns)
         self._names = Namespace(
             self._shell.user_ns,
@@ -218,10 +218,10 @@ class _CellWorker:
         self._groups.close(task.generation, task.reason)
 
     def _complete(self, task: pool_messages.Complete, file_descriptors: list[int]) -> Any:
-        return self._shell.complete(task.code, task.cursor)
+        return self._shell.completions_at(task.code, task.cursor)
 
     def _inspect(self, task: pool_messages.Inspect, file_descriptors: list[int]) -> Any:
-        return self._shell.inspect(task.name, task.detail)
+        return self._shell.describe(task.name, task.detail)
 
     def _explained(self, error: BaseException) -> BaseException:
         """The error, explained if it comes from an object that holds a group that was left."""

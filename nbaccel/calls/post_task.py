@@ -15,7 +15,7 @@ from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.calls import message_texts, outcome, pool_messages
 from nbaccel.calls.group import Group
-from nbaccel.calls.supervisor import CallResult
+from nbaccel.calls.outcome import CallResult
 from nbaccel.transfer import arena
 from nbaccel.transfer.module_registry import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync

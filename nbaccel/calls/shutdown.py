@@ -1,4 +1,4 @@
-"""Making workers give up their call, by steps of growing force, each with a time limit.
+"""Making workers give up their call, by steps of growing force, and letting them exit.
 
                      launch (workers end)            pool (workers stay)
     ask where it is  stack, by signal                AskWhereabouts, to its second thread
@@ -11,6 +11,13 @@
 
 A worker that cannot be killed hangs in a driver. The notebook must not hang with it, so the last
 wait is bounded too.
+
+[Note: exit barrier] A rank that exits closes its connections. If it does so too early, it breaks a
+peer that is still connecting to it (`init_process_group` returns on one rank before it does on the
+other). If it does so too late, a peer that waits for it in a collective waits for ever instead of
+learning that it is gone. So a launch's rank that has returned stays until all have; and if that
+takes long, until no other is seen setting up a group. Then it exits, and a peer that still depends
+on it fails at once, with its name.
 """
 
 from __future__ import annotations
@@ -21,10 +28,20 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nbaccel.base.torch_private import CREATES_GROUP
 from nbaccel.workers import time_limits as limits
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
-__all__ = ["AFTER_LOSS", "END_WORKERS", "KEEP_WORKERS", "ShutdownLadder", "ShutdownPolicy"]
+__all__ = [
+    "AFTER_LOSS",
+    "END_WORKERS",
+    "KEEP_WORKERS",
+    "ExitBarrier",
+    "ShutdownLadder",
+    "ShutdownPolicy",
+]
+
+_CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init_device_mesh"}
 
 
 class ShutdownStep(enum.Enum):
@@ -251,3 +268,89 @@ def _begun(
     member: WorkerHandle, steps: Sequence[tuple[ShutdownStep, float]], current_time: float
 ) -> _ShutdownCourse:
     return _ShutdownCourse(member=member, left=deque(steps), until=current_time)
+
+
+class ExitBarrier:
+    """Lets workers that have returned exit, at the right time. See [Note: exit barrier]."""
+
+    def __init__(self, members: Sequence[WorkerHandle]) -> None:
+        self._members = members
+        self._next_poll: float | None = None
+        """When ranks at work are looked at; None if no rank waits to leave."""
+        self._are_asked = False
+        self._released_at: float | None = None
+        self._released: set[int] = set()
+
+    def note_return(self) -> None:
+        """A worker has returned."""
+        if self._next_poll is None:
+            self._next_poll = time.monotonic() + limits.EXIT_RECHECK_S
+
+    def due(self) -> float | None:
+        """When something is to be done (CLOCK_MONOTONIC); None if there is nothing to decide."""
+        if self._at_work():
+            return self._next_poll
+        if self._waiting():
+            # No rank is at work any more: those that wait may leave at once.
+            return 0.0
+        return None if self._released_at is None else self._released_at + limits.EXIT_S
+
+    def is_overdue(self) -> bool:
+        """Whether workers that may leave and have not must be ended; not while one is at work.
+
+        They have handed over all they had. One that does not leave (stopped by a signal, or stuck
+        in a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
+        """
+        if self._released_at is None or self._waiting() or self._at_work():
+            return False
+        return time.monotonic() >= self._released_at + limits.EXIT_S
+
+    def advance(self) -> None:
+        """Do what is due."""
+        current_time = time.monotonic()
+        due_time = self.due()
+        if due_time is None or current_time < due_time:
+            return
+        busy_members = self._at_work()
+        if not busy_members:
+            self.release(self._waiting())
+        elif not self._are_asked:
+            for member in busy_members:
+                # Or the old dump would be taken for the answer.
+                member.forget_stack()
+                member.ask_stack()
+            self._are_asked = True
+            self._next_poll = current_time + limits.ANSWER_S
+        else:
+            self._are_asked = False
+            self._next_poll = current_time + limits.EXIT_RECHECK_S
+            # A rank that sets up a group may still need the connections of one that has returned.
+            waiting_members = self._waiting()
+            if waiting_members and not any(map(_sets_up, busy_members)):
+                self.release(waiting_members)
+
+    def _at_work(self) -> list[WorkerHandle]:
+        return [member for member in self._members if member.is_busy]
+
+    def _waiting(self) -> list[WorkerHandle]:
+        """Workers that have returned and may not leave yet."""
+        return [
+            member
+            for member in self._members
+            if member.state is HandleState.RETURNED and member.rank not in self._released
+        ]
+
+    def release(self, members: Iterable[WorkerHandle]) -> None:
+        """Let workers that have returned exit."""
+        self._next_poll = None
+        self._released_at = self._released_at or time.monotonic()
+        for member in members:
+            self._released.add(member.rank)
+            member.let_exit()
+
+
+def _sets_up(member: WorkerHandle) -> bool:
+    """Whether it sets up a process group, or itself."""
+    return member.state is not HandleState.RUNNING or any(
+        stack_frame.function in _CONNECTING_FUNCTIONS for stack_frame in member.stack
+    )

@@ -1,119 +1,57 @@
-"""Watching workers during one call until it is over: which events there are, and what follows.
+"""Watching workers during one call until it is over: one `select` over all that can happen.
 
-    launch   workers that make one call and leave; the call is over when all have ended
-    pool     workers that stay; it is over when all that had it are idle again, or a worker is lost
+    pipes ─────► Console ─────► the cell
+    channels ──► messages ────► how far each rank is; metrics go to the panel
+    sentinels ─► exits
+    wake pipe ─► an interrupt of the notebook, or a click on Stop
 
-The loop itself, one `select` over everything, is `listening`'s; how workers are made to give up is
-`shutdown`'s. Finding out when something is due and doing it are two steps: finding out
-changes nothing.
+A launch's workers make one call and leave: it is over when all have ended. A pool's stay: it is
+over when all that had the task are idle again, or when a worker is lost.
 
-[Note: exit barrier] A rank that exits closes its connections. If it does so too early, it breaks a
-peer that is still connecting to it (`init_process_group` returns on one rank before it does on the
-other). If it does so too late, a peer that waits for it in a collective waits for ever instead of
-learning that it is gone. So a launch's rank that has returned stays until all have; and if that
-takes long, until no other is seen setting up a group. Then it exits, and a peer that still depends
-on it fails at once, with its name.
+Nothing is polled and no thread is started. How workers are made to give up is `shutdown`'s. Finding
+out when something is due and doing it are two steps: finding out changes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import selectors
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.base import process_death
-from nbaccel.base.torch_private import CREATES_GROUP
 from nbaccel.calls import pool_messages
 from nbaccel.calls.collective_watch import CollectiveWatch
-from nbaccel.calls.listening import WorkerListener
-from nbaccel.calls.shutdown import AFTER_LOSS, END_WORKERS, KEEP_WORKERS, ShutdownLadder
+from nbaccel.calls.outcome import CallResult
+from nbaccel.calls.shutdown import (
+    AFTER_LOSS,
+    END_WORKERS,
+    KEEP_WORKERS,
+    ExitBarrier,
+    ShutdownLadder,
+)
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
 from nbaccel.output.report.collecting import ObservedRun
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, time_limits
+from nbaccel.workers import messaging, template_starter, time_limits
 from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
-__all__ = ["CallResult", "RankTasks", "Supervisor"]
+__all__ = ["RankTasks", "Supervisor"]
 
 RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
 """Rank → a task's body, and the descriptors to send along."""
 
-_CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init_device_mesh"}
+_READ_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle._enlarge`
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallResult:
-    """How a call ended."""
-
-    members: tuple[WorkerHandle, ...]
-    """The workers that had it, by rank, with what each has returned, raised or died of."""
-    tails: dict[int, list[str]] = field(repr=False)
-    """The last lines that each rank printed."""
-    library_messages: list[str] = field(repr=False)
-    """What libraries have printed that is folded away as long as all is well."""
-    interrupted: bool
-    """The user has stopped it."""
-    timed_out: bool
-    stuck: tuple[WorkerHandle, ...]
-    """Workers that never sent a message."""
-    observed: ObservedRun | None = field(default=None, repr=False)
-    """What was seen of it; None for one that is not shown."""
-    idle: Mapping[int, pool_messages.Idle]
-    """The last message of each rank of a pool that has finished."""
-    lost: tuple[int, ...]
-    """Ranks of a pool that have ended."""
-    lost_because: str
-    """Why all were lost at once, if it was that."""
-    staged: Mapping[int, pool_messages.Staged]
-    """What ranks have written into staging files."""
-    whole_files: dict[str, int] = field(repr=False)
-    """Descriptors of the ranks' own files that hold whole arenas, by key of the arena."""
-    was_cut: bool
-    """Whether a rank was cut off in a collective."""
-    is_of_all: bool
-    """Whether all workers had it."""
-
-    @property
-    def went_well(self) -> bool:
-        """Whether every rank completed it."""
-        return not self.interrupted and all(member.returned is not None for member in self.members)
-
-    @property
-    def shown(self) -> dict[int, Any]:
-        """What the task gives the user to see, by rank."""
-        return {rank: answer.shown for rank, answer in self.idle.items()}
-
-    def take_files(self) -> list[int]:
-        """The descriptors of `whole_files`; they are the caller's to close."""
-        file_descriptors = list(self.whole_files.values())
-        self.whole_files.clear()
-        return file_descriptors
-
-    @property
-    def out_of_step(self) -> bool:
-        """Whether process groups cannot be used any longer.
-
-        A rank was cut off in one of their collectives, or their ranks have begun different numbers
-        of them: the next one would meet the wrong partner.
-        """
-        collective_counts: dict[str, set[int]] = {}
-        for name, collective_count in (
-            entry for answer in self.idle.values() for entry in answer.sequence
-        ):
-            # By name, because not all ranks need be in a group: absent ranks are no difference.
-            collective_counts.setdefault(name, set()).add(collective_count)
-        in_groups = {answer.in_groups for answer in self.idle.values()}
-        differing_groups = len(in_groups) > 1 or any(
-            len(counts) > 1 for counts in collective_counts.values()
-        )
-        return self.was_cut or (self.is_of_all and differing_groups)
-
-
-class Supervisor(WorkerListener):
+class Supervisor:
     """Watches the workers of a group during one call."""
 
     def __init__(
@@ -127,8 +65,14 @@ class Supervisor(WorkerListener):
         timeout_s: float | None = None,
         make_show: Callable[[], DashboardUpdater] | None = None,
     ) -> None:
-        super().__init__(group.members, console)
+        self.members = list(group.members)
         self._group = group
+        self._console = console
+        self._show: DashboardUpdater | None = None
+        self._selector = selectors.DefaultSelector()
+        self._paused: dict[int, WorkerHandle] = {}
+        """Pipes that are not read just now: the worker waits in its `print`."""
+        self._wake = _WakePipe()
         self._policy = KEEP_WORKERS if group.stays else END_WORKERS
         self._make_show = make_show
         self._tasks = rank_tasks
@@ -177,6 +121,24 @@ class Supervisor(WorkerListener):
         ranks = self._open | self._joining
         return [member for member in self.members if member.rank in ranks and not member.has_ended]
 
+    # ---- from outside
+
+    def interrupt(self) -> None:
+        """Do what interrupting the notebook does; from any thread.
+
+        It has no effect unless this listens just now, so a late click stops nothing else.
+        """
+        self._wake.ring()
+
+    @property
+    def console(self) -> Console:
+        """Where the workers' output goes."""
+        return self._console
+
+    def notice(self, notice_text: str) -> None:
+        """Show a line that is no worker's, after what has been printed so far."""
+        self._console.notice(notice_text)
+
     # ---- watching
 
     def run(self) -> CallResult:
@@ -200,7 +162,7 @@ class Supervisor(WorkerListener):
                 )
         return CallResult(
             members=tuple(self.participants()),
-            tails=self.tails(),
+            tails=self._console.tails(),
             library_messages=self._console.library_messages.lines(),
             interrupted=self._interrupted,
             timed_out=self._timed_out,
@@ -216,21 +178,21 @@ class Supervisor(WorkerListener):
         )
 
     def _listen(self) -> None:
-        with self.listening(self._group.sentinels()):
+        with self._listening(self._group.sentinels()):
             if not self._group.stays:
                 # Some may have died while the others were started.
-                self.on_sentinel()
+                self._on_sentinel()
             while not self._is_over() and self._do_what_is_due():
-                self.receive(self._patience())
+                self._receive(self._patience())
             # What living workers print later belongs to no call.
-            self.drain_readable()
+            self._drain_readable()
             for member in self.members:
                 if not member.has_ended:
                     self._console.close(member.rank)
-            self.show_rest()
+            self._show_rest()
         self._console.show_last()
 
-    def on_caught(self) -> None:
+    def _send_tasks(self) -> None:
         """Send the tasks: the workers are at work while the rest is made ready to hear them."""
         members_by_body: dict[int, list[WorkerHandle]] = {}
         for member in self.members:
@@ -268,7 +230,7 @@ class Supervisor(WorkerListener):
         )
 
     def _start_ladder(self, shutdown_ladder: ShutdownLadder) -> None:
-        self.end_is_near()
+        self._end_is_near()
         self._ladder = shutdown_ladder
 
     def _do_what_is_due(self) -> bool:
@@ -327,9 +289,160 @@ class Supervisor(WorkerListener):
             wait_seconds.append(console_wait)
         return min(wait_seconds, default=None)
 
+    # ---- listening
+
+    @contextlib.contextmanager
+    def _listening(self, sentinels: Sequence[int]) -> Iterator[None]:
+        """Listen within this block, with interrupts caught."""
+        with self._wake.open() as wake_pipe:
+            self._send_tasks()
+            register_input = self._selector.register
+            register_input(wake_pipe, selectors.EVENT_READ, wake_pipe)
+            for file_descriptor in sentinels:
+                register_input(file_descriptor, selectors.EVENT_READ, None)
+            for member in self.members:
+                if member.has_ended:
+                    continue
+                if not member.hung_up:
+                    register_input(member.channel, selectors.EVENT_READ, member)
+                for file_descriptor in member.pipes:
+                    register_input(file_descriptor, selectors.EVENT_READ, member)
+            if self._show is not None:
+                # The display may have a Stop button, which has an effect from here on.
+                self._show.poll(self)
+            try:
+                yield
+            finally:
+                self._selector.close()
+
+    def _receive(self, patience_s: float | None) -> None:
+        """Wait until something happens, at most so long, and let it be decided."""
+        if self._show is not None:
+            due_time = self._show.due_in()
+            patience_s = due_time if patience_s is None else min(patience_s, due_time)
+        for selector_key, _ in self._selector.select(patience_s):
+            if selector_key.data is None:
+                self._on_sentinel()
+            elif not isinstance(selector_key.data, WorkerHandle):
+                # All of it: several presses of Stop within one wait are one interrupt.
+                os.read(selector_key.data, 4096)
+                # A stopped template (SIGSTOP) would not report the ends of its workers.
+                template_starter.go_on()
+                self._on_interrupt()
+            elif selector_key.fileobj is selector_key.data.channel:
+                if not selector_key.data.hung_up:
+                    self._receive_message(selector_key.data)
+            # An exit earlier in this batch may have closed the pipe.
+            elif selector_key.fd in self._selector.get_map():
+                self._read_output(selector_key.data, selector_key.fd)
+        self._console.tick()
+        self._resume()
+        if self._show is not None:
+            self._show.poll(self)
+
+    def _end_is_near(self) -> None:
+        """Stop was pressed, or a worker has failed: do not let output delay that."""
+        self._console.end_is_near()
+        self._resume()
+
+    def _show_rest(self) -> None:
+        """Show the waiting output when all have finished; interrupts are handled meanwhile."""
+        while self._console.is_behind:
+            self._receive(self._console.due_in())
+
+    def _drain(self, member: WorkerHandle) -> None:
+        """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
+        while not member.hung_up and _is_readable(member.channel.fileno()):
+            self._receive_message(member)
+        self._hang_up(member)
+        self.drain_output(member)
+        for file_descriptor in member.pipes:
+            self._forget(file_descriptor)
+
+    def drain_output(self, member: WorkerHandle) -> None:
+        """Read all that the worker has printed so far."""
+        for file_descriptor in tuple(member.pipes):
+            # A thread may print for ever: read no more than a pipe can have held at the start.
+            bytes_left = _PIPE_BYTES
+            while (
+                bytes_left > 0
+                and file_descriptor in member.pipes
+                and self._read_output(member, file_descriptor)
+            ):
+                bytes_left -= _READ_BYTES
+
+    def _drain_readable(self) -> None:
+        """Read all that living workers have printed so far, by one question for all pipes."""
+        # The pipes of members that wait are not in the selector.
+        talking_members = {member.rank: member for member in self._paused.values()}
+        for key, _ in self._selector.select(0):
+            member = key.data
+            if isinstance(member, WorkerHandle) and key.fileobj is not member.channel:
+                talking_members[member.rank] = member
+        for member in talking_members.values():
+            if not member.has_ended:
+                self.drain_output(member)
+
+    def _receive_message(self, member: WorkerHandle) -> None:
+        try:
+            message, file_descriptors = member.channel.receive()
+        except EOFError:
+            self._hang_up(member)
+            return
+        if isinstance(message, (messaging.Display, messaging.ClearOutput)):
+            # What it printed before the display must be shown before it.
+            self.drain_output(member)
+            self._console.feed_display(member.rank, message)
+        elif isinstance(message, messaging.Metrics):
+            if self._show is not None:
+                self._show.receive(member.rank, message)
+        elif isinstance(message, messaging.Leaves):
+            member.note(message)
+        else:
+            self._on_message(member, message, file_descriptors)
+
+    def _read_output(self, member: WorkerHandle, file_descriptor: int) -> bool:
+        """Take in a chunk of output; returns whether there may be more."""
+        try:
+            output_bytes = os.read(file_descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        stream_name = member.pipes[file_descriptor]
+        # End of file: every process that held the writing end has closed it.
+        if not output_bytes:
+            self._forget(file_descriptor)
+            del member.pipes[file_descriptor]
+            os.close(file_descriptor)
+            return False
+        if stream_name == "stack":
+            member.note_stack(output_bytes)
+        else:
+            self._console.feed(member.rank, stream_name, output_bytes)
+            if file_descriptor not in self._paused and self._console.is_full(member.rank):
+                self._forget(file_descriptor)
+                # Unread, the pipe fills up and the worker waits: memory here stays bounded.
+                self._paused[file_descriptor] = member
+        return len(output_bytes) == _READ_BYTES
+
+    def _resume(self) -> None:
+        for file_descriptor, member in tuple(self._paused.items()):
+            if not self._console.is_full(member.rank):
+                del self._paused[file_descriptor]
+                self._selector.register(file_descriptor, selectors.EVENT_READ, member)
+
+    def _forget(self, file_descriptor: int) -> None:
+        """Stop reading this pipe."""
+        if self._paused.pop(file_descriptor, None) is None:
+            self._selector.unregister(file_descriptor)
+
+    def _hang_up(self, member: WorkerHandle) -> None:
+        if not member.hung_up:
+            member.hang_up()
+            self._selector.unregister(member.channel)
+
     # ---- messages
 
-    def on_message(
+    def _on_message(
         self, member: WorkerHandle, worker_message: Any, file_descriptors: list[int]
     ) -> None:
         """A worker has said how far it is."""
@@ -425,7 +538,7 @@ class Supervisor(WorkerListener):
 
     # ---- interrupts and exits
 
-    def on_interrupt(self) -> None:
+    def _on_interrupt(self) -> None:
         """The user has pressed Stop."""
         if self._ladder is not None:
             # Stop was pressed twice, or while a failure is handled, which is still reported.
@@ -434,13 +547,13 @@ class Supervisor(WorkerListener):
         self._interrupted = True
         self._give_up()
 
-    def on_sentinel(self) -> None:
+    def _on_sentinel(self) -> None:
         """Workers may have ended."""
         by_pid = {m.pid: m for m in self.members}
         for exit_status in self._group.collect():
             if (member := by_pid.get(exit_status.pid)) is not None:
                 # Before the end is noted: its last messages say whether it had returned.
-                self.drain(member)
+                self._drain(member)
                 self._console.close(member.rank)
                 if self._ladder is not None:
                     self._ladder.ended(member)
@@ -478,87 +591,48 @@ class Supervisor(WorkerListener):
             self._start_ladder(ShutdownLadder(other_members, AFTER_LOSS))
 
 
-class ExitBarrier:
-    """Lets workers that have returned exit, at the right time. See [Note: exit barrier]."""
+class _WakePipe:
+    """A pipe whose one end is in the `select`: whoever writes to the other one interrupts it."""
 
-    def __init__(self, members: Sequence[WorkerHandle]) -> None:
-        self._members = members
-        self._next_poll: float | None = None
-        """When ranks at work are looked at; None if no rank waits to leave."""
-        self._are_asked = False
-        self._released_at: float | None = None
-        self._released: set[int] = set()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ringer: int | None = None
 
-    def note_return(self) -> None:
-        """A worker has returned."""
-        if self._next_poll is None:
-            self._next_poll = time.monotonic() + time_limits.EXIT_RECHECK_S
+    def ring(self) -> None:
+        """Interrupt the `select`, if there is one."""
+        with self._lock:
+            if self._ringer is not None:
+                os.write(self._ringer, b"i")
 
-    def due(self) -> float | None:
-        """When something is to be done (CLOCK_MONOTONIC); None if there is nothing to decide."""
-        if self._at_work():
-            return self._next_poll
-        if self._waiting():
-            # No rank is at work any more: those that wait may leave at once.
-            return 0.0
-        return None if self._released_at is None else self._released_at + time_limits.EXIT_S
+    @contextlib.contextmanager
+    def open(self) -> Iterator[int]:
+        """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
+        woken_end, waking_end = os.pipe()
+        os.set_blocking(woken_end, False)
+        # A signal handler must never wait, not even for a full pipe.
+        os.set_blocking(waking_end, False)
+        # Only the main thread may set signal handlers.
+        is_main_thread = threading.current_thread() is threading.main_thread()
 
-    def is_overdue(self) -> bool:
-        """Whether workers that may leave and have not must be ended; not while one is at work.
+        def on_interrupt(signal_number: int, current_frame: Any) -> None:
+            # Without the lock: the handler may run while this same thread holds it.
+            os.write(waking_end, b"i")
 
-        They have handed over all they had. One that does not leave (stopped by a signal, or stuck
-        in a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
-        """
-        if self._released_at is None or self._waiting() or self._at_work():
-            return False
-        return time.monotonic() >= self._released_at + time_limits.EXIT_S
-
-    def advance(self) -> None:
-        """Do what is due."""
-        current_time = time.monotonic()
-        due_time = self.due()
-        if due_time is None or current_time < due_time:
-            return
-        busy_members = self._at_work()
-        if not busy_members:
-            self.release(self._waiting())
-        elif not self._are_asked:
-            for member in busy_members:
-                # Or the old dump would be taken for the answer.
-                member.forget_stack()
-                member.ask_stack()
-            self._are_asked = True
-            self._next_poll = current_time + time_limits.ANSWER_S
-        else:
-            self._are_asked = False
-            self._next_poll = current_time + time_limits.EXIT_RECHECK_S
-            # A rank that sets up a group may still need the connections of one that has returned.
-            waiting_members = self._waiting()
-            if waiting_members and not any(map(_sets_up, busy_members)):
-                self.release(waiting_members)
-
-    def _at_work(self) -> list[WorkerHandle]:
-        return [member for member in self._members if member.is_busy]
-
-    def _waiting(self) -> list[WorkerHandle]:
-        """Workers that have returned and may not leave yet."""
-        return [
-            member
-            for member in self._members
-            if member.state is HandleState.RETURNED and member.rank not in self._released
-        ]
-
-    def release(self, members: Iterable[WorkerHandle]) -> None:
-        """Let workers that have returned exit."""
-        self._next_poll = None
-        self._released_at = self._released_at or time.monotonic()
-        for member in members:
-            self._released.add(member.rank)
-            member.let_exit()
+        handler_before = signal.signal(signal.SIGINT, on_interrupt) if is_main_thread else None
+        self._ringer = waking_end
+        try:
+            yield woken_end
+        finally:
+            # Another thread may be about to write to the descriptor, which is closed below.
+            with self._lock:
+                self._ringer = None
+            if is_main_thread:
+                signal.signal(signal.SIGINT, handler_before)
+            os.close(woken_end)
+            os.close(waking_end)
 
 
-def _sets_up(member: WorkerHandle) -> bool:
-    """Whether it sets up a process group, or itself."""
-    return member.state is not HandleState.RUNNING or any(
-        stack_frame.function in _CONNECTING_FUNCTIONS for stack_frame in member.stack
-    )
+def _is_readable(file_descriptor: int) -> bool:
+    with selectors.DefaultSelector() as poll_selector:
+        poll_selector.register(file_descriptor, selectors.EVENT_READ)
+        return bool(poll_selector.select(0))

@@ -35,6 +35,7 @@ from traitlets.config import Config
 from nbaccel.base import ipython_private
 from nbaccel.base.errors import InputRefused, UserMistake
 from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_messages import Completions
 from nbaccel.workers.worker_output import without_widgets
 
 __all__ = ["WorkerShell"]
@@ -363,6 +364,32 @@ class WorkerShell(InteractiveShell):
         cell = str(super().transform_cell(raw_cell))  # type: ignore[no-untyped-call]
         self.compile.learn(raw_cell, cell)
         return cell
+
+    # ---- what is asked of names
+
+    def completions_at(self, code: str, cursor_position: int) -> Completions:
+        """What could stand at the cursor, by what this worker's names are bound to."""
+        with completer.provisionalcompleter():
+            completions = list(
+                completer.rectify_completions(
+                    code, self.Completer.completions(code, cursor_position)
+                )
+            )
+        if not completions:
+            return Completions(matches=(), start=cursor_position, end=cursor_position, types=())
+        return Completions(
+            matches=tuple(completion.text for completion in completions),
+            start=completions[0].start,
+            end=completions[0].end,
+            types=tuple(completion.type or "" for completion in completions),
+        )
+
+    def describe(self, name: str, detail: int) -> dict[str, str] | None:
+        """What `name?` shows, or `name??` for detail 1; None if there is no such thing."""
+        try:
+            return dict(self.object_inspect_mime(name, detail_level=detail))  # type: ignore[no-untyped-call]
+        except KeyError:
+            return None
 
     # ---- errors that IPython shows instead of raising them
 

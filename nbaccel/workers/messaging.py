@@ -319,7 +319,7 @@ class Task:
 class Leave:
     """Exit. Until then a worker that has returned stays.
 
-    See [Note: exit barrier] in `calls.supervisor`.
+    See [Note: exit barrier] in `calls.shutdown`.
     """
 
 

@@ -93,10 +93,10 @@ def filename(count: int) -> str:
 def main() -> None:
     requests, answers = sys.stdin, sys.stdout
     sys.stdin = open(os.devnull)  # noqa: PTH123  (a device)
-    from nbaccel.calls.cell_running import CellShell
+    from nbaccel.calls.cell_running import make_shell
 
     sent: list[Any] = []
-    shell = CellShell.create(sent.append, rank=3)
+    shell = make_shell(sent.append, rank=3)
     for line in requests:
         sent.clear()
         answer = vars(_answer(shell, json.loads(line)))
@@ -146,11 +146,9 @@ def _do(shell: Any, what: str, **how: Any) -> Any:
         finally:
             alarm.join()
     if what == "complete":
-        found = shell.complete(how["code"], len(how["code"]))
+        found = shell.completions_at(how["code"], len(how["code"]))
         return [found.matches, found.start, found.end, found.types]
-    if what == "hidden":
-        return sorted(shell.hidden)
-    return shell.inspect(how["name"], how["detail"])
+    return shell.describe(how["name"], how["detail"])
 
 
 def _fields(message: Any) -> dict[str, Any]:

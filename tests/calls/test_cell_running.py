@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nbaccel.calls.cell_running import CellShell
+from nbaccel.calls.cell_running import make_shell
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.errors import MissingBackend
 from tests.calls.shell_cells import Cells, filename
@@ -177,14 +177,6 @@ def test_names_live_in_the_main_module(cells: Cells) -> None:
         " type(pickle.loads(pickle.dumps(Mine()))) is Mine"
     ).check()
     assert done.plain == "('__main__', True, '__main__', True)"
-
-
-def test_what_ipython_puts_there_is_known_as_hidden(cells: Cells) -> None:
-    cells.run("mine = 1").check()
-    cells.run("mine").check()
-    hidden = cells.ask("hidden").value
-    assert {"In", "Out", "_", "get_ipython", "exit", "open"} <= set(hidden)
-    assert "mine" not in hidden
 
 
 @needs_ipython_9
@@ -424,7 +416,7 @@ def test_names_are_explained(cells: Cells) -> None:
 def test_without_ipython_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", None)
     with pytest.raises(MissingBackend, match="needs IPython"):
-        CellShell.create(print, rank=0)
+        make_shell(print, rank=0)
 
 
 def in_a_child(act: Callable[[], str]) -> str:
@@ -452,7 +444,7 @@ def test_a_kernel_s_shell_that_came_by_fork_is_replaced() -> None:
 
         old = ZMQInteractiveShell.__new__(ZMQInteractiveShell)
         InteractiveShell._instance = ZMQInteractiveShell._instance = old
-        shell = CellShell.create(lambda message: None, rank=0)
+        shell = make_shell(lambda message: None, rank=0)
         assert not ZMQInteractiveShell.initialized() or ZMQInteractiveShell._instance is not old
         value = shell.run(CellSource.of_text("get_ipython()", filename="a.py"))
         assert value is not None
@@ -472,7 +464,7 @@ def test_figures_go_on_in_a_fork_of_a_process_that_has_drawn() -> None:
 
         plt.close(plt.figure())
         sent: list[Any] = []
-        shell = CellShell.create(sent.append, rank=0)
+        shell = make_shell(sent.append, rank=0)
         shell.run(
             CellSource.of_text("from matplotlib import pyplot as p\np.plot([1]);", filename="a")
         )

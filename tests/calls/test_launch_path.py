@@ -56,3 +56,8 @@ def test_a_launch_on_cpus_enters_nothing_of_other_devices_engines_or_hosts(enter
     assert "calls/launch.py" in entered
     others = ("deepspeed/", "devices/tpu/", "hosts/")
     assert [path for path in entered if path.startswith(others)] == []
+
+
+def test_a_launch_on_cpus_enters_no_more_files_than_it_did(entered):
+    """The aim is 30: one who reads what a launch does has all of them to read."""
+    assert len(entered) <= 82, entered

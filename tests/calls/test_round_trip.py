@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbaccel import Pool
-from nbaccel.calls import listening
+from nbaccel.calls import supervisor
 from nbaccel.output.dashboard import following
 from nbaccel.workers import messaging, start_method, worker_output
 
@@ -75,7 +75,7 @@ def test_the_workers_have_their_task_before_the_notebook_gets_ready_to_hear_them
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    send, select = messaging.Channel.send_packed, listening.selectors.DefaultSelector
+    send, select = messaging.Channel.send_packed, supervisor.selectors.DefaultSelector
 
     class Noted(select):  # type: ignore[misc, valid-type]
         def register(self, *args: Any) -> Any:
@@ -86,7 +86,7 @@ def test_the_workers_have_their_task_before_the_notebook_gets_ready_to_hear_them
         events.append("send")
         send(*args)
 
-    monkeypatch.setattr(listening.selectors, "DefaultSelector", Noted)
+    monkeypatch.setattr(supervisor.selectors, "DefaultSelector", Noted)
     monkeypatch.setattr(messaging.Channel, "send_packed", noted)
     pool.run("1")
     assert events[:2] == ["send", "send"]
