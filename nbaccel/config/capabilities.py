@@ -34,6 +34,7 @@ __all__ = [
     "PRECISIONS",
     "START_METHODS",
     "STRATEGIES",
+    "TPU_SIGNS",
     "DeviceRow",
     "EngineRow",
     "Fp8Choice",
@@ -58,6 +59,17 @@ _CapabilityRow = TypeVar("_CapabilityRow", bound=NamedRow)
 
 _ALL_START_METHODS = ("template", "fork", "inline")
 _NATIVE_PRECISIONS = ("no", "fp16", "bf16")
+
+TPU_SIGNS = DeviceSigns(
+    packages=("torch_tpu", "torch_xla"),
+    variables=(
+        *("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME", "TPU_WORKER_HOSTNAMES"),
+        *("COLAB_TPU_ADDR", "PJRT_DEVICE"),
+    ),
+    files=("dev/accel*", "dev/vfio/[0-9]*"),
+    pci_vendor="0x1ae0",
+    facts=("tpu", "tpu_chips"),
+)
 
 _DEVICES: tuple[DeviceRow, ...] = (
     DeviceRow(
@@ -126,16 +138,7 @@ _DEVICES: tuple[DeviceRow, ...] = (
         start_methods=("template", "fork"),
         stages_copies=True,
         distributed_type="XLA",
-        signs=DeviceSigns(
-            packages=("torch_tpu", "torch_xla"),
-            variables=(
-                *("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME", "TPU_WORKER_HOSTNAMES"),
-                *("COLAB_TPU_ADDR", "PJRT_DEVICE"),
-            ),
-            files=("dev/accel*", "dev/vfio/[0-9]*"),
-            pci_vendor="0x1ae0",
-            facts=("tpu", "tpu_chips"),
-        ),
+        signs=TPU_SIGNS,
     ),
 )
 

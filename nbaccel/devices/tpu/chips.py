@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nbaccel.config.capabilities import device_row
+from nbaccel.config.capabilities import TPU_SIGNS
 from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP, legal_counts, threads_per_process
 from nbaccel.devices.tpu.packages import find_packages
 from nbaccel.devices.tpu.surroundings import (
@@ -162,7 +162,7 @@ def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) ->
 
 
 def _read_bus(root: Path) -> tuple[_BusChip, ...]:
-    google = device_row("tpu").signs.pci_vendor
+    google = TPU_SIGNS.pci_vendor
     return tuple(
         _BusChip(device_id, Path(_link_target(device / "iommu_group")).name)
         for device in _list_folder(root / "sys/bus/pci/devices")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from nbaccel.base.process_names import describe_process
 from nbaccel.base.units import count_noun, first_few, shorten_text
-from nbaccel.config.capabilities import device_row
+from nbaccel.config.capabilities import TPU_SIGNS
 from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP
 from nbaccel.devices.tpu.drivers import many_hosts_refusal, torch_refusal
 from nbaccel.devices.tpu.packages import DriverPackages
@@ -55,7 +55,7 @@ _WITHOUT_TORCH_TPU = frozenset({"v2", "v3"})
 
 def mentions_tpu(environ: Mapping[str, str]) -> bool:
     """Whether an environment speaks of a TPU, or of a driver of one."""
-    return any(environ.get(name) for name in device_row("tpu").signs.variables)
+    return any(environ.get(name) for name in TPU_SIGNS.variables)
 
 
 def is_tpu_host(environ: Mapping[str, str]) -> bool:
