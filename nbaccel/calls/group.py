@@ -176,7 +176,6 @@ class Group(WorkerGroup):
         make_show: Callable[[], DashboardUpdater] | None = None,
     ) -> CallResult:
         """Give some workers a task each, and watch until all of them have finished."""
-        self.prepare_files([fd for _, task_fds in rank_tasks.values() for fd in task_fds])
         return self._watch(
             list(rank_tasks),
             rank_tasks,

@@ -33,7 +33,7 @@ class LaunchHosts:
 
     def prepare(self) -> Plan:
         """Have hosts ready for the next attempt: those of the last one, unless some were lost."""
-        if not self._row.starts_agents:
+        if not self._row.runs_on_hosts:
             return self._plan
         if self._session is not None and self._session.lost_hosts:
             self._lost += self._session.lost_hosts

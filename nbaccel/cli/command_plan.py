@@ -13,6 +13,6 @@ __all__ = ["plan_of_command"]
 def plan_of_command(config: RunConfig) -> Plan:
     """Connect this process to what the engine runs on, and resolve the settings."""
     name, _ = chosen_engine(config)
-    if engine_row(name).starts_agents:
+    if engine_row(name).runs_on_hosts:
         registry.engine(name).connect()
     return resolve(config)

@@ -412,13 +412,13 @@ _ENGINES: tuple[EngineRow, ...] = (
     EngineRow(
         name="slurm",
         meaning="the nodes of the SLURM allocation that the notebook runs in",
-        needs="an allocation (salloc, sbatch), and srun and scontrol on the PATH",
+        needs="an allocation (salloc, sbatch), srun and scontrol on the PATH, and Ray",
         path="nbaccel.hosts.slurm:SlurmEngine",
     ),
     EngineRow(
         name="deepspeed",
         meaning="the hosts of a DeepSpeed hostfile, by ssh",
-        needs="a hostfile, and ssh without a password to each of its hosts",
+        needs="a hostfile, ssh without a password to each of its hosts, and Ray on all of them",
         path="nbaccel.hosts.hostfile:HostfileEngine",
         words=("hostfile", "ssh"),
         setting="hostfile",

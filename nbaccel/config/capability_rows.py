@@ -311,6 +311,6 @@ class EngineRow:
     extra: str = ""
 
     @property
-    def starts_agents(self) -> bool:
-        """Whether this notebook's workers run on hosts that it starts agents on."""
+    def runs_on_hosts(self) -> bool:
+        """Whether this notebook's workers run on other hosts."""
         return bool(self.path)

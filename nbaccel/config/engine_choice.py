@@ -61,7 +61,7 @@ def elastic_reason(config: _EngineSettings) -> str:
 
 
 def _hosts_are_one_notebooks(run_config: _EngineSettings) -> str:
-    if run_config.num_nodes == 1 or not engine_row(chosen_engine(run_config)[0]).starts_agents:
+    if run_config.num_nodes == 1 or not engine_row(chosen_engine(run_config)[0]).runs_on_hosts:
         return ""
     return (
         f"num_nodes={run_config.num_nodes} contradicts engine={chosen_engine(run_config)[0]!r}, "
@@ -81,11 +81,11 @@ def _hostfile_has_its_engine(run_config: _EngineSettings) -> str:
     )
 
 
-def _agents_fork_from_templates(run_config: _EngineSettings) -> str:
+def _hosts_fork_from_templates(run_config: _EngineSettings) -> str:
     name = chosen_engine(run_config)[0]
     if run_config.start_method in ("auto", "template"):
         return ""
-    if not engine_row(name).starts_agents:
+    if not engine_row(name).runs_on_hosts:
         return ""
     return (
         f"start_method={run_config.start_method!r} contradicts engine={name!r}: workers on "
@@ -101,6 +101,6 @@ def _owner_of(name: str) -> str:
 ENGINE_CONTRADICTIONS = (
     (("engine", "hostfile", "num_nodes", "rdzv_backend"), _hosts_are_one_notebooks),
     (("engine", "hostfile"), _hostfile_has_its_engine),
-    (("engine", "hostfile", "start_method", "rdzv_backend"), _agents_fork_from_templates),
+    (("engine", "hostfile", "start_method", "rdzv_backend"), _hosts_fork_from_templates),
 )
 """Each with the settings that it is about."""

@@ -1,4 +1,4 @@
-"""Workers on other machines: agents, relays.
+"""Workers on other machines, by Ray.
 
-One agent runs on each machine, and a relay for each on the notebook's.
+An actor runs on each machine, and two threads pass on what goes to it and comes from it.
 """

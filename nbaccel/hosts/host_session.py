@@ -1,30 +1,28 @@
-"""The hosts of one launch or pool, from the start of their agents to the end.
+"""The hosts of one launch or pool, from the start of their actors to the end.
 
-engine: which hosts? ─► relay ─► engine: start agents ─► all have joined, or who is missing
-                                                         ─► which rank is where
+engine: which hosts? ─► engine: an actor on each ─► all have joined, or who is missing
+                                                    ─► which rank is where
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from nbaccel.base.errors import ConfigError, PortTaken, StartupFailed
-from nbaccel.base.ports import listen
 from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
-from nbaccel.hosts import relay_messages, wire_frames
-from nbaccel.hosts.connecting import addresses_towards
-from nbaccel.hosts.helper_process import HelperProcess
-from nbaccel.hosts.remote_starter import RelayConnection, RemoteStarter
+from nbaccel.hosts.node_links import NodeLinks, error_line
+from nbaccel.hosts.remote_starter import RemoteStarter
+from nbaccel.hosts.versions import version_mismatch
 from nbaccel.plan import Plan, registry, resolve
-from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
+from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
 from nbaccel.workers.start_method import HostShare
@@ -33,15 +31,14 @@ from nbaccel.workers.worker_group import MeetingPlace
 __all__ = ["HostSession"]
 
 _JOIN_S = 120.0
-"""For all agents to be there: they import torch, perhaps from a slow network disk."""
+"""For all actors to be there, and again for their templates: they import torch, perhaps from a slow
+network disk."""
 _LOOK_S = 0.1
-_LEAVE_S = 3.0
-"""For agents to end their workers and themselves once the notebook has hung up."""
 _BIND_S = 10.0
 
 
 class HostSession:
-    """Hosts whose agents are connected.
+    """Hosts whose actors have joined.
 
     Attributes:
         plan: What was planned with what the hosts have.
@@ -51,20 +48,36 @@ class HostSession:
     def __init__(self, engine: Engine, hosts: Sequence[Host], plan: Plan) -> None:
         self._hosts = hosts
         self._on_end = contextlib.ExitStack()
-        self._crew: AgentCrew | None = None
         try:
-            self._connection = self._start_relay_and_agents(engine, plan)
-            inventories = _named_devices(hosts, self._await_hosts(), plan.config)
+            self._crew = engine.start_nodes(hosts)
+            self._on_end.callback(self._end_nodes)
+            facts = self._await_answers(
+                {
+                    name: actor.join.remote(_template_device(plan), runs_cells=_runs_cells())
+                    for name, actor in self._crew.actors.items()
+                }
+            )
+            self._check_versions(facts)
+            self._addresses = {name: str(known["address"]) for name, known in facts.items()}
+            inventories = {
+                name: Inventory.from_json(known["inventory"]) for name, known in facts.items()
+            }
+            inventories = _named_devices(hosts, inventories, plan.config)
             device = _same_device(inventories, plan.config)
             self.shares = _share_out(hosts, inventories, device, plan.config.num_processes)
             self.plan = _plan_on(self.shares, plan.config)
-        except BaseException:  # an interrupt must leave no agent behind either
+            actors = self._crew.actors
+            self._await_answers({name: actor.get_ready.remote() for name, actor in actors.items()})
+            self._links = NodeLinks(self._crew.problems)
+            for name, actor in actors.items():
+                self._links.add(name, actor)
+        except BaseException:  # an interrupt must leave nothing behind either
             self.close()
             raise
 
     @classmethod
     def open(cls, plan: Plan, lost: Sequence[str] = ()) -> HostSession:
-        """Start the agents of a plan's engine."""
+        """Start the actors of a plan's engine."""
         engine = registry.engine(plan.engine)
         hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
@@ -77,88 +90,82 @@ class HostSession:
     @property
     def lost_hosts(self) -> tuple[str, ...]:
         """Names of hosts that have joined and were lost since."""
-        return tuple(self._connection.lost_hosts)
+        return tuple(self._links.lost())
 
     def starter(self) -> RemoteStarter:
         """What starts workers on these hosts: a new one for each attempt."""
-        crew = self._crew
-        return RemoteStarter(
-            self._connection, self.shares, crew.carry if crew is not None else lambda _: ""
-        )
+        return RemoteStarter(self._links, self.shares)
 
     def bind_store(self, port: int | None) -> MeetingPlace:
         """Let the host of rank 0 listen for the rendezvous store."""
+        import ray
+
         first_host = self.shares[0].name
-        self._connection.send(relay_messages.BindHostStore(first_host, port))
-        answer = self._connection.next((wire_frames.StoreBound,), _BIND_S)
-        if not isinstance(answer, wire_frames.StoreBound):
+        address = self._addresses[first_host]
+        actor = self._crew.actors[first_host]
+        try:
+            bound_port, problem = ray.get(actor.bind_store.remote(address, port), timeout=_BIND_S)
+        except ray.exceptions.RayError as error:
             raise StartupFailed(
-                f"Host {first_host} did not answer within {_BIND_S:.0f} s, so workers would have "
-                "no place to meet. It may be overloaded; run the cell again."
-            )
-        if answer.problem:
-            raise PortTaken(f"on host {first_host}: {answer.problem}", port=port)
+                f"Host {first_host} did not answer ({error_line(error)}), so workers would have no "
+                "place to meet. It may be overloaded; run the cell again."
+            ) from error
+        if problem:
+            raise PortTaken(f"on host {first_host}: {problem}", port=port)
         # In messages it stands for the socket on that host.
         stand_in = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._on_end.callback(stand_in.close)
-        return MeetingPlace(address=answer.address, port=answer.port, store_socket=stand_in)
+        return MeetingPlace(address=address, port=bound_port, store_socket=stand_in)
 
     def close(self) -> None:
-        """Hang up; agents and relay end, and are waited for."""
+        """End all that runs on the hosts, and wait for it."""
         with uninterrupted():
             self._on_end.close()
 
+    def _end_nodes(self) -> None:
+        links: NodeLinks | None = getattr(self, "_links", None)
+        if links is not None:
+            links.leave()
+        _kill(self._crew.actors.values())
+        # Before Ray ends, for whose answers its threads wait.
+        if links is not None:
+            links.close()
+        self._crew.end()
+
     # ---- starting
 
-    def _start_relay_and_agents(self, engine: Engine, plan: Plan) -> RelayConnection:
-        addresses = addresses_towards(self._hosts)
-        address = addresses[0]
-        if len(addresses) > 1:
-            # Hosts in several networks: each reaches this machine by another address.
-            address = "::" if any(":" in one for one in addresses) else "0.0.0.0"  # noqa: S104
-        token = secrets.token_hex(32)
-        with listen(address, None) as listener:
-            connection = self._start_relay(listener, token, plan)
-            self._crew = engine.start_agents(
-                self._hosts,
-                AgentHello(addresses=addresses, port=listener.getsockname()[1], token=token),
-            )
-            self._on_end.callback(self._crew.end, _LEAVE_S)
-            # Last on the stack, so that it runs first: agents leave once it has hung up.
-            self._on_end.callback(connection.close)
-        return connection
+    def _await_answers(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What all hosts answer, by name."""
+        import ray
 
-    def _start_relay(self, listener: socket.socket, token: str, plan: Plan) -> RelayConnection:
-        relay = HelperProcess(
-            relay_messages.ServeHosts(
-                token=token,
-                names=tuple(host.name for host in self._hosts),
-                device=plan.device if registry.known_device(plan.device).own_template else "",
-                in_notebook="IPython" in sys.modules,
-            ),
-            [listener.fileno()],
-        )
-        self._on_end.callback(relay.close)
-        return RelayConnection(relay, lambda: {} if self._crew is None else self._crew.problems())
-
-    def _await_hosts(self) -> dict[str, Inventory]:
-        """Wait until all agents have joined."""
         deadline = time.monotonic() + _JOIN_S
-        joined: dict[str, Inventory] = {}
-        refused: dict[str, str] = {}
-        while len(joined) < len(self._hosts):
-            answer = self._connection.next(
-                (relay_messages.HostJoined, relay_messages.HostRefused), _LOOK_S
-            )
-            if isinstance(answer, relay_messages.HostJoined):
-                joined[answer.name] = Inventory.from_json(answer.inventory)
-                continue
-            if isinstance(answer, relay_messages.HostRefused):
-                refused[answer.name] = answer.reason
-            problems = {**(self._crew.problems() if self._crew else {}), **refused}
-            if problems or time.monotonic() >= deadline:
-                raise StartupFailed(self._who_is_missing(joined, problems))
-        return joined
+        answers: dict[str, Any] = {}
+        problems: dict[str, str] = {}
+        while len(answers) < len(asked):
+            waited_for = [asked[name] for name in asked if name not in answers]
+            answered, _ = ray.wait(waited_for, num_returns=len(waited_for), timeout=_LOOK_S)
+            for name in [name for name, reference in asked.items() if reference in answered]:
+                try:
+                    answers[name] = ray.get(asked[name])
+                except ray.exceptions.RayTaskError as error:
+                    problems[name] = str(error.cause)
+                except ray.exceptions.RayError as error:
+                    problems[name] = f"Ray says: {error_line(error)}"
+            problems = {**problems, **self._crew.problems()}
+            is_late = time.monotonic() >= deadline
+            if (problems or is_late) and len(answers) < len(asked):
+                raise StartupFailed(self._who_is_missing(answers, problems))
+        return answers
+
+    def _check_versions(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        mismatches = {
+            name: mismatch
+            for name, known in facts.items()
+            if (mismatch := version_mismatch(known["versions"]))
+        }
+        if mismatches:
+            joined = facts.keys() - mismatches.keys()
+            raise StartupFailed(self._who_is_missing(joined, mismatches))
 
     def _who_is_missing(self, joined: Collection[str], problems: Mapping[str, str]) -> str:
         missing = [host.name for host in self._hosts if host.name not in joined]
@@ -170,10 +177,26 @@ class HostSession:
         if not problems:
             lines.append(
                 f"  Nothing was heard of {'it' if len(missing) == 1 else 'them'} for "
-                f"{_JOIN_S:.0f} s. A firewall may close the way to this machine, or Python "
-                "is missing there."
+                f"{_JOIN_S:.0f} s: Ray may have no room for an actor there, or torch is slow to "
+                "import."
             )
         return "\n".join(lines)
+
+
+def _kill(actors: Iterable[Any]) -> None:
+    import ray
+
+    if ray.is_initialized():  # or the user has left the cluster, which ended all
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _template_device(plan: Plan) -> str:
+    return plan.device if registry.known_device(plan.device).own_template else ""
+
+
+def _runs_cells() -> bool:
+    return "IPython" in sys.modules
 
 
 def _named_devices(

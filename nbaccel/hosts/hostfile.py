@@ -1,9 +1,9 @@
-"""The hosts of a DeepSpeed hostfile, with an agent on each by ssh.
+"""The hosts of a DeepSpeed hostfile, by ssh.
 
     worker-1 slots=4        # a comment
     worker-2 slots=4
 
-`NBACCEL_SSH` has another command than ``ssh``; the host and the agent's command line are its last
+`NBACCEL_SSH` has another command than ``ssh``; the host and the command line are its last
 arguments.
 """
 
@@ -23,8 +23,8 @@ from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.host_filter import kept_slots
-from nbaccel.hosts.agent_command import ProcessCrew, agent_command
-from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
+from nbaccel.hosts import own_cluster
+from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
 __all__ = ["HostfileEngine"]
 
@@ -36,7 +36,7 @@ _PYTHON_VARIABLE = "NBACCEL_REMOTE_PYTHON"
 
 
 class HostfileEngine(Engine):
-    """Starts agents on the hosts of a hostfile."""
+    """Starts a Ray cluster on the hosts of a hostfile."""
 
     name = "deepspeed"
 
@@ -59,6 +59,10 @@ class HostfileEngine(Engine):
             return " ".join(error.mistakes)
         return ""
 
+    def unready_reason(self) -> str:
+        """See :meth:`Engine.unready_reason`."""
+        return own_cluster.unready_reason(self.name)
+
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """See :meth:`Engine.hosts`."""
         read_hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
@@ -71,21 +75,15 @@ class HostfileEngine(Engine):
             )
         return list(_hosts_needed(read_hosts, config.num_processes or num_places))
 
-    def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
-        """See :meth:`Engine.start_agents`."""
-        command = agent_command(env.read(_PYTHON_VARIABLE, "") or "")
-        return ProcessCrew(
-            {
-                (host.name,): (
-                    command
-                    if host.is_here
-                    else [*_ssh_command(), host.address, shlex.join(command)],
-                    replace(hello, host=host.name),
-                )
-                for host in hosts
-            },
-            env.snapshot(),
-        )
+    def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
+        """See :meth:`Engine.start_nodes`."""
+        command = own_cluster.host_command(env.read(_PYTHON_VARIABLE, "") or "")
+        commands: dict[tuple[str, ...], list[str]] = {
+            (host.name,): [*_ssh_command(), host.address, shlex.join(command)]
+            for host in hosts
+            if not host.is_here
+        }
+        return own_cluster.OwnCluster(self.name, hosts, commands)
 
 
 def _ssh_command() -> list[str]:

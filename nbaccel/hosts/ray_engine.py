@@ -1,16 +1,7 @@
 """Hosts of a Ray cluster that the notebook is connected to.
 
-    notebook process                          each node
-    ----------------                          ---------
-    a placement group: one bundle per node
-    HostActor per bundle          ── Ray ──►  starts `python -m nbaccel.hosts.agent`,
-                                              and holds the bundle's devices for it
-    a model's memory, put once    ── Ray ──►  written once into a memory file, which the agent gets
-                                              by a Unix socket and all its workers map
-
-Ray finds nodes, reserves their devices, starts and ends agents, and carries large memory files
-through its object store. Output, errors, Stop, results and weights go by the agents' own
-connections: Ray prints late, wraps exceptions, and cannot interrupt a method.
+    a placement group      one bundle per node, which reserves its devices
+    a NodeActor in each    see `hosts.node_actor`
 
 Seen in Ray 2.60: two raylets of one machine have the same address, so that nodes are told apart by
 their ids.
@@ -18,25 +9,22 @@ their ids.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
-import os
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.units import format_bytes, format_seconds
+from nbaccel.base.units import format_seconds
 from nbaccel.config import RunConfig
-from nbaccel.hosts.ray_node import HostActor
-from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
+from nbaccel.hosts.node_actor import CONCURRENT_CALLS, NodeActor
+from nbaccel.hosts.node_links import error_line
+from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
 __all__ = ["RayCrew", "RayEngine"]
 
@@ -45,7 +33,6 @@ _RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
 _ANSWER_S = 10.0  # for the head of a cluster
 _RESERVE_S = 30.0  # for other work on the cluster to end
 _PLACEMENT_NOTICE_S = 3.0  # of waiting, before it is told
-_CARRY_S = 600.0  # for all nodes to have a model
 
 
 class RayEngine(Engine):
@@ -83,11 +70,11 @@ class RayEngine(Engine):
         if ray.is_initialized():
             return
         try:
-            # Our agents bring home what workers print.
+            # What workers print comes home by itself.
             ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
         except ConnectionError as error:
             raise ConfigError(
-                f"engine='ray' found no Ray cluster from here ({_error_line(error)}). Run the "
+                f"engine='ray' found no Ray cluster from here ({error_line(error)}). Run the "
                 "command on one of its nodes, set RAY_ADDRESS to HOST:PORT of its head, or hand "
                 "it in by `ray job submit`."
             ) from error
@@ -112,8 +99,8 @@ class RayEngine(Engine):
             for node_id in node_ids
         ]
 
-    def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
-        """See :meth:`Engine.start_agents`."""
+    def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
+        """See :meth:`Engine.start_nodes`."""
         node_ids = {name: node_id for node_id, name in _node_names(_living_nodes()).items()}
         missing = [host.name for host in hosts if host.name not in node_ids]
         if missing:
@@ -126,7 +113,7 @@ class RayEngine(Engine):
             for host in hosts
         ]
         group = _reserve(bundles, [node_ids[host.name] for host in hosts])
-        return RayCrew(group, hosts, bundles, hello)
+        return RayCrew(group, hosts, bundles)
 
 
 def _check_answers(address: str) -> None:
@@ -279,89 +266,27 @@ def _table(nodes: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*lines, f"  free of all: {now}"])
 
 
-# ------------------------------------------------------------------------- agents
+# ------------------------------------------------------------------------- actors
 
 
-class RayCrew(AgentCrew):
-    """Actors of one placement group, each with an agent; see :class:`AgentCrew`."""
+class RayCrew(NodeCrew):
+    """Actors of one placement group; see :class:`NodeCrew`."""
 
     def __init__(
-        self,
-        group: Any,
-        hosts: Sequence[Host],
-        bundles: Sequence[Mapping[str, int]],
-        hello: AgentHello,
+        self, group: Any, hosts: Sequence[Host], bundles: Sequence[Mapping[str, int]]
     ) -> None:
         self._group = group
-        self._actors: dict[str, Any] = {}
-        self._ends: dict[str, Any] = {}
-        try:
-            for number, (host, bundle) in enumerate(zip(hosts, bundles, strict=True)):
-                actor = _make_actor(group, number, bundle)
-                self._actors[host.name] = actor
-                line = replace(hello, host=host.name).to_line()
-                # Answered when the agent ends, or with Ray's error when the node does.
-                self._ends[host.name] = actor.run_agent.remote(line)
-        except BaseException:  # an interrupt, too, must not leave actors
-            self.end(0.0)
-            raise
+        self.actors: dict[str, Any] = {}
+        for number, (host, bundle) in enumerate(zip(hosts, bundles, strict=True)):
+            self.actors[host.name] = _make_actor(group, number, bundle)
 
-    def problems(self) -> Mapping[str, str]:
-        """See :meth:`AgentCrew.problems`."""
-        import ray
-
-        answered, _ = ray.wait(
-            list(self._ends.values()), num_returns=len(self._ends), timeout=0, fetch_local=False
-        )
-        known = {}
-        for name, end in self._ends.items():
-            if end in answered:
-                try:
-                    known[name] = ray.get(end)
-                except ray.exceptions.RayError as error:
-                    known[name] = f"Ray says: {_error_line(error)}"
-        return known
-
-    def carry(self, file_descriptor: int) -> str:
-        """See :meth:`AgentCrew.carry`: by Ray's object store, which copies it once per node."""
-        import numpy as np
-        import ray
-
-        num_bytes = os.fstat(file_descriptor).st_size
-        with mmap.mmap(file_descriptor, num_bytes, access=mmap.ACCESS_READ) as content:
-            viewed = np.frombuffer(content, dtype=np.uint8)
-            reference = ray.put(viewed)
-            # Or the mapping could not be closed.
-            del viewed
-        ticket = str(reference.hex())
-        taken = [actor.take.remote(ticket, [reference]) for actor in self._actors.values()]
-        try:
-            ray.get(taken, timeout=_CARRY_S)
-        except ray.exceptions.RayError as error:
-            raise StartupFailed(
-                f"Ray did not bring {format_bytes(num_bytes)} of the model to all nodes: "
-                f"{_error_line(error)}. Its object store may be full: `ray memory` shows by what."
-            ) from error
-        # The reference ends here, and with it the copies in the object store.
-        return ticket
-
-    def end(self, grace_s: float) -> None:
-        """See :meth:`AgentCrew.end`."""
+    def end(self) -> None:
+        """See :meth:`NodeCrew.end`."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        if not ray.is_initialized():  # the user has left the cluster, which ended all
-            return
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.wait(list(self._ends.values()), num_returns=len(self._ends) or 1, timeout=grace_s)
-        for actor in self._actors.values():
-            ray.kill(actor)
-        self._actors.clear()
-        remove_placement_group(self._group)
-
-
-def _error_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if ray.is_initialized():  # or the user has left the cluster, which ended all
+            remove_placement_group(self._group)
 
 
 def _make_actor(group: Any, number: int, bundle: Mapping[str, int]) -> Any:
@@ -373,10 +298,9 @@ def _make_actor(group: Any, number: int, bundle: Mapping[str, int]) -> Any:
         "num_cpus": bundle["CPU"],
         "num_gpus": bundle.get("GPU", 0),
         "resources": devices or None,
-        # One method runs as long as the agent does.
-        "max_concurrency": 8,
+        "max_concurrency": CONCURRENT_CALLS,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=number
         ),
     }
-    return ray.remote(HostActor).options(**options).remote()
+    return ray.remote(NodeActor).options(**options).remote()

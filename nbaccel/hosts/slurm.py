@@ -1,4 +1,4 @@
-"""The nodes of the SLURM allocation that the notebook runs in, with an agent on each by srun.
+"""The nodes of the SLURM allocation that the notebook runs in, by srun.
 
 `--overlap` is needed where the notebook is a step of the allocation itself: its own step holds the
 resources, and srun would wait for them for ever (SLURM 22.05).
@@ -10,13 +10,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.hosts.agent_command import ProcessCrew, agent_command
-from nbaccel.plan.contracts.host_engine import AgentCrew, AgentHello, Engine, Host
+from nbaccel.hosts import own_cluster
+from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
 __all__ = ["SlurmEngine", "job_number", "own_step_variables", "srun_words"]
 
@@ -34,7 +33,7 @@ _STEP_VARIABLES = re.compile(
 
 
 class SlurmEngine(Engine):
-    """Starts agents on the nodes of an allocation."""
+    """Starts a Ray cluster on the nodes of an allocation."""
 
     name = "slurm"
 
@@ -56,6 +55,10 @@ class SlurmEngine(Engine):
             )
         return ""
 
+    def unready_reason(self) -> str:
+        """See :meth:`Engine.unready_reason`."""
+        return own_cluster.unready_reason(self.name)
+
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """See :meth:`Engine.hosts`."""
         names = _allocated_names(env.read(_NODES_VARIABLE, "") or "")
@@ -72,16 +75,19 @@ class SlurmEngine(Engine):
         ]
         return list(_first_nodes(found, config.num_processes))
 
-    def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
-        """See :meth:`Engine.start_agents`."""
+    def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
+        """See :meth:`Engine.start_nodes`."""
         names = tuple(host.name for host in hosts)
-        command = [*srun_words(names), *agent_command()]
-        # One line of text goes to all tasks; each finds the name of its host.
-        told = replace(hello, host_variable=_OWN_NODE_VARIABLE)
         environment = env.snapshot()
         for name in own_step_variables():
             del environment[name]
-        return ProcessCrew({names: (command, told)}, environment)
+        return own_cluster.OwnCluster(
+            self.name,
+            hosts,
+            {names: [*srun_words(names), *own_cluster.host_command()]},
+            name_variable=_OWN_NODE_VARIABLE,
+            environment=environment,
+        )
 
 
 def srun_words(names: Sequence[str]) -> list[str]:

@@ -40,7 +40,7 @@ class Plan:
         config: What the user said, unchanged.
         inventory: What was found.
         device: What the workers compute on: the name of a device row, such as ``cuda``.
-        num_processes: Workers on this node; on all hosts, if the engine starts agents on them.
+        num_processes: Workers on this node; on all hosts, if the engine has others.
         world_size: Workers on all nodes.
         start_method: ``template``, ``fork`` or ``inline``.
         threads_per_process: CPU threads of each worker.
@@ -95,7 +95,7 @@ class Plan:
         if self.strategy_headline:
             headline_parts.append(self.strategy_headline)
         headline_parts.append(start_method_row(self.start_method).headline)
-        if engine_row(self.engine).starts_agents:
+        if engine_row(self.engine).runs_on_hosts:
             headline_parts.append(f"on hosts of engine {self.engine}")
         if self.config.num_nodes > 1:
             headline_parts.append(f"node {self.config.node_rank} of {self.config.num_nodes}")

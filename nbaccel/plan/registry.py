@@ -339,7 +339,7 @@ def settings_forms() -> tuple[Any, ...]:
 
 # ------------------------------------------------------------------------------- engines
 def engine(engine_name: str) -> Engine:
-    """The implementation of an engine that starts agents on hosts."""
+    """The implementation of an engine that has workers run on other hosts."""
     engine_class: type[Engine] = _load_class(engine_row(engine_name).path, Engine)
     return engine_class()
 

@@ -137,7 +137,7 @@ def _inspect(config: RunConfig, inventory: Inventory | None, findings: _Findings
         inspect_machine() if inventory is None else inventory, named_setting(config)
     )
     # GPUs of the notebook's machine do not matter where workers run on hosts.
-    is_of_workers = inventory is not None or not engine_row(chosen_engine(config)[0]).starts_agents
+    is_of_workers = inventory is not None or not engine_row(chosen_engine(config)[0]).runs_on_hosts
     if mistake and is_of_workers:
         findings.mistakes.append(mistake)
     return found
@@ -196,7 +196,7 @@ def _choose_num_processes(
     row = device_row(str(device.value))
     if config.num_processes is not None:
         return Choice(setting_name, config.num_processes, _AS_REQUESTED)
-    if engine_row(str(engine.value)).starts_agents:
+    if engine_row(str(engine.value)).runs_on_hosts:
         # With a mistake the hosts may not even be readable.
         hosts = [] if findings.mistakes else registry.engine(str(engine.value)).hosts(config)
         num_slots = sum(host.slots or 1 for host in hosts)
@@ -234,8 +234,9 @@ def _check_device(
 
 def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     name, reason = chosen_engine(config)
-    if engine_row(name).starts_agents:
-        unavailable_reason = registry.engine(name).unavailable_reason(config)
+    if engine_row(name).runs_on_hosts:
+        engine = registry.engine(name)
+        unavailable_reason = engine.unavailable_reason(config) or engine.unready_reason()
         if unavailable_reason:
             findings.mistakes.append(unavailable_reason)
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
@@ -268,9 +269,9 @@ def _local_view(
     """The workers of the machine that was inspected, and where rules about them report."""
     if num_local is not None:
         return Choice(count.name, num_local, count.reason), findings
-    # Hosts that are not known yet: they are asked when their agents have joined.
-    starts_agents = engine_row(str(engine.value)).starts_agents
-    return count, _Findings() if starts_agents else findings
+    # Hosts that are not known yet: they are asked when they have joined.
+    runs_on_hosts = engine_row(str(engine.value)).runs_on_hosts
+    return count, _Findings() if runs_on_hosts else findings
 
 
 def _choose_start_method(

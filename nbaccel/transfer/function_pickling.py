@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from nbaccel.base.errors import InternalError
-from nbaccel.transfer import pickling
+from nbaccel.transfer import memfd, pickling
 from nbaccel.transfer.free_names import globals_read
 
 __all__ = ["Reducer", "open_payload", "travels_by_value"]
@@ -42,7 +42,7 @@ _FUNCTION_ATTRIBUTES = (
 
 
 def open_payload(
-    packed_object: pickling.PackedObject, file_descriptor: int, namespace: dict[str, Any]
+    packed_object: memfd.PackedObject, file_descriptor: int, namespace: dict[str, Any]
 ) -> dict[str, Any]:
     """Open what `Namespace.pack` made in a worker: the values by name."""
     values: dict[str, Any] = pickling.unpack(

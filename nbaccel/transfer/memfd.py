@@ -11,6 +11,7 @@ import functools
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,17 @@ def _c_library() -> ctypes.CDLL:
 
 ByteRange = tuple[int, int]
 """Bytes `[start, stop)` of a file or mapping."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedObject:
+    """What the receiver must know to open the memory file that travels with this record."""
+
+    nbytes: int
+    """Size of the file."""
+    blocks: tuple[ByteRange, ...]
+    """Where each out-of-band block lies, in the order in which the pickle refers to them."""
+    pickle: ByteRange
 
 
 def create_file(file_name: str, num_bytes: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.transfer.pickling import PackedObject
+from nbaccel.transfer.memfd import PackedObject
 from nbaccel.transfer.weight_sync import Manifest
 
 __all__ = ["Load", "NamespaceUpdate", "Update", "UpdatePart"]

@@ -37,17 +37,6 @@ ArenaTable = Mapping[str, memfd.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedObject:
-    """What the receiver must know to open the memory file that travels with this record."""
-
-    nbytes: int
-    """Size of the file."""
-    blocks: tuple[memfd.ByteRange, ...]
-    """Where each out-of-band block lies, in the order in which the pickle refers to them."""
-    pickle: memfd.ByteRange
-
-
 class TooCostly(Exception):
     """Packing was given up: more than the allowed number of bytes went through the pickle."""
 
@@ -80,7 +69,7 @@ class Sender:
 
 def pack(
     pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
-) -> tuple[PackedObject, int]:
+) -> tuple[memfd.PackedObject, int]:
     """Put an object into a memory file."""
     return prepare(pickled_object, pickle_sender, limit_bytes=limit_bytes).write()
 
@@ -98,7 +87,7 @@ class PreparedObject:
             # A PickleBuffer locks its exporter: a bytearray, for one, could not be resized.
             self.blocks.pop().release()
 
-    def write(self) -> tuple[PackedObject, int]:
+    def write(self) -> tuple[memfd.PackedObject, int]:
         """Copy all of it into a memory file; see `pack`."""
         memory_blocks = [block.raw() for block in self.blocks]
         pickle_bytes = self.stream.getbuffer()
@@ -107,7 +96,7 @@ class PreparedObject:
         for memory_block in memory_blocks:
             block_spans.append((next_byte, next_byte + memory_block.nbytes))
             next_byte += -(-memory_block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
-        packed_object = PackedObject(
+        packed_object = memfd.PackedObject(
             nbytes=next_byte + pickle_bytes.nbytes,
             blocks=tuple(block_spans),
             pickle=(next_byte, next_byte + pickle_bytes.nbytes),
@@ -143,7 +132,7 @@ def dump(
     _ValuePickler(pickle_stream, pickle_sender, on_block).dump(pickled_object)
 
 
-def pack_plain(pickled_object: Any, pickle_sender: Sender) -> tuple[PackedObject, int]:
+def pack_plain(pickled_object: Any, pickle_sender: Sender) -> tuple[memfd.PackedObject, int]:
     """Like `pack`, but classes and functions travel by name.
 
     For a forked child's answer: its parent has the very same classes, and must get them back, not
@@ -156,7 +145,7 @@ def pack_plain(pickled_object: Any, pickle_sender: Sender) -> tuple[PackedObject
 
 
 def unpack(
-    packed_object: PackedObject,
+    packed_object: memfd.PackedObject,
     file_descriptor: int,
     arena_table: ArenaTable,
     *,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.transfer import pickling, sharded_tensors, weight_sync
+from nbaccel.transfer import memfd, pickling, sharded_tensors, weight_sync
 from nbaccel.transfer.free_names import is_users
 from nbaccel.transfer.function_pickling import Reducer
 from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
@@ -118,7 +118,7 @@ class Namespace:
 
     # ------------------------------------------------------------------- to the notebook
 
-    def pack(self, variable_names: Sequence[str]) -> tuple[pickling.PackedObject, int]:
+    def pack(self, variable_names: Sequence[str]) -> tuple[memfd.PackedObject, int]:
         """Pack the values of these names for the notebook, as a dict.
 
         Tensors come to the CPU. A sharded tensor comes whole if every rank has all of it; else this

@@ -37,14 +37,14 @@ class ForkStarter(LocalProcesses):
         pause_pools()
         fork_safety.end_bar_monitors()
 
-    def start(self, ends: worker.WorkerEnds) -> int:
+    def start(self, ends: messaging.WorkerEnds) -> int:
         """Fork a worker that owns these ends; returns its process id."""
         parent_id = os.getpid()
         for output_stream in (sys.stdout, sys.stderr):
             # What is still buffered would be printed by the child as well.
             output_stream.flush()
         # Registered before the fork, so that a child which hangs at once can still be asked where.
-        faulthandler.register(worker.STACK_SIGNAL, file=ends.stack, all_threads=True)
+        faulthandler.register(messaging.STACK_SIGNAL, file=ends.stack, all_threads=True)
         # A collection in the child would write to every page it shares with this process.
         gc.freeze()
         try:
@@ -56,7 +56,7 @@ class ForkStarter(LocalProcesses):
             # The child runs the `finally` too, and must keep both.
             if os.getpid() == parent_id:
                 gc.unfreeze()
-                faulthandler.unregister(worker.STACK_SIGNAL)
+                faulthandler.unregister(messaging.STACK_SIGNAL)
         if process_id == 0:
             for descriptor_to_close in self.ours:
                 os.close(descriptor_to_close)

@@ -79,7 +79,7 @@ class ForkServer:
         memfd.close_all(self._parent)
         channel, stdout, stderr, file = file_descriptors
         return worker.run_worker(
-            worker.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=file),
+            messaging.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=file),
             template_id,
         )
 

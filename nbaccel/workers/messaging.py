@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import os
 import pickle
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,10 @@ from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.outer_loop import OuterLoop
 from nbaccel.base.spent_time import SpentTime
 from nbaccel.transfer import memfd
-from nbaccel.transfer.pickling import PackedObject
+from nbaccel.transfer.memfd import PackedObject
+
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # macOS has none, and no workers either
+"""Makes a worker write its stack; user code is unlikely to use this signal."""
 
 _PACKET_BYTES = 32 * 1024  # well under the kernel's limit for one packet (net.core.wmem_default)
 _MAX_FDS = 250  # the kernel's limit SCM_MAX_FD is 253; one is left for the memory file
@@ -115,9 +119,27 @@ class Channel:
             return False
         return True
 
+    def shut_down(self) -> None:
+        """Let the other end read an end of file; what it says can still be received."""
+        self._sock.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close this end; the other one reads an end of file."""
         self._sock.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnds:
+    """The worker's ends of its connections: descriptors."""
+
+    channel: int
+    stdout: int
+    stderr: int
+    stack: int
+
+    def all(self) -> tuple[int, int, int, int]:
+        """All four, in the order in which they travel."""
+        return (self.channel, self.stdout, self.stderr, self.stack)
 
 
 def open_packet(packet_bytes: bytes, file_descriptors: list[int]) -> Any:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nbaccel.plan.inventory import Inventory
-from nbaccel.workers.messaging import Ended
+from nbaccel.workers.messaging import Ended, WorkerEnds
 from nbaccel.workers.reaping import end_group
 from nbaccel.workers.resource_use import ProcessUse, process_use
-from nbaccel.workers.worker import WorkerEnds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +44,6 @@ class Starter(Protocol):
     def start(self, ends: WorkerEnds) -> int:
         """Start a worker that owns these ends, in the order of ranks."""
 
-    def prepare_files(self, file_descriptors: Sequence[int]) -> None:
-        """Have large files where the workers run, before messages that they come with."""
-
     def signal(self, process_id: int, signal_number: int) -> None:
         """Send a worker a signal, unless it has ended."""
 
@@ -77,9 +73,6 @@ class LocalProcesses:
     """What starters of processes on this machine have in common."""
 
     shares: Sequence[HostShare] = ()
-
-    def prepare_files(self, file_descriptors: Sequence[int]) -> None:
-        """Workers of this machine map the files themselves."""
 
     def signal(self, process_id: int, signal_number: int) -> None:
         """See :meth:`Starter.signal`."""

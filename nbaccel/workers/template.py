@@ -93,7 +93,12 @@ class TemplateProcess:
 
     @classmethod
     def start(
-        cls, device: str, left_out: Mapping[str, str], *, in_background: bool
+        cls,
+        device: str,
+        left_out: Mapping[str, str],
+        *,
+        in_background: bool,
+        runs_cells: bool | None = None,
     ) -> TemplateProcess:
         """Start one; returns at once."""
         files = installed_modules() if _follows_notebook() else {}
@@ -105,7 +110,7 @@ class TemplateProcess:
                 {
                     "parent_id": os.getpid(),
                     "device": device,
-                    "in_notebook": "IPython" in sys.modules,
+                    "in_notebook": "IPython" in sys.modules if runs_cells is None else runs_cells,
                     "extends_torch": env.read(_AUTOLOAD_VARIABLE) != "0",
                     "packages": by_package(files),
                     "left_out": dict(left_out),
@@ -261,8 +266,9 @@ class Template:
         left_out: Package → why the template does not import it, so that each worker does.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(self, device: str = "", *, runs_cells: bool | None = None) -> None:
         self._device = device
+        self._runs_cells = runs_cells
         self._current: TemplateProcess | None = None
         self._next: TemplateProcess | None = None
         # A launch may run in a thread of the user's while a cell ends.
@@ -309,8 +315,9 @@ class Template:
 
     def after_cell(self) -> None:
         """Have what the last cell has imported imported in the background."""
-        # A launch of another thread waits for the template: it sees to it.
-        if not self._lock.acquire(blocking=False):
+        # Messages need numpy in this process; and a launch of another thread, which waits for the
+        # template, sees to it.
+        if "torch" not in sys.modules or not self._lock.acquire(blocking=False):
             return
         try:
             # The end of a cell must not raise: what is wrong here, the next launch says.
@@ -398,8 +405,7 @@ class Template:
 
     def _follow(self) -> None:
         """Read what those in the making have said, and begin one with what they lack."""
-        # Messages need torch in this process, which would take seconds.
-        if self._current is None or "torch" not in sys.modules:
+        if self._current is None:
             return
         self._read(self._current)
         if self._next is not None:
@@ -419,7 +425,12 @@ class Template:
             self._make_again(newest, in_background=newest.in_background)
 
     def _start_process(self, *, in_background: bool) -> TemplateProcess:
-        return TemplateProcess.start(self._device, self.left_out, in_background=in_background)
+        return TemplateProcess.start(
+            self._device,
+            self.left_out,
+            in_background=in_background,
+            runs_cells=self._runs_cells,
+        )
 
     def _make_again(self, process: TemplateProcess, *, in_background: bool) -> None:
         """Start another one in place of one that is not ready."""
@@ -432,8 +443,6 @@ class Template:
 
     def _read(self, process: TemplateProcess) -> None:
         """Read what one has said while it was made; where an import has ended it, make another."""
-        if "torch" not in sys.modules:
-            return
         from nbaccel.workers import failure, messaging
 
         while not process.ready and process.owner == os.getpid() and process.socket.fileno() >= 0:
@@ -492,15 +501,22 @@ def no_answer(limit_s: float) -> StartupFailed:
 _TEMPLATES: dict[str, Template] = {}
 
 
-def template_for(device: str = "") -> Template:
-    """The template of this process for a device."""
+def template_for(device: str = "", *, runs_cells: bool | None = None) -> Template:
+    """The template of this process for a device.
+
+    Args:
+        device: The device.
+        runs_cells: Whether its workers run cells of a notebook, where this process is none; None:
+            whether this process is one.
+    """
     has_own = bool(device) and registry.known_device(device).own_template
-    return _TEMPLATES.setdefault(name := device if has_own else "", Template(name))
+    name = device if has_own else ""
+    return _TEMPLATES.setdefault(name, Template(name, runs_cells=runs_cells))
 
 
 def uses_template(plan: Plan) -> bool:
     """Whether workers are forked from the template process of this very machine."""
-    return plan.start_method == "template" and not engine_row(plan.engine).starts_agents
+    return plan.start_method == "template" and not engine_row(plan.engine).runs_on_hosts
 
 
 def running() -> list[TemplateProcess]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from nbaccel.base.errors import StartupFailed
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template, time_limits
+from nbaccel.workers.messaging import WorkerEnds
 from nbaccel.workers.start_method import LocalProcesses
-from nbaccel.workers.worker import WorkerEnds
 
 
 def dispose(fds: Sequence[int]) -> None:

@@ -72,24 +72,6 @@ from nbaccel.workers.reaping import (
 __all__ = ["own_process", "send_notebook_classes"]
 
 
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # macOS has none, and no workers either
-"""Makes a worker write its stack; user code is unlikely to use this signal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerEnds:
-    """The worker's ends of its connections: descriptors."""
-
-    channel: int
-    stdout: int
-    stderr: int
-    stack: int
-
-    def all(self) -> tuple[int, int, int, int]:
-        """All four, in the order in which they travel."""
-        return (self.channel, self.stdout, self.stderr, self.stack)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerCall:
     """What a worker runs, and the shared modules among the arguments."""
@@ -104,7 +86,7 @@ class WorkerCall:
 
 
 def run_worker(
-    worker_ends: WorkerEnds,
+    worker_ends: messaging.WorkerEnds,
     parent_id: int,
     *,
     is_fork: bool = False,
@@ -165,7 +147,7 @@ def _end_what_it_started() -> None:
         )
 
 
-def _set_up_worker(worker_ends: WorkerEnds, parent_id: int) -> None:
+def _set_up_worker(worker_ends: messaging.WorkerEnds, parent_id: int) -> None:
     """Set up session, streams and signals of a new process, before anything can print or hang."""
     # Ctrl-C in a terminal must reach the notebook only, and the group can then be killed as one.
     os.setsid()
@@ -202,7 +184,7 @@ def _set_up_worker(worker_ends: WorkerEnds, parent_id: int) -> None:
     sys.excepthook = sys.__excepthook__
     worker_output.forget_prompts()
     faulthandler.enable(file=worker_ends.stack, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, file=worker_ends.stack, all_threads=True)
+    faulthandler.register(messaging.STACK_SIGNAL, file=worker_ends.stack, all_threads=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,7 +416,7 @@ class Work:
                 [file_descriptor],
             )
 
-    def _pack(self, value: Any) -> tuple[pickling.PackedObject, int]:
+    def _pack(self, value: Any) -> tuple[memfd.PackedObject, int]:
         """Pack for the notebook; what came by fork goes back by name where it can."""
         if self._forked_call is not None:
             try:
@@ -454,7 +436,7 @@ def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _pack_for_notebook(value: Any) -> tuple[pickling.PackedObject, int]:
+def _pack_for_notebook(value: Any) -> tuple[memfd.PackedObject, int]:
     return pickling.pack(value, pickling.Sender.create())
 
 
@@ -462,7 +444,7 @@ def report(
     notebook_channel: messaging.Channel,
     raised_error: BaseException,
     own_rank: int,
-    pack_value: Callable[[Any], tuple[pickling.PackedObject, int]] = _pack_for_notebook,
+    pack_value: Callable[[Any], tuple[memfd.PackedObject, int]] = _pack_for_notebook,
 ) -> None:
     """Report an exception: its description always, its parts if they can be pickled."""
     # A second interrupt must not lose the report of the first.

@@ -109,10 +109,6 @@ class WorkerGroup:
                 with messaging.unless_gone():
                     handle.channel.send(assignment, fds)
 
-    def prepare_files(self, file_descriptors: Sequence[int]) -> None:
-        """See :meth:`Starter.prepare_files`."""
-        self._starter.prepare_files(file_descriptors)
-
     def sentinels(self) -> Sequence[int]:
         """Descriptors that become readable when a worker may have ended."""
         return self._starter.sentinels()

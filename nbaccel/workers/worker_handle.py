@@ -13,8 +13,8 @@ from nbaccel.base import frames
 from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.transfer import memfd
 from nbaccel.workers import failure, messaging
+from nbaccel.workers.messaging import STACK_SIGNAL, WorkerEnds
 from nbaccel.workers.start_method import Starter
-from nbaccel.workers.worker import STACK_SIGNAL, WorkerEnds
 
 _CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a crash
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.one_ray import one_cluster_at_a_time
+
 REFUSED = "hosts are made of network namespaces, which takes root and iproute2"
 
 
@@ -105,7 +107,8 @@ def make_hosts(
     # No name server: a look-up that nobody answers would take seconds.
     (folder / "resolv.conf").write_text("")
     bridge = f"nb{mark}"
-    with contextlib.ExitStack() as undo:
+    # What is launched on them starts one.
+    with one_cluster_at_a_time(), contextlib.ExitStack() as undo:
         _ip("link", "add", bridge, "type", "bridge")
         undo.callback(_ip, "link", "del", bridge)
         _ip("link", "set", bridge, "up")

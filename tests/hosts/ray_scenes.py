@@ -30,7 +30,6 @@ import ray
 from ray.cluster_utils import Cluster
 
 from nbaccel import Pool, notebook_launcher
-from nbaccel.hosts.ray_engine import RayCrew
 
 STEPS = 4
 
@@ -68,7 +67,7 @@ def trained_on_ray() -> dict[str, Any]:
     notebook_launcher(train, (local,), 4)
     return {
         "ranks": [result["rank"] for result in results],
-        "agents": len({result["parent"] for result in results}),
+        "templates": len({result["parent"] for result in results}),
         "plan": results.plan.explain(),
         "output": output.getvalue(),
         "is trained": weights_of(model) != before,
@@ -90,26 +89,26 @@ def carried_model() -> dict[str, Any]:
         # Whole numbers: the sum is exact in whatever order.
         model[0].weight.mul_(1000).round_()
     expected = float(model[0].weight.detach().double().sum())
-    sent: list[str] = []
-    carry = RayCrew.carry
+    stored: list[int] = []
+    put = ray.put
 
-    def noted(crew: RayCrew, file_descriptor: int) -> str:
-        sent.append(carry(crew, file_descriptor))
-        return sent[-1]
+    def noted(pieces: list[tuple[int, Any]]) -> Any:
+        stored.append(sum(content.nbytes for _, content in pieces))
+        return put(pieces)
 
-    RayCrew.carry = noted  # type: ignore[method-assign]
+    ray.put = noted
     try:
         first = notebook_launcher(sums, (model,), engine="ray", num_processes=4)
         after = float(model[0].weight.detach().double().sum())
         second = notebook_launcher(sums, (model,), engine="ray", num_processes=4)
     finally:
-        RayCrew.carry = carry  # type: ignore[method-assign]
+        ray.put = put
     return {
         "first": list(first),
         "expected": expected,
         "after": after,
         "second": list(second),
-        "tickets": len([ticket for ticket in sent if ticket]),
+        "stored": [num_bytes for num_bytes in stored if num_bytes >= 32 << 20],
     }
 
 
@@ -248,11 +247,18 @@ def wait_until(is_so: Callable[[], object], timeout_s: float = 150) -> None:
         time.sleep(0.02)
 
 
-def agents_left() -> list[int]:
+def actors_left() -> list[int]:
+    """Once Ray has had time to end the processes of actors that were killed."""
+    with contextlib.suppress(TimeoutError):
+        wait_until(lambda: not actor_processes(), timeout_s=10)
+    return actor_processes()
+
+
+def actor_processes() -> list[int]:
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
-        if "nbaccel.hosts.agent" in (process.info["cmdline"] or [])
+        if "NodeActor" in " ".join(process.info["cmdline"] or [])
     ]
 
 
@@ -281,7 +287,7 @@ def main() -> None:
                 outcome = scenes[name]()
             except BaseException as error:
                 outcome = {"scene failed": f"{type(error).__name__}: {error}"}
-            outcome["agents left"] = agents_left()
+            outcome["actors left"] = actors_left()
             groups = ray.util.placement_group_table().values()
             outcome["groups left"] = [g for g in groups if g["state"] != "REMOVED"]
             print("SCENE", json.dumps([name, outcome]), flush=True)

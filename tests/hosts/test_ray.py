@@ -52,7 +52,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 def test_workers_on_several_nodes_train_as_those_of_one_machine(scenes):
     outcome = scenes["trained"]
     assert outcome["ranks"] == [0, 1, 2, 3], outcome
-    assert outcome["agents"] >= 2
+    assert outcome["templates"] >= 2
     assert outcome["is trained"]
     assert outcome["equals one host"]
     for rank in range(4):
@@ -62,7 +62,7 @@ def test_workers_on_several_nodes_train_as_those_of_one_machine(scenes):
 
 def test_a_large_model_goes_through_the_object_store_once_per_launch(scenes):
     outcome = scenes["carried"]
-    assert outcome["tickets"] == 2, outcome
+    assert len(outcome["stored"]) == 2, outcome
     assert outcome["first"] == [outcome["expected"]] * 4
     assert outcome["after"] != outcome["expected"]
     assert outcome["second"] == [outcome["after"]] * 4
@@ -108,7 +108,7 @@ def test_a_node_that_is_lost_is_named_and_replaced(scenes):
 
 def test_nothing_is_left_on_the_cluster(scenes):
     for name, outcome in scenes.items():
-        assert outcome["agents left"] == [], name
+        assert outcome["actors left"] == [], name
         assert outcome["groups left"] == [], name
 
 

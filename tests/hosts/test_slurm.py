@@ -84,15 +84,13 @@ def test_a_notebook_in_an_allocation_trains_on_all_its_nodes(
 def test_a_killed_task_is_told_with_its_host(cluster: SlurmCluster, tmp_path: Path) -> None:
     notebook = Allocated(cluster, tmp_path, "hang")
     notebook.wait_for("hangs", times=4)
-    (agent,) = [
+    (actor,) = [
         pid
         for pid in cluster.host.processes()
-        if "nbaccel.hosts.agent" in " ".join(psutil.Process(pid).cmdline())
+        if "NodeActor" in " ".join(psutil.Process(pid).cmdline())
         and psutil.Process(pid).environ().get("SLURMD_NODENAME") == "n2"
-        and psutil.Process(pid).parent().name() == "slurmstepd"  # type: ignore[union-attr]
-        and "srun" not in psutil.Process(pid).cmdline()
     ]
-    os.kill(agent, signal.SIGKILL)
+    os.kill(actor, signal.SIGKILL)
     told = notebook.told()
     assert told["kind"] == "WorkerDied"
     assert "host n2 was lost" in told["text"]

@@ -116,7 +116,7 @@ def test_planning_imports_no_torch():
 
 def test_what_ray_runs_on_a_node_imports_no_torch():
     """Ray's workers have nice 15: on a busy node the import takes minutes."""
-    assert "torch" not in loaded_by("import nbaccel.hosts.ray_node")
+    assert "torch" not in loaded_by("import nbaccel.hosts.node_actor")
 
 
 def test_a_launch_of_one_process_imports_nothing_that_its_function_does_not_use():

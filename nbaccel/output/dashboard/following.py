@@ -1,7 +1,7 @@
 """Keeps a dashboard up to date while workers are listened to.
 
-The memory of workers is looked up from outside by process id, on other hosts by their agents; ranks
-that do nothing are asked where they wait.
+The memory of workers is looked up from outside by process id, on other hosts by the actor there;
+ranks that do nothing are asked where they wait.
 
 A rank that has used no processor time for some seconds is asked for its stack, as it is when a
 launch is ended (faulthandler writes it, without running Python code of the worker). A rank that

@@ -1,32 +1,26 @@
 """What starts this notebook's workers on other machines: the contract of an engine.
 
-    notebook process                                    each host
-    ----------------                                    ---------
-    Engine.hosts(config)         which hosts there are
-    Engine.start_agents(...)  ── ssh, srun, Ray, … ──►  `python -m nbaccel.hosts.agent`
-    AgentCrew                    tells of agents that   reads an AgentHello from its standard input,
-                                 have ended, ends all   connects to the notebook's machine
+    notebook process                                       each host
+    ----------------                                       ---------
+    Engine.hosts(config)        which hosts there are
+    Engine.start_nodes(hosts)  ── the user's Ray, or ──►   an actor of Ray's: `hosts.node_actor`
+                                  one by ssh or srun
+    NodeCrew                    the actors, ends all
 
-An engine finds hosts, starts one agent process on each, ends it, and tells if one has ended. All
-else (workers, messages, output, errors, weights) is the agent's, which is the same for all engines.
+An engine finds hosts, and has Ray run one actor on each. All else (workers, messages, output,
+errors, weights) is the actor's, which is the same for all engines.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from nbaccel.config import RunConfig
 
-__all__ = ["HANDED_FILES_VARIABLE", "AgentCrew", "AgentHello", "Engine", "Host"]
-
-HANDED_FILES_VARIABLE = "NBACCEL_HANDED_FILES"
-"""Environment variable of an agent: the descriptor of a Unix socket of type SEQPACKET.
-
-A packet is a ticket in UTF-8, with the descriptor of the memory file that the agent is handed.
-"""
+__all__ = ["Engine", "Host", "NodeCrew"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +28,7 @@ class Host:
     """A machine that takes part.
 
     Attributes:
-        name: By which messages, and its agent, call it; no two hosts have the same.
+        name: By which messages call it; no two hosts have the same.
         address: Host name or address at which other machines reach it; the notebook's machine
             takes the interface that leads there.
         slots: How many workers it takes at most; None: as many as it has devices.
@@ -49,87 +43,48 @@ class Host:
     devices: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentHello:
-    """What an agent is told by its standard input, in one line; never by its command line.
+class NodeCrew(ABC):
+    """The actors that an engine has started for one notebook.
 
     Attributes:
-        addresses: Where the notebook's machine listens; the first that answers is taken.
-        port: TCP port there.
-        token: The secret, as hexadecimal digits, by which both sides know each other.
-        host: The name of the agent's host; empty where the agent finds it in `host_variable`.
-        host_variable: Environment variable of the host with its name, where one line of text goes
-            to all of them.
+        actors: Name of a host → Ray's handle of the actor there.
     """
 
-    addresses: tuple[str, ...]
-    port: int
-    token: str
-    host: str = ""
-    host_variable: str = ""
+    actors: Mapping[str, Any]
 
-    def to_line(self) -> str:
-        """One line of text, which ends with a line feed."""
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_line(cls, line: str) -> AgentHello:
-        """Read what :meth:`to_line` wrote.
-
-        Args:
-            line: The line.
-        """
-        facts = json.loads(line)
-        return cls(**{**facts, "addresses": tuple(facts["addresses"])})
-
-
-class AgentCrew(ABC):
-    """The agents that an engine has started for one notebook."""
-
-    @abstractmethod
     def problems(self) -> Mapping[str, str]:
-        """Hosts whose agent has ended, or could not be started, each with what is known of it.
+        """Hosts that the engine itself knows to be lost, each with what is known of it.
 
-        Never waits. While hosts start it is asked every tenth of a second; later, once a
-        connection is lost.
+        Never waits. By default none: Ray's own errors tell.
         """
-
-    def carry(self, file_descriptor: int) -> str:
-        """Bring a large memory file to all hosts by a way of the engine's own, if it has one.
-
-        Args:
-            file_descriptor: The file; it stays the caller's.
-
-        Returns:
-            A ticket, when each agent has been handed a copy with that name by the socket in
-            `HANDED_FILES_VARIABLE`. Empty, as here: the notebook's connections carry it.
-        """
-        return ""
+        return {}
 
     @abstractmethod
-    def end(self, grace_s: float) -> None:
-        """End all agents that are left, and wait until nothing of them is.
-
-        Args:
-            grace_s: How long they get to leave by themselves (the notebook has hung up) before
-                they are killed, in seconds.
-        """
+    def end(self) -> None:
+        """End what was started for the actors, which were ended before, and wait for that."""
 
 
 class Engine(ABC):
-    """Finds hosts for a run, and starts an agent on each."""
+    """Finds hosts for a run, and has an actor of Ray's on each."""
 
     name: str
 
     @abstractmethod
     def unavailable_reason(self, config: RunConfig) -> str:
-        """Why it cannot be used here and now, with what to do; empty where it can.
+        """Why its hosts cannot be used here and now, with what to do; empty where they can.
 
         Asked while planning: it starts nothing and takes milliseconds.
 
         Args:
             config: What the user said.
         """
+
+    def unready_reason(self) -> str:
+        """Why a notebook cannot use its hosts though they are there; empty where it can.
+
+        Scripts, which another launcher starts there, need none of this. By default it can.
+        """
+        return ""
 
     def connect(self) -> None:  # noqa: B027  # few have something to do
         """Connect a process that a command has started to what the engine runs on.
@@ -153,12 +108,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def start_agents(self, hosts: Sequence[Host], hello: AgentHello) -> AgentCrew:
-        """Start an agent on each host; returns before they have connected.
+    def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
+        """Start an actor on each host; returns once Ray has been asked for them.
 
         Args:
             hosts: The hosts.
-            hello: What they are told, but for the name of each host.
+
+        Raises:
+            StartupFailed: A host did not come up; the error says which.
         """
 
     def replacements(self, config: RunConfig, lost: Sequence[str]) -> Sequence[Host]:

@@ -1,0 +1,450 @@
+"""A Ray cluster of the notebook's own, on hosts that it reaches by ssh or srun.
+
+    notebook's machine                            each host
+    ------------------                            ---------
+    `hosts.ray_host`: the head
+    a process of ssh, or one of srun    ──────►   `hosts.ray_host`: `ray start`, until the notebook
+    an actor on each host, by its name  ══ Ray ═► hangs up
+
+It takes no part in a cluster of the user's. Ray's token authentication is on, with a token of this
+process that goes to the hosts by standard input; RAY_AUTH_MODE, RAY_AUTH_TOKEN and RAY_USE_TLS with
+its files, set by the user, are obeyed.
+
+Seen in Ray 2.60: `ray.init` leaves a handler of SIGTERM and environment variables behind; a token
+is read once per process, unless its loader is told to forget it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from nbaccel.base import env
+from nbaccel.base.errors import ConfigError, StartupFailed
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.ports import LOOPBACK_ADDRESSES, listen
+from nbaccel.base.units import count_noun, first_few
+from nbaccel.plan.contracts.host_engine import Host, NodeCrew
+
+__all__ = ["OwnCluster", "host_command", "unready_reason"]
+
+_HOST_CODE = (
+    "import sys, os; folder = {folder!r}; "
+    "os.path.isdir(os.path.join(folder, 'nbaccel')) and sys.path.insert(0, folder); "
+    "from nbaccel.hosts.ray_host import main; main()"
+)
+_JOIN_S = 180.0
+"""For all hosts to be there: a raylet takes seconds, and minutes on a busy machine."""
+_LOOK_S = 0.1
+_LEAVE_S = 5.0
+"""For processes on hosts to end once the notebook has hung up."""
+_ERROR_CHARS = 1200
+_HEAD_NAME = "(this machine)"
+_ANY_PORT = 9  # nothing is sent there
+_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Workers see all devices of their host, as without Ray.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ONEAPI_DEVICE_SELECTOR": "1",
+    "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS": "1",
+    # Ray runs its workers at nice 15, and ours with them.
+    "RAY_worker_niceness": "0",
+    # A silent host is given up after about 15 s, and gives itself up after that time, too.
+    "RAY_health_check_period_ms": "3000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
+    # A raylet gives up where its helpers have not been imported after half a minute.
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_raylet_start_wait_time_s": "60",
+}
+
+
+def unready_reason(engine: str) -> str:
+    """Why no cluster of its own can be started for this engine; empty where it can."""
+    if not is_installed("ray"):
+        return (
+            f"engine={engine!r} starts a Ray cluster on its hosts, and Ray is not installed. "
+            'Install it with pip install "nbaccel[ray]", in the same version on all of them.'
+        )
+    if _clusters or not _is_connected():
+        return ""
+    return (
+        f"engine={engine!r} starts a Ray cluster on its hosts, and a process can be connected to "
+        "one alone: this notebook is connected to another. Call ray.shutdown() first, or have that "
+        'cluster run the workers: engine="ray".'
+    )
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def host_command(python: str = "") -> list[str]:
+    """The command line that runs `hosts.ray_host` on a host."""
+    # A checkout, or a folder given by PYTHONPATH, where hosts share a file system. Not the folder
+    # of installed packages: in front of the standard library these would hide parts of it.
+    package_folder = str(Path(__file__).parents[2])
+    shared_folder = "" if package_folder.endswith("-packages") else package_folder
+    return [python or sys.executable, "-c", _HOST_CODE.format(folder=shared_folder)]
+
+
+class _HostProcess:
+    """A process on this machine that leads to one host or to several (ssh, srun)."""
+
+    def __init__(
+        self, command: Sequence[str], order: dict[str, Any], environment: Mapping[str, str]
+    ) -> None:
+        self.command = command
+        # A file: nobody reads a pipe while all is well, and a full one would stop it.
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=self._errors,
+            stderr=self._errors,
+            env=dict(environment),
+            # Ctrl-C in a terminal must reach the notebook only.
+            start_new_session=True,
+        )
+        # Not closed: what runs there ends with it.
+        stdin: Any = self.process.stdin
+        self._stdin = stdin
+        # It may have ended already; its status says why.
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(json.dumps(order).encode() + b"\n")
+            stdin.flush()
+
+    def problem(self) -> str:
+        """How it has ended and what it said; empty while it runs."""
+        exit_status = self.process.poll()
+        if exit_status is None:
+            return ""
+        self._errors.seek(0)
+        text = self._errors.read().decode(errors="replace").strip()[-_ERROR_CHARS:]
+        how = f"exit code {exit_status}"
+        if exit_status < 0:
+            how = f"signal {signal.Signals(-exit_status).name}"
+        return f"{self.command[0]} has ended ({how})" + (f": {text}" if text else "")
+
+    def hang_up(self) -> None:
+        """Let what runs there end."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+
+    def wait(self, deadline: float) -> None:
+        """Wait until it has ended; kill it if that takes too long."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            # Its group: a command such as srun has children.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._errors.close()
+
+
+class _Cluster:
+    """The cluster that this process is connected to, which several sessions may use."""
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self._processes: dict[tuple[str, ...], _HostProcess] = {}
+        self._unstarted: dict[str, str] = {}
+        self._on_end = contextlib.ExitStack()
+        self._order: dict[str, Any] = {}
+        self._folder = ""
+
+    def start_head(self, address: str, name: str) -> None:
+        """Start the head on this machine, and have hosts told of it."""
+        settings = _settings()
+        self._folder = tempfile.mkdtemp(prefix="nbray-")
+        self._on_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._on_end.callback(self._end_processes)
+        with listen(address, None) as free:
+            port = free.getsockname()[1]
+        self._order = {"address": f"{address}:{port}", "environment": settings}
+        head = {"name": name, "addresses": {name: address}, "head_folder": self._folder}
+        self.start_nodes((name,), host_command(), head, env.snapshot())
+
+    def connect(self, name: str) -> None:
+        """Connect this process to the head, once it is there."""
+        host, _, port = self._order["address"].rpartition(":")
+        deadline = time.monotonic() + _JOIN_S
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
+                break
+            problem = self.problems().get(name, "")
+            if problem or time.monotonic() >= deadline:
+                raise StartupFailed(
+                    "Ray did not start on this machine, so no worker was started. "
+                    + (problem or f"Nothing was heard of it for {_JOIN_S:.0f} s.")
+                )
+            time.sleep(_LOOK_S)
+        self._on_end.enter_context(_kernel_as_before())
+        with env.applied(_settings()):
+            import ray
+
+            _reread_settings()
+            self._on_end.callback(ray.shutdown)
+            ray.init(
+                address=self._order["address"],
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=host,
+            )
+
+    def start_nodes(
+        self,
+        names: tuple[str, ...],
+        command: Sequence[str],
+        order: dict[str, Any],
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start the nodes that one command leads to, unless they are there."""
+        running = self._processes.get(names)
+        if running is not None and not running.problem():
+            return
+        try:
+            self._processes[names] = _HostProcess(command, {**order, **self._order}, environment)
+        except OSError as error:
+            problem = f"{command[0]} cannot be started: {error.strerror or error}"
+            self._unstarted |= dict.fromkeys(names, problem)
+
+    def problems(self) -> dict[str, str]:
+        """Hosts whose process has ended, or could not be started, each with what is known of it."""
+        return self._unstarted | {
+            name: problem
+            for names, process in self._processes.items()
+            if (problem := process.problem())
+            for name in names
+        }
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.hang_up()
+        deadline = time.monotonic() + _LEAVE_S
+        for process in self._processes.values():
+            process.wait(deadline)
+        self._processes.clear()
+
+    def end(self) -> None:
+        """End all of it, and wait for that."""
+        self._on_end.close()
+
+
+# A fact of the process, as the connection to Ray is.
+_clusters: list[_Cluster] = []
+
+
+class OwnCluster(NodeCrew):
+    """Actors on hosts of the notebook's own cluster. See :class:`NodeCrew`."""
+
+    def __init__(
+        self,
+        engine: str,
+        hosts: Sequence[Host],
+        commands: Mapping[tuple[str, ...], Sequence[str]],
+        *,
+        name_variable: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start what is not there of it.
+
+        Args:
+            engine: For messages.
+            hosts: Where it has nodes. The notebook's own machine has its head.
+            commands: Names of hosts → the command that runs `ray_host` on them.
+            name_variable: Environment variable of a host with its name, where one command is for
+                several.
+            environment: Of these commands; by default this process's.
+        """
+        if reason := unready_reason(engine):
+            raise ConfigError(reason)
+        addresses = _addresses_of(hosts)
+        is_first = not _clusters
+        if is_first:
+            _clusters.append(_Cluster())
+        self._cluster = _clusters[0]
+        self._cluster.num_users += 1
+        self.actors = {}
+        try:
+            own_name = next((host.name for host in hosts if host.is_here), _HEAD_NAME)
+            if is_first:
+                self._cluster.start_head(_own_address(list(addresses.values())), own_name)
+            order = {"name_variable": name_variable, "addresses": addresses, "head_folder": ""}
+            for names, command in commands.items():
+                named = {**order, "name": names[0] if len(names) == 1 else ""}
+                self._cluster.start_nodes(names, command, named, environment or env.snapshot())
+            if is_first:
+                self._cluster.connect(own_name)
+            self.actors = _start_actors(self._await_nodes(hosts))
+        except BaseException:  # an interrupt must leave nothing behind either
+            self.end()
+            raise
+
+    def problems(self) -> Mapping[str, str]:
+        """See :meth:`NodeCrew.problems`."""
+        return self._cluster.problems()
+
+    def end(self) -> None:
+        """See :meth:`NodeCrew.end`."""
+        self._cluster.num_users -= 1
+        if self._cluster.num_users == 0:
+            _clusters.clear()
+            self._cluster.end()
+
+    def _await_nodes(self, hosts: Sequence[Host]) -> dict[str, str]:
+        """Wait until all hosts have joined; returns the ids of their nodes."""
+        import ray
+
+        # Of the head by its id: it keeps the name that it had for its first user.
+        own_id = str(ray.get_runtime_context().get_node_id())
+        node_ids = {host.name: own_id for host in hosts if host.is_here}
+        names = {host.name for host in hosts}
+        all_nodes: Any = ray.nodes  # it has no annotations
+        deadline = time.monotonic() + _JOIN_S
+        while len(node_ids) < len(hosts):
+            node_ids |= {
+                node["NodeName"]: node["NodeID"]
+                for node in all_nodes()
+                if node["Alive"] and node["NodeName"] in names
+            }
+            missing = [host.name for host in hosts if host.name not in node_ids]
+            problems = {
+                name: problem for name, problem in self.problems().items() if name in missing
+            }
+            if missing and (problems or time.monotonic() >= deadline):
+                raise StartupFailed(_who_is_missing(missing, len(hosts), problems))
+            time.sleep(_LOOK_S)
+        return node_ids
+
+
+def _start_actors(node_ids: Mapping[str, str]) -> dict[str, Any]:
+    """Start an actor on each node, by its host's name."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from nbaccel.hosts.node_actor import CONCURRENT_CALLS, NodeActor
+
+    actor_class = ray.remote(NodeActor)
+    return {
+        name: actor_class.options(
+            num_cpus=0,
+            max_concurrency=CONCURRENT_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        ).remote()
+        for name, node_id in node_ids.items()
+    }
+
+
+def _who_is_missing(missing: Sequence[str], num_hosts: int, problems: Mapping[str, str]) -> str:
+    lines = [
+        f"{count_noun(len(missing), 'host')} of {num_hosts} did not join the launch: "
+        f"{first_few(missing, 5)}. No worker was started."
+    ]
+    lines += [f"  {name}: {problem}" for name, problem in problems.items()]
+    if not problems:
+        lines.append(
+            f"  Nothing was heard of {'it' if len(missing) == 1 else 'them'} for {_JOIN_S:.0f} s. "
+            "A firewall may close the way to this machine."
+        )
+    return "\n".join(lines)
+
+
+def _settings() -> dict[str, str | None]:
+    """Variables of all processes of the cluster; those that the user has set are kept."""
+    names = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+    kept = {name: env.read(name) for name in (*_SETTINGS, *_TOKEN_VARIABLES, *names)}
+    settings = {name: kept[name] or value for name, value in _SETTINGS.items()}
+    settings |= {name: value for name, value in kept.items() if value and name not in _SETTINGS}
+    if not any(name in settings for name in _TOKEN_VARIABLES):
+        settings["RAY_AUTH_TOKEN"] = _token()
+    return {**settings, "RAY_AUTH_MODE": env.read("RAY_AUTH_MODE", "token")}
+
+
+@functools.cache
+def _token() -> str:
+    """The secret of this process's clusters: Ray reads one once."""
+    return secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _kernel_as_before() -> Iterator[None]:
+    """Undo what `ray.init` leaves behind once the block ends."""
+    environment = env.snapshot()
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if is_main and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        env.update({name: None for name in env.snapshot() if name not in environment})
+        _reread_settings()
+
+
+def _reread_settings() -> None:
+    """Have Ray in this process read its variables and its token again, as it does only once."""
+    # Private names: a Ray that lacks them reads no token.
+    with contextlib.suppress(ImportError, AttributeError):
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        raylet.Config.initialize("")
+
+
+# ------------------------------------------------------------------------- addresses
+
+
+def _addresses_of(hosts: Sequence[Host]) -> dict[str, str]:
+    """The address of each host, as a number."""
+    problems = []
+    addresses = {}
+    for host in hosts:
+        try:
+            info = socket.getaddrinfo(host.address, _ANY_PORT, type=socket.SOCK_DGRAM)
+            addresses[host.name] = str(info[0][4][0])
+            if not host.is_here:
+                _address_towards(addresses[host.name])
+        except OSError as error:
+            problems.append(
+                f"host {host.name}: {host.address!r} cannot be reached "
+                f"({error.strerror or error}). Its workers would have no way to the notebook. "
+                "Write its address instead of its name, or look at /etc/hosts."
+            )
+    if problems:
+        raise ConfigError(*problems)
+    return addresses
+
+
+def _own_address(host_addresses: Sequence[str]) -> str:
+    """This machine's address on the way to hosts: where their nodes reach the head."""
+    own = [_address_towards(address) for address in host_addresses]
+    return next((one for one in own if one not in LOOPBACK_ADDRESSES), own[0])
+
+
+def _address_towards(host_address: str) -> str:
+    family = socket.AF_INET6 if ":" in host_address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:
+        # Connecting a datagram socket sends nothing: the system only looks up the way.
+        probe_socket.connect((host_address, _ANY_PORT))
+        return str(probe_socket.getsockname()[0])

@@ -1,0 +1,99 @@
+"""What `ssh` or `srun` runs on a host: a node of the Ray cluster that the notebook has started.
+
+It reads where to connect from its standard input, of which nothing is on any command line, and ends
+with it: when the notebook hangs up or is gone, all that runs here ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+from nbaccel.base import env
+from nbaccel.workers.reaping import adopt_orphans, end_descendants
+
+__all__ = ["main"]
+
+_HEAD_S = 180.0
+_LOOK_S = 0.1
+
+
+def main() -> NoReturn:
+    """Be a node of the cluster until standard input ends, or Ray does."""
+    order: dict[str, Any] = json.loads(sys.stdin.readline())
+    name = order["name"] or env.read(order["name_variable"]) or ""
+    env.update(order["environment"])
+    if not order["head_folder"]:
+        _await_head(order["address"])
+    adopt_orphans()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *_words(order, name)],
+        stdin=subprocess.DEVNULL,
+    )
+    exit_fd = os.pidfd_open(process.pid)
+    # What it reads is nothing but the end.
+    select.select([sys.stdin, exit_fd], [], [])
+    exit_status = process.poll()
+    end_descendants()
+    sys.stderr.flush()
+    os._exit(exit_status or 0)
+
+
+def _await_head(address: str) -> None:
+    """Wait until the head answers, which is started at the same time."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _HEAD_S
+    while time.monotonic() < deadline and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
+            return
+
+
+def _words(order: dict[str, Any], name: str) -> list[str]:
+    # Where the helpers' are not given, a raylet waits for them to tell. They import much, and it
+    # gives up after 15 s (Ray 2.60).
+    helpers = [
+        "dashboard-agent-grpc-port",
+        "dashboard-agent-listen-port",
+        "runtime-env-agent-port",
+        "metrics-export-port",
+    ]
+    place = [f"--address={order['address']}"]
+    if order["head_folder"]:
+        port = order["address"].rpartition(":")[2]
+        place = ["--head", f"--port={port}", f"--temp-dir={order['head_folder']}"]
+        place.append("--include-dashboard=false")
+        # Nobody connects to it, but its usual port may be that of a Ray of the user's.
+        helpers.append("ray-client-server-port")
+    ports = zip(helpers, _free_ports(len(helpers)), strict=True)
+    address = order["addresses"][name]
+    return [
+        "start",
+        *place,
+        *(f"--{helper}={port}" for helper, port in ports),
+        f"--node-name={name}",
+        f"--node-ip-address={address}",
+        # Nothing is placed by what a node has: an actor is asked for on each.
+        "--num-cpus=1",
+        "--num-gpus=0",
+        # Any ports: hosts may be one machine, and run a Ray of the user's.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--disable-usage-stats",
+        "--block",
+    ]
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as bound:
+        sockets = [bound.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]
