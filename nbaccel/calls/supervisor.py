@@ -33,7 +33,9 @@ from nbaccel.calls.shutdown import (
     KEEP_WORKERS,
     ExitBarrier,
     ShutdownLadder,
+    ShutdownStep,
 )
+from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
 from nbaccel.output.dashboard.following import DashboardUpdater
 from nbaccel.output.report.collecting import ObservedRun
@@ -223,11 +225,19 @@ class Supervisor:
     def _give_up(self, *, failed: bool = False) -> None:
         """Let all workers give up the call."""
         steps = self._policy.on_failure if failed else self._policy.on_stop
+        if failed and self._may_have_lost_a_host():
+            steps = ((ShutdownStep.WAIT, time_limits.HOST_S), *steps)
         at_work = self.at_work()
         finished = [m for m in self.members if m not in at_work and not m.has_ended]
         self._start_ladder(
             ShutdownLadder(at_work, steps, finished=finished, leaving=self._policy.leaving)
         )
+
+    def _may_have_lost_a_host(self) -> bool:
+        """Whether ranks have only lost their connections, and Ray may tell why."""
+        records = [member.record for member in self.members if member.record is not None]
+        on_hosts = engine_row(self._group.plan.engine).runs_on_hosts
+        return on_hosts and all(record.is_consequence for record in records)
 
     def _start_ladder(self, shutdown_ladder: ShutdownLadder) -> None:
         self._end_is_near()

@@ -187,6 +187,9 @@ class _Cluster:
 
     def connect(self, name: str) -> None:
         """Connect this process to the head, once it is there."""
+        # While it starts: that takes half a second.
+        import ray
+
         host, _, port = self._order["address"].rpartition(":")
         deadline = time.monotonic() + _JOIN_S
         while True:
@@ -202,8 +205,6 @@ class _Cluster:
             time.sleep(_LOOK_S)
         self._on_end.enter_context(_kernel_as_before())
         with env.applied(_settings()):
-            import ray
-
             _reread_settings()
             self._on_end.callback(ray.shutdown)
             ray.init(

@@ -21,6 +21,15 @@ from nbaccel.workers.reaping import adopt_orphans, end_descendants
 
 __all__ = ["main"]
 
+# As a Ray that was installed without its extra `default`: nobody asks its helpers anything, and
+# what they import otherwise takes a busy machine longer than the 15 s after which a raylet gives up.
+_START_CODE = """
+import ray._private.utils as utils
+no_extra = lambda: ImportError("not wanted here")
+utils.get_dashboard_dependency_error = utils.get_ray_client_dependency_error = no_extra
+from ray.scripts.scripts import main
+main()
+"""
 _HEAD_S = 180.0
 _LOOK_S = 0.1
 
@@ -34,7 +43,7 @@ def main() -> NoReturn:
         _await_head(order["address"])
     adopt_orphans()
     process = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *_words(order, name)],
+        [sys.executable, "-c", _START_CODE, *_words(order, name)],
         stdin=subprocess.DEVNULL,
     )
     exit_fd = os.pidfd_open(process.pid)
@@ -57,27 +66,15 @@ def _await_head(address: str) -> None:
 
 
 def _words(order: dict[str, Any], name: str) -> list[str]:
-    # Where the helpers' are not given, a raylet waits for them to tell. They import much, and it
-    # gives up after 15 s (Ray 2.60).
-    helpers = [
-        "dashboard-agent-grpc-port",
-        "dashboard-agent-listen-port",
-        "runtime-env-agent-port",
-        "metrics-export-port",
-    ]
     place = [f"--address={order['address']}"]
     if order["head_folder"]:
         port = order["address"].rpartition(":")[2]
         place = ["--head", f"--port={port}", f"--temp-dir={order['head_folder']}"]
-        place.append("--include-dashboard=false")
-        # Nobody connects to it, but its usual port may be that of a Ray of the user's.
-        helpers.append("ray-client-server-port")
-    ports = zip(helpers, _free_ports(len(helpers)), strict=True)
+        place += ["--include-dashboard=false", "--no-monitor"]
     address = order["addresses"][name]
     return [
         "start",
         *place,
-        *(f"--{helper}={port}" for helper, port in ports),
         f"--node-name={name}",
         f"--node-ip-address={address}",
         # Nothing is placed by what a node has: an actor is asked for on each.
@@ -86,14 +83,9 @@ def _words(order: dict[str, Any], name: str) -> list[str]:
         # Any ports: hosts may be one machine, and run a Ray of the user's.
         "--min-worker-port=0",
         "--max-worker-port=0",
+        "--dashboard-agent-listen-port=0",
+        # What workers print comes by the actors.
+        "--include-log-monitor=false",
         "--disable-usage-stats",
         "--block",
     ]
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as bound:
-        sockets = [bound.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]

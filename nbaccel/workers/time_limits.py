@@ -32,6 +32,10 @@ GRACE_KEEP_S = 0.1
 """The same for live workers: shorter, because a cell's author waits for the prompt, and runs a
 cell again sooner than a launch."""
 
+HOST_S = 5.0
+"""After ranks on other hosts have lost their connections, until the others are stopped: Ray needs
+some seconds to find that a host is lost (2.3 s for a raylet that was killed)."""
+
 ASK_S = 0.05
 """For a rank to say where it is, before it is interrupted: a signal and a few writes to a pipe."""
 
