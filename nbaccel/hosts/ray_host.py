@@ -22,7 +22,7 @@ from nbaccel.workers.reaping import adopt_orphans, end_descendants
 __all__ = ["main"]
 
 # As a Ray that was installed without its extra `default`: nobody asks its helpers anything, and
-# what they import otherwise takes a busy machine longer than the 15 s after which a raylet gives up.
+# what they import otherwise takes a busy machine more than the 15 s after which a raylet gives up.
 _START_CODE = """
 import ray._private.utils as utils
 no_extra = lambda: ImportError("not wanted here")

@@ -40,7 +40,7 @@ class RunningScript:
     def all_lines(self) -> str:
         return "\n".join(self.lines + self.errors)
 
-    def wait_for(self, text: str, times: int = 1, seconds: float = 90.0) -> None:
+    def wait_for(self, text: str, times: int = 1, seconds: float = 200.0) -> None:
         deadline = time.monotonic() + seconds
         while sum(text in line for line in self.lines + self.errors) < times:
             if time.monotonic() >= deadline or self.process.poll() is not None:
@@ -48,7 +48,7 @@ class RunningScript:
                 raise AssertionError(f"no {times} x {text!r} in:\n{self.all_lines}")
             time.sleep(0.02)
 
-    def told(self, seconds: float = 120.0) -> dict[str, Any]:
+    def told(self, seconds: float = 300.0) -> dict[str, Any]:
         """All that the script has told, once it has ended."""
         try:
             assert self.process.wait(seconds) == 0, self.all_lines
