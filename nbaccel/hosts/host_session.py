@@ -18,6 +18,7 @@ from nbaccel.base.errors import ConfigError, PortTaken, StartupFailed
 from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
+from nbaccel.hosts.missing_hosts import missing_hosts
 from nbaccel.hosts.node_links import NodeLinks, error_line
 from nbaccel.hosts.remote_starter import RemoteStarter
 from nbaccel.hosts.versions import version_mismatch
@@ -154,7 +155,7 @@ class HostSession:
             problems = {**problems, **self._crew.problems()}
             is_late = time.monotonic() >= deadline
             if (problems or is_late) and len(answers) < len(asked):
-                raise StartupFailed(self._who_is_missing(answers, problems))
+                raise self._missing(answers, problems)
         return answers
 
     def _check_versions(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -165,22 +166,12 @@ class HostSession:
         }
         if mismatches:
             joined = facts.keys() - mismatches.keys()
-            raise StartupFailed(self._who_is_missing(joined, mismatches))
+            raise self._missing(joined, mismatches)
 
-    def _who_is_missing(self, joined: Collection[str], problems: Mapping[str, str]) -> str:
+    def _missing(self, joined: Collection[str], problems: Mapping[str, str]) -> StartupFailed:
         missing = [host.name for host in self._hosts if host.name not in joined]
-        lines = [
-            f"{count_noun(len(missing), 'host')} of {len(self._hosts)} did not join the launch: "
-            f"{first_few(missing, 5)}. No worker was started."
-        ]
-        lines += [f"  {name}: {problem}" for name, problem in problems.items()]
-        if not problems:
-            lines.append(
-                f"  Nothing was heard of {'it' if len(missing) == 1 else 'them'} for "
-                f"{_JOIN_S:.0f} s: Ray may have no room for an actor there, or torch is slow to "
-                "import."
-            )
-        return "\n".join(lines)
+        silence = "Ray may have no room for an actor there, or torch is slow to import."
+        return missing_hosts(missing, len(self._hosts), problems, _JOIN_S, silence)
 
 
 def _kill(actors: Iterable[Any]) -> None:

@@ -99,8 +99,7 @@ class NodeActor:
 
     def get_ready(self) -> None:
         """Wait until workers can be forked."""
-        _unblock_interrupts()
-        self._starter = TemplateStarter(self._device)
+        self._template_starter()
 
     def clock(self) -> float:
         """What time it is here."""
@@ -125,12 +124,16 @@ class NodeActor:
 
     def fork(self, number: int) -> None:
         """Have a worker forked."""
-        _unblock_interrupts()
-        if self._starter is None:
-            raise RuntimeError("no worker can be forked before `get_ready`")
-        worker = _NodeWorker(number, self._starter, self._outbox, self._end_of)
+        worker = _NodeWorker(number, self._template_starter(), self._outbox, self._end_of)
         self._workers[number] = worker
         worker.begin()
+
+    def _template_starter(self) -> TemplateStarter:
+        # It may start a template anew.
+        _unblock_interrupts()
+        if self._starter is None:
+            self._starter = TemplateStarter(self._device)
+        return self._starter
 
     def signal(self, number: int, signal_number: int) -> None:
         """Send a worker a signal."""
@@ -156,8 +159,8 @@ class NodeActor:
 
     def _end_of(self, process_id: int) -> Ended:
         """How a worker has ended that is about to be reaped."""
-        starter = self._starter
-        while starter is not None and process_id not in self._ends:
+        starter = self._template_starter()
+        while process_id not in self._ends:
             try:
                 self._ends |= {ended.pid: ended for ended in starter.collect()}
             except Exception as error:  # the template has ended, and took its workers along

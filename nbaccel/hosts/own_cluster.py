@@ -39,7 +39,7 @@ from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.ports import LOOPBACK_ADDRESSES, listen
-from nbaccel.base.units import count_noun, first_few
+from nbaccel.hosts.missing_hosts import missing_hosts
 from nbaccel.plan.contracts.host_engine import Host, NodeCrew
 
 __all__ = ["OwnCluster", "host_command", "unready_reason"]
@@ -335,7 +335,8 @@ class OwnCluster(NodeCrew):
                 name: problem for name, problem in self.problems().items() if name in missing
             }
             if missing and (problems or time.monotonic() >= deadline):
-                raise StartupFailed(_who_is_missing(missing, len(hosts), problems))
+                silence = "A firewall may close the way to this machine."
+                raise missing_hosts(missing, len(hosts), problems, _JOIN_S, silence)
             time.sleep(_LOOK_S)
         return node_ids
 
@@ -356,20 +357,6 @@ def _start_actors(node_ids: Mapping[str, str]) -> dict[str, Any]:
         ).remote()
         for name, node_id in node_ids.items()
     }
-
-
-def _who_is_missing(missing: Sequence[str], num_hosts: int, problems: Mapping[str, str]) -> str:
-    lines = [
-        f"{count_noun(len(missing), 'host')} of {num_hosts} did not join the launch: "
-        f"{first_few(missing, 5)}. No worker was started."
-    ]
-    lines += [f"  {name}: {problem}" for name, problem in problems.items()]
-    if not problems:
-        lines.append(
-            f"  Nothing was heard of {'it' if len(missing) == 1 else 'them'} for {_JOIN_S:.0f} s. "
-            "A firewall may close the way to this machine."
-        )
-    return "\n".join(lines)
 
 
 def _settings() -> dict[str, str | None]:
