@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from tests.isolation import ROOT
 
 LOCK = ROOT / "build" / "ray.lock"
+_held: list[None] = []
+"""An entry for each block that this process is in: a fixture's, and a test's within."""
 
 
 @contextlib.contextmanager
 def one_cluster_at_a_time() -> Iterator[None]:
     LOCK.parent.mkdir(exist_ok=True)
     with LOCK.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if not _held:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        _held.append(None)
+        try:
+            yield
+        finally:
+            _held.pop()
