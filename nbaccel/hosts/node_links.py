@@ -26,6 +26,7 @@ from typing import Any
 
 from nbaccel.base.errors import StartupFailed
 from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.units import shorten_text
 from nbaccel.hosts import node_messages
 from nbaccel.hosts.shared_files import MESSAGE, SharedFiles, file_kind
 from nbaccel.transfer import memfd
@@ -228,7 +229,9 @@ class NodeLink:
                 for record in ray.get(self._actor.events.remote()):
                     _RECORD_TAKERS[type(record)](self, record)
         except Exception as error:  # whatever it is, its workers cannot be heard any more
-            self.lose(f"Ray says: {error_line(error)}")
+            # Of an actor that has died the last line says why.
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            self.lose(f"Ray says: {shorten_text((lines or [type(error).__name__])[-1], 300)}")
 
     def lose(self, reason: str) -> None:
         """Note that the node is lost, and all its workers with it."""
