@@ -490,7 +490,7 @@ class NodeLinks:
             channel=number,
             content=content,
             attached=tuple(attached),
-            topology=_topology_of(message),
+            topology=getattr(message, "topology", ""),
         )
         for each in self._links:
             each.send(for_all)
@@ -595,8 +595,3 @@ def _hints_of(message: Any) -> messaging.FileHints:
             hints: messaging.FileHints = file_hints()
             return hints
     return messaging.FileHints()
-
-
-def _topology_of(message: Any) -> str:
-    assignment = getattr(message, "assignment", None)
-    return assignment.topology if assignment is not None else ""
