@@ -12,9 +12,6 @@ CONSTANT_MESSAGES: dict[str, str] = {
     "a truth value is not a number": "pydantic puts the setting and its value in front",
     "None is neither true nor false": "as above",
     "the other process closed its end": "an end of file is all that is known",
-    "the other side hung up during the handshake": "its cause has the address",
-    "the other side closed the connection": "as above",
-    "a frame was changed on its way, or is not the other side's": "nothing in it can be believed",
 }
 
 BROAD = {"Exception", "BaseException"}
