@@ -57,6 +57,7 @@ _LEAVE_S = 5.0
 _ERROR_CHARS = 1200
 _HEAD_NAME = "(this machine)"
 _ANY_PORT = 9  # nothing is sent there
+_RAYS_VARIABLES = ("RAY_", "PYTHONBREAKPOINT")
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -380,15 +381,20 @@ def _token() -> str:
 def _kernel_as_before() -> Iterator[None]:
     """Undo what `ray.init` leaves behind once the block ends."""
     environment = env.snapshot()
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM)
+    # Ray sets it in the main thread alone, and nobody else may.
+    handler = signal.getsignal(signal.SIGTERM) if _is_main_thread() else None
     try:
         yield
     finally:
-        if is_main and threading.current_thread() is threading.main_thread():
+        if handler is not None and _is_main_thread():
             signal.signal(signal.SIGTERM, handler)
-        env.update({name: None for name in env.snapshot() if name not in environment})
+        left = [name for name in env.snapshot() if name not in environment]
+        env.update({name: None for name in left if name.startswith(_RAYS_VARIABLES)})
         _reread_settings()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _reread_settings() -> None:

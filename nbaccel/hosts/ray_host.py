@@ -31,6 +31,8 @@ from ray.scripts.scripts import main
 main()
 """
 _HEAD_S = 180.0
+_START_S = 100.0
+"""For a node to start: it waits a minute for its raylet (RAY_raylet_start_wait_time_s)."""
 _LOOK_S = 0.1
 
 
@@ -42,17 +44,27 @@ def main() -> NoReturn:
     if not order["head_folder"]:
         _await_head(order["address"])
     adopt_orphans()
+    began_at = time.monotonic()
+    exit_status = _run(order, name)
+    if exit_status == 1 and time.monotonic() - began_at < _START_S:
+        # On a busy machine a raylet gives up while it starts, and comes up the second time.
+        exit_status = _run(order, name)
+    sys.stderr.flush()
+    os._exit(exit_status)
+
+
+def _run(order: dict[str, Any], name: str) -> int:
+    """Run Ray's processes until the notebook hangs up, or they end; returns their exit status."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _START_CODE, *_words(order, name)],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", _START_CODE, *_words(order, name)], stdin=subprocess.DEVNULL
     )
     exit_fd = os.pidfd_open(process.pid)
     # What it reads is nothing but the end.
     select.select([sys.stdin, exit_fd], [], [])
     exit_status = process.poll()
     end_descendants()
-    sys.stderr.flush()
-    os._exit(exit_status or 0)
+    os.close(exit_fd)
+    return exit_status or 0
 
 
 def _await_head(address: str) -> None:

@@ -274,13 +274,15 @@ def cell_live(hostfile):
             if "hostfile" not in settings:
                 continue
             hosts = pool.pull("host")["host"]
+            # On the same cluster: a process can be connected to one alone.
+            beside = list(notebook_launcher(socket.gethostname, (), hostfile=hostfile))
             try:
                 pool.run("if dist.get_rank() == 2: raise KeyError(host)")
             except KeyError as error:
                 failed = str(error)
             pool.run("dist.get_rank() * 10")
             status = str(pool.status())
-    tell(hosts=hosts, remote=seen[0], local=seen[1], failed=failed, status=status)
+    tell(hosts=hosts, remote=seen[0], local=seen[1], failed=failed, status=status, beside=beside)
 
 
 def cell_filtered(hostfile, include):

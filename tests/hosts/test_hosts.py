@@ -145,6 +145,7 @@ def test_live_workers_on_two_hosts_follow_the_notebook(
     notebook = Notebook(hosts, tmp_path, "live")
     told = notebook.told()
     assert told["hosts"] == ["alpha", "alpha", "beta", "beta"]
+    assert told["beside"] == told["hosts"]
     assert told["remote"] == told["local"]
     assert "rank 2 of 4 raised KeyError: 'beta'" in told["failed"]
     assert "[2] rank 2 on beta" in notebook.lines
