@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,6 +50,9 @@ def main() -> NoReturn:
     if exit_status == 1 and time.monotonic() - began_at < _START_S:
         # On a busy machine a raylet gives up while it starts, and comes up the second time.
         exit_status = _run(order, name)
+    if order["head_folder"]:
+        # The notebook does that, too, unless it was killed.
+        shutil.rmtree(order["head_folder"], ignore_errors=True)
     sys.stderr.flush()
     os._exit(exit_status)
 
