@@ -434,8 +434,10 @@ def tell_of_edits() -> bool:
         source_time = _time_of(module.__file__)
         known_spec, imported_time, told_time = _KNOWN_VERSIONS.get(module, (None, 0, 0))
         if known_spec is not module_spec:
-            # Python writes the bytecode file when it imports. Without one, edits count from here.
-            imported_time = told_time = _time_of(module_spec.cached) or source_time
+            # Python writes the bytecode file when it imports; with PYTHONDONTWRITEBYTECODE there may
+            # be one of an older version. Without one, edits count from here.
+            bytecode = None if sys.dont_write_bytecode else module_spec.cached
+            imported_time = told_time = _time_of(bytecode) or source_time
         has_edits |= source_time > imported_time
         if source_time > told_time:
             write_notice(
