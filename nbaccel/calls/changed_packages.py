@@ -434,8 +434,8 @@ def tell_of_edits() -> bool:
         source_time = _time_of(module.__file__)
         known_spec, imported_time, told_time = _KNOWN_VERSIONS.get(module, (None, 0, 0))
         if known_spec is not module_spec:
-            # Python writes the bytecode file when it imports; with PYTHONDONTWRITEBYTECODE there may
-            # be one of an older version. Without one, edits count from here.
+            # Python writes the bytecode file when it imports. Where it may not, there may be one of
+            # an older version. Without one, edits count from here.
             bytecode = None if sys.dont_write_bytecode else module_spec.cached
             imported_time = told_time = _time_of(bytecode) or source_time
         has_edits |= source_time > imported_time
