@@ -44,6 +44,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     hardware.skip_what_cannot_run(items)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to processes whole; those that start Ray clusters to one, as these wait in turn."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/hosts" if file.startswith("tests/hosts/") else file
+
+    return Scheduling(config, log)
+
+
 # A machine that does something else at the same time makes no example wrong. The examples are the
 # same in each run, so that none refuses a landing that has nothing to do with it: new ones are
 # looked for by `make full`, with --hypothesis-profile=explore.
