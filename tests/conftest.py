@@ -42,6 +42,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selection.deselect(items, config)
     hardware.skip_what_cannot_run(items)
+    # First, because they take longest, in one process: see `pytest_xdist_make_scheduler`.
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/hosts/"))
 
 
 @pytest.hookimpl(optionalhook=True)
