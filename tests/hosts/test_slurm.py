@@ -138,6 +138,8 @@ def test_a_script_is_launched_by_srun_on_all_nodes(cluster: SlurmCluster, tmp_pa
         "total = torch.ones(1)\n"
         "dist.all_reduce(total)\n"
         "print('NODE', os.environ['SLURMD_NODENAME'], 'SUM', int(total), os.environ['A'])\n"
+        # Without it torch aborts at the end now and then.
+        "dist.barrier(); dist.destroy_process_group()\n"
     )
     job = cluster.run(
         *("env", f"PYTHONPATH={ROOT}", "salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"),
