@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import env
+from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError, UnsafeMoment, WrongArguments
 from nbaccel.base.log import write_notice
 from nbaccel.base.process_death import uninterrupted
@@ -540,10 +540,9 @@ class Pool:
 
 def _notebook_names() -> dict[str, Any]:
     """The namespace of the notebook; outside of one, that of the main module."""
-    module = sys.modules.get("IPython")
-    notebook_shell = module.get_ipython() if module is not None else None
-    if notebook_shell is not None:
-        return notebook_shell.user_ns  # type: ignore[no-any-return]
+    shell = frames.running_shell()
+    if shell is not None:
+        return shell.user_ns  # type: ignore[no-any-return]
     return vars(sys.modules["__main__"])
 
 
