@@ -476,11 +476,12 @@ class NodeLinks:
         hints = _hints_of(message)
         for_all: list[Any] = self._files.changes() if hints.reads_arenas else []
         for_node: list[Any] = []
-        attached = [
-            self._attach(link, worker, file_descriptor, for_all, for_node)
-            for file_descriptor in file_descriptors
-        ]
-        memfd.close_all(file_descriptors)
+        # Also where Ray cannot take a copy, such as for want of room.
+        with memfd.closing_files(*file_descriptors):
+            attached = [
+                self._attach(link, worker, file_descriptor, for_all, for_node)
+                for file_descriptor in file_descriptors
+            ]
         numbers = [one.number for one in attached if isinstance(one, node_messages.FileCopy)]
         staging_numbers = [one for one in numbers if self._files.is_staging(one)]
         # Not strict: where nothing is brought home, no staging files come with it.
