@@ -28,8 +28,8 @@ def save_custom_state(
     """
     from nbaccel.state import PartialState
 
-    process_state = PartialState()
-    if process_state.is_local_main_process if save_on_each_node else process_state.is_main_process:
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
         checkpoint.save(obj.state_dict(), _custom_state_file(path, index))
 
 

@@ -96,9 +96,9 @@ class DataLoaderShard(PreparedLoader, metaclass=_PreparedLoaderType):
         **kwargs: Any,
     ) -> None:
         _refuse_mesh(type(self), torch_device_mesh)
-        base_loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
         loader_settings = LoaderSettings(
-            **_place_settings(base_loader),
+            **_place_settings(loader),
             device=None if device is None else torch.device(device),
             non_blocking=_non_blocking,
             rng_types=tuple(str(rng_type) for rng_type in rng_types or ()),
@@ -107,7 +107,7 @@ class DataLoaderShard(PreparedLoader, metaclass=_PreparedLoaderType):
             skip_batches=skip_batches,
             stateful=use_stateful_dataloader,
         )
-        super().__init__(base_loader, GradientState(), loader_settings, drop=skip_batches)
+        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
         self.iteration = iteration
 
 
@@ -148,8 +148,8 @@ class DataLoaderDispatcher(DispatchLoader, metaclass=_PreparedLoaderType):
         **kwargs: Any,
     ) -> None:
         _refuse_mesh(type(self), torch_device_mesh)
-        base_loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
-        place_settings = _place_settings(base_loader, splits_batches=split_batches)
+        loader = _reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        place_settings = _place_settings(loader, splits_batches=split_batches)
         loader_settings = LoaderSettings(
             **place_settings,
             device=place_settings["place"].device,
@@ -161,7 +161,7 @@ class DataLoaderDispatcher(DispatchLoader, metaclass=_PreparedLoaderType):
             dispatches=True,
         )
         super().__init__(
-            base_loader, GradientState(), loader_settings, drop=skip_batches, slice_fn=slice_fn
+            loader, GradientState(), loader_settings, drop=skip_batches, slice_fn=slice_fn
         )
         self.iteration = iteration
 

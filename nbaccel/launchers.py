@@ -233,8 +233,8 @@ def launch_configured(
     # Again, because a hiding file may have been imported after nbaccel.
     plan = resolve(config)
     registry.check_strategy(plan.strategy, plan.device, config)
-    for warning_text in plan.warnings if tells_warnings else ():
-        write_notice(f"nbaccel: {warning_text}\n")
+    for text in plan.warnings if tells_warnings else ():
+        write_notice(f"nbaccel: {text}\n")
     if plan.start_method == "inline":
         # Imported late, because a launch in this process needs none of the machinery of workers.
         from nbaccel.calls import inline

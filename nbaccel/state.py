@@ -306,9 +306,5 @@ class AcceleratorState(PartialState):
 
     def __repr__(self) -> str:
         text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
-        deepspeed_plugin = self.deepspeed_plugin
-        return (
-            text
-            if deepspeed_plugin is None
-            else f"{text}ds_config: {deepspeed_plugin.deepspeed_config}\n"
-        )
+        plugin = self.deepspeed_plugin
+        return text if plugin is None else f"{text}ds_config: {plugin.deepspeed_config}\n"

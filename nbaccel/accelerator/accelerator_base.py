@@ -99,14 +99,14 @@ class RunDescription(ProcessInfo):
     @property
     def deepspeed_plugin(self) -> Any:
         """How DeepSpeed shards models; None where it does not."""
-        deepspeed_plugins = self._run.request.settings_of("deepspeed_plugin")
-        return None if deepspeed_plugins is None else deepspeed_plugins.active
+        plugins = self._run.request.settings_of("deepspeed_plugin")
+        return None if plugins is None else plugins.active
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
         """DeepSpeed's configuration, without ``"auto"`` once a model is prepared."""
-        deepspeed_plugin = self.deepspeed_plugin
-        return None if deepspeed_plugin is None else dict(deepspeed_plugin.deepspeed_config)
+        plugin = self.deepspeed_plugin
+        return None if plugin is None else dict(plugin.deepspeed_config)
 
     @property
     def parallelism_config(self) -> None:

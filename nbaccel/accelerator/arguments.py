@@ -175,20 +175,20 @@ class Request:
         """Merge what was given in several places."""
         run_config = None if config is None else run_config_of(config)
         handlers = Handlers.of(_one_spelling(kwargs_handlers, kwarg_handlers))
-        requested_strategy = registry.wanted_strategy(
+        strategy = registry.wanted_strategy(
             Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
         )
         # Before precision and accumulation, because a DeepSpeed file may set both.
-        strategy_settings, settings_request = _strategy_settings(requested_strategy)
+        strategy_settings, request = _strategy_settings(strategy)
         loader_config = _loader_settings(dataloader_config, split_batches)
         accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
             gradient_accumulation_steps, gradient_accumulation_plugin, run_config
         )
         precision_name, precision_source = _merge_precision(
-            settings_request, *_requested_precision(mixed_precision, run_config)
+            request, *_requested_precision(mixed_precision, run_config)
         )
-        if steps_source == "default" and settings_request.accumulation_steps is not None:
-            accumulation_steps = settings_request.accumulation_steps
+        if steps_source == "default" and request.accumulation_steps is not None:
+            accumulation_steps = request.accumulation_steps
             steps_source = "config"
             accumulation_plugin = replace(accumulation_plugin, num_steps=accumulation_steps)
         project_settings = project_config or ProjectConfiguration(project_dir=project_dir)
@@ -199,7 +199,7 @@ class Request:
             precision_source=precision_source,
             accumulation_steps=accumulation_steps,
             accumulation_source=steps_source,
-            strategy=_with_reason(requested_strategy, settings_request.reason),
+            strategy=_with_reason(strategy, request.reason),
             fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
             device=_requested_device(run_config, cpu=cpu),
             split_batches=loader_config.split_batches,
@@ -212,7 +212,7 @@ class Request:
             data=loader_config,
             project=project_settings,
             settings=strategy_settings,
-            said_by_settings=settings_request,
+            said_by_settings=request,
             activation_checkpointing=_activation_checkpointing(run_config),
         )
 
@@ -262,25 +262,25 @@ def _accumulation_settings(
     if run_config is not None and run_config.gradient_accumulation_steps is not None:
         num_steps = run_config.gradient_accumulation_steps
         return num_steps, "config", replace(accumulation_plugin, num_steps=num_steps)
-    variable_text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
-    if not variable_text.strip():
+    text = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or ""
+    if not text.strip():
         return 1, "default", replace(accumulation_plugin, num_steps=1)
-    if not variable_text.strip().isdecimal() or int(variable_text) < 1:
+    if not text.strip().isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={variable_text!r} must "
+            f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must "
             "be a whole number of at least 1: the number of batches in one optimizer step. Correct "
             "or unset it."
         )
     return (
-        int(variable_text),
+        int(text),
         "environment",
-        replace(accumulation_plugin, num_steps=int(variable_text)),
+        replace(accumulation_plugin, num_steps=int(text)),
     )
 
 
 def _activation_checkpointing(run_config: RunConfig | None) -> bool:
-    variable_flag = bool(env.flag(ACTIVATION_CHECKPOINTING))
-    return variable_flag if run_config is None else run_config.activation_checkpointing
+    flag = bool(env.flag(ACTIVATION_CHECKPOINTING))
+    return flag if run_config is None else run_config.activation_checkpointing
 
 
 def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:
@@ -318,22 +318,16 @@ def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
     if distributed.wants_cpu(cpu):
         # The first row is the host.
         return DEVICES[0].name
-    requested_device = (
-        "" if run_config is None or run_config.device == "auto" else run_config.device
-    )
-    return (
-        requested_device
-        if requested_device and registry.device(requested_device).is_available()
-        else ""
-    )
+    device = "" if run_config is None or run_config.device == "auto" else run_config.device
+    return device if device and registry.device(device).is_available() else ""
 
 
 def _strategy_settings(strategy: Wanted | None) -> tuple[Any, SaidBySettings]:
     """The settings of the strategy that was asked for, and what they say of training."""
     if strategy is None:
         return None, SaidBySettings()
-    strategy_settings = strategy.settings()
-    return strategy_settings, registry.strategy(strategy.strategy).said_by(strategy_settings)
+    settings = strategy.settings()
+    return settings, registry.strategy(strategy.strategy).said_by(settings)
 
 
 def _merge_precision(

@@ -149,8 +149,8 @@ class GradientSteps:
     @contextlib.contextmanager
     def join(self, models: Iterable[nn.Module], even_batches: bool | None) -> Iterator[None]:
         """Let processes run out of batches at different times in the block."""
-        join_context = self._run.strategy.join(models)
-        if join_context is None:
+        context = self._run.strategy.join(models)
+        if context is None:
             raise ConfigError(
                 "join_uneven_inputs is not available with strategy "
                 f"{self._run.initial_plan.strategy!r}: its forward passes need every process, so "
@@ -161,7 +161,7 @@ class GradientSteps:
             if even_batches is not None:
                 for loader, _ in previous_settings:
                     loader.even_batches = even_batches
-            with join_context:
+            with context:
                 yield
         finally:
             # After an error, too: the loaders are used beyond this block.

@@ -68,12 +68,12 @@ class TrainingRun:
             expected_facts.device,
             expected_facts.compute_capability,
         )
-        effect_note = _downcast(request, precision_class, device_backend)
+        note = _downcast(request, precision_class, device_backend)
         place = distributed.init_process(
             device=device_backend.name, settings=handlers.process_group
         )
         plan = plan_training(asked, _observed_facts(place))
-        plan = replace(plan, warnings=(*plan.warnings, *effect_note))
+        plan = replace(plan, warnings=(*plan.warnings, *note))
         strategy_class = registry.strategy(plan.strategy)
         # An engine casts models and scales losses itself: doing both would scale twice.
         is_left_to_engine = strategy_class.owns_precision and not precision_class.converts_layers
@@ -95,9 +95,9 @@ class TrainingRun:
     @property
     def plan(self) -> TrainingPlan:
         """The decisions so far, with those that followed from the prepared models."""
-        initial_plan = self.initial_plan
+        plan = self.initial_plan
         choices = (*self.precision.choices, *self.strategy.choices)
-        return replace(initial_plan, choices=(*initial_plan.choices, *choices))
+        return replace(plan, choices=(*plan.choices, *choices))
 
 
 def _downcast(request: Request, precision: type[Precision], device: Device) -> tuple[str, ...]:

@@ -93,17 +93,17 @@ class Preparer:
         # Reversed, so that an object given twice keeps its first index.
         first_index = {id(given_item): index for index, given_item in reversed([*enumerate(args)])}
         # What is given twice is prepared once; but two loops over one loader are two loaders.
-        distinct_indices = [
+        indices = [
             index
             for index, given_item in enumerate(args)
             if first_index[id(given_item)] == index or isinstance(given_item, DataLoader)
         ]
         ready_items = self._prepare_distinct(
-            [args[index] for index in distinct_indices],
-            [placements[index] for index in distinct_indices],
+            [args[index] for index in indices],
+            [placements[index] for index in indices],
             options,
         )
-        by_index = dict(zip(distinct_indices, ready_items, strict=True))
+        by_index = dict(zip(indices, ready_items, strict=True))
         return [
             by_index[index if index in by_index else first_index[id(given_item)]]
             for index, given_item in enumerate(args)
@@ -111,8 +111,8 @@ class Preparer:
 
     def prepare_for_evaluation(self, model: nn.Module, *, to_device: bool) -> nn.Module:
         """A model that computes in the run's precision, without being wrapped for training."""
-        placed_bundle = self._place_models(Bundle(models=(model,)), [to_device])
-        return self._wrap_forward(placed_bundle).models[0]
+        bundle = self._place_models(Bundle(models=(model,)), [to_device])
+        return self._wrap_forward(bundle).models[0]
 
     def prepare_loader(
         self,
@@ -205,8 +205,8 @@ class Preparer:
             if to_device and not getattr(model, "hf_device_map", None):
                 _refuse_empty(model)
         _refuse_offloaded(bundle)
-        for bundle_step in self._bundle_steps(model_placements):
-            bundle = bundle_step(bundle)
+        for step in self._bundle_steps(model_placements):
+            bundle = step(bundle)
         for numbers, ready_objects in (
             (model_indices, bundle.models),
             (optimizer_indices, bundle.optimizers),
@@ -224,7 +224,7 @@ class Preparer:
 
     def _bundle_steps(self, placements: Sequence[bool]) -> tuple[Callable[[Bundle], Bundle], ...]:
         """What is done to a bundle, in order."""
-        wrapping_steps = (
+        steps = (
             self._checkpoint_activations,
             self._wrap_models,
             self._compile_models,
@@ -232,7 +232,7 @@ class Preparer:
         )
         if self._run.strategy.owns_precision:
             # The engine casts the model; which layers compute in 8 bits it does not know.
-            return (_restore_layers, self._run.precision.convert, *wrapping_steps)
+            return (_restore_layers, self._run.precision.convert, *steps)
         return (
             self._before_placement,
             # Parameters are moved before a strategy replaces them, and the forward is replaced
@@ -241,7 +241,7 @@ class Preparer:
             lambda bundle: self._place_models(bundle, placements),
             self._run.precision.convert,
             self._wrap_forward,
-            *wrapping_steps,
+            *steps,
         )
 
     def _before_placement(self, bundle: Bundle) -> Bundle:
@@ -330,8 +330,8 @@ class Preparer:
             if uncompiled is inner_model:
                 return model
             # torch has no public way to compile another module with the same options.
-            compiled_wrapper: Any = model
-            inner_model = type(compiled_wrapper)(inner_model, compiled_wrapper.dynamo_ctx)
+            wrapper: Any = model
+            inner_model = type(wrapper)(inner_model, wrapper.dynamo_ctx)
         return inner_model
 
     def release(self) -> None:
@@ -402,9 +402,9 @@ def _refuse_offloaded(bundle: Bundle) -> None:
 
 def _restore_layers(bundle: Bundle) -> Bundle:
     """Give models the layers back that an earlier Accelerator replaced; optimizers follow."""
-    for restore_layers in registry.layer_restorers():
+    for layers in registry.layer_restorers():
         for model in bundle.models:
-            replaced = {id(old): new for old, new in restore_layers(model)}
+            replaced = {id(old): new for old, new in layers(model)}
             for optimizer in bundle.optimizers if replaced else ():
                 # Only when an FP8 library has been used: importing it earlier costs every start.
                 conversion = registry.load_object("nbaccel.precision.fp8.conversion")

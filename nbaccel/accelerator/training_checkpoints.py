@@ -45,20 +45,18 @@ class TrainingCheckpoints:
         self, folder: str | Path | None, *, safe_serialization: bool, exclude_frozen: bool
     ) -> Path:
         """Save everything that training needs to continue; see `Accelerator.save_state`."""
-        checkpoint_parts = self._checkpoint_parts(leaves_out_frozen=exclude_frozen)
+        parts = self._checkpoint_parts(leaves_out_frozen=exclude_frozen)
         step = self._gradient_steps.step
         num_steps = self._gradient_state.num_steps
         # torch gives no access to gradients that `fully_shard` holds between steps.
-        if checkpoint_parts.amid_group and checkpoint_parts.sharder is not None:
+        if parts.amid_group and parts.sharder is not None:
             warnings.warn(
                 f"save_state within a group of {num_steps} batches: gradients of "
                 f"{step % num_steps} of them are sharded, and will not be in the checkpoint. Save "
                 "where accelerator.sync_gradients is True.",
                 stacklevel=3,
             )
-        return self.folders.save(
-            folder, checkpoint_parts, step=step, safe_serialization=safe_serialization
-        )
+        return self.folders.save(folder, parts, step=step, safe_serialization=safe_serialization)
 
     def load(
         self,

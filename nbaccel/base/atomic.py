@@ -51,21 +51,21 @@ def hold_claim(folder: Path) -> Iterator[None]:
     from filelock import FileLock
 
     lock_path = folder.with_name(f"{folder.name}.lock")
-    file_lock = FileLock(lock_path, timeout=_CLAIM_TIMEOUT_S)
+    lock = FileLock(lock_path, timeout=_CLAIM_TIMEOUT_S)
     # A file system without locks: then nothing can be cleared away, and nothing is.
     with contextlib.suppress(OSError, NotImplementedError):
-        file_lock.acquire()
+        lock.acquire()
         # Another process may have removed the file between its creation and the lock.
-        while file_lock.is_locked and not lock_path.exists():
-            file_lock.release()
-            file_lock.acquire()
+        while lock.is_locked and not lock_path.exists():
+            lock.release()
+            lock.acquire()
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
             # Before the release: a file without a lock on it counts as left behind.
             lock_path.unlink(missing_ok=True)
-        file_lock.release()
+        lock.release()
 
 
 def clear_leftovers(parent: Path, name_pattern: str) -> None:
@@ -152,18 +152,18 @@ def write_text(path: Path, text: str) -> None:
     sync_path(path.parent)
 
 
-def publish_weights(built_folder: Path, folder: Path, name_pattern: str) -> None:
+def publish_weights(built_folder: Path, folder: Path, pattern: str) -> None:
     """Move files of weights to their places; stale ones of an earlier save are removed last."""
     sync_tree(built_folder)
     # The index last: it may only name files that are there.
     paths = sorted(built_folder.iterdir(), key=lambda p: (p.suffix == ".json", p.name))
     if len(paths) > 1:
         # Dying between two of them must not leave an index that names old and new ones.
-        (folder / (name_pattern.format(suffix="") + _INDEX_SUFFIX)).unlink(missing_ok=True)
+        (folder / (pattern.format(suffix="") + _INDEX_SUFFIX)).unlink(missing_ok=True)
     for path in paths:
         keep_access(path, folder / path.name)
         path.replace(folder / path.name)
-    _remove_stale(folder, name_pattern, {path.name for path in paths})
+    _remove_stale(folder, pattern, {path.name for path in paths})
     sync_path(folder)
 
 

@@ -83,10 +83,8 @@ def is_module(function: str) -> bool:
 def of_traceback(traceback_object: TracebackType | None) -> tuple[Frame, ...]:
     """The frames of a traceback, outermost first."""
     return tuple(
-        Frame(
-            file=frame_summary.filename, line=frame_summary.lineno or 0, function=frame_summary.name
-        )
-        for frame_summary in traceback.extract_tb(traceback_object)
+        Frame(file=summary.filename, line=summary.lineno or 0, function=summary.name)
+        for summary in traceback.extract_tb(traceback_object)
     )
 
 
@@ -96,7 +94,7 @@ def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     Before a worker begins stands what was running where it was forked: its template's own calls,
     or the cell in which the notebook was forked.
     """
-    stack_length = next(
+    length = next(
         (
             index
             for index, frame in enumerate(frames)
@@ -104,9 +102,9 @@ def within_worker(frames: Sequence[Frame]) -> tuple[Frame, ...]:
         ),
         len(frames),
     )
-    while stack_length and frames[stack_length - 1].is_house:
-        stack_length -= 1
-    return tuple(frames[:stack_length])
+    while length and frames[length - 1].is_house:
+        length -= 1
+    return tuple(frames[:length])
 
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
@@ -119,12 +117,12 @@ def caller_level() -> int:
 
     To be called by the function that warns.
     """
-    stack_level = 0
+    level = 0
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(f"{_PACKAGE_FOLDER}/"):
-        stack_level = stack_level + 1
+        level = level + 1
         frame = frame.f_back
-    return stack_level
+    return level
 
 
 def place(frame: Frame) -> str:
@@ -158,18 +156,16 @@ def cell_number(compiled_name: str) -> int | None:
     return None if number is None else int(number)
 
 
-def _find_in_history(ipython_shell: Any, compiler: Any, compiled_name: str) -> int | None:
+def _find_in_history(shell: Any, compiler: Any, compiled_name: str) -> int | None:
     """Before IPython 8, only the text of a cell says under which name it was compiled."""
-    history_manager = getattr(ipython_shell, "history_manager", None)
+    manager = getattr(shell, "history_manager", None)
     # A shell in a worker has no history.
-    if history_manager is None or compiler is None:
+    if manager is None or compiler is None:
         return None
-    past_inputs = list(
-        zip(history_manager.input_hist_raw, history_manager.input_hist_parsed, strict=False)
-    )
+    inputs = list(zip(manager.input_hist_raw, manager.input_hist_parsed, strict=False))
     # The newest first: a cell that was run twice is known by its last number.
-    for cell_count in reversed(range(1, len(past_inputs))):
-        raw_text, parsed_text = past_inputs[cell_count]
+    for cell_count in reversed(range(1, len(inputs))):
+        raw_text, parsed_text = inputs[cell_count]
         # The history drops blank lines at the end, and the name is made from the text with them.
         for num_blank in range(_MOST_BLANK_LINES):
             if (
@@ -208,8 +204,8 @@ def source(frame: Frame, *, num_around: int) -> list[str]:
 
 def has_magic(magic_name: str) -> bool:
     """Whether the IPython of this process has a line magic of nbaccel's extension."""
-    magics_manager = getattr(running_shell(), "magics_manager", None)
-    function = magics_manager.magics["line"].get(magic_name) if magics_manager is not None else None
+    manager = getattr(running_shell(), "magics_manager", None)
+    function = manager.magics["line"].get(magic_name) if manager is not None else None
     return getattr(function, "__module__", "").startswith("nbaccel.notebook.")
 
 

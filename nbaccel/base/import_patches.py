@@ -16,8 +16,8 @@ PatchModule = Callable[[ModuleType], None]
 
 def patch_module(module_name: str, patch: PatchModule) -> None:
     """Change a module, now or when it is imported. The module is not imported for it."""
-    if (imported_module := sys.modules.get(module_name)) is not None:
-        patch(imported_module)
+    if (module := sys.modules.get(module_name)) is not None:
+        patch(module)
     else:
         sys.meta_path.insert(0, _ModulePatcher(module_name, patch))
 

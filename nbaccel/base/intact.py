@@ -56,11 +56,11 @@ def is_archive(path: Path) -> bool:
 def digest(path: Path) -> str:
     """Checksum of a file's content, read in pieces."""
     content_hash = xxhash.xxh3_128()
-    chunk_buffer = bytearray(_CHUNK_BYTES)
+    buffer = bytearray(_CHUNK_BYTES)
     # Unbuffered: the chunks are larger than Python's buffer.
     with path.open("rb", buffering=0) as file:
-        while num_read := file.readinto(chunk_buffer):
-            content_hash.update(memoryview(chunk_buffer)[:num_read])
+        while num_read := file.readinto(buffer):
+            content_hash.update(memoryview(buffer)[:num_read])
     return content_hash.hexdigest()
 
 
@@ -79,8 +79,8 @@ def _size_problem(path: Path, recorded: Recorded | None) -> str:
     if not num_bytes and (recorded is None or recorded.num_bytes):
         return "is empty"
     if recorded is not None and num_bytes != recorded.num_bytes:
-        size_verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
-        return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {size_verdict}"
+        verdict = "it is truncated" if num_bytes < recorded.num_bytes else "it is another file"
+        return f"has {num_bytes:,} bytes, and {recorded.num_bytes:,} were saved: {verdict}"
     return ""
 
 

@@ -64,10 +64,8 @@ class PrivateName:
         if holder is None or not self.first <= version <= (self.last or version):
             return False
         # Some are given to instances by the constructor: its code names them.
-        constructor_code = getattr(holder.__init__, "__code__", None)
-        return not hasattr(holder, self.name) and self.name not in getattr(
-            constructor_code, "co_names", ()
-        )
+        code = getattr(holder.__init__, "__code__", None)
+        return not hasattr(holder, self.name) and self.name not in getattr(code, "co_names", ())
 
     def message(self) -> str:
         """What is missing, what is lost by it, and which versions have it."""
@@ -184,16 +182,16 @@ def keep_no_prints(shell: Any) -> None:
 
 
 def wrap_completions(
-    shell_completer: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
+    completer: Any, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
     """Replace what all completions of IPython before 8.6 come from."""
-    complete = getattr(shell_completer, "_complete", None)
+    complete = getattr(completer, "_complete", None)
     if complete is None:
         _warn(_COMPLETE)
         return lambda: None
     # In the instance, so that removing it brings the class's method back.
-    vars(shell_completer)["_complete"] = wrapper(complete)
-    return lambda: vars(shell_completer).pop("_complete", None)
+    vars(completer)["_complete"] = wrapper(complete)
+    return lambda: vars(completer).pop("_complete", None)
 
 
 def inspect_also(
@@ -257,16 +255,16 @@ def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) 
         vars(display_publisher).pop("_flush_streams", None)
 
 
-def is_in_output_widget(running_kernel: Any) -> bool:
+def is_in_output_widget(kernel: Any) -> bool:
     """Whether an `Output` of ipywidgets takes what is displayed now: it shows no changes of it."""
-    widget_module = sys.modules.get("ipywidgets.widgets.widget")
+    module = sys.modules.get("ipywidgets.widgets.widget")
     output_class = getattr(sys.modules.get("ipywidgets.widgets.widget_output"), "Output", None)
-    if output_class is None or not hasattr(running_kernel, "get_parent"):
+    if output_class is None or not hasattr(kernel, "get_parent"):
         return False
     # A property of the class in ipywidgets 8, which warns; in 7 the table itself.
-    widgets_of_7 = vars(getattr(widget_module, "Widget", object)).get("widgets")
-    all_widgets = getattr(widget_module, "_instances", widgets_of_7)
-    message_id = (running_kernel.get_parent() or {}).get("header", {}).get("msg_id")
+    widgets_of_7 = vars(getattr(module, "Widget", object)).get("widgets")
+    all_widgets = getattr(module, "_instances", widgets_of_7)
+    message_id = (kernel.get_parent() or {}).get("header", {}).get("msg_id")
     return isinstance(all_widgets, dict) and any(
         isinstance(widget, output_class) and widget.msg_id == message_id
         for widget in list(all_widgets.values())
@@ -281,16 +279,16 @@ def _has_text(stream: Any) -> bool:
 
 def _is_thread_through(stream: Any) -> bool:
     """Whether ipykernel's thread has sent all that was flushed, and no text has come meanwhile."""
-    sending_thread = getattr(stream, "pub_thread", None)
-    if sending_thread is None:
+    thread = getattr(stream, "pub_thread", None)
+    if thread is None:
         return False
     through = threading.Event()
     # What a flush hands on is behind it in the same queue, and so before this.
-    sending_thread.schedule(through.set)
+    thread.schedule(through.set)
     return through.wait(_SENDING_S) and not any(map(_has_text, (sys.stdout, sys.stderr)))
 
 
-def _as_sent(message_data: Any, subshell: str | None) -> str | None:
+def _as_sent(data: Any, subshell: str | None) -> str | None:
     return subshell
 
 

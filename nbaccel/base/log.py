@@ -78,8 +78,8 @@ def notice_stream() -> TextIO:
     return sys.stdout if has_cells else sys.stderr
 
 
-def write_notice(notice_text: str) -> None:
+def write_notice(text: str) -> None:
     """Tell the user something that is no error."""
     text_stream = notice_stream()
-    text_stream.write(notice_text)
+    text_stream.write(text)
     text_stream.flush()

@@ -26,11 +26,11 @@ def loopback(host_address: str) -> str:
     """The address to use for one: version 6's where this machine has no other."""
     if host_address != LOOPBACK_ADDRESSES[0]:
         return host_address
-    for loopback_address, address_family in zip(
+    for loopback_address, family in zip(
         LOOPBACK_ADDRESSES, (socket.AF_INET, socket.AF_INET6), strict=True
     ):
         try:
-            with socket.socket(address_family, socket.SOCK_STREAM) as probe_socket:
+            with socket.socket(family, socket.SOCK_STREAM) as probe_socket:
                 probe_socket.bind((loopback_address, 0))
         # This machine has no such address, or no such family.
         except OSError:
@@ -91,9 +91,7 @@ def _describe_holder(port: int) -> str:
 
 def store_options(listener: int) -> dict[str, Any]:
     """What makes torch's `TCPStore` serve on a socket that is bound already."""
-    torch_release = tuple(
-        int(release_part) for release_part in re.findall(r"\d+", version("torch"))[:2]
-    )
+    torch_release = tuple(int(part) for part in re.findall(r"\d+", version("torch"))[:2])
     # Before 2.9 its libuv server may refuse one, as that of 2.6 does; the older server takes it.
-    older_options = {"use_libuv": False} if torch_release < (2, 9) else {}
-    return {"master_listen_fd": listener, **older_options}
+    options = {"use_libuv": False} if torch_release < (2, 9) else {}
+    return {"master_listen_fd": listener, **options}

@@ -36,14 +36,14 @@ class _HeldInterrupt:
     def __init__(self) -> None:
         self.pressed = False
 
-    def __call__(self, signal_number: int, current_frame: object) -> None:
+    def __call__(self, signal_number: int, frame: object) -> None:
         self.pressed = True
 
 
-def oom_kills(proc_folder: Path = Path("/proc")) -> int:
+def oom_kills(folder: Path = Path("/proc")) -> int:
     """How many processes the kernel has killed for lack of memory since it started."""
     try:
-        vmstat_lines = (proc_folder / "vmstat").read_text().splitlines()
+        vmstat_lines = (folder / "vmstat").read_text().splitlines()
     except OSError:
         return 0
     return next(

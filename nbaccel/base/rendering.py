@@ -54,10 +54,8 @@ def render_failure(error: BaseException) -> list[str]:
     # Offered only where it has more frames than the message shows.
     shown_frames = sum("---->" in line for line in lines)
     if len(_foreign_files(str(error.__cause__))) > shown_frames:
-        traceback_command = (
-            "%accelerate traceback" if frames.has_magic("accelerate") else _TRACEBACK_COMMAND
-        )
-        lines.append(f"The whole traceback: {traceback_command}")
+        command = "%accelerate traceback" if frames.has_magic("accelerate") else _TRACEBACK_COMMAND
+        lines.append(f"The whole traceback: {command}")
     if error.__cause__ is not None:
         lines.append(_NO_DEBUGGER_HINT)
     return lines
@@ -88,26 +86,26 @@ def _render_error_text(error: BaseException) -> list[str]:
 
 
 def _wrap_line(line: str) -> list[str]:
-    wrap_indent = " " * (len(line) - len(line.lstrip()) + 2)
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.wrap(
         line,
         _MESSAGE_LINE_CHARS,
-        subsequent_indent=wrap_indent,
+        subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
         # textwrap makes no line at all of an empty one.
     ) or [""]
 
 
-def coloured(line_text: str, *, stands_out: bool = False) -> str:
+def coloured(text: str, *, stands_out: bool = False) -> str:
     """A line as it is shown: places green, the arrow and what stands out red."""
     if stands_out:
-        return f"{_ANSI_BOLD}{_ANSI_RED}{line_text}{_ANSI_OFF}"
-    if _ARROW_LINE.match(line_text):
-        arrow = line_text[:7]
-        code = line_text[7:]
+        return f"{_ANSI_BOLD}{_ANSI_RED}{text}{_ANSI_OFF}"
+    if _ARROW_LINE.match(text):
+        arrow = text[:7]
+        code = text[7:]
         return f"{_ANSI_BOLD}{_ANSI_RED}{arrow}{_ANSI_OFF}{_ANSI_BOLD}{code}{_ANSI_OFF}"
-    place_match = _PLACE_LINE.match(line_text)
+    place_match = _PLACE_LINE.match(text)
     if place_match:
         return f"  {_ANSI_GREEN}{place_match['place']}{_ANSI_OFF}{place_match['rest']}"
-    return line_text
+    return text

@@ -415,7 +415,7 @@ def multiply_scaled(
     right: torch.Tensor,
     left_inverse_scale: torch.Tensor,
     right_inverse_scale: torch.Tensor,
-    out_dtype: torch.dtype,
+    dtype: torch.dtype,
     *,
     fast_accumulation: bool,
 ) -> torch.Tensor:
@@ -426,7 +426,7 @@ def multiply_scaled(
         right,
         scale_a=left_inverse_scale,
         scale_b=right_inverse_scale,
-        out_dtype=out_dtype,
+        out_dtype=dtype,
         use_fast_accum=fast_accumulation,
     )
     return product

@@ -70,20 +70,18 @@ def _comes_from_notebook(trainer: Any) -> bool:
         return True
 
 
-def _rebuild_accelerator(worker_trainer: Any) -> None:
+def _rebuild_accelerator(trainer: Any) -> None:
     """Do again what its constructor made of the process it ran in."""
     accelerate_library.forget()
-    arguments = worker_trainer.args
+    arguments = trainer.args
     # A cached property, under its name and that of older versions; it holds the notebook's device.
     vars(arguments).pop("_setup_devices", None)
     vars(arguments).pop("__cached__setup_devices", None)
     arguments.device  # noqa: B018 - looks at the process and joins its group
-    worker_trainer.create_accelerator_and_postprocess()
-    if getattr(worker_trainer, "place_model_on_device", False):
+    trainer.create_accelerator_and_postprocess()
+    if getattr(trainer, "place_model_on_device", False):
         # As its constructor does: some devices need more than `to`. Seen in transformers 5.23.
-        move = getattr(
-            worker_trainer, "_move_model_to_device", lambda model, device: model.to(device)
-        )
-        move(worker_trainer.model, arguments.device)
-    worker_trainer.state.is_local_process_zero = worker_trainer.is_local_process_zero()
-    worker_trainer.state.is_world_process_zero = worker_trainer.is_world_process_zero()
+        move = getattr(trainer, "_move_model_to_device", lambda model, device: model.to(device))
+        move(trainer.model, arguments.device)
+    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+    trainer.state.is_world_process_zero = trainer.is_world_process_zero()

@@ -39,9 +39,9 @@ def parse_bytes(text: str | int) -> int:
             f"A size must be a number and a unit: got {text!r}. "
             'Without a unit it would count bytes. Write for example "16 GiB" or "500 MB".'
         )
-    number_text, unit_letter, binary_mark, byte_suffix = size_match.groups()
+    number_text, unit_letter, mark, suffix = size_match.groups()
     # `MB` is decimal; `MiB` and the bare `M` are not.
-    is_decimal = bool(unit_letter) and bool(byte_suffix) and not binary_mark
+    is_decimal = bool(unit_letter) and bool(suffix) and not mark
     unit_base = 1000 if is_decimal else 1024
     exponent = _UNIT_LETTERS.index(unit_letter.lower()) if unit_letter else 0
     return round(float(number_text) * float(unit_base**exponent))

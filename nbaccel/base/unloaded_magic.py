@@ -15,15 +15,15 @@ __all__ = ["register_stand_in"]
 def register_stand_in() -> None:
     """Register the stand-in in the shell of this process, if it has one and lacks the magic."""
     module = sys.modules.get("IPython")
-    get_ipython = getattr(module, "get_ipython", None)
-    ipython_shell = get_ipython() if get_ipython is not None else None
-    magics_manager = getattr(ipython_shell, "magics_manager", None)
+    ipython = getattr(module, "get_ipython", None)
+    shell = ipython() if ipython is not None else None
+    manager = getattr(shell, "magics_manager", None)
     # The real magic, where it is loaded already, must not be replaced.
-    if magics_manager is not None and "accelerate" not in magics_manager.magics["cell"]:
-        magics_manager.register_function(_stand_in_magic, "line_cell", "accelerate")
+    if manager is not None and "accelerate" not in manager.magics["cell"]:
+        manager.register_function(_stand_in_magic, "line_cell", "accelerate")
 
 
-def _stand_in_magic(magic_line: str, text: str | None = None) -> None:
+def _stand_in_magic(line: str, text: str | None = None) -> None:
     """A magic of nbaccel, which `%load_ext nbaccel` brings."""
     name = "%accelerate" if text is None else "%%accelerate"
     raise UserMistake(

@@ -126,10 +126,8 @@ def read_checkpoint(checkpoint: str | Path) -> CheckpointContent:
     if weight_map is None:
         return CheckpointContent(source=source, tensors=tensors_by_file[file_paths[0].name])
     # Files may hold more than the index names, and a name twice; the index says which one counts.
-    stored_tensors = {
-        name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()
-    }
-    return CheckpointContent(source=source, tensors=stored_tensors)
+    tensors = {name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()}
+    return CheckpointContent(source=source, tensors=tensors)
 
 
 # ------------------------------------------------------------------------------ which files
@@ -271,7 +269,7 @@ def _read_safetensors(path: Path) -> list[CheckpointTensor]:
         # The library compares the header with itself and with the file's size.
         with safe_open(path, "numpy") as file:
             file_format = (file.metadata() or {}).get("format", "pt")
-        header, data_start = _safetensors_header(path)
+        header, start = _safetensors_header(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointDamaged(
             f"{path} is truncated, or no safetensors file ({error}). {_REMEDY}"
@@ -281,7 +279,7 @@ def _read_safetensors(path: Path) -> list[CheckpointTensor]:
             f"{path} was saved in the format {file_format!r}, whose layers lay weights out in "
             "another way than torch's. Convert it: from_pretrained(from_tf=True, from_flax=True)."
         )
-    return [_stored_entry(path, name, entry, data_start) for name, entry in header.items()]
+    return [_stored_entry(path, name, entry, start) for name, entry in header.items()]
 
 
 def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -293,21 +291,19 @@ def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
     return header, _HEADER_LENGTH_BYTES + num_bytes
 
 
-def _stored_entry(
-    path: Path, name: str, header_entry: Mapping[str, Any], data_start: int
-) -> CheckpointTensor:
-    dtype = getattr(torch, SAFE_DTYPE_NAMES.get(header_entry["dtype"], ""), None)
+def _stored_entry(path: Path, name: str, entry: Mapping[str, Any], start: int) -> CheckpointTensor:
+    dtype = getattr(torch, SAFE_DTYPE_NAMES.get(entry["dtype"], ""), None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointDamaged(
-            f"{path} holds {name} as {header_entry['dtype']}, a format that torch "
+            f"{path} holds {name} as {entry['dtype']}, a format that torch "
             f"{torch.__version__} does not have. Save it in another one, or update torch."
         )
     return CheckpointTensor(
         name=name,
         path=path,
         dtype=dtype,
-        shape=tuple(header_entry["shape"]),
-        first_byte=data_start + int(header_entry["data_offsets"][0]),
+        shape=tuple(entry["shape"]),
+        first_byte=start + int(entry["data_offsets"][0]),
     )
 
 

@@ -38,12 +38,12 @@ class CopiesUnderWay:
 
     def finish(self) -> Mapping[str, torch.Tensor]:
         """Let what is computed from now on wait for the copies; the host does not wait."""
-        computing_stream = torch.accelerator.current_stream(self.device)
-        computing_stream.wait_event(self.end)
+        stream = torch.accelerator.current_stream(self.device)
+        stream.wait_event(self.end)
         for tensor in self.tensors.values():
             # Their memory belongs to the other stream: without this it could be given to the next
             # copies when the tensors are dropped, which is before the kernels have read them.
-            tensor.record_stream(computing_stream)
+            tensor.record_stream(stream)
         return self.tensors
 
 

@@ -256,8 +256,8 @@ def _bar_html(bar: TierBar, runs: Sequence[BlockRun]) -> str:
     is_over = bar.left is not None and bar.left < 0
     rest_html = escape(bar.rest_text())
     if is_over:
-        capacity_place = 100 * (bar.capacity or 0) / bar_size
-        inside_html += f'<span class="nbaccel-capacity" style="left:{capacity_place:.2f}%"></span>'
+        place = 100 * (bar.capacity or 0) / bar_size
+        inside_html += f'<span class="nbaccel-capacity" style="left:{place:.2f}%"></span>'
         rest_html = f'<span class="nbaccel-word">✗ {rest_html}</span>'
     return (
         f'<div class="nbaccel-bar{" nbaccel-lacks" if is_over else ""}">'

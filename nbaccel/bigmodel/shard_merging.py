@@ -29,14 +29,14 @@ _ALIGNMENT = 16
 
 
 def write_merged_file(
-    stored_tensors: Mapping[str, Any],
+    tensors: Mapping[str, Any],
     read_into: Callable[[dict[str, Any]], None],
     output_folder: Path,
     *,
     key_prefix: str,
 ) -> None:
     """Write ``model.safetensors`` out of shards; it appears whole, or not at all."""
-    header, offsets, total_bytes = _layout_of(stored_tensors, key_prefix)
+    header, offsets, total_bytes = _layout_of(tensors, key_prefix)
     if output_folder.exists() and not output_folder.is_dir():
         raise ConfigError(
             f"{output_folder} is a file: weights need a folder. Give a folder's name."
@@ -53,8 +53,7 @@ def write_merged_file(
         with atomic.partial_folder(output_folder, "model") as workshop:
             storage = _mapped_file(workshop / SAFE_FILE, header, total_bytes)
             views = {
-                key: _view_of(storage, stored, offsets[key])
-                for key, stored in stored_tensors.items()
+                key: _view_of(storage, stored, offsets[key]) for key, stored in tensors.items()
             }
             read_into(views)
             atomic.publish_weights(workshop, output_folder, "model{suffix}.safetensors")
@@ -71,19 +70,17 @@ def write_merged_file(
         ) from error
 
 
-def _layout_of(
-    stored_tensors: Mapping[str, Any], key_prefix: str
-) -> tuple[bytes, dict[str, int], int]:
+def _layout_of(tensors: Mapping[str, Any], prefix: str) -> tuple[bytes, dict[str, int], int]:
     """The file's head, where each tensor begins in the file, and its whole size."""
     # The largest elements first, so that each tensor begins at a multiple of its element's size.
-    ordered = sorted(stored_tensors.items(), key=lambda item: -item[1].properties.dtype.itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].properties.dtype.itemsize)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     end = 0
     for key, stored in ordered:
         begins[key] = end
         end += stored.size.numel() * stored.properties.dtype.itemsize
-        entries[key.removeprefix(key_prefix)] = {
+        entries[key.removeprefix(prefix)] = {
             "dtype": _dtype_name(key, stored.properties.dtype),
             "shape": list(stored.size),
             "data_offsets": [begins[key], end],
@@ -121,7 +118,7 @@ def _mapped_file(path: Path, head: bytes, total_bytes: int) -> Any:
 
 def _view_of(storage: torch.UntypedStorage, stored: Any, first_byte: int) -> torch.Tensor:
     dtype = stored.properties.dtype
-    contiguous_strides = torch.empty(stored.size, device="meta").stride()
+    strides = torch.empty(stored.size, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(
-        storage, first_byte // dtype.itemsize, stored.size, contiguous_strides
+        storage, first_byte // dtype.itemsize, stored.size, strides
     )

@@ -36,10 +36,10 @@ class WeightFiles:
         # Whose view has which memory of a file of torch, in which names may share theirs.
         self._owners: dict[int, str] = {}
 
-    def map_files(self, stored_tensors: Iterable[CheckpointTensor]) -> None:
+    def map_files(self, tensors: Iterable[CheckpointTensor]) -> None:
         """Map the files of these tensors now, so that later nothing can be missing."""
         problems = {}
-        for stored in stored_tensors:
+        for stored in tensors:
             if stored.opened is not None or not stored.num_bytes or stored.path in problems:
                 continue
             try:
@@ -92,10 +92,8 @@ class WeightFiles:
             whole_file = torch.from_file(str(stored.path), False, end_byte, dtype=torch.uint8)
             return whole_file[stored.first_byte :]
         # A storage of its own for each tensor, as launches share storages.
-        tensor_storage = arena.storage_at(
-            self._arena_of(stored.path), stored.first_byte, stored.num_bytes
-        )
-        return torch.empty(0, dtype=torch.uint8).set_(tensor_storage)
+        storage = arena.storage_at(self._arena_of(stored.path), stored.first_byte, stored.num_bytes)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def _arena_of(self, path: Path) -> FileArena:
         if path not in self._arenas:

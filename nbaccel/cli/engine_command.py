@@ -97,8 +97,8 @@ def _variables(request: LaunchRequest) -> dict[str, str]:
 
 def _script_words(script: Script) -> list[str]:
     """The script as torchrun, deepspeed and nbaccel launch take it."""
-    kind_words = {"file": [], "module": ["-m"], "program": ["--no-python"]}
-    return [*kind_words[script.kind], script.target, *script.arguments]
+    words = {"file": [], "module": ["-m"], "program": ["--no-python"]}
+    return [*words[script.kind], script.target, *script.arguments]
 
 
 def _notes(config: RunConfig, setting_names: Sequence[str], program: str) -> tuple[str, ...]:
@@ -175,8 +175,8 @@ def _even_count(config: RunConfig, hosts: Sequence[Host]) -> str:
 
 def _hosts(config: RunConfig) -> Sequence[Host]:
     engine = registry.engine(chosen_engine(config)[0])
-    if unavailable_reason := engine.unavailable_reason(config):
-        raise ConfigError(unavailable_reason)
+    if reason := engine.unavailable_reason(config):
+        raise ConfigError(reason)
     return engine.hosts(config)
 
 
@@ -212,9 +212,9 @@ def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
 def _deepspeed_script(script: Script, variables: Mapping[str, str]) -> list[str]:
     # It takes no variables of ours to the other hosts, so that a program there sets them.
     python = [sys.executable, "-u"]
-    python_words = {"file": python, "module": [*python, "-m"], "program": []}
+    words = {"file": python, "module": [*python, "-m"], "program": []}
     assignments = [f"{name}={value}" for name, value in variables.items()]
-    program = ["env", *assignments, *python_words[script.kind], script.target, *script.arguments]
+    program = ["env", *assignments, *words[script.kind], script.target, *script.arguments]
     return ["--no_local_rank", "--no_python", *program]
 
 

@@ -171,10 +171,9 @@ def _device_facts(inventory: Inventory) -> dict[str, Any]:
 
 def _unit_text(unit: Gpu) -> str:
     major, minor = unit.compute_capability
-    capability_text = f", compute capability {major}.{minor}" if major else ""
+    text = f", compute capability {major}.{minor}" if major else ""
     return (
-        f"{unit.name}, {format_bytes(unit.total_bytes)}, {format_bytes(unit.free_bytes)} free"
-        f"{capability_text}"
+        f"{unit.name}, {format_bytes(unit.total_bytes)}, {format_bytes(unit.free_bytes)} free{text}"
     )
 
 

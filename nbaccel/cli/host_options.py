@@ -45,14 +45,14 @@ class DeviceChoice:
 
 def choose_devices(given: Mapping[str, Any], *, has_hosts: bool = False) -> DeviceChoice:
     """Read the options that choose devices."""
-    found_filters = [
+    filters = [
         (kind, str(given[name]), f"--{name.replace('_', '-')}")
         for kind, names in _FILTER_NAMES.items()
         for name in names
         if given.get(name)
     ]
     gpu_ids = str(given.get("gpu_ids") or "all").replace(" ", "")
-    given_flags = [flag for _, _, flag in found_filters] + ["--gpu-ids"] * (gpu_ids != "all")
+    given_flags = [flag for _, _, flag in filters] + ["--gpu-ids"] * (gpu_ids != "all")
     if len(given_flags) > 1:
         return DeviceChoice(
             mistakes=(
@@ -62,14 +62,14 @@ def choose_devices(given: Mapping[str, Any], *, has_hosts: bool = False) -> Devi
         )
     if gpu_ids != "all":
         return _of_numbers(gpu_ids.split(","), "--gpu-ids")
-    if not found_filters:
+    if not filters:
         return DeviceChoice()
-    kind, filter_text, flag = found_filters[0]
+    kind, text, flag = filters[0]
     try:
-        host_names = slots_by_host(filter_text).keys()
+        host_names = slots_by_host(text).keys()
         if has_hosts or not host_names <= _THIS_MACHINE:
-            return DeviceChoice(host_filters={kind: filter_text}, flag=flag)
-        return _of_this_machine(kind, filter_text, flag)
+            return DeviceChoice(host_filters={kind: text}, flag=flag)
+        return _of_this_machine(kind, text, flag)
     except ConfigError as error:
         return DeviceChoice(mistakes=tuple(f"{flag}: {mistake}" for mistake in error.mistakes))
 

@@ -120,8 +120,8 @@ def _node_words(
 def _torchrun_words(config: RunConfig, place: _Place | None) -> list[str]:
     restarts = [f"--max-restarts {config.max_restarts}"] if config.max_restarts else []
     count = "gpu" if config.num_processes is None else config.num_processes
-    nodes_may_leave = engine_row(chosen_engine(config)[0]).starts_scripts_only
-    nodes = _meeting_words(config) if nodes_may_leave else _node_words(config, place, "--nnodes")
+    may_leave = engine_row(chosen_engine(config)[0]).starts_scripts_only
+    nodes = _meeting_words(config) if may_leave else _node_words(config, place, "--nnodes")
     return ["torchrun", f"--nproc-per-node {count}", *nodes, *restarts]
 
 

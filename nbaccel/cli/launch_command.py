@@ -128,17 +128,17 @@ def _launch(
         _check_script(read_script)
     from nbaccel.cli.engine_command import command_of_engine
 
-    engine_command = command_of_engine(request, read_script)
-    notes = (*request.notes, *(engine_command.notes if engine_command else ()))
+    command = command_of_engine(request, read_script)
+    notes = (*request.notes, *(command.notes if command else ()))
     for note in notes if not quiet else ():
         print(f"nbaccel: {note}", file=sys.stderr)
     if dry_run:
         from nbaccel.cli.dry_run import show_dry_run
 
-        show_dry_run(request, engine_command)
+        show_dry_run(request, command)
         raise typer.Exit
-    if engine_command is not None:
-        engine_command.take_over()
+    if command is not None:
+        command.take_over()
     from nbaccel.cli.script_run import run_to_exit_status
 
     raise typer.Exit(

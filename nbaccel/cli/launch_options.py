@@ -138,8 +138,8 @@ def _own_flags(own_parameters: list[inspect.Parameter]) -> set[str]:
     return {
         flag
         for parameter in own_parameters
-        for option_info in getattr(parameter.annotation, "__metadata__", ())
-        for flag in getattr(option_info, "param_decls", None) or ()
+        for info in getattr(parameter.annotation, "__metadata__", ())
+        for flag in getattr(info, "param_decls", None) or ()
     }
 
 

@@ -101,11 +101,11 @@ class _OptionReader:
                     _SETTINGS_BY_NAME[option_name].flag,
                 )
             return
-        peer_option = _PEERS_BY_NAME.get(option_name)
+        option = _PEERS_BY_NAME.get(option_name)
         # The command's own options are not in the table.
-        if peer_option is None or (peer_option.is_switch and not option_value):
+        if option is None or (option.is_switch and not option_value):
             return
-        value = peer_option.constant if peer_option.is_switch else option_value
+        value = option.constant if option.is_switch else option_value
         actions: dict[str, Callable[[PeerOption, Any], None]] = {
             "setting": self._take_setting,
             "variable": self._take_variable,
@@ -113,8 +113,8 @@ class _OptionReader:
             "none": self._take_none,
             "refused": self._refuse,
         }
-        if action := actions.get(peer_option.effect):
-            action(peer_option, value)
+        if action := actions.get(option.effect):
+            action(option, value)
 
     def _setting_value(self, setting_name: str, option_value: Any) -> Any:
         option = _SETTINGS_BY_NAME[setting_name]
@@ -273,8 +273,8 @@ class _OptionReader:
 
     def _read_environment(self, given: Mapping[str, Any]) -> None:
         for assignment in given.get("env") or ():
-            name, equals_sign, value = assignment.partition("=")
-            if not equals_sign or not name:
+            name, sign, value = assignment.partition("=")
+            if not sign or not name:
                 self.mistakes.append(
                     f"--env must be NAME=VALUE: got {assignment!r}. It is set in all workers. "
                     "Write for example --env NCCL_DEBUG=INFO."
@@ -320,9 +320,9 @@ class _OptionReader:
             fp8_base = self.settings.get("fp8") or self.file_config.fp8
             fp8_values = dict(fp8_base) if fp8_base and not isinstance(fp8_base, str) else {}
             self.settings["fp8"] = {**fp8_values, **self.fp8_settings}
-        launch_config = self.file_config
+        config = self.file_config
         try:
-            launch_config = (
+            config = (
                 self.file_config.changed(**self.settings)
                 if self.merge is None
                 else self.merge(self.settings)
@@ -332,8 +332,8 @@ class _OptionReader:
         if self.mistakes:
             raise ConfigError(*dict.fromkeys(self.mistakes))
         return LaunchRequest(
-            config=launch_config,
-            sources=self._sources(launch_config),
+            config=config,
+            sources=self._sources(config),
             variables=self.variables,
             variable_sources=self.variable_flags,
             notes=tuple(self.notes),
@@ -362,6 +362,6 @@ def _json_or_text(text: str) -> Any:
 def _read_pairs(text: str) -> Any:
     """``timeout=60,read_timeout=5``, as torchrun takes it; other text as it is."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    if not all(equals_sign for _, equals_sign, _ in pairs):
+    if not all(sign for _, sign, _ in pairs):
         return text
     return {name.strip(): _json_or_text(value.strip()) for name, _, value in pairs}

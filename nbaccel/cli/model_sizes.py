@@ -60,9 +60,9 @@ def read_model(
             f"Fetch it first: hf download {model_path} --local-dir FOLDER (--include config.json "
             "is enough), and give the folder."
         )
-    config_file = source / _CONFIG_FILE if source.is_dir() else source
-    if config_file.name == _CONFIG_FILE and config_file.is_file():
-        return _built_model(config_file, trust_remote_code=trust_remote_code)
+    file = source / _CONFIG_FILE if source.is_dir() else source
+    if file.name == _CONFIG_FILE and file.is_file():
+        return _built_model(file, trust_remote_code=trust_remote_code)
     return _stored_model(source)
 
 

@@ -75,14 +75,14 @@ def _row(
     peer: str, effect: Effect, written: str, target: str = "", **more: str | bool
 ) -> PeerOption:
     """A row; `written` has the flags, and ``=value`` behind those of a switch."""
-    text, equals_sign, constant = written.partition("=")
+    text, sign, constant = written.partition("=")
     return PeerOption(
         flags=tuple(text.split("/")),
         peer=peer,
         effect=effect,
         target=target,
         constant=constant,
-        is_switch=bool(equals_sign),
+        is_switch=bool(sign),
         **more,  # type: ignore[arg-type]  # a row is written by keyword
     )
 

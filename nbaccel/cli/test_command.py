@@ -74,12 +74,12 @@ def _run_test(config: RunConfig) -> int:
         template_for(registry.prepare_notebook()).start_ahead()
     start_time = time.monotonic()
     try:
-        check_results = _launch_checks(config, plan.world_size)
+        results = _launch_checks(config, plan.world_size)
     except NbaccelError as error:
         if not isinstance(error, (WorkerFailed, SetUpCheckFailed)):
             raise
         return _tell_failure(error)
-    _show_checks({name: (found, seconds) for name, found, seconds in check_results})
+    _show_checks({name: (found, seconds) for name, found, seconds in results})
     print(f"\nThis set-up trains: all checks passed in {time.monotonic() - start_time:.1f} s.")
     return 0
 

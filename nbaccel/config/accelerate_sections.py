@@ -268,8 +268,8 @@ _FP8_NAMES = {
 
 def read_fp8(reading: FileReading, key: str, value: Any, rows: Sequence[Fp8Row]) -> None:
     """Read ``fp8_config``."""
-    backed_precisions = [row.name for row in PRECISIONS if row.has_backends]
-    if str(reading.given.get("mixed_precision")).lower() not in backed_precisions:
+    precisions = [row.name for row in PRECISIONS if row.has_backends]
+    if str(reading.given.get("mixed_precision")).lower() not in precisions:
         _note_all(reading, key, value, "mixed_precision is not fp8")
         return
     settings: dict[str, Any] = {}

@@ -39,9 +39,9 @@ class AccelerateFile:
     mapped_keys: tuple[MappedKey, ...]
 
 
-def is_accelerate_file(file_settings: Mapping[str, Any]) -> bool:
+def is_accelerate_file(settings: Mapping[str, Any]) -> bool:
     """Whether settings are those of a file that Accelerate reads."""
-    return any(key in _KEY_READERS and key not in RunConfig.model_fields for key in file_settings)
+    return any(key in _KEY_READERS and key not in RunConfig.model_fields for key in settings)
 
 
 def read_accelerate_yaml(
@@ -162,9 +162,9 @@ def _read_type(reading: FileReading, key: str, value: Any) -> None:
 
 
 def _device_of_type(type_name: str) -> str:
-    named_types = {"MULTI_GPU": "cuda", "TPU": "tpu", "XLA": "tpu"}
-    device_name = named_types.get(type_name, type_name.removeprefix("MULTI_").lower())
-    is_known = type_name in named_types or type_name.startswith("MULTI_")
+    types = {"MULTI_GPU": "cuda", "TPU": "tpu", "XLA": "tpu"}
+    device_name = types.get(type_name, type_name.removeprefix("MULTI_").lower())
+    is_known = type_name in types or type_name.startswith("MULTI_")
     return device_name if is_known and device_name in [row.name for row in DEVICES] else ""
 
 

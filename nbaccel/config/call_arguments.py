@@ -76,7 +76,7 @@ def explained_constructor(
 
 def _unknown_keywords(
     function_name: str,
-    call_signature: inspect.Signature,
+    signature: inspect.Signature,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> list[str]:
@@ -86,15 +86,15 @@ def _unknown_keywords(
     return [
         f"{function_name}() has no argument {argument_name!r}: got "
         f"{argument_name}={shown(value)}. "
-        + _meant_keyword(argument_name, call_signature, parameters, function)
+        + _meant_keyword(argument_name, signature, parameters, function)
         for argument_name, value in kwargs.items()
-        if argument_name not in call_signature.parameters
+        if argument_name not in signature.parameters
     ]
 
 
 def _meant_keyword(
     name: str,
-    call_signature: inspect.Signature,
+    signature: inspect.Signature,
     parameters: Mapping[str, Any],
     function: Any,
 ) -> str:
@@ -104,10 +104,10 @@ def _meant_keyword(
             f"It is an argument of {_function_name(function)}(): these go into a tuple, "
             f"in their order. Write args=({', '.join(parameters)},)."
         )
-    if name in RunConfig.model_fields and "config" in call_signature.parameters:
+    if name in RunConfig.model_fields and "config" in signature.parameters:
         return f"It is a setting of RunConfig. Write config=RunConfig({name}=…)."
-    near_names = closest(name, call_signature.parameters).strip()
-    return near_names or f"The arguments are: {', '.join(call_signature.parameters)}."
+    near_names = closest(name, signature.parameters).strip()
+    return near_names or f"The arguments are: {', '.join(signature.parameters)}."
 
 
 def _call_refusal(name: str, error: TypeError, has_function: bool) -> str:
@@ -123,9 +123,9 @@ def _call_refusal(name: str, error: TypeError, has_function: bool) -> str:
     )
 
 
-def check_call(called_function: Any, args: Any) -> None:
+def check_call(function: Any, args: Any) -> None:
     """Refuse a call that cannot work, as far as that can be found out without making it."""
-    if call_mistakes := _swapped_argument_mistakes(called_function, args):
+    if call_mistakes := _swapped_argument_mistakes(function, args):
         raise WrongArguments(*call_mistakes)
 
 
@@ -155,8 +155,8 @@ def _are_swapped(function: Any, args: Any) -> bool:
     return inspect.isroutine(args) and not inspect.isroutine(function)
 
 
-def _kind_of_value(argument_value: Any) -> str:
-    name = type(argument_value).__name__
+def _kind_of_value(value: Any) -> str:
+    name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -174,26 +174,26 @@ def _signature_of(function: Any) -> inspect.Signature | None:
 
 
 def _parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
-    call_signature = _signature_of(function)
-    return call_signature.parameters if call_signature is not None else {}
+    signature = _signature_of(function)
+    return signature.parameters if signature is not None else {}
 
 
 def _binding_mistakes(function: Any, args: tuple[Any, ...]) -> list[str]:
     """The message about arguments that are missing in a call, or too many."""
-    call_signature = _signature_of(function)
-    if call_signature is None:
+    signature = _signature_of(function)
+    if signature is None:
         return []
     try:
-        call_signature.bind(*args)
+        signature.bind(*args)
     except TypeError:
-        return [_binding_message(_function_name(function), call_signature, args)]
+        return [_binding_message(_function_name(function), signature, args)]
     return []
 
 
 def _binding_message(
-    function_name: str, call_signature: inspect.Signature, args: tuple[Any, ...]
+    function_name: str, signature: inspect.Signature, args: tuple[Any, ...]
 ) -> str:
-    parameter_list = list(call_signature.parameters.values())
+    parameter_list = list(signature.parameters.values())
     taken_parameters = [
         parameter for parameter in parameter_list if parameter.kind in _POSITIONAL_KINDS
     ]

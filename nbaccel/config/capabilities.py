@@ -519,12 +519,12 @@ def fp8_backend(
     for backend_row in sorted(usable_rows.values(), key=lambda row: not _auto_package(row)):
         obstacle = _auto_obstacle(backend_row, device, compute_capability)
         if not obstacle:
-            found_text = (
+            text = (
                 f"{_auto_package(backend_row)} is installed"
                 if _auto_package(backend_row)
                 else "it needs no package"
             )
-            return Fp8Choice(row=backend_row, reason="; ".join((found_text, *passed_over)))
+            return Fp8Choice(row=backend_row, reason="; ".join((text, *passed_over)))
         passed_over.append(f"not {backend_row.name}: {obstacle}")
     if not usable_rows:
         return Fp8Choice()

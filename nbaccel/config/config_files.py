@@ -125,15 +125,15 @@ def _read_settings(path: Path) -> dict[str, Any]:
             "nbaccel config."
         ) from error
     try:
-        file_settings = read_yaml(text)
+        settings = read_yaml(text)
     except ValueError as error:
         raise unreadable(f"The configuration file {path}", "YAML", error) from error
-    if file_settings is not None and not isinstance(file_settings, dict):
+    if settings is not None and not isinstance(settings, dict):
         raise ConfigError(
-            f"{path}: it holds no settings: got {shown(file_settings)}. Settings need names. "
+            f"{path}: it holds no settings: got {shown(settings)}. Settings need names. "
             "Write names and values: num_processes: 2, for example."
         )
-    return {str(name): value for name, value in (file_settings or {}).items()}
+    return {str(name): value for name, value in (settings or {}).items()}
 
 
 def schema_path() -> Path:
@@ -149,20 +149,20 @@ def schema_text() -> str:
 
 def config_text(config: RunConfig) -> str:
     """A configuration as a file has it, with the line that names its schema."""
-    settings_text = config.to_yaml()
+    text = config.to_yaml()
     schema_uri = schema_path().absolute().as_uri()
     # An empty mapping would be written as `{}`, which reads like a mistake.
-    settings_text = "" if settings_text.strip() == "{}" else settings_text
-    return f"# yaml-language-server: $schema={schema_uri}\n{settings_text}"
+    text = "" if text.strip() == "{}" else text
+    return f"# yaml-language-server: $schema={schema_uri}\n{text}"
 
 
 def write_config_file(config: RunConfig, path: Path) -> None:
     """Write a configuration file and the schema that it names; each appears whole or not at all."""
-    schema_file = schema_path()
+    file = schema_path()
     try:
-        for folder in (schema_file.parent, path.parent):
+        for folder in (file.parent, path.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(schema_file, schema_text())
+        atomic.write_text(file, schema_text())
         atomic.write_text(path, config_text(config))
     except OSError as error:
         raise ConfigError(

@@ -78,21 +78,21 @@ class Document(dict[str, Any]):
     """
 
 
-def read_document(given_value: Any) -> Any:
+def read_document(value: Any) -> Any:
     """A DeepSpeed configuration as plain JSON values, in the current form."""
-    if isinstance(given_value, Document):
-        return given_value
-    read_settings = read_source(given_value, DOCUMENT_NAME)
+    if isinstance(value, Document):
+        return value
+    read_settings = read_source(value, DOCUMENT_NAME)
     if not isinstance(read_settings, dict):
         return read_settings
-    config_document = Document(tidied_settings(read_settings))
-    if endless_keys := [*_infinite_keys(config_document)]:
-        message_text = (
+    document = Document(tidied_settings(read_settings))
+    if endless_keys := [*_infinite_keys(document)]:
+        text = (
             f"{endless_keys[0]} is infinite, and workers get the configuration as JSON, which has "
             "no word for it. They would get another value. Give a large number: 1000000000."
         )
-        raise ConfigError(FieldMistake(message_text, endless_keys[0]))
-    return config_document
+        raise ConfigError(FieldMistake(text, endless_keys[0]))
+    return document
 
 
 def _infinite_keys(value: Any, path: str = "") -> Iterator[str]:
@@ -119,14 +119,14 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     if isinstance(config_settings.get(_ZERO_SECTION), bool):
         config_settings[_ZERO_SECTION] = {"stage": int(config_settings[_ZERO_SECTION])}
     # Numbers as text and whole floats, of which both are compared with integers later.
-    for key_holder, number_key in (
+    for holder, number_key in (
         (config_settings.get(_ZERO_SECTION), "stage"),
         (config_settings, BATCH_SIZES[-1]),
     ):
-        if isinstance(key_holder, dict) and isinstance(
-            number_value := key_holder.get(number_key), (str, float)
+        if isinstance(holder, dict) and isinstance(
+            number_value := holder.get(number_key), (str, float)
         ):
-            key_holder[number_key] = read_whole(number_value)
+            holder[number_key] = read_whole(number_value)
     for section_name in _PART_SECTIONS:
         part_section = config_settings.get(section_name)
         if isinstance(part_section, dict) and "params" in part_section:
@@ -144,11 +144,11 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
         for mistake in _read_enabled(config_settings.get(section_name), f"{section_name}.enabled")
     ]
     if all(_is_on(config_settings.get(section_name)) for section_name in _HALF_FORMATS):
-        message_text = (
+        text = (
             "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
             "DeepSpeed refuses two. Turn one of them off."
         )
-        config_mistakes.append(FieldMistake(message_text, "fp16.enabled"))
+        config_mistakes.append(FieldMistake(text, "fp16.enabled"))
     if config_mistakes:
         raise ConfigError(*config_mistakes)
     return config_settings
@@ -176,12 +176,12 @@ def _is_on(section: Any) -> bool:
 def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:
     """Take out of a DeepSpeed configuration the settings that a run has, too."""
     remaining_document = Document(copy.deepcopy(dict(config_document)))
-    decided_settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     zero_section = remaining_document.get(_ZERO_SECTION)
     if isinstance(zero_section, dict):
         stage = zero_section.pop("stage", _AUTO_WORD)
         if stage != _AUTO_WORD:
-            decided_settings["zero_stage"] = stage
+            settings["zero_stage"] = stage
         if not zero_section:
             del remaining_document[_ZERO_SECTION]
     enabled_by_section = {}
@@ -192,23 +192,23 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, A
             if not format_section:
                 del remaining_document[section_name]
     if True in enabled_by_section.values():
-        decided_settings["mixed_precision"] = next(
+        settings["mixed_precision"] = next(
             section_name
             for section_name, is_enabled in enabled_by_section.items()
             if is_enabled is True
         )
     # One of them turned off leaves the other open; only both together mean float32.
     elif [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
-        decided_settings["mixed_precision"] = "no"
-    accumulation_steps = remaining_document.pop("gradient_accumulation_steps", None)
-    if accumulation_steps not in (None, _AUTO_WORD):
-        decided_settings["gradient_accumulation_steps"] = accumulation_steps
-    return remaining_document, decided_settings
+        settings["mixed_precision"] = "no"
+    steps = remaining_document.pop("gradient_accumulation_steps", None)
+    if steps not in (None, _AUTO_WORD):
+        settings["gradient_accumulation_steps"] = steps
+    return remaining_document, settings
 
 
-def stage_left_open(config_document: Mapping[str, Any]) -> int:
+def stage_left_open(document: Mapping[str, Any]) -> int:
     """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one."""
-    section = config_document.get(_ZERO_SECTION)
+    section = document.get(_ZERO_SECTION)
     return _AUTO_STAGE if isinstance(section, Mapping) and section.get("stage") == _AUTO_WORD else 0
 
 
@@ -226,10 +226,10 @@ def disagreements(
     ]
     # A section that only turns its own precision off decides none, and still contradicts that one.
     precision_name = given_settings.get("mixed_precision")
-    format_section = config_document.get(str(precision_name))
-    if "mixed_precision" in decided_settings or not isinstance(format_section, Mapping):
+    section = config_document.get(str(precision_name))
+    if "mixed_precision" in decided_settings or not isinstance(section, Mapping):
         return config_mistakes
-    if format_section.get("enabled") is False:
+    if section.get("enabled") is False:
         config_mistakes.append(
             f"mixed_precision={precision_name!r} contradicts the DeepSpeed configuration, where "
             f"{precision_name}.enabled is False. One of them would be ignored. Leave one out, or "

@@ -60,35 +60,35 @@ def elastic_reason(config: _EngineSettings) -> str:
     return ""
 
 
-def _hosts_are_one_notebooks(run_config: _EngineSettings) -> str:
-    if run_config.num_nodes == 1 or not engine_row(chosen_engine(run_config)[0]).runs_on_hosts:
+def _hosts_are_one_notebooks(config: _EngineSettings) -> str:
+    if config.num_nodes == 1 or not engine_row(chosen_engine(config)[0]).runs_on_hosts:
         return ""
     return (
-        f"num_nodes={run_config.num_nodes} contradicts engine={chosen_engine(run_config)[0]!r}, "
+        f"num_nodes={config.num_nodes} contradicts engine={chosen_engine(config)[0]!r}, "
         "with which one notebook starts the workers of all machines: num_nodes counts machines "
         "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
         "counts the workers on all hosts."
     )
 
 
-def _hostfile_has_its_engine(run_config: _EngineSettings) -> str:
-    if run_config.hostfile is None or run_config.engine in ("auto", _owner_of("hostfile")):
+def _hostfile_has_its_engine(config: _EngineSettings) -> str:
+    if config.hostfile is None or config.engine in ("auto", _owner_of("hostfile")):
         return ""
     return (
-        f"hostfile={run_config.hostfile!r} contradicts engine={run_config.engine!r}, which finds "
+        f"hostfile={config.hostfile!r} contradicts engine={config.engine!r}, which finds "
         f"its machines itself. One would be ignored. Leave one out, or give engine="
         f"{_owner_of('hostfile')!r}."
     )
 
 
-def _hosts_fork_from_templates(run_config: _EngineSettings) -> str:
-    name = chosen_engine(run_config)[0]
-    if run_config.start_method in ("auto", "template"):
+def _hosts_fork_from_templates(config: _EngineSettings) -> str:
+    name = chosen_engine(config)[0]
+    if config.start_method in ("auto", "template"):
         return ""
     if not engine_row(name).runs_on_hosts:
         return ""
     return (
-        f"start_method={run_config.start_method!r} contradicts engine={name!r}: workers on "
+        f"start_method={config.start_method!r} contradicts engine={name!r}: workers on "
         "other machines cannot be forked from this process. Leave start_method out."
     )
 

@@ -60,16 +60,16 @@ class FieldMistake(str):
     __slots__ = ("path",)
     path: str
 
-    def __new__(cls, message_text: str, path: str = "") -> Self:  # noqa: D102
-        new_mistake = super().__new__(cls, message_text)
+    def __new__(cls, text: str, path: str = "") -> Self:  # noqa: D102
+        new_mistake = super().__new__(cls, text)
         new_mistake.path = path
         return new_mistake
 
     def under(self, section_path: str) -> FieldMistake:
         """The same message about a setting of a section."""
-        path_separator = "." if self.path else ": "
+        separator = "." if self.path else ": "
         setting_path = f"{section_path}.{self.path}" if self.path else section_path
-        return FieldMistake(f"{section_path}{path_separator}{self}", setting_path)
+        return FieldMistake(f"{section_path}{separator}{self}", setting_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +111,23 @@ class FieldRule:
     def refusal(
         self,
         setting_name: str,
-        given_value: object,
+        value: object,
         *,
         owner: str = "",
         field_meaning: str = "",
     ) -> str:
         """The message about a value that the rule does not allow."""
         message_head = (
-            f"{owner}({setting_name}={shown(given_value)}) must be {self.must}"
+            f"{owner}({setting_name}={shown(value)}) must be {self.must}"
             if owner
-            else f"{setting_name} must be {self.must}: got {shown(given_value)}"
+            else f"{setting_name} must be {self.must}: got {shown(value)}"
         )
-        meant_word = (
-            closest(given_value, self.allowed, self.words) if isinstance(given_value, str) else ""
-        )
-        stated_reason = (self.why or field_meaning).strip().rstrip(".")
+        word = closest(value, self.allowed, self.words) if isinstance(value, str) else ""
+        reason = (self.why or field_meaning).strip().rstrip(".")
         message_parts = (
             f"{message_head}.",
-            f"{stated_reason}." if stated_reason else "",
-            meant_word.lstrip() or f"{self.do}.",
+            f"{reason}." if reason else "",
+            word.lstrip() or f"{self.do}.",
         )
         return " ".join(
             message_part for message_part in (*message_parts, *self.problems) if message_part
@@ -163,33 +161,31 @@ def explain_mistakes(
 ) -> tuple[FieldMistake, ...]:
     """One message per setting that is wrong."""
     by_name: dict[str, tuple[FieldMistake, ...]] = {}
-    for error_detail in error.errors(include_url=False):
-        setting_name = str(error_detail["loc"][0]) if error_detail["loc"] else ""
+    for detail in error.errors(include_url=False):
+        setting_name = str(detail["loc"][0]) if detail["loc"] else ""
         # A union reports each of its branches, for one mistake of the user.
         if setting_name in by_name:
             continue
-        given_value = given_settings.get(setting_name, error_detail["input"])
-        inner_error = error_detail.get("ctx", {}).get("error")
+        given_value = given_settings.get(setting_name, detail["input"])
+        inner_error = detail.get("ctx", {}).get("error")
         if isinstance(inner_error, ConfigError):  # the setting is a section with further settings
             by_name[setting_name] = tuple(
                 field_mistake.under(setting_name) for field_mistake in mistakes_in(inner_error)
             )
             continue
-        if error_detail["type"] == _UNKNOWN_SETTING:
-            message_text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
+        if detail["type"] == _UNKNOWN_SETTING:
+            text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
         elif setting_name not in model.model_fields:
-            problem = error_detail["msg"]
-            message_text = f"{model.__name__} cannot be built from {shown(given_value)}: {problem}."
+            problem = detail["msg"]
+            text = f"{model.__name__} cannot be built from {shown(given_value)}: {problem}."
         else:
             model_field = model.model_fields[setting_name]
-            message_text = rule_of(model_field).refusal(
+            text = rule_of(model_field).refusal(
                 setting_name, given_value, field_meaning=model_field.description or ""
             )
         speaker_name = (said_by or {}).get(setting_name, "")
         by_name[setting_name] = (
-            FieldMistake(
-                f"{speaker_name}: {message_text}" if speaker_name else message_text, setting_name
-            ),
+            FieldMistake(f"{speaker_name}: {text}" if speaker_name else text, setting_name),
         )
     return tuple(
         field_mistake for setting_mistakes in by_name.values() for field_mistake in setting_mistakes
@@ -197,11 +193,11 @@ def explain_mistakes(
 
 
 def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_remedy: str) -> str:
-    owner_settings = tuple(model.model_fields)
+    settings = tuple(model.model_fields)
     text = (
-        closest(name, owner_settings).lstrip()
+        closest(name, settings).lstrip()
         or unknown_remedy
-        or f"The settings are: {', '.join(owner_settings)}."
+        or f"The settings are: {', '.join(settings)}."
     )
     return (
         f"{name} is no setting of {model.__name__}: got "
@@ -233,10 +229,10 @@ class FieldCheck:
         """Pydantic's validator; made when first used, since building one takes a millisecond."""
         return TypeAdapter(self.annotated)
 
-    def read(self, setting_name: str, given_value: Any, *, owner: str = "") -> Any:
+    def read(self, setting_name: str, value: Any, *, owner: str = "") -> Any:
         """The value as it is stored."""
         try:
-            return self.adapter.validate_python(given_value)
+            return self.adapter.validate_python(value)
         except ValidationError as error:
             inner_error = error.errors(include_url=False)[0].get("ctx", {}).get("error")
             if isinstance(inner_error, ConfigError):  # the setting is a section
@@ -244,8 +240,8 @@ class FieldCheck:
                     mistake.under(setting_name) for mistake in mistakes_in(inner_error)
                 )
                 raise ConfigError(*inner_mistakes) from error
-            message_text = self.rule.refusal(setting_name, given_value, owner=owner)
-            raise ConfigError(FieldMistake(message_text, setting_name)) from error
+            text = self.rule.refusal(setting_name, value, owner=owner)
+            raise ConfigError(FieldMistake(text, setting_name)) from error
 
 
 def checked_as(annotated_type: Any) -> dict[str, FieldCheck]:
@@ -253,21 +249,19 @@ def checked_as(annotated_type: Any) -> dict[str, FieldCheck]:
     return {_CHECK_KEY: FieldCheck(annotated_type)}
 
 
-def field_mistakes(owner_settings: Any) -> list[FieldMistake]:
+def field_mistakes(settings: Any) -> list[FieldMistake]:
     """Read the fields of a dataclass that have a check, and return what is wrong with them."""
     mistakes: list[FieldMistake] = []
-    for dataclass_field in fields(owner_settings):
-        if (field_check := dataclass_field.metadata.get(_CHECK_KEY)) is None:
+    for dataclass_field in fields(settings):
+        if (check := dataclass_field.metadata.get(_CHECK_KEY)) is None:
             continue
-        value = getattr(owner_settings, dataclass_field.name)
+        value = getattr(settings, dataclass_field.name)
         try:
-            read_value = field_check.read(
-                dataclass_field.name, value, owner=type(owner_settings).__name__
-            )
+            read_value = check.read(dataclass_field.name, value, owner=type(settings).__name__)
         except ConfigError as error:
             mistakes += mistakes_in(error)
         else:
-            setattr(owner_settings, dataclass_field.name, read_value)
+            setattr(settings, dataclass_field.name, read_value)
     return mistakes
 
 

@@ -60,17 +60,17 @@ _SHARDING_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "H
 _OFFLOAD_POLICIES = {"CPUOffloadPolicy": True, "OffloadPolicy": False}
 
 
-def plain_name(named_value: Any) -> str:
+def plain_name(value: Any) -> str:
     """The name of an enum's member, or of its text: ``FULL_SHARD``."""
-    return str(getattr(named_value, "name", named_value)).rpartition(".")[2].upper()
+    return str(getattr(value, "name", value)).rpartition(".")[2].upper()
 
 
-def sharding_word(given_value: Any) -> Any:
+def sharding_word(value: Any) -> Any:
     """FSDP1's sharding strategy by its word; torch and older files number them from 1."""
-    text = str(given_value).strip()
+    text = str(value).strip()
     if text.isdecimal() and 1 <= int(text) <= len(_SHARDING_WORDS):
         return _SHARDING_WORDS[int(text) - 1]
-    return given_value
+    return value
 
 
 def split_names(text: str) -> list[str]:
@@ -201,11 +201,11 @@ class FullyShardedDataParallelPlugin(Settings):
     def __post_init__(self) -> None:
         self._take_variables()
         mistakes = field_mistakes(self)
-        contradiction_texts = list[str]()
+        texts = list[str]()
         # A wrong type would be reported a second time, as a contradiction.
         if not any(field_mistake.path == "state_dict_type" for field_mistake in mistakes):
-            contradiction_texts = self._contradictions()
-        refuse_mistakes([*mistakes, *contradiction_texts, *self._unfollowed()])
+            texts = self._contradictions()
+        refuse_mistakes([*mistakes, *texts, *self._unfollowed()])
         self._warn_of_fsdp1()
         # The default depends on the version that was given, so it is read before it becomes 2.
         if self.state_dict_type is None:
@@ -213,11 +213,11 @@ class FullyShardedDataParallelPlugin(Settings):
                 _kind_of(self.state_dict_config) or _STATE_TYPES[self.fsdp_version != 1]
             )
         self.fsdp_version = 2
-        sharding_choice = self.sharding_strategy or self.reshard_after_forward
-        if sharding_choice is None or isinstance(sharding_choice, bool):
-            self.reshard_after_forward = sharding_choice is not False
+        choice = self.sharding_strategy or self.reshard_after_forward
+        if choice is None or isinstance(choice, bool):
+            self.reshard_after_forward = choice is not False
         else:
-            self.reshard_after_forward = _SHARDING_STRATEGIES[plain_name(sharding_choice)]
+            self.reshard_after_forward = _SHARDING_STRATEGIES[plain_name(choice)]
         self.cpu_offload = _offloads_shards(self.cpu_offload)
         self.activation_checkpointing = bool(self.activation_checkpointing)
 
@@ -290,7 +290,7 @@ class FullyShardedDataParallelPlugin(Settings):
 
     def _unfollowed(self) -> list[str]:
         """Messages about settings that ``fully_shard`` does not support, each with a remedy."""
-        refused_settings = [
+        settings = [
             f"{_PLUGIN_NAME}({setting_name}={value!r}) is not supported: fully_shard has "
             f"{' and '.join(_SHARDING_STRATEGIES)}. Give reshard_after_forward=True or False; for "
             "NO_SHARD leave the plugin out, which trains with DDP."
@@ -299,18 +299,18 @@ class FullyShardedDataParallelPlugin(Settings):
             and plain_name(value) not in _SHARDING_STRATEGIES
         ]
         if self.param_init_fn is not None:
-            refused_settings.append(
+            settings.append(
                 f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's and would have "
                 "no effect with fully_shard. Leave it out; build the model with its values before "
                 "prepare."
             )
         if self.activation_checkpointing_offload:
-            refused_settings.append(
+            settings.append(
                 f"{_PLUGIN_NAME}(activation_checkpointing_offload=True) is not supported: this "
                 "version recomputes activations and does not move them to host memory. Leave it "
                 "out."
             )
-        return refused_settings
+        return settings
 
     def _warn_of_fsdp1(self) -> None:
         """Warn once of settings that are FSDP1's and change no number."""

@@ -270,17 +270,17 @@ class ProfileKwargs(Handler):
         """
         # By name and only here: modules of `config` must not import torch.
         profiler_module: Any = importlib.import_module("torch.profiler")
-        activity_kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
+        kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
         unknown_activities = [
             argument_name
             for argument_name in self.activities or ()
-            if str(argument_name) not in activity_kinds
+            if str(argument_name) not in kinds
         ]
         if unknown_activities:
             raise ConfigError(
                 f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
                 f"{unknown_activities}. Nothing would be recorded for them. Give some of "
-                f"{', '.join(activity_kinds)}."
+                f"{', '.join(kinds)}."
             )
         # These three are not arguments of torch's, or need torch to be converted.
         plain_settings = replace(self, activities=None, schedule_option=None, output_trace_dir=None)
@@ -297,7 +297,7 @@ class ProfileKwargs(Handler):
         if self.activities is not None:
             known_activities = profiler_module.ProfilerActivity
             profiler_arguments["activities"] = [
-                getattr(known_activities, activity_kinds[str(argument_name)])
+                getattr(known_activities, kinds[str(argument_name)])
                 for argument_name in self.activities
             ]
         return profiler_module.profile(**profiler_arguments)

@@ -21,7 +21,7 @@ _SLOT_HELP = "Name slots by number, as in worker-1:0,1@worker-2"
 
 def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
     """The hosts that a filter names, each with the numbers of its slots; none stand for all."""
-    found_slots: dict[str, tuple[int, ...]] = {}
+    slots: dict[str, tuple[int, ...]] = {}
     mistakes = []
     for part in filter_text.split("@"):
         host_name, colon, slots_text = (word.strip() for word in part.strip().partition(":"))
@@ -34,17 +34,17 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
         words = [word.strip() for word in slots_text.split(",")] if colon else []
         mistakes += _slot_mistakes(host_name, words)
         numbers = tuple(int(word) for word in words if word.isdecimal())
-        if host_name in found_slots and not (numbers and found_slots[host_name]):
+        if host_name in slots and not (numbers and slots[host_name]):
             mistakes.append(
                 f"host {host_name!r} is named twice in {filter_text!r}, as a whole and again. One "
                 "would silently override the other. Leave one of them out."
             )
-        twice = set(numbers) & set(found_slots.get(host_name, ()))
+        twice = set(numbers) & set(slots.get(host_name, ()))
         mistakes += [_slot_twice(host_name, number) for number in sorted(twice)]
-        found_slots[host_name] = (*found_slots.get(host_name, ()), *numbers)
+        slots[host_name] = (*slots.get(host_name, ()), *numbers)
     if mistakes:
         raise ConfigError(*dict.fromkeys(mistakes))
-    return {host_name: tuple(sorted(numbers)) for host_name, numbers in found_slots.items()}
+    return {host_name: tuple(sorted(numbers)) for host_name, numbers in slots.items()}
 
 
 def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
@@ -65,11 +65,11 @@ def _slot_twice(name: str, number: int) -> str:
     )
 
 
-def read_host_filter(given_value: Any) -> Any:
+def read_host_filter(value: Any) -> Any:
     """A filter as it is stored; other values are left to the type's check."""
-    if isinstance(given_value, str) and given_value:
-        slots_by_host(given_value)
-    return given_value
+    if isinstance(value, str) and value:
+        slots_by_host(value)
+    return value
 
 
 def kept_slots(
@@ -77,14 +77,14 @@ def kept_slots(
 ) -> dict[str, tuple[int, ...]]:
     """The slots that are left of each host, in the order of the hosts; others are left out."""
     every_slot = {host_name: tuple(range(number)) for host_name, number in num_slots.items()}
-    setting_name, filter_text = ("include", include) if include else ("exclude", exclude)
-    if not filter_text:
+    setting_name, text = ("include", include) if include else ("exclude", exclude)
+    if not text:
         return every_slot
     # An @ separates hosts here, so a filter cannot write a user.
     full_names = {name.rpartition("@")[2]: name for name in num_slots}
     named: dict[str, tuple[int, ...]] = {}
     mistakes = []
-    for host_name, numbers in slots_by_host(filter_text).items():
+    for host_name, numbers in slots_by_host(text).items():
         full_name = full_names.get(host_name)
         if full_name is None:
             mistakes.append(_unknown_host(setting_name, host_name, tuple(full_names)))
@@ -109,7 +109,7 @@ def kept_slots(
     }
     if not any(left.values()):
         raise ConfigError(
-            f"{setting_name}={filter_text!r} leaves no slot of {', '.join(num_slots)}. Workers "
+            f"{setting_name}={text!r} leaves no slot of {', '.join(num_slots)}. Workers "
             "would have nowhere to run. Leave fewer hosts or slots out."
         )
     return {host_name: numbers for host_name, numbers in left.items() if numbers}
@@ -124,19 +124,19 @@ def _unknown_host(setting_name: str, host_name: str, known_names: tuple[str, ...
 
 
 # `Any` is a `RunConfig` here, whose module imports this one.
-def _one_filter(run_config: Any) -> str:
-    if run_config.include is None or run_config.exclude is None:
+def _one_filter(config: Any) -> str:
+    if config.include is None or config.exclude is None:
         return ""
     return (
-        f"include={run_config.include!r} contradicts exclude={run_config.exclude!r}: one says what "
+        f"include={config.include!r} contradicts exclude={config.exclude!r}: one says what "
         "is taken, the other what is left out. Leave one of them out."
     )
 
 
-def _filters_need_hosts(run_config: Any) -> str:
-    name = "include" if run_config.include is not None else "exclude"
-    text = getattr(run_config, name)
-    if text is None or run_config.hostfile is not None:
+def _filters_need_hosts(config: Any) -> str:
+    name = "include" if config.include is not None else "exclude"
+    text = getattr(config, name)
+    if text is None or config.hostfile is not None:
         return ""
     return (
         f"{name}={text!r} needs hostfile=...: it chooses among the hosts of that "
@@ -145,12 +145,12 @@ def _filters_need_hosts(run_config: Any) -> str:
     )
 
 
-def _named_slots_are_the_devices(run_config: Any) -> str:
-    visible_devices = (run_config.variables or {}).get("CUDA_VISIBLE_DEVICES")
-    if visible_devices is None or (run_config.include is None and run_config.exclude is None):
+def _named_slots_are_the_devices(config: Any) -> str:
+    devices = (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
+    if devices is None or (config.include is None and config.exclude is None):
         return ""
     return (
-        f"CUDA_VISIBLE_DEVICES={visible_devices!r} in variables (gpu_ids of a file) contradicts "
+        f"CUDA_VISIBLE_DEVICES={devices!r} in variables (gpu_ids of a file) contradicts "
         "include and exclude, which choose the devices of each host. One would silently override "
         "the other. Leave one of them out."
     )

@@ -81,7 +81,7 @@ def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) 
     """The settings as JSON holds them, without those that are None."""
     plain_settings: dict[str, Any] = json_like(settings)
     unknown_names = [name for name in plain_settings if name not in known_names]
-    name_mistakes = [
+    mistakes = [
         FieldMistake(
             f"{name} is no setting of it. It would be silently ignored."
             f"{closest(name, known_names) or f' The settings are: {_listed(known_names)}.'}",
@@ -89,13 +89,13 @@ def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) 
         )
         for name in unknown_names
     ]
-    name_mistakes += [
+    mistakes += [
         FieldMistake(f"{name}={shown(plain_settings[name])} must be true or false.", name)
         for name in _TRUTH_SETTINGS
         if not isinstance(plain_settings.get(name), (bool, type(None)))
     ]
-    if name_mistakes:
-        raise ConfigError(*name_mistakes)
+    if mistakes:
+        raise ConfigError(*mistakes)
     return {name: value for name, value in plain_settings.items() if value is not None}
 
 

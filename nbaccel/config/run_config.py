@@ -66,101 +66,101 @@ _Settings: TypeAlias = Any
 def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
     """Every contradiction between settings."""
     texts = (
-        contradiction_check(config)
-        for involved_names, contradiction_check in _CONTRADICTION_CHECKS
+        check(config)
+        for involved_names, check in _CONTRADICTION_CHECKS
         if not any(setting_name in ignoring for setting_name in involved_names)
     )
     return tuple(contradiction for contradiction in texts if contradiction)
 
 
-def _node_in_range(run_config: _Settings) -> str:
-    if run_config.node_rank < run_config.num_nodes:
+def _node_in_range(config: _Settings) -> str:
+    if config.node_rank < config.num_nodes:
         return ""
     return (
-        f"node_rank must be below num_nodes: got node_rank={run_config.node_rank} with "
-        f"num_nodes={run_config.num_nodes}. The other nodes would wait for a node that never "
+        f"node_rank must be below num_nodes: got node_rank={config.node_rank} with "
+        f"num_nodes={config.num_nodes}. The other nodes would wait for a node that never "
         "comes. Number the nodes from 0, or raise num_nodes."
     )
 
 
-def _nodes_need_a_count(run_config: _Settings) -> str:
-    if run_config.num_nodes == 1 or run_config.num_processes is not None:
+def _nodes_need_a_count(config: _Settings) -> str:
+    if config.num_nodes == 1 or config.num_processes is not None:
         return ""
     return (
-        f"num_processes cannot be left out with num_nodes={run_config.num_nodes}. "
+        f"num_processes cannot be left out with num_nodes={config.num_nodes}. "
         "Every node must know how many workers the others have. "
         "Give the same num_processes on every node."
     )
 
 
-def _nodes_need_a_real_address(run_config: _Settings) -> str:
+def _nodes_need_a_real_address(config: _Settings) -> str:
     setting_name = "master_addr"
-    host_name = run_config.master_addr
-    if run_config.rdzv_endpoint:
+    host_name = config.master_addr
+    if config.rdzv_endpoint:
         setting_name = "rdzv_endpoint"
-        host_name = _host_of(run_config.rdzv_endpoint)
-    if run_config.num_nodes == 1 or not _is_loopback(host_name):
+        host_name = _host_of(config.rdzv_endpoint)
+    if config.num_nodes == 1 or not _is_loopback(host_name):
         return ""
     return (
-        f"{setting_name} cannot be {host_name!r} with num_nodes={run_config.num_nodes}. "
+        f"{setting_name} cannot be {host_name!r} with num_nodes={config.num_nodes}. "
         "On each node that address is the node itself, so they would never meet. "
         "Give the address of the first node as the others reach it."
     )
 
 
-def _endpoint_has_a_port(run_config: _Settings) -> str:
-    text = run_config.rdzv_endpoint.rpartition(":")[2]
+def _endpoint_has_a_port(config: _Settings) -> str:
+    text = config.rdzv_endpoint.rpartition(":")[2]
     # Only static rendezvous needs the port; other backends have a default port.
-    if not run_config.rdzv_endpoint or run_config.rdzv_backend != "static":
+    if not config.rdzv_endpoint or config.rdzv_backend != "static":
         return ""
     if text.isdecimal() and 1 <= int(text) <= 65535:
         return ""
     return (
-        f'rdzv_endpoint must be "host:port": got {run_config.rdzv_endpoint!r}. '
+        f'rdzv_endpoint must be "host:port": got {config.rdzv_endpoint!r}. '
         "Static rendezvous connects to exactly that port. Add a port from 1 to 65535."
     )
 
 
-def _etcd_needs_an_endpoint(run_config: _Settings) -> str:
-    if not run_config.rdzv_backend.startswith("etcd") or run_config.rdzv_endpoint:
+def _etcd_needs_an_endpoint(config: _Settings) -> str:
+    if not config.rdzv_backend.startswith("etcd") or config.rdzv_endpoint:
         return ""
     return (
-        f"rdzv_endpoint cannot be empty with rdzv_backend={run_config.rdzv_backend!r}. "
+        f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}. "
         'The etcd server must be found. Give its "host:port".'
     )
 
 
-def _fsdp_by_its_strategy(run_config: _Settings) -> str:
+def _fsdp_by_its_strategy(config: _Settings) -> str:
     names = [row.name for row in STRATEGIES if "fsdp_plugin" in row.arguments]
-    if run_config.fsdp is None or run_config.strategy in names:
+    if config.fsdp is None or config.strategy in names:
         return ""
     return (
-        f"fsdp cannot go with strategy={run_config.strategy!r}: its settings would have no effect. "
+        f"fsdp cannot go with strategy={config.strategy!r}: its settings would have no effect. "
         'Give strategy="fsdp", or leave fsdp out.'
     )
 
 
-def _inline_is_one(run_config: _Settings) -> str:
-    if run_config.start_method != "inline" or run_config.num_processes in (None, 1):
+def _inline_is_one(config: _Settings) -> str:
+    if config.start_method != "inline" or config.num_processes in (None, 1):
         return ""
     return (
-        f'start_method="inline" cannot run num_processes={run_config.num_processes}. '
+        f'start_method="inline" cannot run num_processes={config.num_processes}. '
         "Inline means in this very process, which is one. "
         'Give num_processes=1, or start_method="auto".'
     )
 
 
-def _inline_is_alone(run_config: _Settings) -> str:
+def _inline_is_alone(config: _Settings) -> str:
     upper_limits = (
-        ("num_nodes", run_config.num_nodes, 1),
-        ("max_restarts", run_config.max_restarts, 0),
+        ("num_nodes", config.num_nodes, 1),
+        ("max_restarts", config.max_restarts, 0),
     )
     settings = [
         f"{name}={setting_value}"
         for name, setting_value, largest_value in upper_limits
         if setting_value > largest_value
     ]
-    if run_config.start_method != "inline" or not settings:
+    if config.start_method != "inline" or not settings:
         return ""
     return (
         f'start_method="inline" cannot go with {" and ".join(settings)}. '
@@ -613,7 +613,7 @@ class RunConfig(Exchangeable):
                 said_by = dict.fromkeys(file_settings, "DeepSpeed configuration")
                 validation_error = error
                 all_mistakes = [*explain_mistakes(type(self), error, settings, said_by=said_by)]
-                wrong_names = {str(error_detail["loc"][0]) for error_detail in error.errors()}
+                wrong_names = {str(detail["loc"][0]) for detail in error.errors()}
                 # Built again from the valid settings, so that contradictions among them are
                 # reported at once, too. The object is never returned: an error follows.
                 super().__init__(
@@ -662,15 +662,15 @@ class RunConfig(Exchangeable):
 
 def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with others over them, before they are judged; see :meth:`RunConfig.changed`."""
-    config_document = _document_of(changes.get("deepspeed"))
-    if config_document is None:
+    document = _document_of(changes.get("deepspeed"))
+    if document is None:
         return {**kept_settings, **changes}
-    decided_settings = zero_engine.taken_out(config_document)[1]
+    decided_settings = zero_engine.taken_out(document)[1]
     # Otherwise the old values would contradict the new configuration.
     kept_settings = {
         name: value for name, value in kept_settings.items() if name not in decided_settings
     }
-    return {**kept_settings, **changes, "deepspeed": config_document}
+    return {**kept_settings, **changes, "deepspeed": document}
 
 
 def _document_of(document: Any) -> zero_engine.Document | None:
@@ -684,11 +684,11 @@ def _document_of(document: Any) -> zero_engine.Document | None:
 
 def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`."""
-    config_document = _document_of(settings.get("deepspeed"))
-    if config_document is None:
+    document = _document_of(settings.get("deepspeed"))
+    if document is None:
         return zero_engine.Document(), {}
-    settings["deepspeed"], decided_settings = zero_engine.taken_out(config_document)
-    file_settings = {"zero_stage": zero_engine.stage_left_open(config_document), **decided_settings}
+    settings["deepspeed"], decided_settings = zero_engine.taken_out(document)
+    file_settings = {"zero_stage": zero_engine.stage_left_open(document), **decided_settings}
     # None is "not given" for settings whose default it is, such as those of a form's empty field.
     for setting_name in file_settings:
         if (
@@ -696,7 +696,7 @@ def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict
             and RunConfig.model_fields[setting_name].default is None
         ):
             del settings[setting_name]
-    return config_document, {
+    return document, {
         setting_name: setting_value
         for setting_name, setting_value in file_settings.items()
         if setting_name not in settings
@@ -737,14 +737,14 @@ def run_config_of(given_config: Any) -> RunConfig:
 
 def _tidy_signature() -> Signature:
     """The signature as a notebook shows it: types without constraints and hints."""
-    field_types = get_type_hints(RunConfig)
+    types = get_type_hints(RunConfig)
     return Signature(
         [
             Parameter(
                 name,
                 Parameter.KEYWORD_ONLY,
                 default=field.default,
-                annotation=field_types[name],
+                annotation=types[name],
             )
             for name, field in RunConfig.model_fields.items()
         ]

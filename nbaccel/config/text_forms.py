@@ -50,15 +50,15 @@ _MAX_BITS = 1024
 
 def read_file(file_path: str | Path) -> dict[str, Any]:
     """Read a file that holds DeepSpeed's configuration, a JSON object."""
-    named_source = f"The DeepSpeed configuration {shown(str(file_path))}"
+    source = f"The DeepSpeed configuration {shown(str(file_path))}"
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
         raise ConfigError(
-            f"{named_source} cannot be read: {error}. "
+            f"{source} cannot be read: {error}. "
             "Training would run without it. Give the path of a JSON file."
         ) from error
-    return read_object(source_text, named_source)
+    return read_object(source_text, source)
 
 
 def read_object(source_text: str, source_name: str) -> dict[str, Any]:
@@ -88,38 +88,36 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
     return read_values
 
 
-def json_like(given_value: Any, value_path: str = "", nesting_depth: int = 0) -> Any:
+def json_like(given_value: Any, value_path: str = "", depth: int = 0) -> Any:
     """A value as JSON holds it: lists for tuples, plain numbers for NumPy's, text for paths."""
     given_value = plain_value(given_value)
-    place_text = f" at {value_path}" if value_path else ""
+    text = f" at {value_path}" if value_path else ""
     # A dictionary that contains itself ends here, too.
-    if nesting_depth > _MAX_JSON_DEPTH:
-        raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep{place_text[:60]}")
+    if depth > _MAX_JSON_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} levels deep{text[:60]}")
     if isinstance(given_value, Mapping):
         # `json.dumps` would silently make text of numbers and truth values.
         wrong_keys = [entry_key for entry_key in given_value if not isinstance(entry_key, str)]
         if wrong_keys:
             raise ValueError(
-                f"JSON names settings by text, and {shown(wrong_keys[0])}{place_text} is none"
+                f"JSON names settings by text, and {shown(wrong_keys[0])}{text} is none"
             )
-        path_prefix = f"{value_path}." if value_path else ""
+        prefix = f"{value_path}." if value_path else ""
         return {
-            entry_key: json_like(inner_value, f"{path_prefix}{entry_key}", nesting_depth + 1)
+            entry_key: json_like(inner_value, f"{prefix}{entry_key}", depth + 1)
             for entry_key, inner_value in given_value.items()
         }
     if isinstance(given_value, (list, tuple)):
-        return [json_like(list_entry, value_path, nesting_depth + 1) for list_entry in given_value]
+        return [json_like(list_entry, value_path, depth + 1) for list_entry in given_value]
     if isinstance(given_value, os.PathLike):
         return os.fspath(given_value)
     if isinstance(given_value, int) and given_value.bit_length() > _MAX_BITS:
-        raise ValueError(
-            f"a whole number of {given_value.bit_length()} bits{place_text} is too large"
-        )
+        raise ValueError(f"a whole number of {given_value.bit_length()} bits{text} is too large")
     if given_value is None or isinstance(given_value, (str, bool, int)):
         return given_value
     if isinstance(given_value, float) and not math.isnan(given_value):  # "never print" is Infinity
         return given_value
-    raise ValueError(f"JSON cannot hold {shown(given_value)}{place_text}")
+    raise ValueError(f"JSON cannot hold {shown(given_value)}{text}")
 
 
 def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str, Any]:
@@ -134,19 +132,17 @@ def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str
     return values
 
 
-def read_source(given_value: Any, source_name: str) -> Any:
+def read_source(value: Any, source_name: str) -> Any:
     """Settings out of whatever holds them, as plain JSON values."""
     # `ZeroConfig`, for example, which this package must not import.
-    if callable(getattr(given_value, "to_dict", None)):
-        given_value = given_value.to_dict()
+    if callable(getattr(value, "to_dict", None)):
+        value = value.to_dict()
     # No path begins so in practice; a list is read, too, for the better message.
-    if isinstance(given_value, str) and given_value.lstrip()[:1] in ("{", "["):
-        return read_object(given_value, source_name)
-    if isinstance(given_value, (str, Path)):
-        return read_file(given_value)
-    return (
-        plain_object(given_value, source_name) if isinstance(given_value, Mapping) else given_value
-    )
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        return read_object(value, source_name)
+    if isinstance(value, (str, Path)):
+        return read_file(value)
+    return plain_object(value, source_name) if isinstance(value, Mapping) else value
 
 
 def _read_constant(name: str) -> float:
@@ -163,19 +159,19 @@ def _line_of(searched_word: str, source_text: str) -> str:
     return f": line {line_number}" if matched_word else ""
 
 
-def _unreadable_json(source_name: str, message: str, likely_cause: str = "") -> ConfigError:
+def _unreadable_json(source_name: str, message: str, cause: str = "") -> ConfigError:
     return ConfigError(
-        f"{source_name} cannot be read from JSON: {message.rstrip('.')}. {likely_cause}"
+        f"{source_name} cannot be read from JSON: {message.rstrip('.')}. {cause}"
         "A setting half read would train something else. Correct the text there."
     )
 
 
-def _likely_reason(source_text: str, error_position: int) -> str:
+def _likely_reason(source_text: str, position: int) -> str:
     """The probable cause at the place where the reader stopped."""
     if source_text.startswith("\ufeff"):
         return "It begins with a byte order mark: save it as UTF-8 without one. "
-    text_after = source_text[error_position:].lstrip()
-    text_before = source_text[:error_position].rstrip()
+    text_after = source_text[position:].lstrip()
+    text_before = source_text[:position].rstrip()
     if text_after.startswith(("//", "/*", "#")) and text_before:
         return "JSON has no comments: remove them. "
     if text_before.endswith(",") and text_after[:1] in ("}", "]"):
@@ -194,10 +190,10 @@ _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)
 """Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
 
 
-def unreadable(source_name: str, text_language: str, error: Exception) -> ConfigError:
+def unreadable(source_name: str, language: str, error: Exception) -> ConfigError:
     """The error about a text that is no JSON, or no YAML."""
     return ConfigError(
-        f"{source_name} cannot be read from {text_language}: {error}. "
+        f"{source_name} cannot be read from {language}: {error}. "
         "A setting half read would train something else. Correct the text there."
     )
 
@@ -372,10 +368,10 @@ class Exchangeable(Plain):
         return cls.model_json_schema()
 
     @classmethod
-    def _from_mapping(cls, read_settings: object, text_language: str) -> Self:
+    def _from_mapping(cls, read_settings: object, language: str) -> Self:
         if not isinstance(read_settings, dict):
             raise ConfigError(
-                f"A {cls.__name__} cannot be read from {text_language} of "
+                f"A {cls.__name__} cannot be read from {language} of "
                 f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
                 "names. Write names and values: num_processes and 2, for example."
             )

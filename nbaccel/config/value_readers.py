@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 
-def plain_value(given_value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A Python value for a scalar of NumPy or torch and for a member of an enum."""
-    if isinstance(given_value, Enum):
-        return given_value.value
+    if isinstance(value, Enum):
+        return value.value
     # By attributes, because this module must import neither NumPy nor torch.
-    if getattr(given_value, "ndim", None) == 0 and callable(getattr(given_value, "item", None)):
-        return given_value.item()
-    return given_value
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
+    return value
 
 
 def read_number(given_value: Any) -> Any:
@@ -43,16 +43,12 @@ def read_number(given_value: Any) -> Any:
     return given_value.total_seconds() if isinstance(given_value, timedelta) else given_value
 
 
-def read_whole(given_value: Any) -> Any:
+def read_whole(value: Any) -> Any:
     """A whole number for one of a list, which is compared and not converted."""
-    given_value = read_number(given_value)
-    if isinstance(given_value, str):
-        given_value = numbers_read(given_value)
-    return (
-        int(given_value)
-        if isinstance(given_value, float) and given_value.is_integer()
-        else given_value
-    )
+    value = read_number(value)
+    if isinstance(value, str):
+        value = numbers_read(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def numbers_read(given_value: Any) -> Any:
@@ -79,27 +75,27 @@ def numbers_read(given_value: Any) -> Any:
     return given_value
 
 
-def read_path(given_value: Any) -> Any:
+def read_path(value: Any) -> Any:
     """The text of a path."""
-    return str(given_value) if isinstance(given_value, PurePath) else given_value
+    return str(value) if isinstance(value, PurePath) else value
 
 
-def read_port(given_value: Any) -> Any:
+def read_port(value: Any) -> Any:
     """A port, where 0 and an empty text mean a free one, as 0 does for a socket."""
-    text = given_value.strip() if isinstance(given_value, str) else given_value
+    text = value.strip() if isinstance(value, str) else value
     return None if text in (0, "0", "") and not isinstance(text, bool) else read_number(text)
 
 
-def read_word(given_value: Any) -> Any:
+def read_word(value: Any) -> Any:
     """A word of a list, in lower case; None and YAML's bare ``no`` are the word "no"."""
     # YAML 1.1 reads `mixed_precision: no` as False.
-    if given_value is None or given_value is False:
+    if value is None or value is False:
         return "no"
-    return given_value.strip().lower() if isinstance(given_value, str) else given_value
+    return value.strip().lower() if isinstance(value, str) else value
 
 
-def read_truth(given_value: Any) -> Any:
+def read_truth(value: Any) -> Any:
     """A truth value; a number other than 0 and 1 is refused by the validator."""
-    if given_value is None:
+    if value is None:
         raise ValueError("None is neither true nor false")
-    return given_value
+    return value

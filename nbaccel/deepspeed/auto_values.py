@@ -42,8 +42,8 @@ class UndecidedKey(FieldMistake):
     __slots__ = ("reason",)
     reason: str
 
-    def __new__(cls, message_text: str, path: str = "", reason: str = "") -> Self:  # noqa: D102
-        new_mistake = super().__new__(cls, message_text, path)
+    def __new__(cls, text: str, path: str = "", reason: str = "") -> Self:  # noqa: D102
+        new_mistake = super().__new__(cls, text, path)
         new_mistake.reason = reason
         return new_mistake
 
@@ -163,28 +163,26 @@ def _precision_rule(section_name: str) -> Callable[[_KnownValues], _AutoAnswer]:
     return rule
 
 
-def _from_width(
-    width_formula: Callable[[int], int], text: str
-) -> Callable[[_KnownValues], _AutoAnswer]:
+def _from_width(formula: Callable[[int], int], text: str) -> Callable[[_KnownValues], _AutoAnswer]:
     def rule(known_values: _KnownValues) -> _AutoAnswer:
         if known_values.model is None:
             raise _UnknownValue(f"it is {text}, by the model's hidden size; give the model")
-        hidden_width, source = hidden_size(known_values.model)
-        if hidden_width is None:
+        width, source = hidden_size(known_values.model)
+        if width is None:
             raise _UnknownValue(
                 f"{type(known_values.model).__name__} has no hidden size and no linear layer"
             )
-        return width_formula(hidden_width), f"{text}, hidden size {hidden_width} from {source}"
+        return formula(width), f"{text}, hidden size {width} from {source}"
 
     return rule
 
 
 def _warmup_peak_rate(values: _KnownValues) -> _AutoAnswer:
     """The end of a warm-up: the file's learning rate takes precedence over a stand-in's default."""
-    file_rate = value_at(values.settings, "optimizer.params.lr")
+    rate = value_at(values.settings, "optimizer.params.lr")
     # A DummyOptim's default rate is not the file's, with which the optimizer is made.
-    if isinstance(file_rate, float) and "learning_rate" in values.defaults:
-        return file_rate, "the file's learning rate"
+    if isinstance(rate, float) and "learning_rate" in values.defaults:
+        return rate, "the file's learning rate"
     return _said_by_run("learning_rate", "learning rate")(values)
 
 
@@ -303,31 +301,31 @@ def resolve_auto(
     known_values = _KnownValues(
         gathered(facts, run, optimizer, scheduler), model, file_settings, frozenset(unsaid_facts)
     )
-    found_mistakes = list(_file_contradictions(known_values))
+    mistakes = list(_file_contradictions(known_values))
     auto_choices: list[Choice] = []
     waiting_keys = set(auto_keys(file_settings))
     # In the order of the rules: later ones use what earlier ones decided.
     for config_key in [config_key for config_key in _AUTO_RULES if config_key in waiting_keys]:
         # Keys that nothing decides are collected, so that one error names all of them.
         try:
-            decided_value, value_reason = _AUTO_RULES[config_key][0](known_values)
+            decided_value, reason = _AUTO_RULES[config_key][0](known_values)
         except _UnknownValue as error:
-            message_text = (
+            text = (
                 f'{config_key}="auto" cannot be filled in: {error}. DeepSpeed would fall back to '
                 "its default or fail. Alternatively, write a value in its place."
             )
-            found_mistakes.append(UndecidedKey(message_text, config_key, str(error)))
+            mistakes.append(UndecidedKey(text, config_key, str(error)))
             continue
         put_at(file_settings, config_key, decided_value)
-        auto_choices.append(Choice(config_key, _plain_choice(decided_value), value_reason))
+        auto_choices.append(Choice(config_key, _plain_choice(decided_value), reason))
     for config_key in sorted(waiting_keys - set(_AUTO_RULES)):
         if (auto_choice := _left_open(config_key, file_settings)) is not None:
             auto_choices.append(auto_choice)
         else:
-            found_mistakes.append(_unfillable_key(config_key, file_settings))
+            mistakes.append(_unfillable_key(config_key, file_settings))
     auto_choices += _added_precision(known_values)
-    if found_mistakes:
-        raise ConfigError(*found_mistakes)
+    if mistakes:
+        raise ConfigError(*mistakes)
     return Resolved(ZeroConfig.from_dict(file_settings), tuple(auto_choices))
 
 
@@ -376,7 +374,7 @@ def _added_precision(values: _KnownValues) -> Iterator[Choice]:
 
 
 def _file_contradictions(known_values: _KnownValues) -> Iterator[str]:
-    for config_key, (key_rule, fact_name) in _AUTO_RULES.items():
+    for config_key, (rule, fact_name) in _AUTO_RULES.items():
         file_value = value_at(known_values.settings, config_key)
         if (
             not fact_name
@@ -396,7 +394,7 @@ def _file_contradictions(known_values: _KnownValues) -> Iterator[str]:
         ):
             continue
         # Without the file's batch sizes, from which the rule would compute the file's own value.
-        run_value, value_reason = key_rule(
+        run_value, reason = rule(
             _KnownValues(known_values.facts, known_values.model, _open_sizes(known_values.settings))
         )
         is_same = (
@@ -407,7 +405,7 @@ def _file_contradictions(known_values: _KnownValues) -> Iterator[str]:
         if not is_same:
             yield (
                 f"{config_key} is {shown(file_value)} in the file and {shown(run_value)} by the "
-                f"run ({value_reason}). One of them would be ignored. Change one, or write "
+                f"run ({reason}). One of them would be ignored. Change one, or write "
                 '"auto" in the file.'
             )
 

@@ -56,17 +56,17 @@ def announce() -> None:
 def change_builder(builder_module: Any) -> None:
     """Let DeepSpeed's builder print a line before it compiles; changing it again does nothing."""
     builder_class = builder_module.OpBuilder
-    build_operation = builder_class.jit_load
+    operation = builder_class.jit_load
     # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
-    if hasattr(build_operation, "__wrapped__"):
+    if hasattr(operation, "__wrapped__"):
         return
 
-    @functools.wraps(build_operation)
+    @functools.wraps(operation)
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_built(self.name, env.snapshot()):
             # Flushed at once, since compiling prints nothing for minutes.
             write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
             sys.stderr.flush()
-        return build_operation(self, *args, **kwargs)
+        return operation(self, *args, **kwargs)
 
     builder_class.jit_load = built

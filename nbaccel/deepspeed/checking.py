@@ -91,7 +91,7 @@ def check_config(
         *key_findings(config_settings, key_schema),
         *_auto_findings(config_settings, key_schema, allow_auto),
     ]
-    about_keys = [key_note.text for key_note in key_notes if key_note.is_mistake]
+    keys = [key_note.text for key_note in key_notes if key_note.is_mistake]
     warning_notes += tuple(key_note.text for key_note in key_notes if not key_note.is_mistake)
     if isinstance(config, ZeroConfig) and config.to_dict() == config_settings:
         # Its values were checked when it was made.
@@ -99,17 +99,17 @@ def check_config(
         wrong_values = list[FieldMistake]()
     else:
         checked_config, wrong_values = _typed_config(config_settings)
-    about_keys += wrong_values
+    keys += wrong_values
     all_mistakes: list[str] = [
-        *about_keys,
-        *_model_mistakes(checked_config, key_schema, known_mistakes=about_keys),
+        *keys,
+        *_model_mistakes(checked_config, key_schema, known_mistakes=keys),
     ]
     all_mistakes += combination_mistakes(checked_config, device=device)
     # Parts of names, which a misspelt key has, too: the right key is missing then, and a message
     # about sizes that do not multiply out would only repeat that.
     size_words = ("batch_size", "accumulation")
     if not any(
-        size_word in field_mistake.path for size_word in size_words for field_mistake in about_keys
+        size_word in field_mistake.path for size_word in size_words for field_mistake in keys
     ):
         all_mistakes += batch_mistakes(checked_config, world_size=world_size, open_ends=allow_auto)
     all_mistakes += sharing_mistakes(checked_config, world_size=world_size)
@@ -128,22 +128,18 @@ def check_config(
 
 def check_run(run: RunConfig, device: str) -> None:
     """Check a run's DeepSpeed configuration, before any process starts."""
-    config_settings = engine_config(run)
-    if run.deepspeed and config_settings is not None:
+    settings = engine_config(run)
+    if run.deepspeed and settings is not None:
         on_device = run.changed(device=device)
-        check_config(config_settings, run=on_device, allow_auto=True)
-    if (
-        device == "cpu"
-        and run.num_nodes == 1
-        and (shortage_text := shortage(run.num_processes or 1))
-    ):
+        check_config(settings, run=on_device, allow_auto=True)
+    if device == "cpu" and run.num_nodes == 1 and (text := shortage(run.num_processes or 1)):
         # A warning only, since training works without the shared memory.
-        warnings.warn(shortage_text, stacklevel=2)
+        warnings.warn(text, stacklevel=2)
 
 
-def _device_of_run(run_config: RunConfig | None, machine_inventory: Inventory | None) -> str:
-    if run_config is not None and run_config.device != AUTO:
-        return run_config.device
+def _device_of_run(config: RunConfig | None, machine_inventory: Inventory | None) -> str:
+    if config is not None and config.device != AUTO:
+        return config.device
     return "cuda" if (machine_inventory or inspect_machine()).gpus else "cpu"
 
 
@@ -186,23 +182,23 @@ def _auto_findings(
             continue  # reported already, with a remedy
         if config_key in AUTO_KEYS:
             if not allow_auto:
-                message_text = (
+                text = (
                     f'{config_key} is still "auto". DeepSpeed would replace it by its default, or '
                     "fail. Resolve it with resolve_auto, or give a value."
                 )
-                yield Finding(FieldMistake(message_text, config_key))
+                yield Finding(FieldMistake(text, config_key))
         elif (key_default := key_schema.default(config_key)) is not None:
-            message_text = (
+            text = (
                 f'{config_key}="auto" leaves it to DeepSpeed, whose default is '
                 f"{key_default.value!r}."
             )
-            yield Finding(FieldMistake(message_text, config_key), is_mistake=False)
+            yield Finding(FieldMistake(text, config_key), is_mistake=False)
         else:
-            message_text = (
+            text = (
                 f'{config_key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key '
                 "in. Give a value, or leave it out."
             )
-            yield Finding(FieldMistake(message_text, config_key))
+            yield Finding(FieldMistake(text, config_key))
 
 
 def _model_mistakes(
@@ -212,9 +208,9 @@ def _model_mistakes(
     config_settings = zero_config.to_dict()
     for section_path, model in key_schema.models.items():
         config_section: Any = config_settings
-        for path_step in section_path.split("."):
+        for step in section_path.split("."):
             config_section = (
-                config_section.get(path_step) if isinstance(config_section, Mapping) else None
+                config_section.get(step) if isinstance(config_section, Mapping) else None
             )
         parent_path = section_path.rpartition(".")[0]
         if not isinstance(config_section, Mapping) or parent_path in key_schema.models:
@@ -228,20 +224,18 @@ def _model_mistakes(
             with quiet_logger():
                 model(**section_values)
         except ValidationError as error:
-            for error_detail in error.errors(include_url=False):
-                value_path = ".".join((section_path, *map(str, error_detail["loc"])))
-                is_unknown = (
-                    error_detail["type"] == "extra_forbidden" or error_detail["input"] == AUTO
-                )
+            for detail in error.errors(include_url=False):
+                value_path = ".".join((section_path, *map(str, detail["loc"])))
+                is_unknown = detail["type"] == "extra_forbidden" or detail["input"] == AUTO
                 # What depends on a stage that is still open is judged when it is resolved.
-                is_early = not error_detail["loc"] and zero_config.stage == AUTO
+                is_early = not detail["loc"] and zero_config.stage == AUTO
                 if not (is_unknown or is_early) and not any(
                     known_mistake.path.startswith(value_path) for known_mistake in known_mistakes
                 ):
                     yield (
                         f"{value_path} is refused by DeepSpeed: got "
-                        f"{shown(error_detail['input'])}. It says: "
-                        f"{error_detail['msg']}. Correct the value."
+                        f"{shown(detail['input'])}. It says: "
+                        f"{detail['msg']}. Correct the value."
                     )
 
 

@@ -38,8 +38,8 @@ _WarmupShape = Literal["log", "linear"]
 def _parameter_check(annotated_type: Any, must_be: str, what_to_do: str) -> FieldCheck:
     reason = "DeepSpeed passes it on unchecked, and training would fail or diverge"
     words = get_args(_WarmupShape) if annotated_type is _WarmupShape else ()
-    field_rule = FieldRule(must=must_be, do=what_to_do, why=reason, allowed=words)
-    return FieldCheck(Annotated[annotated_type, field_rule])
+    rule = FieldRule(must=must_be, do=what_to_do, why=reason, allowed=words)
+    return FieldCheck(Annotated[annotated_type, rule])
 
 
 # One rate for all parameter groups, or one for each.
@@ -85,10 +85,10 @@ _PARAMETER_CHECKS: dict[str, dict[str, FieldCheck]] = {
 }
 
 
-def value_mistakes(section_name: str, given_params: Mapping[str, Any]) -> Iterator[str]:
+def value_mistakes(section_name: str, params: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the values of an optimizer's or a schedule's parameters."""
     for parameter_name, parameter_check in _PARAMETER_CHECKS[section_name].items():
-        value = given_params.get(parameter_name)
+        value = params.get(parameter_name)
         if value is None or value == AUTO:
             continue
         try:
@@ -112,17 +112,17 @@ def combination_mistakes(zero_config: ZeroConfig, *, device: str) -> Iterator[st
     # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
     if not open_stage:
         yield from _offload_mistakes(zero_config, device)
-    enabled_halves = [
+    halves = [
         section_name
         for section_name in ("fp16", "bf16")
         if _is_turned_on(zero_config, section_name)
     ]
-    if len(enabled_halves) == 2:
+    if len(halves) == 2:
         yield (
             "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
             "DeepSpeed refuses two. Turn one of them off."
         )
-    if "fp16" in enabled_halves and device == "cpu" and not _cpu_has_fp16():
+    if "fp16" in halves and device == "cpu" and not _cpu_has_fp16():
         yield (
             "fp16.enabled cannot be true on this CPU, which has no float16 arithmetic: got "
             "fp16.enabled=True. DeepSpeed says 'Type fp16 is not supported on your device'. Use "
@@ -199,8 +199,8 @@ def batch_mistakes(
 ) -> Iterator[str]:
     """Where the batch sizes do not multiply out."""
     total_batch, micro_batch, accumulation_steps = (
-        key_value if isinstance(key_value, int) else None
-        for key_value in (
+        value if isinstance(value, int) else None
+        for value in (
             zero_config.train_batch_size,
             zero_config.train_micro_batch_size_per_gpu,
             zero_config.gradient_accumulation_steps,
@@ -260,53 +260,53 @@ def sharing_mistakes(zero_config: ZeroConfig, *, world_size: int | None) -> Iter
         )
 
 
-def maker_mistakes(zero_config: ZeroConfig, key_schema: Schema, *, device: str) -> Iterator[str]:
+def maker_mistakes(zero_config: ZeroConfig, schema: Schema, *, device: str) -> Iterator[str]:
     """What is wrong with the optimizer and the schedule that DeepSpeed is to make."""
     if zero_config.optimizer is not None:
-        yield from _optimizer_mistakes(zero_config.optimizer, zero_config, key_schema, device)
+        yield from _optimizer_mistakes(zero_config.optimizer, zero_config, schema, device)
     if zero_config.scheduler is not None:
-        yield from _scheduler_mistakes(zero_config, key_schema)
+        yield from _scheduler_mistakes(zero_config, schema)
 
 
 def _optimizer_mistakes(
-    config_section: OptimizerSection, zero_config: ZeroConfig, key_schema: Schema, device: str
+    section: OptimizerSection, zero_config: ZeroConfig, schema: Schema, device: str
 ) -> Iterator[str]:
-    type_name = config_section.type
-    given_params = config_section.params or {}
+    type_name = section.type
+    params = section.params or {}
     if type_name is None:
-        if not config_section.extra:  # otherwise the key that was meant has been named already
-            yield _missing_type("optimizer", config_section.to_dict(), "AdamW")
+        if not section.extra:  # otherwise the key that was meant has been named already
+            yield _missing_type("optimizer", section.to_dict(), "AdamW")
         return
     # DeepSpeed compares its optimizers' names in lower case, and torch's as they are written.
     lower_name = type_name.lower()
-    own_optimizers = key_schema.own_optimizers
+    own_optimizers = schema.own_optimizers
     if lower_name in _REPLACED_OPTIMIZERS and (lower_name not in own_optimizers or device == "cpu"):
-        refusal_reason = (
-            f"cannot be made on the CPU. It communicates by NCCL or MPI in {key_schema.version}, "
+        reason = (
+            f"cannot be made on the CPU. It communicates by NCCL or MPI in {schema.version}, "
             "and newer versions do not have it"
             if lower_name in own_optimizers
-            else f"has been removed from DeepSpeed: {key_schema.version} cannot make it"
+            else f"has been removed from DeepSpeed: {schema.version} cannot make it"
         )
         yield (
-            f"optimizer.type={type_name!r} {refusal_reason}. Use "
+            f"optimizer.type={type_name!r} {reason}. Use "
             f"{_REPLACED_OPTIMIZERS[lower_name]!r}; to send less, set communication_data_type or "
             f"{ZERO}.zero_quantized_gradients."
         )
         return
-    if lower_name not in own_optimizers and type_name not in key_schema.optimizers:
+    if lower_name not in own_optimizers and type_name not in schema.optimizers:
         yield (
-            f"optimizer.type={type_name!r} is no optimizer of DeepSpeed {key_schema.version} or "
+            f"optimizer.type={type_name!r} is no optimizer of DeepSpeed {schema.version} or "
             "torch. It could not be made."
-            f"{closest(type_name, key_schema.optimizers) or ' Use AdamW.'}"
+            f"{closest(type_name, schema.optimizers) or ' Use AdamW.'}"
         )
         return
     is_offloaded = offloads_optimizer(zero_config)
     if device == "cpu" and (lower_name == "lamb" or (lower_name == "lion" and not is_offloaded)):
         to_offload = f'Offload it: {ZERO}.offload_optimizer="cpu".'
-        remedy_text = "Use AdamW." if lower_name == "lamb" else to_offload
+        text = "Use AdamW." if lower_name == "lamb" else to_offload
         yield (
             f"optimizer.type={type_name!r} cannot be made on the CPU. DeepSpeed says 'This op had "
-            f"not been implemented on CPU backend'. {remedy_text}"
+            f"not been implemented on CPU backend'. {text}"
         )
     is_allowed = lower_name in own_optimizers or zero_config.zero_allow_untested_optimizer is True
     if zero_config.zero_stage > 0 and not is_allowed:
@@ -315,37 +315,37 @@ def _optimizer_mistakes(
             f"{zero_config.zero_stage}. DeepSpeed refuses it unless the configuration allows it. "
             f"Add {_UNTESTED_HINT}, or use AdamW."
         )
-    if "max_grad_norm" in given_params:
+    if "max_grad_norm" in params:
         yield (
-            f"optimizer.params.max_grad_norm={given_params['max_grad_norm']!r} is no longer a "
+            f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a "
             "parameter of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top "
             "level."
         )
         # Reported above; the check of the constructor's arguments would report it again.
-        given_params = {k: v for k, v in given_params.items() if k != "max_grad_norm"}
-    yield from value_mistakes("optimizer", given_params)
+        params = {k: v for k, v in params.items() if k != "max_grad_norm"}
+    yield from value_mistakes("optimizer", params)
     # None where the class is not installed: then its arguments cannot be checked.
-    known_arguments = optimizer_arguments(type_name, given_params, is_offloaded=is_offloaded)
+    known_arguments = optimizer_arguments(type_name, params, is_offloaded=is_offloaded)
     if known_arguments is not None:
-        yield from _constructor_mistakes("optimizer", type_name, given_params, known_arguments)
+        yield from _constructor_mistakes("optimizer", type_name, params, known_arguments)
 
 
-def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator[str]:
-    config_section = zero_config.scheduler
-    if config_section is None:
+def _scheduler_mistakes(zero_config: ZeroConfig, schema: Schema) -> Iterator[str]:
+    section = zero_config.scheduler
+    if section is None:
         return
-    type_name = config_section.type
-    given_params = config_section.params or {}
+    type_name = section.type
+    params = section.params or {}
     if type_name is None:
-        if not config_section.extra:
-            yield _missing_type("scheduler", config_section.to_dict(), "WarmupLR")
+        if not section.extra:
+            yield _missing_type("scheduler", section.to_dict(), "WarmupLR")
         return
-    known_arguments = key_schema.schedulers.get(type_name)
+    known_arguments = schema.schedulers.get(type_name)
     if known_arguments is None:
         yield (
-            f"scheduler.type={type_name!r} is no schedule of DeepSpeed {key_schema.version} or "
+            f"scheduler.type={type_name!r} is no schedule of DeepSpeed {schema.version} or "
             "torch. It could not be made."
-            f"{closest(type_name, key_schema.schedulers) or ' Use WarmupLR.'}"
+            f"{closest(type_name, schema.schedulers) or ' Use WarmupLR.'}"
         )
         return
     torch_own = type_name not in (
@@ -361,13 +361,13 @@ def _scheduler_mistakes(zero_config: ZeroConfig, key_schema: Schema) -> Iterator
             f"{zero_config.zero_stage}. torch would refuse it as no Optimizer. Use one of "
             "DeepSpeed's, such as WarmupDecayLR, or pass a schedule to deepspeed.initialize."
         )
-    yield from _constructor_mistakes("scheduler", type_name, given_params, known_arguments)
-    for parameter_name in missing_arguments(known_arguments, given_params):
+    yield from _constructor_mistakes("scheduler", type_name, params, known_arguments)
+    for parameter_name in missing_arguments(known_arguments, params):
         yield (
-            f"scheduler.params.{parameter_name} is missing: got {sorted(given_params)}. "
+            f"scheduler.params.{parameter_name} is missing: got {sorted(params)}. "
             f"{type_name} has no default for it. Give {parameter_name}."
         )
-    yield from value_mistakes("scheduler", given_params)
+    yield from value_mistakes("scheduler", params)
 
 
 def _missing_type(section_name: str, section: Any, example_type: str) -> str:

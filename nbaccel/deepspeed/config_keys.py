@@ -70,9 +70,9 @@ def key_findings(
 ) -> Iterator[Finding]:
     """Look at every key of a configuration, section by section."""
     known_keys = key_schema.sections.get(section_path)
-    path_prefix = f"{section_path}." if section_path else ""
+    prefix = f"{section_path}." if section_path else ""
     for config_key, key_value in config_settings.items():
-        key_path = f"{path_prefix}{config_key}"
+        key_path = f"{prefix}{config_key}"
         if key_path in key_schema.removed:
             yield Finding(FieldMistake(removed_text(key_path, key_value, key_schema), key_path))
             continue
@@ -83,7 +83,7 @@ def key_findings(
             )
             if key_finding is not None:
                 yield key_finding
-        inner_path = f"{path_prefix}{meant_key}"
+        inner_path = f"{prefix}{meant_key}"
         if isinstance(key_value, Mapping) and inner_path in key_schema.sections:
             # Keys inside a misspelt section are compared with the section that was meant, so that
             # their mistakes are reported at once, too.
@@ -138,10 +138,10 @@ def _is_comment(key: str) -> bool:
 
 
 def _key_advice(
-    config_key: str, section_path: str, config_settings: Mapping[str, Any], key_schema: Schema
+    config_key: str, section_path: str, config_settings: Mapping[str, Any], schema: Schema
 ) -> tuple[str, str]:
     """The key that was probably meant, and the sentence that says so; empty where none is near."""
-    known_places = key_schema.places(config_key)
+    known_places = schema.places(config_key)
     # A key that many sections have, such as "enabled", does not tell where it belongs.
     if 0 < len(known_places) <= 3:
         return (
@@ -149,10 +149,10 @@ def _key_advice(
             " It belongs in "
             f"{' or '.join(section_place or 'the top level' for section_place in known_places)}.",
         )
-    maker_section = _maker_of(config_key, config_settings if not section_path else {}, key_schema)
-    if maker_section:
-        return config_key, f" It belongs in {maker_section}.params."
-    section_keys = key_schema.sections[section_path]
+    section = _maker_of(config_key, config_settings if not section_path else {}, schema)
+    if section:
+        return config_key, f" It belongs in {section}.params."
+    section_keys = schema.sections[section_path]
     # Keys that are not there yet first: one that stands in the file already was hardly meant twice.
     for known_keys in (
         [known_key for known_key in section_keys if known_key not in config_settings],
@@ -164,7 +164,7 @@ def _key_advice(
             else _meant_at_the_top(config_key, known_keys)
         ):
             return suggestion.split("'")[1], suggestion
-    for section_place, known_keys in key_schema.sections.items():
+    for section_place, known_keys in schema.sections.items():
         near_keys = difflib.get_close_matches(config_key.lower(), known_keys, n=1, cutoff=0.8)
         if near_keys:
             return (
@@ -174,13 +174,13 @@ def _key_advice(
     if not section_path and config_key.lower().startswith(_OF_ZERO):
         return (
             config_key,
-            f" ZeRO is configured in {ZERO}: its keys are {_listed_keys(key_schema, ZERO)}.",
+            f" ZeRO is configured in {ZERO}: its keys are {_listed_keys(schema, ZERO)}.",
         )
     return config_key, ""
 
 
-def _listed_keys(key_schema: Schema, path: str) -> str:
-    return ", ".join(sorted(key_schema.sections.get(path, ())))
+def _listed_keys(schema: Schema, path: str) -> str:
+    return ", ".join(sorted(schema.sections.get(path, ())))
 
 
 def _meant_at_the_top(config_key: str, known_keys: Any) -> str:
@@ -210,13 +210,11 @@ def _is_part_of(word: str, key: str) -> bool:
     )
 
 
-def _maker_of(key: str, settings: Mapping[str, Any], key_schema: Schema) -> str:
+def _maker_of(key: str, settings: Mapping[str, Any], schema: Schema) -> str:
     """The section whose ``params`` a key at the top level was meant for."""
     if key in ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum"):
         return "optimizer"
     schedules = [
-        name for name in key_schema.schedulers if name.startswith(("Warmup", "OneCycle", "LRR"))
+        name for name in schema.schedulers if name.startswith(("Warmup", "OneCycle", "LRR"))
     ]
-    return (
-        "scheduler" if any(key in key_schema.schedulers[name].known for name in schedules) else ""
-    )
+    return "scheduler" if any(key in schema.schedulers[name].known for name in schedules) else ""

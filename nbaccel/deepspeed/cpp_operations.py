@@ -142,10 +142,8 @@ def is_forgotten(lock_path: Path) -> bool:
     for _ in range(3):
         if seen_identity is None:
             return False  # the build has ended meanwhile
-        if (holder_process := holder_of(lock_path)) is not None:
-            _log.info(
-                "%s is being built by process %s: DeepSpeed waits", lock_path.parent, holder_process
-            )
+        if (process := holder_of(lock_path)) is not None:
+            _log.info("%s is being built by process %s: DeepSpeed waits", lock_path.parent, process)
             return False
         time.sleep(0.05)  # a build that ends closes its lock first and removes it then
         if _file_identity(lock_path) != seen_identity:
@@ -162,11 +160,11 @@ def is_forgotten(lock_path: Path) -> bool:
 def _file_identity(path: Path) -> tuple[int, int] | None:
     """Distinguishes a file from a later one of the same name; None where there is none."""
     try:
-        lock_status = path.stat()
+        status = path.stat()
     except OSError:
         return None
     # The time, too, because a file system may give the number of a removed file to the next one.
-    return lock_status.st_ino, lock_status.st_ctime_ns
+    return status.st_ino, status.st_ctime_ns
 
 
 def _was_removed(path: Path) -> bool:
@@ -193,15 +191,15 @@ def _would_be_seen(path: Path) -> bool:
     # A lock of another user is held by a process of that user, whose files only root can list.
     if hasattr(os, "geteuid") and os.geteuid() not in (0, path.stat().st_uid):
         return False
-    file_mounts = [
+    mounts = [
         disk_partition
         for disk_partition in psutil.disk_partitions(all=True)
         if path.resolve().is_relative_to(disk_partition.mountpoint)
     ]
     # The longest of the mount points that contain the file is the one it is on.
     mount_type = (
-        max(file_mounts, key=lambda disk_partition: len(disk_partition.mountpoint)).fstype
-        if file_mounts
+        max(mounts, key=lambda disk_partition: len(disk_partition.mountpoint)).fstype
+        if mounts
         else ""
     )
     return not mount_type.startswith(_SHARED_FILE_SYSTEMS)
@@ -253,40 +251,34 @@ def missing_tools(
 ) -> Iterator[str]:
     """What is missing here to build the parts that are needed, and how to get it."""
     environ = _as_it_will_be() if environ is None else environ
-    version_info = library.load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
+    info = library.load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
     # Operations that were built when DeepSpeed was installed need no tools.
-    built_operations = {
-        operation_name
-        for operation_name, is_there in version_info.installed_ops.items()
-        if is_there
+    operations = {
+        operation_name for operation_name, is_there in info.installed_ops.items() if is_there
     }
     operation_names = [
         operation_name
         for operation_name in needed_ops(zero_config, device=device)
-        if operation_name not in built_operations
+        if operation_name not in operations
     ]
     if not operation_names:
         return
-    compiler_command = compiler_of(environ)
-    purpose_text = f"DeepSpeed builds {', '.join(operation_names)} on first use"
-    if compiler_command is None:
+    command = compiler_of(environ)
+    text = f"DeepSpeed builds {', '.join(operation_names)} on first use"
+    if command is None:
         yield no_compiler(environ, operation_names)
     if shutil.which("ninja", path=environ.get("PATH", os.defpath)) is None:
-        yield _no_ninja(purpose_text)
-    if (
-        "async_io" in operation_names
-        and compiler_command is not None
-        and not _links_aio(compiler_command, environ)
-    ):
+        yield _no_ninja(text)
+    if "async_io" in operation_names and command is not None and not _links_aio(command, environ):
         yield (
-            f"The library libaio cannot be compiled and linked against here. {purpose_text} and "
+            f"The library libaio cannot be compiled and linked against here. {text} and "
             "reads the disk by it. Install it: apt-get install libaio-dev; where it is somewhere "
             "else, name its folders in CFLAGS (-I) and LDFLAGS (-L)."
         )
     if device == "cuda" and any(
         operation_name.startswith("fused_") for operation_name in operation_names
     ):
-        yield from _no_toolkit(purpose_text)
+        yield from _no_toolkit(text)
     yield from _stale_locks(operation_names, environ)
 
 
@@ -325,11 +317,11 @@ def _no_ninja(purpose_text: str) -> str:
 
 
 def _links_aio(command: list[str], environ: Mapping[str, str]) -> bool:
-    compiler_flags = [*shlex.split(environ.get("CFLAGS", "")), "-x", "c++", "-", "-o", os.devnull]
-    compiler_flags += [*shlex.split(environ.get("LDFLAGS", "")), "-laio"]
+    flags = [*shlex.split(environ.get("CFLAGS", "")), "-x", "c++", "-", "-o", os.devnull]
+    flags += [*shlex.split(environ.get("LDFLAGS", "")), "-laio"]
     try:
         process = subprocess.run(
-            [*command, *compiler_flags],
+            [*command, *flags],
             input=_AIO_PROGRAM.encode(),
             capture_output=True,
             timeout=_COMPILE_S,
@@ -345,12 +337,12 @@ def _stale_locks(operation_names: list[str], environ: Mapping[str, str]) -> Iter
     for operation_name in operation_names:
         path = build_notice.folder(environ) / operation_name / "lock"
         try:
-            forgotten_lock = is_forgotten(path)
+            lock = is_forgotten(path)
         # Here it is one mistake among others, all of which are reported at once.
         except UnsafeMoment as error:
             yield str(error)
             continue
-        if forgotten_lock:
+        if lock:
             yield (
                 f"A build of {operation_name} was interrupted and left its lock "
                 f"{str(path)!r}. The next process that needs it would silently wait for ever. "

@@ -88,32 +88,32 @@ def read_wish(device: object) -> Wish:
     )
 
 
-def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], closing_note: str = "") -> None:
+def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], note: str = "") -> None:
     """Refuse a GPU that is not there, or on which nothing can start."""
     if gpu_index >= len(known_gpus):
         listed_gpus = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in known_gpus)
         raise ConfigError(
             f'device="cuda:{gpu_index}" is not there: CUDA shows this process '
-            f"{listed_gpus or 'no GPU' + (f' ({closing_note})' if closing_note else '')}. "
+            f"{listed_gpus or 'no GPU' + (f' ({note})' if note else '')}. "
             "DeepSpeed would fail at its first tensor. Use "
             f"{'one of these' if listed_gpus else 'device=' + repr('cpu')}."
         )
     gpu = known_gpus[gpu_index]
-    nvml_module = require("pynvml", extra="", why="Looking at a GPU")
+    module = require("pynvml", extra="", why="Looking at a GPU")
     # NVML counts calls: `nvmlShutdown` below leaves it initialised for others that use it.
-    nvml_module.nvmlInit()
+    module.nvmlInit()
     try:
-        _check_gpu_memory(nvml_module, gpu)
+        _check_gpu_memory(module, gpu)
     finally:
-        nvml_module.nvmlShutdown()
+        module.nvmlShutdown()
 
 
 def _check_gpu_memory(module: ModuleType, chosen_gpu: Gpu) -> None:
     # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
     handle = module.nvmlDeviceGetHandleByUUID(chosen_gpu.uuid)
-    running_processes = _ask_nvml(module, [], module.nvmlDeviceGetComputeRunningProcesses, handle)
-    process_ids = [process.pid for process in running_processes]
-    compute_mode = _ask_nvml(
+    processes = _ask_nvml(module, [], module.nvmlDeviceGetComputeRunningProcesses, handle)
+    process_ids = [process.pid for process in processes]
+    mode = _ask_nvml(
         module,
         module.NVML_COMPUTEMODE_DEFAULT,
         module.nvmlDeviceGetComputeMode,
@@ -122,8 +122,8 @@ def _check_gpu_memory(module: ModuleType, chosen_gpu: Gpu) -> None:
     refuse_busy(
         chosen_gpu,
         holder_pids=process_ids,
-        is_exclusive=compute_mode == module.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-        is_prohibited=compute_mode == module.NVML_COMPUTEMODE_PROHIBITED,
+        is_exclusive=mode == module.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+        is_prohibited=mode == module.NVML_COMPUTEMODE_PROHIBITED,
     )
 
 
@@ -138,10 +138,10 @@ def refuse_busy(
     other_pids = [process_id for process_id in holder_pids if process_id != os.getpid()]
     is_alone = is_exclusive and bool(other_pids)
     if is_alone or is_prohibited:
-        busy_reason = "one process at a time may use it" if is_alone else "no process may use it"
+        reason = "one process at a time may use it" if is_alone else "no process may use it"
         raise UnsafeMoment(
             f"cuda:{chosen_gpu.index} ({chosen_gpu.name}) is busy: its compute mode says that "
-            f"{busy_reason}{_held_by(other_pids)}. CUDA would refuse to start. Wait, use another "
+            f"{reason}{_held_by(other_pids)}. CUDA would refuse to start. Wait, use another "
             "device, or set the mode with nvidia-smi --compute-mode=DEFAULT."
         )
     # A process that is on the GPU already has its context, and its own memory fills it.
@@ -311,8 +311,8 @@ def deepspeed_environment(
     _check_launcher(env.snapshot())
     _check_group()
     # The stack undoes every step if one fails; `_open_environment` takes the steps out at its end.
-    with contextlib.ExitStack() as exit_stack:
-        opened_environment = _open_environment(device_wish, port, timeout_s, exit_stack)
+    with contextlib.ExitStack() as stack:
+        opened_environment = _open_environment(device_wish, port, timeout_s, stack)
     _OPEN_ENVIRONMENTS.add(opened_environment)
     return opened_environment
 
@@ -326,19 +326,19 @@ def ignore_old_names() -> None:
 
 
 def _open_environment(
-    device_wish: Wish, port: int | None, timeout_s: float, exit_stack: contextlib.ExitStack
+    device_wish: Wish, port: int | None, timeout_s: float, stack: contextlib.ExitStack
 ) -> DeepSpeedEnvironment:
     """Everything in its order; what was done is undone if a step fails."""
     if device_wish.kind == "cuda":
         _check_gpu(device_wish.index)
     ignore_old_names()
-    listening_socket = exit_stack.enter_context(
+    socket = stack.enter_context(
         ports.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
     )
-    port_number = int(listening_socket.getsockname()[1])
-    exit_stack.enter_context(env.applied(_environment_variables(device_wish, port_number)))
+    port_number = int(socket.getsockname()[1])
+    stack.enter_context(env.applied(_environment_variables(device_wish, port_number)))
     # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there before.
-    exit_stack.callback(teardown.tear_down, teardown.observe())
+    stack.callback(teardown.tear_down, teardown.observe())
     deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
     device_kind = _chosen_device(deepspeed, device_wish)
     if device_kind == "cpu":
@@ -349,15 +349,15 @@ def _open_environment(
     cpp_operations.remove_forgotten_locks()
     backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
     # The store owns the descriptor from here on, so the socket must not close it.
-    _begin_group(backend_name, listening_socket.detach(), port_number, timeout_s)
+    _begin_group(backend_name, socket.detach(), port_number, timeout_s)
     device = device_kind if device_kind == "cpu" else f"{device_kind}:{device_wish.index}"
     return DeepSpeedEnvironment(
-        device=device, backend=backend_name, port=port_number, undo=exit_stack.pop_all()
+        device=device, backend=backend_name, port=port_number, undo=stack.pop_all()
     )
 
 
 def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None]:
-    changed_variables: dict[str, str | None] = {
+    variables: dict[str, str | None] = {
         "RANK": "0",
         # DeepSpeed and transformers take the device's number from here.
         "LOCAL_RANK": str(device_wish.index),
@@ -369,17 +369,17 @@ def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None
     }
     # Groups open further ports, on the interface of the machine's name unless these name another.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        changed_variables[name] = env.read(name) or _loopback_interface()
+        variables[name] = env.read(name) or _loopback_interface()
     if device_wish.kind is not None:
         # DeepSpeed reads it once, when it is imported.
-        changed_variables["DS_ACCELERATOR"] = device_wish.kind
-    return changed_variables | dict.fromkeys(_UNSET_VARIABLES)
+        variables["DS_ACCELERATOR"] = device_wish.kind
+    return variables | dict.fromkeys(_UNSET_VARIABLES)
 
 
 def _loopback_interface() -> str | None:
     """The interface that no other machine can reach: ``lo`` or ``lo0``."""
-    for name, interface_addresses in psutil.net_if_addrs().items():
-        if any(address.address == _LOOPBACK_ADDRESS for address in interface_addresses):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == _LOOPBACK_ADDRESS for address in addresses):
             return name
     return None
 
@@ -461,16 +461,14 @@ def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
     # argument, and would keep it, with its port and threads, for ever (torch 2.13). Here there is
     # none yet.
     import_module("torch.distributed.nn.functional")
-    store_timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     # One process: waiting for other workers would wait for ever.
-    rendezvous_store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
         _LOOPBACK_ADDRESS,
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=store_timeout,
+        timeout=timeout,
         **ports.store_options(fd),
     )
-    dist.init_process_group(
-        name, store=rendezvous_store, rank=0, world_size=1, timeout=store_timeout
-    )
+    dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)

@@ -80,13 +80,13 @@ def _read_word(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
 
-def json_table(given_value: Any) -> Any:
+def json_table(value: Any) -> Any:
     """A mapping as JSON holds it."""
-    if given_value is None:
+    if value is None:
         return None
-    if not isinstance(given_value, Mapping):
-        raise ValueError(f"{given_value!r} holds no keys and values")
-    return json_like(given_value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{value!r} holds no keys and values")
+    return json_like(value)
 
 
 def _read_params(value: Any) -> Any:
@@ -205,10 +205,10 @@ class SectionRule(FieldRule):
 def holds(section_class: type[Section], short_key: str = "") -> SectionRule:
     """The rule of a field that holds a section."""
 
-    def read(given_value: Any) -> Any:
-        if isinstance(given_value, str) and short_key:
-            return section_class.model_validate({short_key: given_value})
-        return section_class(**given_value) if isinstance(given_value, Mapping) else given_value
+    def read(value: Any) -> Any:
+        if isinstance(value, str) and short_key:
+            return section_class.model_validate({short_key: value})
+        return section_class(**value) if isinstance(value, Mapping) else value
 
     key_names = ", ".join(
         config_key for config_key in section_class.model_fields if config_key != _EXTRA_FIELD
@@ -378,5 +378,5 @@ def merged_mappings(
 
 def section_of(model_field: FieldInfo) -> type[Section] | None:
     """The section that a field holds."""
-    section_rule = rule_of(model_field)
-    return section_rule.section if isinstance(section_rule, SectionRule) else None
+    rule = rule_of(model_field)
+    return rule.section if isinstance(rule, SectionRule) else None

@@ -50,23 +50,21 @@ def enter_worker(device: str) -> None:
             module_change(sys.modules[name])
     # In place: the import system holds this very list. An earlier finder is from the process that
     # was forked, perhaps for another device.
-    sys.meta_path[:] = [
-        meta_finder for meta_finder in sys.meta_path if not isinstance(meta_finder, _ChangeFinder)
-    ]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _ChangeFinder)]
     sys.meta_path.insert(0, _ChangeFinder(module_changes))
 
 
 def _change_state(changed_module: Any) -> None:
     """Let a plugin mean DeepSpeed, although the CPU was asked for."""
     changed_class = changed_module.AcceleratorState
-    original_init = changed_class.__init__
-    if hasattr(original_init, "__wrapped__"):
+    init = changed_class.__init__
+    if hasattr(init, "__wrapped__"):
         return  # forked from a process that has changed it already
 
-    @functools.wraps(original_init)
+    @functools.wraps(init)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("deepspeed_plugin") is None or not env.flag(_USE_CPU):
-            original_init(self, *args, **kwargs)
+            init(self, *args, **kwargs)
             return
         # First with `cpu`, so that Accelerate finds the other processes and meets them over gloo;
         # then without, as only so its state takes the plugin.
@@ -77,7 +75,7 @@ def _change_state(changed_module: Any) -> None:
             )
         _join_process_group()
         with env.applied({_USE_CPU: None}):
-            original_init(self, *args, **{**kwargs, "cpu": False})
+            init(self, *args, **{**kwargs, "cpu": False})
 
     changed_class.__init__ = made
 
@@ -92,13 +90,13 @@ _OF_ACCELERATOR = {
 def _change_plugin(module: Any) -> None:
     """Let DeepSpeed find the processes once there is a plugin: `zero.Init` may come next."""
     changed_class = module.DeepSpeedPlugin
-    original_init = changed_class.__post_init__
-    if hasattr(original_init, "__wrapped__"):
+    init = changed_class.__post_init__
+    if hasattr(init, "__wrapped__"):
         return
 
-    @functools.wraps(original_init)
+    @functools.wraps(init)
     def settled(self: Any) -> None:
-        original_init(self)
+        init(self)
         if env.flag(_USE_CPU):
             _join_process_group()
 
@@ -129,8 +127,8 @@ _CHANGES_ON_CPU: dict[str, Callable[[Any], None]] = {
 class _ChangeFinder(MetaPathFinder):
     """Finds some modules as they are, to be changed when they have been executed."""
 
-    def __init__(self, module_changes: Mapping[str, Callable[[Any], None]]) -> None:
-        self._changes = module_changes
+    def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
+        self._changes = changes
 
     def find_spec(
         self,
@@ -150,9 +148,9 @@ class _ChangeFinder(MetaPathFinder):
 class _ChangingLoader(Loader):
     """A module's own loader, and a change afterwards."""
 
-    def __init__(self, loader: Loader, module_change: Callable[[Any], None]) -> None:
+    def __init__(self, loader: Loader, change: Callable[[Any], None]) -> None:
         self._loader = loader
-        self._change = module_change
+        self._change = change
 
     def create_module(self, module_spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(module_spec)

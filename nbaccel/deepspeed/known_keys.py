@@ -30,21 +30,21 @@ def misspelt_keys(
     keys = _known_sections().get(section_path)
     if keys is None:
         return  # its keys are DeepSpeed's, or the user's own
-    path_prefix = f"{section_path}." if section_path else ""
-    for config_key, key_value in config_settings.items():
+    prefix = f"{section_path}." if section_path else ""
+    for config_key, value in config_settings.items():
         meant_key = config_key
         advice = ""
         if config_key not in keys:
             meant_key, advice = _meant_key(str(config_key), section_path, keys)
         if advice:
             yield FieldMistake(
-                f"{path_prefix}{config_key} is no key that nbaccel knows of DeepSpeed: got "
-                f"{path_prefix}{config_key}={shown(key_value)}. It would have no effect. {advice}",
-                f"{path_prefix}{config_key}",
+                f"{prefix}{config_key} is no key that nbaccel knows of DeepSpeed: got "
+                f"{prefix}{config_key}={shown(value)}. It would have no effect. {advice}",
+                f"{prefix}{config_key}",
             )
         # Inside a misspelt section, too, so that its mistakes are reported at once.
-        if isinstance(key_value, Mapping):
-            yield from misspelt_keys(key_value, f"{path_prefix}{meant_key}")
+        if isinstance(value, Mapping):
+            yield from misspelt_keys(value, f"{prefix}{meant_key}")
 
 
 def _meant_key(config_key: str, path: str, known_keys: frozenset[str]) -> tuple[str, str]:

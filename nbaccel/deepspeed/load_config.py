@@ -22,16 +22,16 @@ __all__ = ["auto_keys", "load_settings"]
 _OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 
 
-def load_settings(given_config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
+def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
     """The settings as they stand, as plain values."""
-    config_settings = read_source(given_config, DOCUMENT_NAME)
-    if not isinstance(config_settings, dict):
+    settings = read_source(config, DOCUMENT_NAME)
+    if not isinstance(settings, dict):
         raise ConfigError(
-            f"{DOCUMENT_NAME} cannot be a {type(given_config).__name__}: got "
-            f"{shown(given_config)}. There is nothing to read in it. Give a dictionary, a path or "
+            f"{DOCUMENT_NAME} cannot be a {type(config).__name__}: got "
+            f"{shown(config)}. There is nothing to read in it. Give a dictionary, a path or "
             "a ZeroConfig."
         )
-    return config_settings
+    return settings
 
 
 def auto_keys(config_settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:

@@ -95,14 +95,14 @@ class _MemoryInputsReader:
 
     def place(self, section_key: str) -> str:
         # The last part of a dotted name, since it may be an enumeration of DeepSpeed's.
-        offload_place = str(self.section(section_key).get("device", "none")).rpartition(".")[2]
-        if offload_place not in _KNOWN_PLACES:
+        place = str(self.section(section_key).get("device", "none")).rpartition(".")[2]
+        if place not in _KNOWN_PLACES:
             raise ConfigError(
-                f"{self._path}{section_key}.device is {offload_place!r}: memory can be on "
+                f"{self._path}{section_key}.device is {place!r}: memory can be on "
                 f"{', '.join(_KNOWN_PLACES)} only, so the estimate would count it nowhere. Use one "
                 "of them."
             )
-        return offload_place
+        return place
 
 
 def read_settings(plain_config: Mapping[str, Any]) -> MemoryInputs:
@@ -175,7 +175,7 @@ def _precision_of_config(top_reader: _MemoryInputsReader) -> str:
     return "fp32"
 
 
-def _optimizer_place(offload_place: str, stage: int) -> str:
+def _optimizer_place(place: str, stage: int) -> str:
     if stage == 0:
         return "none"
-    return "cpu" if offload_place == "nvme" and stage < 3 else offload_place
+    return "cpu" if place == "nvme" and stage < 3 else place

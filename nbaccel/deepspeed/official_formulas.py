@@ -62,12 +62,12 @@ class DeepSpeedTable:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        table_head = (
+        head = (
             f"ZeRO-{self.stage} by DeepSpeed's formula: {self.shape.total / 1e6:,.0f} M "
             f"parameters, largest layer {self.shape.largest_layer / 1e6:,.0f} M, "
             f"{self.num_nodes} x {self.devices_per_node} devices"
         )
-        return "\n".join([table_head, "GiB/host | GiB/dev. | settings", *map(str, self.rows)])
+        return "\n".join([head, "GiB/host | GiB/dev. | settings", *map(str, self.rows)])
 
 
 def deepspeed_table(
@@ -113,13 +113,11 @@ def deepspeed_table(
     )
 
 
-def _zero3_rows(
-    shape: Shape, device_counts: tuple[int, int], buffer_factor: float
-) -> Iterator[Row]:
-    formula_module = library.load_module(
+def _zero3_rows(shape: Shape, device_counts: tuple[int, int], factor: float) -> Iterator[Row]:
+    module = library.load_module(
         "deepspeed.runtime.zero.stage3", why="DeepSpeed's memory estimator"
     )
-    estimate_bytes = formula_module.estimate_zero3_model_states_mem_needs
+    estimate_bytes = module.estimate_zero3_model_states_mem_needs
     # In the order of the table in DeepSpeed's documentation.
     for with_optimizer, with_parameters in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
@@ -130,25 +128,23 @@ def _zero3_rows(
                 with_optimizer,
                 with_parameters,
                 zero_init,
-                buffer_factor,
+                factor,
             )
-            row_options = (
+            options = (
                 ("offload_param", _place_word(with_parameters)),
                 ("offload_optimizer", _place_word(with_optimizer)),
                 ("zero_init", str(int(zero_init))),
             )
-            yield Row(host_bytes=host_bytes, device_bytes=device, options=row_options)
+            yield Row(host_bytes=host_bytes, device_bytes=device, options=options)
 
 
-def _zero2_rows(
-    shape: Shape, device_counts: tuple[int, int], buffer_factor: float
-) -> Iterator[Row]:
+def _zero2_rows(shape: Shape, device_counts: tuple[int, int], factor: float) -> Iterator[Row]:
     module = library.load_module(
         "deepspeed.runtime.zero.stage_1_and_2", why="DeepSpeed's memory estimator"
     )
     estimate_bytes = module.estimate_zero2_model_states_mem_needs
     for optimizer in (True, False):
-        host_bytes, device = estimate_bytes(shape.total, *device_counts, optimizer, buffer_factor)
+        host_bytes, device = estimate_bytes(shape.total, *device_counts, optimizer, factor)
         options = (("offload_optimizer", _place_word(optimizer)),)
         yield Row(host_bytes=host_bytes, device_bytes=device, options=options)
 

@@ -286,30 +286,30 @@ _GROUP_VARIABLES: dict[str, int | None] = {
 }
 
 
-def forget_group_references(groups_module: Any) -> None:
+def forget_group_references(module: Any) -> None:
     """Empty DeepSpeed's lists of groups, as only its `destroy` does, and only from 0.19.8 on."""
     # DeepSpeed's own function, from 0.19.8 on, knows the variables of its release; the table below
     # those of the earlier ones.
-    groups = getattr(groups_module, "_release_process_group_references", None)
+    groups = getattr(module, "_release_process_group_references", None)
     if groups is not None:
         groups()
         return
     for name, empty_value in _GROUP_VARIABLES.items():
-        value = getattr(groups_module, name, None)
+        value = getattr(module, name, None)
         if isinstance(value, dict):
             value.clear()
         elif value is not None:
-            setattr(groups_module, name, empty_value)
+            setattr(module, name, empty_value)
 
 
 # ------------------------------------------------------------------------------ configuration
 
 
-def removed_keys(config_reader: Any) -> Mapping[str, str]:
+def removed_keys(reader: Any) -> Mapping[str, str]:
     """Keys that DeepSpeed had, and its sentence on each; from 0.19.7 on, empty before."""
-    zero_keys: Mapping[str, str] = getattr(config_reader, "_REMOVED_ZERO_CONFIG_KEYS", {})
+    zero_keys: Mapping[str, str] = getattr(reader, "_REMOVED_ZERO_CONFIG_KEYS", {})
     return {
-        **getattr(config_reader, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
+        **getattr(reader, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
         **{f"zero_optimization.{name}": text for name, text in zero_keys.items()},
     }
 
@@ -339,7 +339,7 @@ def hf_config_reference() -> Any:
     return getattr(sys.modules.get(_TRANSFORMERS_MODULE), _HF_CONFIG, None)
 
 
-def keep_hf_config_reference(config_reference: Any) -> None:
+def keep_hf_config_reference(reference: Any) -> None:
     """Put a reference back that `hf_config_reference` gave; nothing where nothing is loaded."""
-    if (part_module := sys.modules.get(_TRANSFORMERS_MODULE)) is not None:
-        setattr(part_module, _HF_CONFIG, config_reference)
+    if (module := sys.modules.get(_TRANSFORMERS_MODULE)) is not None:
+        setattr(module, _HF_CONFIG, reference)

@@ -43,12 +43,8 @@ _OFFLOAD_SECTIONS = ("offload_optimizer", "offload_param")
 def folder_mistakes(zero_config: ZeroConfig) -> Iterator[str]:
     """Why a folder that is to be swapped to cannot be used, found by writing there."""
     for section_name in _OFFLOAD_SECTIONS:
-        offload_section = getattr(zero_config, section_name)
-        file_path = (
-            offload_section.nvme_path
-            if offload_section is not None and offload_section.device == "nvme"
-            else None
-        )
+        section = getattr(zero_config, section_name)
+        file_path = section.nvme_path if section is not None and section.device == "nvme" else None
         if not file_path or file_path == AUTO:
             continue
         folder_problem = _folder_problem(Path(file_path))
@@ -62,11 +58,11 @@ def folder_mistakes(zero_config: ZeroConfig) -> Iterator[str]:
 
 def _folder_problem(swap_folder: Path) -> str:
     try:
-        nearest_parent = nearest_folder(swap_folder)
-        if not nearest_parent.is_dir():
-            return f"{str(nearest_parent)!r} is a file"
+        parent = nearest_folder(swap_folder)
+        if not parent.is_dir():
+            return f"{str(parent)!r} is a file"
         # By writing: permissions alone do not tell of a file system that is read-only or full.
-        with tempfile.TemporaryFile(dir=nearest_parent) as file:
+        with tempfile.TemporaryFile(dir=parent) as file:
             file.write(b"nbaccel")
             file.flush()
     except (OSError, ValueError) as error:

@@ -149,9 +149,9 @@ class _KeyRecorder(dict[str, Any]):
 @lru_cache(maxsize=1)
 def deepspeed_schema() -> Schema:
     """Find out what the installed DeepSpeed reads; once per process."""
-    load_reason = "Checking a DeepSpeed configuration"
-    deepspeed = library.load_module("deepspeed", why=load_reason)
-    config_reader = library.load_module("deepspeed.runtime.config", why=load_reason)
+    reason = "Checking a DeepSpeed configuration"
+    deepspeed = library.load_module("deepspeed", why=reason)
+    config_reader = library.load_module("deepspeed.runtime.config", why=reason)
     model_by_path: dict[str, type[BaseModel]] = {}
     keys_by_path: dict[str, frozenset[str]] = {}
     removed_keys = private_api.removed_keys(config_reader)
@@ -193,7 +193,7 @@ def _asked_keys(config_reader: Callable[..., Any], path: tuple[str, ...]) -> set
     """The keys that DeepSpeed looks up in a plain section."""
     keys: set[str] = set()
     # Some sections are read on only where they have a type, or are turned on.
-    for section_content, config_key in (
+    for content, config_key in (
         ({}, ""),
         ({"type": "Adam"}, "type"),
         ({"enabled": True}, "enabled"),
@@ -201,12 +201,12 @@ def _asked_keys(config_reader: Callable[..., Any], path: tuple[str, ...]) -> set
         # Each try is a run of DeepSpeed's reader, and useless for a section without such a key.
         if config_key and config_key not in keys:
             continue
-        key_recorder = _KeyRecorder(section_content if path else _ENOUGH_SETTINGS)
+        recorder = _KeyRecorder(content if path else _ENOUGH_SETTINGS)
         # The reader fails on most of these settings, in many ways: what it had looked up until then
         # is the answer.
         with contextlib.suppress(Exception):
-            config_reader(_nested_settings(path, key_recorder) if path else key_recorder)
-        keys |= key_recorder.asked
+            config_reader(_nested_settings(path, recorder) if path else recorder)
+        keys |= recorder.asked
     return keys
 
 
@@ -234,23 +234,18 @@ def _look_behind(
 
 
 def _model_behind(
-    config_reader: Callable[..., Any], section_path: tuple[str, ...]
+    reader: Callable[..., Any], section_path: tuple[str, ...]
 ) -> type[BaseModel] | None:
     try:
-        config_reader(_nested_settings(section_path, {_STRANGE_KEY: None}))
+        reader(_nested_settings(section_path, {_STRANGE_KEY: None}))
     except ValidationError as error:
         model_names = {model.__name__: model for model in _all_models()}
-        for error_detail in error.errors(include_url=False):
-            if (
-                error_detail["type"] == "extra_forbidden"
-                and error_detail["loc"][-1] == _STRANGE_KEY
-            ):
+        for detail in error.errors(include_url=False):
+            if detail["type"] == "extra_forbidden" and detail["loc"][-1] == _STRANGE_KEY:
                 found_model = model_names.get(error.title)
-                for path_step in error_detail["loc"][:-1]:
+                for step in detail["loc"][:-1]:
                     found_model = (
-                        dict(_inner_models(found_model)).get(str(path_step))
-                        if found_model
-                        else None
+                        dict(_inner_models(found_model)).get(str(step)) if found_model else None
                     )
                 return found_model
     except Exception:  # a section without a model fails in other ways
@@ -270,10 +265,10 @@ def _all_models() -> Iterator[type[BaseModel]]:
 
 def _inner_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     for name, model_field in model.model_fields.items():
-        field_annotation = model_field.annotation
-        for annotation_part in (field_annotation, *getattr(field_annotation, "__args__", ())):
-            if isinstance(annotation_part, type) and issubclass(annotation_part, BaseModel):
-                yield model_field.alias or name, annotation_part
+        annotation = model_field.annotation
+        for part in (annotation, *getattr(annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield model_field.alias or name, part
 
 
 def _spread_model(
@@ -325,20 +320,20 @@ def _arguments_of(made_class: type, *, further_names: tuple[str, ...] = ()) -> A
 
 
 def optimizer_arguments(
-    optimizer_type: str, given_params: Mapping[str, Any], *, is_offloaded: bool
+    optimizer_type: str, params: Mapping[str, Any], *, is_offloaded: bool
 ) -> Arguments | None:
     """What the optimizer takes that DeepSpeed makes under a name."""
-    load_reason = f"The optimizer {optimizer_type}"
+    reason = f"The optimizer {optimizer_type}"
     lower_name = optimizer_type.lower()
-    optim_module = require("torch.optim", extra="", why=load_reason)
+    optim_module = require("torch.optim", extra="", why=reason)
 
     def own(module_name: str, class_name: str, *also: str) -> Arguments:
-        operation_module = library.load_module(f"deepspeed.ops.{module_name}", why=load_reason)
+        operation_module = library.load_module(f"deepspeed.ops.{module_name}", why=reason)
         return _arguments_of(getattr(operation_module, class_name), further_names=also)
 
     if lower_name in ("adam", "adamw"):
         further_names = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-        if given_params.get("torch_adam"):
+        if params.get("torch_adam"):
             return _arguments_of(optim_module.AdamW, further_names=further_names)
         return own("adam", "DeepSpeedCPUAdam" if is_offloaded else "FusedAdam", *further_names)
     if lower_name == "adagrad":
@@ -369,8 +364,6 @@ def _muon_arguments() -> Arguments | None:
     return Arguments(owner="Muon", known=half_keys | frozenset(names))
 
 
-def missing_arguments(
-    schedule_arguments: Arguments, given_params: Mapping[str, Any]
-) -> tuple[str, ...]:
+def missing_arguments(arguments: Arguments, params: Mapping[str, Any]) -> tuple[str, ...]:
     """Arguments without a default that are not given."""
-    return tuple(sorted(schedule_arguments.needed - set(given_params)))
+    return tuple(sorted(arguments.needed - set(params)))

@@ -64,18 +64,18 @@ def tear_down(state_before: Before) -> None:
     Engines that are still alive are destroyed: without their process group they cannot train. The
     parameters of ZeRO-3 stay the placeholders that they are.
     """
-    with contextlib.ExitStack() as exit_steps:  # run from the last to the first, each in any case
+    with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
-        exit_steps.callback(gc.collect)
-        exit_steps.callback(_restore_variables, state_before)
+        steps.callback(gc.collect)
+        steps.callback(_restore_variables, state_before)
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
-        exit_steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
+        steps.callback(private_api.keep_hf_config_reference, state_before.hf_config)
         if not state_before.accelerate:
-            exit_steps.callback(accelerate_library.forget)
+            steps.callback(accelerate_library.forget)
         # After the engines, some of which ask their group for a rank when they are destroyed.
-        exit_steps.callback(_end_groups)
-        exit_steps.callback(forget_modules)
-        exit_steps.callback(_destroy_engines)
+        steps.callback(_end_groups)
+        steps.callback(forget_modules)
+        steps.callback(_destroy_engines)
 
 
 def _destroy_engines() -> None:
@@ -125,22 +125,22 @@ def forget_modules() -> None:
     coordinator_module = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
     if coordinator_module is not None:
         # A cache on a method: its keys are the coordinator and the submodules.
-        for class_attribute in vars(coordinator_module.PartitionedParameterCoordinator).values():
-            for function in _cached_inside(class_attribute):
+        for attribute in vars(coordinator_module.PartitionedParameterCoordinator).values():
+            for function in _cached_inside(attribute):
                 function.cache_clear()
 
 
-def _cached_inside(function: Any, search_depth: int = 3) -> Iterator[Any]:
+def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
     """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`."""
     if hasattr(function, "cache_clear"):
         yield function
     # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
-    if hasattr(function, "cache_clear") or not search_depth:
+    if hasattr(function, "cache_clear") or not depth:
         return
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell
             if callable(cell.cell_contents):
-                yield from _cached_inside(cell.cell_contents, search_depth - 1)
+                yield from _cached_inside(cell.cell_contents, depth - 1)
 
 
 def _end_groups() -> None:
@@ -186,8 +186,8 @@ def _group_backends() -> list[Any]:
 
     return [
         backend
-        for process_group in torch_private.process_groups()
-        for backend in torch_private.device_backends(process_group)
+        for group in torch_private.process_groups()
+        for backend in torch_private.device_backends(group)
     ]
 
 

@@ -103,13 +103,13 @@ def defaults_of(*standins: object) -> frozenset[str]:
     )
 
 
-def _of_run(run_config: RunConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {"zero_stage": run_config.zero_stage}
-    if run_config.num_processes is not None:
-        values["world_size"] = run_config.num_processes * run_config.num_nodes
+def _of_run(config: RunConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {"zero_stage": config.zero_stage}
+    if config.num_processes is not None:
+        values["world_size"] = config.num_processes * config.num_nodes
     # Its default must not contradict a file that turns a precision on.
-    if "mixed_precision" in run_config.model_fields_set:
-        values["mixed_precision"] = run_config.mixed_precision
+    if "mixed_precision" in config.model_fields_set:
+        values["mixed_precision"] = config.mixed_precision
     return values
 
 
@@ -155,22 +155,20 @@ def hidden_size(model: object) -> tuple[int | None, str]:
     """
     model_config = getattr(model, "config", None)
     for config_path in ("config", "config.text_config"):
-        width_holder = (
+        holder = (
             model_config if config_path == "config" else getattr(model_config, "text_config", None)
         )
-        if isinstance(hidden_width := getattr(width_holder, "hidden_size", None), int):
+        if isinstance(hidden_width := getattr(holder, "hidden_size", None), int):
             return hidden_width, f"{config_path}.hidden_size"
-        if hidden_widths := getattr(width_holder, "hidden_sizes", None):
+        if hidden_widths := getattr(holder, "hidden_sizes", None):
             return max(hidden_widths), f"the largest of {config_path}.hidden_sizes"
     # By attributes, since not only `nn.Linear` has them: quantized layers do, too.
     list_modules = getattr(model, "modules", None)
     linear_layers: Iterable[Any] = list_modules() if callable(list_modules) else ()
-    layer_sides = [
+    sides = [
         min(linear_layer.in_features, linear_layer.out_features)
         for linear_layer in linear_layers
         if isinstance(getattr(linear_layer, "in_features", None), int)
         and isinstance(getattr(linear_layer, "out_features", None), int)
     ]
-    return (
-        (max(layer_sides), "the widest linear layer's smaller side") if layer_sides else (None, "")
-    )
+    return (max(sides), "the widest linear layer's smaller side") if sides else (None, "")

@@ -512,9 +512,7 @@ class ZeroConfig(_ZeroSection):
         """
         settings, _ = old_forms(plain_object(settings, "A ZeroConfig"))
         flat_settings = {
-            config_key: key_value
-            for config_key, key_value in settings.items()
-            if config_key != ZERO
+            config_key: value for config_key, value in settings.items() if config_key != ZERO
         }
         # A key of `zero_optimization` at the top level is not a setting: DeepSpeed ignores it
         # there, so it is kept as it stands, for the check to find.
@@ -531,8 +529,8 @@ class ZeroConfig(_ZeroSection):
                 if config_key in zero_section
             }
             remaining_keys = {
-                config_key: key_value
-                for config_key, key_value in zero_section.items()
+                config_key: value
+                for config_key, value in zero_section.items()
                 if config_key not in ZERO_KEYS
             }
             # An empty section is kept, too, so that a round trip loses nothing.
@@ -587,24 +585,18 @@ class ZeroConfig(_ZeroSection):
 def old_forms(old_settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Today's form of what DeepSpeed still reads in an older one."""
     new_settings = dict(old_settings)
-    change_notes: list[str] = []
+    notes: list[str] = []
 
-    def moved(
-        section_holder: dict[str, Any], old_key: str, config_key: str, key_value: Any
-    ) -> None:
-        del section_holder[old_key]
-        section_holder.setdefault(config_key, key_value)
-        change_notes.append(
-            f"{old_key} is an old form: write {config_key}={section_holder[config_key]!r}."
-        )
+    def moved(holder: dict[str, Any], old_key: str, config_key: str, key_value: Any) -> None:
+        del holder[old_key]
+        holder.setdefault(config_key, key_value)
+        notes.append(f"{old_key} is an old form: write {config_key}={holder[config_key]!r}.")
 
     if "bfloat16" in new_settings:
         moved(new_settings, "bfloat16", "bf16", new_settings["bfloat16"])
     if isinstance(new_settings.get(ZERO), bool):
         new_settings[ZERO] = {"stage": int(new_settings[ZERO])}
-        change_notes.append(
-            f"{ZERO} was true or false in an old form: write {new_settings[ZERO]!r}."
-        )
+        notes.append(f"{ZERO} was true or false in an old form: write {new_settings[ZERO]!r}.")
     if isinstance(new_settings.get(ZERO), dict):
         # A copy, since the given configuration must stay as it is.
         zero_section = new_settings[ZERO] = dict(new_settings[ZERO])
@@ -639,7 +631,7 @@ def old_forms(old_settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[st
         # DeepSpeed's documentation still has the old name, which DeepSpeed ignores.
         aio = new_settings["aio"] = dict(new_settings["aio"])
         moved(aio, "thread_count", "intra_op_parallelism", aio["thread_count"])
-    return new_settings, tuple(change_notes)
+    return new_settings, tuple(notes)
 
 
 def _in_its_section(mistake: FieldMistake) -> FieldMistake:

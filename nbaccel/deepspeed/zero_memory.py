@@ -53,34 +53,34 @@ _NVME_PATH_KEYS = (
 )
 
 
-def memory_part(config_part: Mapping[str, Any] | str | Path | Any = None) -> dict[str, Any]:
+def memory_part(part: Mapping[str, Any] | str | Path | Any = None) -> dict[str, Any]:
     """The settings of a configuration that memory depends on."""
-    settings = {} if config_part is None else load_settings(config_part)
-    config_part = {
+    settings = {} if part is None else load_settings(part)
+    part = {
         section_key: copy.deepcopy(settings[section_key])
         for section_key in _MEMORY_SECTIONS
         if section_key in settings
     }
     optimizer = settings.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" in optimizer:
-        config_part["optimizer"] = {"type": optimizer["type"]}
+        part["optimizer"] = {"type": optimizer["type"]}
         if (optimizer.get("params") or {}).get("torch_adam"):
-            config_part["optimizer"]["params"] = {"torch_adam": True}
+            part["optimizer"]["params"] = {"torch_adam": True}
     # Not for the states of the model: the sample batch is cut or repeated to this size.
     if isinstance(settings.get("train_micro_batch_size_per_gpu"), int):
-        config_part["train_micro_batch_size_per_gpu"] = settings["train_micro_batch_size_per_gpu"]
-    return config_part
+        part["train_micro_batch_size_per_gpu"] = settings["train_micro_batch_size_per_gpu"]
+    return part
 
 
 def decided(
-    config_part: dict[str, Any],
+    part: dict[str, Any],
     model: Any,
     *,
     world_size: int = 1,
     run_config: RunConfig | None = None,
 ) -> dict[str, Any]:
     """Fill in ``"auto"`` by the published rules, where something decides it."""
-    waiting_keys = set(auto_keys(config_part))
+    waiting_keys = set(auto_keys(part))
     # Keys without a rule are counted with DeepSpeed's defaults, and a folder changes no size.
     open_keys = {
         open_key
@@ -91,28 +91,28 @@ def decided(
     if not callable(getattr(model, "modules", None)) or hidden_size(model)[0] is None:
         open_keys |= waiting_keys & set(_BY_WIDTH)
     if not waiting_keys - open_keys and run_config is None:
-        return config_part
-    remaining_settings = copy.deepcopy(config_part)
+        return part
+    remaining_settings = copy.deepcopy(part)
     # Taken out and put back, since `resolve_auto` raises for what nothing decides.
     for open_key in open_keys:
         drop_at(remaining_settings, open_key)
-    training_facts = TrainingFacts(world_size=world_size)
+    facts = TrainingFacts(world_size=world_size)
     resolved_config = resolve_auto(
-        remaining_settings, facts=training_facts, run=run_config, model=model
+        remaining_settings, facts=facts, run=run_config, model=model
     ).config.to_dict()
     for open_key in open_keys:
         put_at(resolved_config, open_key, "auto")
     return resolved_config
 
 
-def free_on_disk(config_settings: Mapping[str, Any]) -> int | None:
+def free_on_disk(settings: Mapping[str, Any]) -> int | None:
     """What is free where parameters or the optimizer are swapped to."""
-    return min(map(free_bytes, nvme_folders(config_settings)), default=None)
+    return min(map(free_bytes, nvme_folders(settings)), default=None)
 
 
-def nvme_folders(config_settings: Mapping[str, Any] | None) -> list[Path]:
+def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
     """The folders that parameters or the optimizer are swapped to."""
-    folders = (value_at(config_settings, key) for key in _NVME_PATH_KEYS)
+    folders = (value_at(settings, key) for key in _NVME_PATH_KEYS)
     return [Path(nvme_folder) for nvme_folder in folders if nvme_folder not in (None, "", "auto")]
 
 
@@ -156,16 +156,16 @@ def _stage_0(
     is_half = memory_inputs.parameter_bytes < _FP32_BYTES
     # torch's optimizers have the model's own tensors, or one copy for each of them: on CPUs they
     # update one after another.
-    largest_parameter = max(shape.sizes, default=shape.largest_layer)
+    parameter = max(shape.sizes, default=shape.largest_layer)
     update_bytes = _temporary_bytes(
-        memory_inputs, largest_parameter if on_cpu else shape.trainable, on_cpu=on_cpu
+        memory_inputs, parameter if on_cpu else shape.trainable, on_cpu=on_cpu
     )
     # Gradients are made flat, a bucket at a time, to be reduced; in 16 bit DeepSpeed's optimizers
     # make all of them flat in their own format, beside those of the model.
     in_step = max(_FP32_BYTES * min(shape.trainable, _REDUCED_AT_ONCE), update_bytes)
     if is_half:
-        flat_master = 0 if memory_inputs.torch_optimizer else _FP32_BYTES * shape.trainable
-        in_step = flat_master + memory_inputs.parameter_bytes * shape.trainable + update_bytes
+        master = 0 if memory_inputs.torch_optimizer else _FP32_BYTES * shape.trainable
+        in_step = master + memory_inputs.parameter_bytes * shape.trainable + update_bytes
     device = Bytes(
         parameters=memory_inputs.parameter_bytes * shape.total,
         gradients=_FP32_BYTES * shape.trainable,
@@ -237,10 +237,10 @@ def _bytes_of_stage_3(
     weight_bytes = memory_inputs.parameter_bytes
     parameter_content = Bytes(parameters=weight_bytes * _part_of(shape.total, world_size))
     # Tensors that are too small to be worth it stay whole, beside their parts.
-    reduce_buffer = memory_inputs.reduce_bucket * memory_inputs.contiguous if shape.trainable else 0
+    buffer = memory_inputs.reduce_bucket * memory_inputs.contiguous if shape.trainable else 0
     if on_cpu:
-        reduce_buffer = min(reduce_buffer, shape.trainable)
-    whole_bytes = reduce_buffer + shape.at_most(memory_inputs.persist)
+        buffer = min(buffer, shape.trainable)
+    whole_bytes = buffer + shape.at_most(memory_inputs.persist)
     device = Bytes(buckets=weight_bytes * whole_bytes)
     # The part of the parameters in the optimizer's format, beside that in the model's.
     own_bytes = memory_inputs.master_bytes * part_size
@@ -262,8 +262,8 @@ def _bytes_of_stage_3(
         host_bytes += parameter_content
     else:
         nvme_bytes += parameter_content
-        swap_elements = memory_inputs.swap_buffer * memory_inputs.num_swap_buffers
-        host_bytes += Bytes(buckets=weight_bytes * swap_elements)
+        elements = memory_inputs.swap_buffer * memory_inputs.num_swap_buffers
+        host_bytes += Bytes(buckets=weight_bytes * elements)
     # Parameters gathered for the forward pass stay for the backward pass, as many as may live.
     at_once = max(memory_inputs.live, memory_inputs.prefetch + shape.largest_layer)
     gathered_bytes = weight_bytes * min(at_once, shape.total)
@@ -423,7 +423,7 @@ def _in_short_formats(
 
 
 def _in_words(memory_inputs: MemoryInputs) -> str:
-    offloaded_parts = [
+    parts = [
         f"{content_name} on {place_name}"
         for content_name, place_name in (
             ("optimizer", memory_inputs.optimizer_place),
@@ -431,7 +431,7 @@ def _in_words(memory_inputs: MemoryInputs) -> str:
         )
         if place_name != "none"
     ]
-    return ", ".join([f"ZeRO-{memory_inputs.stage}", memory_inputs.precision, *offloaded_parts])
+    return ", ".join([f"ZeRO-{memory_inputs.stage}", memory_inputs.precision, *parts])
 
 
 def _check_arguments(

@@ -153,13 +153,13 @@ def driver_versions() -> tuple[str, str]:
     except Exception:  # without the library or a driver there is nothing to read
         return "", ""
     try:
-        driver_version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
+        version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
         # CUDA's number for 12.4 is 12040.
         number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
     finally:
         nvml.nvmlShutdown()
     text = f"{number // 1000}.{number % 1000 // 10}" if number else ""
-    return str(driver_version), text
+    return str(version), text
 
 
 class Meter:
@@ -184,12 +184,12 @@ class Meter:
         nvml = self._nvml
         for index in range(_ask_driver(nvml, 0, nvml.nvmlDeviceGetCount)):
             handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
-            running_processes = (
+            processes = (
                 _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, handle)
                 if handle
                 else ()
             )
-            for process in running_processes:
+            for process in processes:
                 if process.usedGpuMemory:  # None where the driver may not report it
                     held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
         return held_bytes

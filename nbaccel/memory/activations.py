@@ -146,14 +146,14 @@ def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def num_samples(batch: Any) -> int:
     """How many samples a batch has."""
-    row_counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
-    if not row_counts:
+    counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
+    if not counts:
         raise ConfigError(
             f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
             "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
             "first dimension counts samples."
         )
-    return int(row_counts[0])
+    return int(counts[0])
 
 
 def resized(batch: Any, samples: int) -> Any:
@@ -324,11 +324,11 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
         mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))
-        forward_flops = live.flops
+        flops = live.flops
         num_saved = sum(storage.nbytes() for storage in saved.values())
         saved.clear()  # these references would keep the backward pass from freeing anything
         loss.backward()  # type: ignore[no-untyped-call]
-    return Activations(saved=num_saved, peak=max(num_saved, live.peak), forward_flops=forward_flops)
+    return Activations(saved=num_saved, peak=max(num_saved, live.peak), forward_flops=flops)
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

@@ -154,7 +154,7 @@ class SettingsForm(ABC):
         """All choices that are the strategy's own."""
 
     @abstractmethod
-    def key_of(self, run_field: str) -> str:
+    def key_of(self, field: str) -> str:
         """Where a setting of `RunConfig` lands in the strategy's configuration."""
 
     @abstractmethod

@@ -144,15 +144,15 @@ class StepTime:
         """The parts in a clause: ``1.2 s computing, 0.4 s of the optimizer on the CPU``."""
         if self.total < SHORTEST_S:
             return "too short to estimate: what Python does between operations decides"
-        named_parts = [
+        parts = [
             (self.computing, "computing"),
             (self.exchanging, "exchanging, beside it"),
             (self.optimizer, "of the optimizer on the CPU"),
             (self.moving, "moving data between device, host and disk"),
         ]
         return ", ".join(
-            f"{format_seconds(seconds)} {part_words}"
-            for seconds, part_words in named_parts
+            f"{format_seconds(seconds)} {words}"
+            for seconds, words in parts
             if seconds >= 0.01 * self.total
         )
 

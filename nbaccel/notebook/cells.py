@@ -19,16 +19,16 @@ __all__ = ["CELL_MAGIC", "Cells", "is_for_us"]
 CELL_MAGIC = "%%accelerate"
 
 
-def is_for_us(magic_line: str) -> bool:
+def is_for_us(line: str) -> bool:
     """Whether a line is that of nbaccel's cell magic."""
-    return magic_line.split(maxsplit=1)[:1] == [CELL_MAGIC]
+    return line.split(maxsplit=1)[:1] == [CELL_MAGIC]
 
 
 class Cells:
     """Knows the cell that is being run as it was written."""
 
-    def __init__(self, ipython_shell: InteractiveShell) -> None:
-        self._shell = ipython_shell
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
         self._serial = itertools.count(1)
         self._raw = ""
         self._stack: list[tuple[str, int]] | None = None
@@ -46,27 +46,27 @@ class Cells:
         self._shell.input_transformers_cleanup.remove(with_a_body)
         self._shell.input_transformers_cleanup.remove(below_comments)
 
-    def source(self, magic_arguments: str, code_text: str) -> CellSource:
+    def source(self, arguments: str, text: str) -> CellSource:
         """The record of a cell for the workers; its lines are published in this process, too."""
-        lines, lines_above = self._lines(magic_arguments, code_text)
+        lines, lines_above = self._lines(arguments, text)
         execution_count = self._count()
         # A new name per execution, because a function keeps the lines it was made of.
         file_name = f"<ipython-input-{execution_count}-accelerate-{next(self._serial)}>"
-        cell_source = CellSource(
-            text=code_text,
+        source = CellSource(
+            text=text,
             filename=file_name,
             cell=tuple(f"{line}\n" for line in lines),
             first_line=lines_above + 1,
             count=execution_count,
         )
-        cell_source.publish()
+        source.publish()
         # How IPython says In[7]; before 8 it has the number from the name.
         ipython_private.number_cell(self._shell.compile, file_name, execution_count)
-        return cell_source
+        return source
 
-    def _note(self, execution_info: ExecutionInfo) -> None:
+    def _note(self, info: ExecutionInfo) -> None:
         self._stack = None
-        self._raw = execution_info.raw_cell or ""
+        self._raw = info.raw_cell or ""
 
     def _count(self) -> int:
         """The number that the running cell is shown with."""
@@ -138,12 +138,12 @@ def _user_lines() -> Iterator[tuple[str, int]]:
     """File and line of each top-level frame of the user's code in the present call stack."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
     while frame is not None:
-        frame_code = frame.f_code
+        code = frame.f_code
         # First the sign that all names of such code have: a stack has dozens of functions.
         if (
-            frame_code.co_name[0] == "<"
-            and is_module(frame_code.co_name)
-            and not Frame(file=frame_code.co_filename, line=0, function="").is_library
+            code.co_name[0] == "<"
+            and is_module(code.co_name)
+            and not Frame(file=code.co_filename, line=0, function="").is_library
         ):
-            yield frame_code.co_filename, frame.f_lineno
+            yield code.co_filename, frame.f_lineno
         frame = frame.f_back

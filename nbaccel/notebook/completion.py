@@ -94,7 +94,7 @@ def _join_replacements(
     our_matches: Matches,
     their_part: str,
     their_words: list[str],
-    word_origins: list[str],
+    origins: list[str],
     jedi_matches: Any,
 ) -> tuple[str, list[str], list[str], Any]:
     """Ours and theirs, as replacements of the same text: the longer of the two."""
@@ -112,7 +112,7 @@ def _join_replacements(
     return (
         longer_part,
         [*our_replacements, *their_replacements],
-        ["nbaccel"] * len(our_replacements) + list(word_origins),
+        ["nbaccel"] * len(our_replacements) + list(origins),
         jedi_matches,
     )
 
@@ -171,12 +171,8 @@ class Completion:
         """Completions at the end of a line's options."""
         magic_options = options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
-        typed_flag, equals_sign, typed_part = last_word.partition("=")
-        if (
-            equals_sign
-            and (magic_option := find_option(magic_options, typed_flag))
-            and magic_option.value
-        ):
+        typed_flag, sign, typed_part = last_word.partition("=")
+        if sign and (magic_option := find_option(magic_options, typed_flag)) and magic_option.value:
             return self._values(magic_option, typed_part)
         previous_option = find_option(magic_options, words_before[-1]) if words_before else None
         if previous_option is not None and previous_option.value:
@@ -221,11 +217,11 @@ class Completion:
         return _final_matches(_words_beginning(option.choices, typed_part), typed_part)
 
     def _own_names(self) -> list[str]:
-        ipython_shell = self._session.shell
-        hidden_names = ipython_shell.user_ns_hidden
+        shell = self._session.shell
+        hidden_names = shell.user_ns_hidden
         return [
             variable_name
-            for variable_name in ipython_shell.user_ns
+            for variable_name in shell.user_ns
             if not variable_name.startswith("_") and variable_name not in hidden_names
         ]
 
@@ -251,18 +247,18 @@ class Completion:
         matches = pool.complete(text, cursor_offset)
         if matches is None:
             return Matches()
-        match_kinds = tuple(matches.types or [""] * len(matches.matches))
+        kinds = tuple(matches.types or [""] * len(matches.matches))
         return Matches(
             words=tuple(matches.matches),
-            kinds=match_kinds,
+            kinds=kinds,
             part=text[matches.start : cursor_offset],
         )
 
 
 def _is_statement(text_before: str) -> bool:
     """Whether the magic stands where a statement or an assignment's value does."""
-    statement_head = text_before.rpartition("%accelerate")[0].strip()
-    return not statement_head or bool(re.fullmatch(r"[\w.,\s]+=", statement_head))
+    head = text_before.rpartition("%accelerate")[0].strip()
+    return not head or bool(re.fullmatch(r"[\w.,\s]+=", head))
 
 
 def _words_beginning(candidate_words: Iterable[str], typed_part: str) -> list[str]:
@@ -293,37 +289,37 @@ class Inspection:
 
     def load(self) -> None:
         """Replace the shell's methods on the instance."""
-        ipython_shell = self._session.shell
-        vars(ipython_shell)["object_inspect_mime"] = self._mime(ipython_shell.object_inspect_mime)
-        self._restore_inspect = ipython_private.inspect_also(ipython_shell, self._shown)
+        shell = self._session.shell
+        vars(shell)["object_inspect_mime"] = self._mime(shell.object_inspect_mime)
+        self._restore_inspect = ipython_private.inspect_also(shell, self._shown)
 
     def unload(self) -> None:
         """Undo :meth:`load`: the class's methods are found again."""
         vars(self._session.shell).pop("object_inspect_mime", None)
         self._restore_inspect()
 
-    def _mime(self, shell_method: Callable[..., Any]) -> Callable[..., Any]:
-        def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
+    def _mime(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def object_inspect_mime(oname: str, level: int = 0, **more: Any) -> Any:
             try:
-                return shell_method(oname, detail_level, **more)
+                return method(oname, level, **more)
             # IPython raises KeyError for a name that it does not find.
             except KeyError:
-                mime_bundle = self._ask(oname, detail_level)
-                if mime_bundle is None:
+                bundle = self._ask(oname, level)
+                if bundle is None:
                     raise
-                return mime_bundle
+                return bundle
 
         return object_inspect_mime
 
     def _shown(self, shell_inspect: Callable[..., Any]) -> Callable[..., Any]:
         def inspect(meth: str, oname: str, namespaces: Any = None, **more: Any) -> Any:
-            ipython_shell: Any = self._session.shell
+            shell: Any = self._session.shell
             # `pinfo` is `name?`; other requests, such as `%pdoc`, need the object itself.
-            is_known = meth != "pinfo" or ipython_shell.object_inspect(oname)["found"]
-            mime_bundle = None if is_known else self._ask(oname, int(more.get("detail_level", 0)))
-            if mime_bundle is None:
+            is_known = meth != "pinfo" or shell.object_inspect(oname)["found"]
+            bundle = None if is_known else self._ask(oname, int(more.get("detail_level", 0)))
+            if bundle is None:
                 return shell_inspect(meth, oname, namespaces, **more)
-            page.page(mime_bundle)
+            page.page(bundle)
             return None
 
         return inspect
@@ -332,13 +328,13 @@ class Inspection:
         pool = self._session.pool
         if pool is None or not self._session.is_live() or not name:
             return None
-        mime_bundle = pool.inspect(name, detail_level)
-        if mime_bundle is None:
+        bundle = pool.inspect(name, detail_level)
+        if bundle is None:
             return None
-        text = mime_bundle.get("text/plain", "")
+        text = bundle.get("text/plain", "")
         # ipykernel removes the key `text/html` where it is not wanted, so it must exist.
         return {
             "text/html": f"<pre>{html.escape(text)}</pre>",
-            **mime_bundle,
+            **bundle,
             "text/plain": text,
         }

@@ -21,15 +21,15 @@ __all__ = ["Extension", "load_extension", "unload_extension"]
 class Extension:
     """Everything that was added to one shell."""
 
-    def __init__(self, ipython_shell: InteractiveShell) -> None:
-        self.shell = ipython_shell
-        self.session = Session(ipython_shell)
-        self._cells = Cells(ipython_shell)
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.shell = shell
+        self.session = Session(shell)
+        self._cells = Cells(shell)
         self._completion = Completion(self.session)
         self._inspection = Inspection(self.session)
         self._hints = Hints(self.session)
         self._board = WorkerBoard(self.session)
-        self._readiness = Readiness(ipython_shell)
+        self._readiness = Readiness(shell)
         self._started_template = False
 
     def load(self) -> None:

@@ -59,8 +59,8 @@ def failure_text(failure_records: Sequence[FailureRecord], *, with_colours: bool
         for report_line in (*_of_rank(failure_record), ("", False))
     ][:-1]
     return "\n".join(
-        coloured(line_text, stands_out=is_bold) if with_colours else line_text
-        for line_text, is_bold in report_lines
+        coloured(text, stands_out=is_bold) if with_colours else text
+        for text, is_bold in report_lines
     )
 
 
@@ -85,9 +85,9 @@ def _of_error(error: RaisedError) -> Iterator[_Line]:
     first_line, *other_lines = error.message.split("\n")
     yield f"{error.type_name}: {first_line}".rstrip(": "), True
     yield from ((error_line, False) for error_line in (*other_lines, *error.notes))
-    for part_number, group_part in enumerate(error.parts, 1):
+    for part_number, part in enumerate(error.parts, 1):
         yield f"which has, as number {part_number}:", False
-        yield from ((f"  {text}", is_bold) for text, is_bold in _of_error(group_part))
+        yield from ((f"  {text}", is_bold) for text, is_bold in _of_error(part))
 
 
 def _of_frames(user_frames: Iterable[frames.Frame]) -> Iterator[_Line]:

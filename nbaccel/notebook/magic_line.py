@@ -153,18 +153,18 @@ class _LineReader:
         )
 
     def _flag(self, flag_word: str, line_words: Iterator[str]) -> None:
-        flag_name, equals_sign, flag_value = flag_word.partition("=")
+        flag_name, sign, flag_value = flag_word.partition("=")
         magic_option = find_option(self.options, flag_name)
         if magic_option is None and not flag_word.startswith("--"):  # -n4
             flag_name = flag_word[:2]
-            equals_sign = "="
+            sign = "="
             flag_value = flag_word[2:].removeprefix("=")
             magic_option = find_option(self.options, flag_name)
         if magic_option is None:
             self._unknown(flag_word.partition("=")[0], line_words)
         elif not magic_option.value:
-            self._switch(magic_option, flag_name, flag_value if equals_sign else None)
-        elif equals_sign:
+            self._switch(magic_option, flag_name, flag_value if sign else None)
+        elif sign:
             self._keep(magic_option, flag_value)
         else:
             # If the next word is an option, the value was forgotten; that option is still read.
@@ -241,28 +241,26 @@ class _LineReader:
                 self._flag(next_word, line_words)
             return
 
-    def _name(self, line_word: str) -> None:
+    def _name(self, word: str) -> None:
         takes_names = self.subcommand in ("pull", "push", "config")
-        option_name, equals_sign, option_value = line_word.partition("=")
-        if takes_names and all(
-            name_part.isidentifier() for name_part in line_word.strip(",").split(",")
-        ):
-            self.names += line_word.strip(",").split(",")
+        option_name, sign, option_value = word.partition("=")
+        if takes_names and all(part.isidentifier() for part in word.strip(",").split(",")):
+            self.names += word.strip(",").split(",")
         elif takes_names:
             self.mistakes.append(
-                f"{line_word!r} is no name of a variable: only whole variables are copied. Bind "
+                f"{word!r} is no name of a variable: only whole variables are copied. Bind "
                 "the value to a name first, then give that name."
             )
         # `num_processes=2` is how Python and RunConfig write it.
-        elif equals_sign and (magic_option := find_option(options_of(), f"--{option_name}")):
+        elif sign and (magic_option := find_option(options_of(), f"--{option_name}")):
             self.mistakes.append(
-                f"{line_word!r} is no option of the line: it would silently have no effect. "
+                f"{word!r} is no option of the line: it would silently have no effect. "
                 f"Write {magic_option.flag} {option_value}."
             )
         else:
             magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
             self.mistakes.append(
-                f"{magic_name} takes options only: got {line_word!r}, which is none. "
+                f"{magic_name} takes options only: got {word!r}, which is none. "
                 f"Code belongs on the cell's next line; {magic_name} --help shows the options."
             )
 
@@ -289,9 +287,7 @@ class _LineReader:
         return tuple(sorted(ranks))
 
     def _out(self, text: str | None) -> tuple[str, ...]:
-        out_names = tuple(
-            name_part.strip() for name_part in (text or "").split(",") if name_part.strip()
-        )
+        out_names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
         if wrong_names := [out_name for out_name in out_names if not out_name.isidentifier()]:
             self.mistakes.append(
                 f"--out must be names of variables: got {', '.join(map(repr, wrong_names))}. "
@@ -309,8 +305,8 @@ class _LineReader:
         if variable_name is None:
             return None
         value = self.namespace.get(variable_name)
-        if isinstance(named_config := getattr(value, "config", value), RunConfig):
-            return named_config
+        if isinstance(config := getattr(value, "config", value), RunConfig):
+            return config
         variables = config_names(self.namespace)
         got_instead = (
             f"a {type(value).__name__}" if variable_name in self.namespace else "no such variable"
@@ -325,15 +321,15 @@ class _LineReader:
         )
         return None
 
-    def _wanted(self, base_config: RunConfig, settings: dict[str, Any]) -> RunConfig:
+    def _wanted(self, config: RunConfig, settings: dict[str, Any]) -> RunConfig:
         # Most cells give none; validating again would cost each of them a tenth of a millisecond.
         if not settings:
-            return base_config
+            return config
         try:
-            return base_config.changed(**settings)
+            return config.changed(**settings)
         except ConfigError as error:
             self.mistakes += error.mistakes
-            return base_config
+            return config
 
     def _compare(
         self, named_config: RunConfig, wanted_config: RunConfig, settings: dict[str, Any]
@@ -442,13 +438,13 @@ Manage the workers that %%accelerate cells run in.
 
 def cell_manual() -> str:
     """The text of `%%accelerate?`."""
-    manual_parts = [
+    parts = [
         _CELL_MANUAL,
         _manual_section("Options of the cell:", _manual_rows(OWN_OPTIONS)),
         _manual_section("Settings of the workers:", _manual_rows(setting_options())),
         _VALUES_MANUAL,
     ]
-    return "\n".join(manual_parts)
+    return "\n".join(parts)
 
 
 def line_manual() -> str:
@@ -499,12 +495,12 @@ def _manual_section(title: str, rows: Iterable[str]) -> str:
 
 
 def _usage_of(subcommand: Subcommand) -> str:
-    usage_parts = [subcommand.name]
+    parts = [subcommand.name]
     if subcommand.names:
-        usage_parts.append("NAME...")
+        parts.append("NAME...")
     if subcommand.options:
-        usage_parts.append("[options]")
-    return " ".join(usage_parts)
+        parts.append("[options]")
+    return " ".join(parts)
 
 
 def _manual_rows(magic_options: Iterable[MagicOption]) -> list[str]:

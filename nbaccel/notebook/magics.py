@@ -29,13 +29,13 @@ __all__ = ["MAGIC_NAME", "cell_magic", "line_magic"]
 MAGIC_NAME = "accelerate"
 
 
-def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], None]:
+def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
     """The function behind `%%accelerate`."""
 
     # IPython would replace braces in the whole line, JSON included; `magic_line` does it by word.
     @no_var_expand
     def accelerate(line: str, cell: str) -> None:
-        cell_recorder.as_written()
+        recorder.as_written()
         magic_line = _read_line(session, line)
         if magic_line.help:
             print(cell_manual())
@@ -46,18 +46,16 @@ def cell_magic(session: Session, cell_recorder: Cells) -> Callable[[str, str], N
                 "%%accelerate --help for the options."
             )
         else:
-            _run_cell(session, magic_line, cell_recorder.source(line, cell))
+            _run_cell(session, magic_line, recorder.source(line, cell))
 
     accelerate.__doc__ = cell_manual()
     return accelerate
 
 
-def line_magic(
-    session: Session, cell_recorder: Cells, worker_board: WorkerBoard
-) -> Callable[[str], Any]:
+def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callable[[str], Any]:
     """The function behind `%accelerate`."""
     subcommand_actions: dict[str, Callable[[Session, MagicLine], Any]] = {
-        "status": lambda _session, _line: worker_board.show(),
+        "status": lambda _session, _line: board.show(),
         "restart": _restart_workers,
         "stop": _stop_workers,
         "pull": _pull_names,
@@ -70,7 +68,7 @@ def line_magic(
 
     @no_var_expand
     def accelerate(line: str) -> Any:
-        cell_recorder.as_written()
+        recorder.as_written()
         typed_word, _, typed_options = line.strip().partition(" ")
         if typed_word in ("-h", "--help"):
             print(line_manual())
@@ -88,9 +86,9 @@ def line_magic(
     return accelerate
 
 
-def _run_cell(session: Session, magic_line: MagicLine, source: CellSource) -> None:
+def _run_cell(session: Session, line: MagicLine, source: CellSource) -> None:
     try:
-        session.run(magic_line, source)
+        session.run(line, source)
     except WorkerFailed as error:
         if not isinstance(error, SyntaxError):
             raise
@@ -112,39 +110,39 @@ def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
     )
 
 
-def _restart_workers(session: Session, magic_line: MagicLine) -> None:
-    session.restart(magic_line)
+def _restart_workers(session: Session, line: MagicLine) -> None:
+    session.restart(line)
 
 
-def _stop_workers(session: Session, magic_line: MagicLine) -> None:
+def _stop_workers(session: Session, line: MagicLine) -> None:
     print("Workers stopped." if session.stop() else "There are no workers to stop.")
 
 
-def _pull_names(session: Session, magic_line: MagicLine) -> None:
-    print(session.pull(_required_names(magic_line, "pull", "loss"), magic_line.ranks))
+def _pull_names(session: Session, line: MagicLine) -> None:
+    print(session.pull(_required_names(line, "pull", "loss"), line.ranks))
 
 
-def _push_names(session: Session, magic_line: MagicLine) -> None:
-    print(session.push(_required_names(magic_line, "push", "model"), magic_line.ranks))
+def _push_names(session: Session, line: MagicLine) -> None:
+    print(session.push(_required_names(line, "push", "model"), line.ranks))
 
 
-def _show_config(session: Session, magic_line: MagicLine) -> None:
-    if not (magic_line.given or magic_line.dist):
-        settings_picker = session.open_picker(magic_line.names)
+def _show_config(session: Session, line: MagicLine) -> None:
+    if not (line.given or line.dist):
+        picker = session.open_picker(line.names)
         print(session.settings_text())
-        settings_picker.show()
+        picker.show()
         return
-    if magic_line.names:
+    if line.names:
         raise ConfigError(
-            f"%accelerate config got {', '.join(magic_line.names)} together with options: names "
+            f"%accelerate config got {', '.join(line.names)} together with options: names "
             "are for the memory that its form shows, and with options it shows none. Leave one of "
             "them out."
         )
-    session.configure(magic_line)
+    session.configure(line)
     print(session.config_text())
 
 
-def _latest_report(session: Session, magic_line: MagicLine) -> RunReport:
+def _latest_report(session: Session, line: MagicLine) -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
     observed = latest_run()
     if observed is None:
@@ -155,7 +153,7 @@ def _latest_report(session: Session, magic_line: MagicLine) -> RunReport:
     return report_of(observed, "%accelerate report")
 
 
-def _print_traceback(session: Session, magic_line: MagicLine) -> None:
+def _print_traceback(session: Session, line: MagicLine) -> None:
     from nbaccel.calls import outcome  # imports torch, which a notebook may not need
     from nbaccel.notebook.hints import failure_text
 
@@ -168,15 +166,13 @@ def _print_traceback(session: Session, magic_line: MagicLine) -> None:
     print(failure_text(records, with_colours=with_colours))
 
 
-def _print_help(session: Session, magic_line: MagicLine) -> None:
+def _print_help(session: Session, line: MagicLine) -> None:
     print(line_manual())
 
 
-def _required_names(
-    magic_line: MagicLine, subcommand_name: str, example_names: str
-) -> tuple[str, ...]:
-    if magic_line.names:
-        return magic_line.names
+def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -> tuple[str, ...]:
+    if line.names:
+        return line.names
     raise ConfigError(
         f"%accelerate {subcommand_name} got no names: nothing would be copied. "
         f"Write for example %accelerate {subcommand_name} {example_names}."

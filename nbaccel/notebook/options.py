@@ -195,11 +195,9 @@ def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
 def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
     """The option that is written so; underscores stand for dashes, as in the setting's name."""
     # Only long options: a short one such as `-n` has no other spelling.
-    kebab_flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
+    flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
     for magic_option in magic_options:
-        if kebab_flag in magic_option.flags or (
-            magic_option.negative and kebab_flag == magic_option.negative
-        ):
+        if flag in magic_option.flags or (magic_option.negative and flag == magic_option.negative):
             return magic_option
     return None
 

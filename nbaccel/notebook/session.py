@@ -38,8 +38,8 @@ class Readiness:
     Before that it would take seconds, which a notebook that never starts workers need not spend.
     """
 
-    def __init__(self, ipython_shell: InteractiveShell) -> None:
-        self._shell = ipython_shell
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
         self._listens = False
 
     def load(self) -> None:
@@ -78,8 +78,8 @@ class Session:
         on_poll: Called about once a second while workers run a cell; None for nothing.
     """
 
-    def __init__(self, ipython_shell: InteractiveShell) -> None:
-        self.shell = ipython_shell
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.shell = shell
         self.pool: Pool | None = None
         self._config = RunConfig()
         self._picker: Picker | None = None
@@ -103,28 +103,28 @@ class Session:
         """Whether there are workers."""
         return self.pool is not None and self.pool.state in _LIVE_STATES
 
-    def run(self, magic_line: MagicLine, cell_source: CellSource) -> None:
+    def run(self, line: MagicLine, source: CellSource) -> None:
         """Run a cell; workers are started if there are none."""
-        pool = self._ready(magic_line)
-        check_ranks(magic_line.ranks, pool.num_processes)
-        self._autoreload(pool, magic_line.autoreload)
-        result = pool.run(cell_source, ranks=magic_line.ranks, out=magic_line.out)
-        if magic_line.out:
+        pool = self._ready(line)
+        check_ranks(line.ranks, pool.num_processes)
+        self._autoreload(pool, line.autoreload)
+        result = pool.run(source, ranks=line.ranks, out=line.out)
+        if line.out:
             self._bind(pool, result.out)
 
-    def restart(self, magic_line: MagicLine) -> None:
+    def restart(self, line: MagicLine) -> None:
         """Start new workers in the place of the old ones."""
         old_pool = self.pool
-        group = self.dist or magic_line.dist
-        plan_pool(magic_line.wanted)  # a refusal must leave the old ones running
+        group = self.dist or line.dist
+        plan_pool(line.wanted)  # a refusal must leave the old ones running
         self._reloading = None
         # `Pool.restart` takes new settings, but whether workers join a group is fixed per pool.
         if old_pool is None or old_pool.state is PoolState.STOPPED or group != self.dist:
             self.stop()
-            self._start(magic_line.wanted, joins_group=group)
+            self._start(line.wanted, joins_group=group)
         else:
-            old_pool.restart(magic_line.wanted)
-            self.config = magic_line.wanted
+            old_pool.restart(line.wanted)
+            self.config = line.wanted
 
     def stop(self) -> bool:
         """End the workers."""
@@ -220,20 +220,20 @@ class Session:
         first_cell = f"The first %%accelerate cell starts {plan.headline()}."
         return f"No workers yet. {first_cell} {left_out}".rstrip()
 
-    def _ready(self, magic_line: MagicLine) -> Pool:
+    def _ready(self, line: MagicLine) -> Pool:
         """The pool that serves a cell with this line."""
         live_pool = self.pool
         if live_pool is not None and self.is_live():
-            self._refuse_other(live_pool, magic_line)
+            self._refuse_other(live_pool, line)
             return live_pool
-        if magic_line.ranks:
-            check_ranks(magic_line.ranks, plan_pool(magic_line.wanted).num_processes)
+        if line.ranks:
+            check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
         self._reloading = None  # new workers start without autoreload
         if live_pool is None or live_pool.state is PoolState.STOPPED:
-            return self._start(magic_line.wanted, joins_group=self.dist or magic_line.dist)
-        if magic_line.wanted != live_pool.config:  # a broken pool, with other settings now
-            live_pool.restart(magic_line.wanted)
-            self.config = magic_line.wanted
+            return self._start(line.wanted, joins_group=self.dist or line.dist)
+        if line.wanted != live_pool.config:  # a broken pool, with other settings now
+            live_pool.restart(line.wanted)
+            self.config = line.wanted
         return live_pool
 
     def _start(self, config: RunConfig, *, joins_group: bool) -> Pool:
@@ -254,46 +254,44 @@ class Session:
         if self.on_poll is not None:
             self.on_poll()
 
-    def _refuse_other(self, live_pool: Pool, magic_line: MagicLine) -> None:
-        differing_names = self._differing(live_pool, magic_line.wanted, magic_line.given)
+    def _refuse_other(self, live_pool: Pool, line: MagicLine) -> None:
+        differing_names = self._differing(live_pool, line.wanted, line.given)
         mistakes = [
             f"The workers run with {setting_name}="
             f"{_effective_value(live_pool.plan, setting_name)!r}: got "
-            f"{getattr(magic_line.wanted, setting_name)!r}. Workers keep their settings as long as "
+            f"{getattr(line.wanted, setting_name)!r}. Workers keep their settings as long as "
             "they live."
             for setting_name in differing_names
         ]
-        if magic_line.dist and not self.dist:
+        if line.dist and not self.dist:
             mistakes.append(
                 "The workers run with dist=False: got --dist. They have not joined a process group "
                 "at their start."
             )
         if mistakes:
             # One remedy for all mistakes, after the last of them.
-            restart_flags = " ".join(
+            flags = " ".join(
                 [
-                    *(flag_of(magic_line.wanted, setting_name) for setting_name in differing_names),
-                    *["--dist"] * magic_line.dist,
+                    *(flag_of(line.wanted, setting_name) for setting_name in differing_names),
+                    *["--dist"] * line.dist,
                 ]
             )
             mistakes[-1] += (
-                f" %accelerate restart {restart_flags} starts others, without the variables of "
+                f" %accelerate restart {flags} starts others, without the variables of "
                 "these; or leave it out here."
             )
             raise ConfigError(*mistakes)
 
     @staticmethod
-    def _differing(
-        live_pool: Pool, wanted_config: RunConfig, setting_names: Sequence[str]
-    ) -> list[str]:
+    def _differing(live_pool: Pool, config: RunConfig, setting_names: Sequence[str]) -> list[str]:
         """Settings that the workers do not have; where the plan chooses, by what it chose."""
         names = [
             setting_name
             for setting_name in setting_names
-            if getattr(wanted_config, setting_name) != getattr(live_pool.config, setting_name)
+            if getattr(config, setting_name) != getattr(live_pool.config, setting_name)
         ]
         # Planning inspects the machine, which a cell without changed settings need not wait for.
-        plan = plan_pool(wanted_config) if names else live_pool.plan
+        plan = plan_pool(config) if names else live_pool.plan
         return [
             setting_name
             for setting_name in names
@@ -306,12 +304,12 @@ class Session:
         self.shell.push(values)  # type: ignore[no-untyped-call]
         pool.bound_here(tuple(values))
 
-    def _living(self, wanted_action: str, names: Sequence[str]) -> Pool:
+    def _living(self, action: str, names: Sequence[str]) -> Pool:
         if self.pool is not None and self.is_live():
             return self.pool
         text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
-            f"{', '.join(names)} cannot be {wanted_action} workers: there are "
+            f"{', '.join(names)} cannot be {action} workers: there are "
             f"none{text}. Run a %%accelerate cell first, or start them with "
             "%accelerate restart."
         )
@@ -328,5 +326,5 @@ class Session:
 
 def _effective_value(plan: Plan, name: str) -> Any:
     """The value of a setting in a plan."""
-    decided_values = {choice.name: choice.value for choice in plan.choices}
-    return decided_values.get(name, getattr(plan.config, name))
+    values = {choice.name: choice.value for choice in plan.choices}
+    return values.get(name, getattr(plan.config, name))

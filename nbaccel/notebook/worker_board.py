@@ -99,10 +99,10 @@ class WorkerBoard:
         if threading.current_thread() is not threading.main_thread():
             return
         try:
-            event_loop = asyncio.get_running_loop()
+            loop = asyncio.get_running_loop()
         except RuntimeError:  # a kernel without one: then it is renewed by cells only
             return
-        self._timer = event_loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
+        self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
 
     def _poll_between_cells(self) -> None:
         self._timer = None

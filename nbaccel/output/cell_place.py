@@ -59,13 +59,13 @@ class CellPlace:
         if self.has_panel and not self._stands:
             self._publish_content()
 
-    def show(self, mime_data: dict[str, Any]) -> None:
+    def show(self, data: dict[str, Any]) -> None:
         """Show something here, in the place of what was shown before."""
-        new_content = mime_data or _EMPTY_CONTENT
+        new_content = data or _EMPTY_CONTENT
         is_other = new_content != self._content
         self._content = new_content
         # A place that is not there yet holds nothing, and need not be made for that.
-        if is_other if self._stands else mime_data:
+        if is_other if self._stands else data:
             self._publish_content()
 
     def note_cleared(self) -> None:
@@ -83,16 +83,16 @@ class CellPlace:
                 self._stands = True
                 publish.publish_display(_view_of(self._widget))
             return
-        display_content: dict[str, Any] = {
+        content: dict[str, Any] = {
             "data": self._content,
             "metadata": {},
             "transient": {"display_id": self._display_id},
         }
         if self._stands:
             # With the same display id, so that the front end replaces the output.
-            display_content["update"] = True
+            content["update"] = True
         self._stands = True
-        publish.publish_display(display_content)
+        publish.publish_display(content)
 
 
 def _view_of(widget: Any) -> dict[str, Any]:

@@ -139,13 +139,13 @@ def line_chart(
     )
 
 
-def short_number(shown_value: float) -> str:
+def short_number(value: float) -> str:
     """A number in few characters: `0.0912`, `1,904`, `2e6`."""
-    if not math.isfinite(shown_value):
-        return str(shown_value)
-    if abs(shown_value) >= 1000 and abs(shown_value) < 1e6:
-        return f"{shown_value:,.0f}"
-    return _without_zeros(f"{shown_value:.4g}")
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000 and abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return _without_zeros(f"{value:.4g}")
 
 
 def _without_zeros(text: str) -> str:
@@ -197,7 +197,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [points[place] for place in sorted(kept)]
 
 
-def _spoken_summary(lines: Sequence[ChartLine], title: str, x_label: str) -> str:
+def _spoken_summary(lines: Sequence[ChartLine], title: str, label: str) -> str:
     """What a screen reader says of the chart: the first and the last value of its main line."""
     by_weight = sorted(lines, key=lambda line: line.role != "mean")
     points = by_weight[0].points if by_weight else ()
@@ -206,8 +206,8 @@ def _spoken_summary(lines: Sequence[ChartLine], title: str, x_label: str) -> str
     (first_x, first_y) = points[0]
     (last_x, last_y) = points[-1]
     return (
-        f"{title}: from {short_number(first_y)} at {x_label} {short_number(first_x)} "
-        f"to {short_number(last_y)} at {x_label} {short_number(last_x)}"
+        f"{title}: from {short_number(first_y)} at {label} {short_number(first_x)} "
+        f"to {short_number(last_y)} at {label} {short_number(last_x)}"
     )
 
 
@@ -432,10 +432,10 @@ def _mark_elements(area: _PlotArea, marks: Sequence[tuple[float, str]]) -> list[
                 'stroke="currentColor" stroke-opacity="0.3" stroke-dasharray="2 3"',
             )
         )
-        text_width = _CHAR_WIDTH * len(mark_text) + 8
-        if mark_x >= free_from and mark_x + text_width <= area.right + 8:
+        width = _CHAR_WIDTH * len(mark_text) + 8
+        if mark_x >= free_from and mark_x + width <= area.right + 8:
             elements.append(_text(mark_x + 3, area.top - 4, mark_text, opacity=0.6))
-            free_from = mark_x + text_width
+            free_from = mark_x + width
     return elements
 
 
@@ -464,15 +464,15 @@ def _drawing_order(line: ChartLine) -> int:
 
 
 def _line_attributes(line: ChartLine, number: int) -> str:
-    line_width, opacity, dashes = {
+    width, opacity, dashes = {
         "mean": (2.2, 1.0, ""),
         "rank": (1.0, 0.7, _RANK_DASHES[number % len(_RANK_DASHES)]),
         "raw": (1.0, 0.6, ""),
     }[line.role]
-    dash_attribute = f' stroke-dasharray="{dashes}"' if dashes else ""
+    attribute = f' stroke-dasharray="{dashes}"' if dashes else ""
     return (
-        f'stroke="{ACCENT_COLOUR}" stroke-width="{line_width}" stroke-opacity="{opacity}" '
-        f'stroke-linejoin="round" stroke-linecap="round"{dash_attribute}'
+        f'stroke="{ACCENT_COLOUR}" stroke-width="{width}" stroke-opacity="{opacity}" '
+        f'stroke-linejoin="round" stroke-linecap="round"{attribute}'
     )
 
 

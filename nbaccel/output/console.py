@@ -148,11 +148,9 @@ class OutputPace:
         if has_gaps and current_time < self._next:
             return 0.0
         self._next = current_time + _NOTE_PAUSE_S
-        char_rate = _WHOLE_RATE if self.waits else _SLOW_RATE
+        rate = _WHOLE_RATE if self.waits else _SLOW_RATE
         # Capped, so that a pause in the output is not followed by one huge burst.
-        self._credit = min(
-            char_rate.at_once, self._credit + char_rate.per_s * (current_time - self._since)
-        )
+        self._credit = min(rate.at_once, self._credit + rate.per_s * (current_time - self._since))
         self._since = current_time
         return self._credit
 
@@ -205,10 +203,10 @@ class Console:
         self._rank_logs = rank_logs
         is_paced = publish.has_cells() if paced is None else paced
         self._pace = OutputPace(time.monotonic()) if is_paced else None
-        backlog_limit = MAX_LINE_CHARS if is_paced else None
+        limit = MAX_LINE_CHARS if is_paced else None
         # Made when something is printed: most cells print nothing.
         self._sources: defaultdict[tuple[int, str], LineAssembler] = defaultdict(
-            lambda: LineAssembler(backlog_limit, parts_bars=self._place is not None)
+            lambda: LineAssembler(limit, parts_bars=self._place is not None)
         )
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
         self._tails: dict[int, deque[str]] = {
@@ -248,14 +246,14 @@ class Console:
             self._shorten(worker_rank, output_pace.backlog)
 
     def feed_display(
-        self, worker_rank: int, display_message: messaging.Display | messaging.ClearOutput
+        self, worker_rank: int, message: messaging.Display | messaging.ClearOutput
     ) -> None:
         """Take in rich output. What the rank has printed before it must have been fed before."""
         for stream in ("stdout", "stderr"):
             if not self._sources[worker_rank, stream].bar:
                 # An unfinished line (`print("...", end="")`) comes before the picture.
                 self._finish(worker_rank, stream)
-        self._waiting.add_rich(worker_rank, RichOutput(time.monotonic(), display_message))
+        self._waiting.add_rich(worker_rank, RichOutput(time.monotonic(), message))
 
     def close(self, worker_rank: int) -> None:
         """Note that this rank writes nothing further."""
@@ -317,7 +315,7 @@ class Console:
 
     def bars(self) -> dict[int, tuple[BarText, ...]]:
         """The progress bars of each rank that has some."""
-        found_bars = {}
+        bars = {}
         for rank in self._ranks:
             unfinished_lines = [
                 unfinished_line
@@ -326,8 +324,8 @@ class Console:
                 for unfinished_line in self._sources[source_key].bars
             ]
             if rank in self._bars or any(unfinished_lines):
-                found_bars[rank] = self._bars[rank].shown(unfinished_lines)
-        return found_bars
+                bars[rank] = self._bars[rank].shown(unfinished_lines)
+        return bars
 
     @property
     def has_bars(self) -> bool:
@@ -348,8 +346,8 @@ class Console:
     @property
     def is_behind(self) -> bool:
         """Whether more is waiting than should be shown at once."""
-        waiting_amount = sum(self._waiting.size(rank)[1] for rank in self._ranks)
-        return self._pace is not None and self._pace.waits and waiting_amount > AT_THE_END_CHARS
+        amount = sum(self._waiting.size(rank)[1] for rank in self._ranks)
+        return self._pace is not None and self._pace.waits and amount > AT_THE_END_CHARS
 
     def end_is_near(self) -> None:
         """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
@@ -359,10 +357,8 @@ class Console:
         if self._pace is not None:
             self._pace.end()
 
-    def _shorten(self, rank: int, backlog_limit: OutputAmount) -> None:
-        lines = self._waiting.shorten(
-            rank, output_lines=backlog_limit.lines, num_chars=backlog_limit.chars
-        )
+    def _shorten(self, rank: int, limit: OutputAmount) -> None:
+        lines = self._waiting.shorten(rank, output_lines=limit.lines, num_chars=limit.chars)
         self._note_dropped(rank, lines)
 
     def _note_dropped(self, rank: int, num_lines: int) -> None:
@@ -387,10 +383,8 @@ class Console:
 
     def due_in(self) -> float | None:
         """Seconds until `tick` has something to do; None if nothing is waiting."""
-        waiting_amount = (
-            self._waiting or self._dropped or self._bar() != (self._drawn, self._drawn_on)
-        )
-        return max(0.0, self._next_tick - time.monotonic()) if waiting_amount else None
+        amount = self._waiting or self._dropped or self._bar() != (self._drawn, self._drawn_on)
+        return max(0.0, self._next_tick - time.monotonic()) if amount else None
 
     def tick(self, *, is_final: bool = False) -> None:
         """Show what is due. Cheap to call often."""
@@ -400,17 +394,17 @@ class Console:
         self._next_tick = current_time + TICK_S
         entries = self._due(current_time, is_final)
         has_gap = bool(self._dropped) and (is_final or bool(entries))
-        bar, bar_stream = self._bar()
+        bar, stream = self._bar()
         if not entries and not has_gap and bar == self._drawn:
             return
         self._erase(
             # Without new lines the bar is overwritten in place, with no blank line in between.
-            keep_bar=bar if not (entries or has_gap) and bar_stream == self._drawn_on else ""
+            keep_bar=bar if not (entries or has_gap) and stream == self._drawn_on else ""
         )
         if has_gap:
             self._tell_dropped()
         self._show(entries)
-        self._draw(bar, bar_stream)
+        self._draw(bar, stream)
 
     def show_last(self) -> None:
         """The call is over: show what is left."""
@@ -432,15 +426,15 @@ class Console:
             if is_final
             else output_pace.room(current_time, has_gaps=bool(self._dropped))
         )
-        due_entries: list[_ShownEntry] = []
+        entries: list[_ShownEntry] = []
         num_chars = 0
         while num_chars < room and (entry := next(items, None)):
-            due_entries.append(entry)
+            entries.append(entry)
             # Each line costs a prefix and a line end too, also an empty one.
             num_chars += len(_entry_text(entry[1])) + 5
         if output_pace.spend(num_chars):
-            due_entries.append(([], PrintedLine(current_time, self._own_stream, _TOO_MUCH)))
-        return due_entries
+            entries.append(([], PrintedLine(current_time, self._own_stream, _TOO_MUCH)))
+        return entries
 
     def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
         for popped_items in self._waiting.ready(current_time, hold_s=hold_s):
@@ -488,35 +482,32 @@ class Console:
             self._drawn = bar
             self._drawn_on = stream
 
-    def _show(self, due_entries: list[_ShownEntry]) -> None:
+    def _show(self, entries: list[_ShownEntry]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""
         newest_entry = {
-            self._live.key(ranks, queued_item): queued_item
-            for ranks, queued_item in due_entries
-            if isinstance(queued_item, RichOutput)
+            self._live.key(ranks, item): item
+            for ranks, item in entries
+            if isinstance(item, RichOutput)
         }
         for stream, entry_run in itertools.groupby(
-            due_entries, key=lambda shown_entry: stream_of(shown_entry[1])
+            entries, key=lambda shown_entry: stream_of(shown_entry[1])
         ):
             if stream is not None:
                 lines = list(entry_run)
                 self._write(
                     stream,
-                    "".join(
-                        f"{self._prefix(ranks)}{_entry_text(queued_item)}\n"
-                        for ranks, queued_item in lines
-                    ),
+                    "".join(f"{self._prefix(ranks)}{_entry_text(item)}\n" for ranks, item in lines),
                 )
                 if self._place is not None:
-                    for ranks, queued_item in lines:
-                        self.recent_lines.add(ranks, _entry_text(queued_item))
+                    for ranks, item in lines:
+                        self.recent_lines.add(ranks, _entry_text(item))
                 continue
-            for ranks, queued_item in entry_run:
+            for ranks, item in entry_run:
                 if (
-                    isinstance(queued_item, RichOutput)
-                    and newest_entry[self._live.key(ranks, queued_item)] is queued_item
+                    isinstance(item, RichOutput)
+                    and newest_entry[self._live.key(ranks, item)] is item
                 ):
-                    self._publish(ranks, queued_item)
+                    self._publish(ranks, item)
 
     def _publish(self, ranks: list[int], item: RichOutput) -> None:
         rank = min(ranks)
@@ -569,35 +560,35 @@ class _LiveConsole:
         self._owners: dict[str, int] = {}
         self._folded: set[tuple[int, str]] = set()
 
-    def note(self, worker_rank: int, queued_item: RichOutput, *, with_rank: int) -> None:
+    def note(self, worker_rank: int, item: RichOutput, *, with_rank: int) -> None:
         """An item leaves its queue; `with_rank`'s twin of it is the one that is shown."""
-        if queued_item.clears:
+        if item.clears:
             self._clearer = (
                 worker_rank if self._clearer is None else min(worker_rank, self._clearer)
             )
-        elif queued_item.handle is not None:
+        elif item.handle is not None:
             if worker_rank != with_rank:
-                self._folded.add((worker_rank, queued_item.handle))
+                self._folded.add((worker_rank, item.handle))
             else:
-                self._owners[queued_item.handle] = min(
-                    worker_rank, self._owners.get(queued_item.handle, worker_rank)
+                self._owners[item.handle] = min(
+                    worker_rank, self._owners.get(item.handle, worker_rank)
                 )
 
-    def may_show(self, worker_rank: int, queued_item: RichOutput) -> bool:
+    def may_show(self, worker_rank: int, item: RichOutput) -> bool:
         """Whether this rank's item is the one that counts."""
-        if queued_item.clears:
+        if item.clears:
             return worker_rank == self._clearer
-        handle = queued_item.handle
+        handle = item.handle
         return handle is None or (
             (worker_rank, handle) not in self._folded
             and self._owners.get(handle, worker_rank) == worker_rank
         )
 
-    def key(self, ranks: list[int], queued_item: RichOutput) -> object:
+    def key(self, ranks: list[int], item: RichOutput) -> object:
         """Equal for updates of the same output, of which only the last needs to be shown."""
-        if queued_item.updates:
-            return (min(ranks), queued_item.handle)
-        return id(queued_item)
+        if item.updates:
+            return (min(ranks), item.handle)
+        return id(item)
 
 
 def _entry_text(item: OutputItem) -> str:

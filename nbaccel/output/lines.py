@@ -89,10 +89,10 @@ class LineAssembler:
         self.bar = self._bar() if self._is_rewritten else ""
         return output_lines, dropped_lines
 
-    def _feed_frames(self, line_text: str, at_most: int | None) -> tuple[list[str], int]:
+    def _feed_frames(self, text: str, at_most: int | None) -> tuple[list[str], int]:
         """Take in text of a program that draws several lines anew again and again."""
         output_lines: list[str] = []
-        for part in filter(None, _FRAME_MARK.split(line_text)):
+        for part in filter(None, _FRAME_MARK.split(text)):
             if part in (_CURSOR_HIDDEN, _CURSOR_SHOWN):
                 self._frames.is_open = part == _CURSOR_HIDDEN
             elif part == _ONE_LINE_UP:
@@ -253,11 +253,11 @@ class _PendingText:
     def __bool__(self) -> bool:
         return bool(self._head or self._num_chars)
 
-    def add(self, line_text: str) -> None:
-        if not line_text:
+    def add(self, text: str) -> None:
+        if not text:
             return
-        self._pieces.append(line_text)
-        self._num_chars += len(line_text)
+        self._pieces.append(text)
+        self._num_chars += len(text)
         if self._max_chars is not None and self._num_chars > self._max_chars:
             self._shorten(self._max_chars // 2)
 
@@ -292,16 +292,16 @@ def _rewrite_line(text: str) -> str:
 
 def _overlay_parts(text_parts: Sequence[str]) -> str:
     """What is visible of texts that overwrite each other, each from the line's first column."""
-    overlaid_pieces: list[str] = []
+    pieces: list[str] = []
     text_width = 0
     for text_part in reversed(text_parts):
         _, erasure, text = text_part.rpartition(_ERASE_LINE)
         if len(text) > text_width:
-            overlaid_pieces.append(text[text_width:])
+            pieces.append(text[text_width:])
             text_width = len(text)
         if erasure:
             break
-    return "".join(overlaid_pieces)
+    return "".join(pieces)
 
 
 _LOOK_AHEAD = 50  # items of a queue in which a twin is looked for: it bounds the cost per line
@@ -357,9 +357,9 @@ class RichOutput(NamedTuple):
 OutputItem = PrintedLine | RichOutput
 
 
-def stream_of(queued_item: OutputItem) -> str | None:
+def stream_of(item: OutputItem) -> str | None:
     """Where a line belongs; None for rich output."""
-    return queued_item.stream if isinstance(queued_item, PrintedLine) else None
+    return item.stream if isinstance(item, PrintedLine) else None
 
 
 class LineMerger:
@@ -401,7 +401,7 @@ class LineMerger:
         # Local names, because the loop below runs for each of many thousands of lines.
         rank_queue = self._queues[worker_rank]
         keys = self._known[worker_rank]
-        twin_holders = self._holders
+        holders = self._holders
         num_chars = line_number = 0
         for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
             rank_queue.append(PrintedLine(arrival_time, stream_name, line_text))
@@ -410,14 +410,14 @@ class LineMerger:
             items_before = keys.get(line_key, 0)
             keys[line_key] = items_before + 1
             if not items_before:
-                twin_holders[line_key] = twin_holders.get(line_key, 0) + 1
+                holders[line_key] = holders.get(line_key, 0) + 1
         self._chars[worker_rank] += num_chars
         self._lines[worker_rank] += line_number
 
-    def add_rich(self, worker_rank: int, queued_item: RichOutput) -> None:
+    def add_rich(self, worker_rank: int, item: RichOutput) -> None:
         """Something a rank has displayed."""
-        self._queues[worker_rank].append(queued_item)
-        self._count(worker_rank, queued_item, 1)
+        self._queues[worker_rank].append(item)
+        self._count(worker_rank, item, 1)
 
     def shorten(self, worker_rank: int, *, output_lines: int, num_chars: int) -> int:
         """Drop a rank's oldest lines and displays until so few are left; returns how many.
@@ -443,14 +443,14 @@ class LineMerger:
 
     def ready(self, current_time: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
         """Take out what is due: each line or display, by the ranks that it is shown for."""
-        while queue_heads := sorted(
+        while heads := sorted(
             (rank_queue[0].time, worker_rank)
             for worker_rank, rank_queue in self._queues.items()
             if rank_queue
         ):
-            first_rank = queue_heads[0][1]
+            first_rank = heads[0][1]
             # Lines older than the next rank's first may be shown one after the other.
-            wait_until = queue_heads[1][0] if len(queue_heads) > 1 else current_time
+            wait_until = heads[1][0] if len(heads) > 1 else current_time
             rank_queue = self._queues[first_rank]
             has_moved = False
             while (
@@ -465,7 +465,7 @@ class LineMerger:
                 yield {first_rank: self._take(first_rank, 0)}
             if not has_moved:
                 arrive_together = self._together(
-                    rank_queue[0], num_heads=len(queue_heads), waiting_since=current_time - hold_s
+                    rank_queue[0], num_heads=len(heads), waiting_since=current_time - hold_s
                 )
                 if not arrive_together:
                     return
@@ -507,7 +507,7 @@ class LineMerger:
             self._forget(rank, item)
         return item
 
-    def _count(self, rank: int, item: OutputItem, change_sign: int) -> None:
+    def _count(self, rank: int, item: OutputItem, sign: int) -> None:
         """Displays count as lines do, except for those that cannot be dropped."""
         if isinstance(item, PrintedLine):
             num_chars = len(item.text) + 1
@@ -515,8 +515,8 @@ class LineMerger:
             num_chars = _DISPLAY_CHARS
         else:
             return
-        self._lines[rank] += change_sign
-        self._chars[rank] += change_sign * num_chars
+        self._lines[rank] += sign
+        self._chars[rank] += sign * num_chars
 
     def _forget(self, rank: int, line: PrintedLine) -> None:
         line_key = (line.stream, line.text)
@@ -535,8 +535,8 @@ class LineMerger:
 
     def _twins(self, item: OutputItem) -> dict[int, int]:
         """Rank → where in its queue the item's twin is, of ranks where it may come out now."""
-        twin_places = {rank: self._reach(rank, item) for rank in self._queues}
-        return {rank: position for rank, position in twin_places.items() if position is not None}
+        places = {rank: self._reach(rank, item) for rank in self._queues}
+        return {rank: position for rank, position in places.items() if position is not None}
 
     def _reach(self, rank: int, queued_item: OutputItem) -> int | None:
         """Lines of the other stream do not block it: the order between two pipes is not known."""

@@ -32,20 +32,20 @@ def show_message(output_message: Any) -> None:
         publish_display(output_message.content)
 
 
-def publish_display(display_content: Mapping[str, Any]) -> None:
+def publish_display(content: Mapping[str, Any]) -> None:
     """Publish rich output in the current cell; outside IPython, print its text form."""
-    running_shell = frames.running_shell()
-    if running_shell is not None:
-        ipython_private.publish_display(running_shell.display_pub, display_content)
-    elif (text := display_content["data"].get("text/plain")) is not None:
+    shell = frames.running_shell()
+    if shell is not None:
+        ipython_private.publish_display(shell.display_pub, content)
+    elif (text := content["data"].get("text/plain")) is not None:
         sys.stdout.write(f"{text}\n")
 
 
 def clear(*, wait_for_new: bool) -> None:
     """Clear the cell's output, where there is a cell."""
-    running_shell = frames.running_shell()
-    if running_shell is not None:
-        running_shell.display_pub.clear_output(wait=wait_for_new)
+    shell = frames.running_shell()
+    if shell is not None:
+        shell.display_pub.clear_output(wait=wait_for_new)
 
 
 def show_by_its_text(error_class: type[BaseException]) -> None:
@@ -53,28 +53,27 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
 
     It does so for all exceptions but groups, of which it prints every frame.
     """
-    running_shell = frames.running_shell()
+    shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
-    if running_shell is None or any(
-        not hasattr(custom_class, _RENDER_METHOD)
-        for custom_class in running_shell.custom_exceptions
+    if shell is None or any(
+        not hasattr(custom_class, _RENDER_METHOD) for custom_class in shell.custom_exceptions
     ):
         return
 
     def show_traceback(
-        running_shell: Any,
+        shell: Any,
         error_class: type,
-        shown_error: Any,
+        error: Any,
         error_traceback: Any,
-        tb_offset: Any = None,
+        offset: Any = None,
     ) -> Any:
         # For one exception only: the user's later ones are shown as ever.
-        running_shell.set_custom_exc((), None)
-        text_lines = shown_error._render_traceback_()
-        ipython_private.show_traceback_lines(running_shell, error_class, shown_error, text_lines)
+        shell.set_custom_exc((), None)
+        text_lines = error._render_traceback_()
+        ipython_private.show_traceback_lines(shell, error_class, error, text_lines)
         return text_lines
 
-    running_shell.set_custom_exc((error_class,), show_traceback)
+    shell.set_custom_exc((error_class,), show_traceback)
 
 
 def has_cells() -> bool:
@@ -84,8 +83,8 @@ def has_cells() -> bool:
 
 def request_id() -> str:
     """The number of the message that the kernel is working on: one per run of a cell; or empty."""
-    running_kernel: Any = getattr(frames.running_shell(), "kernel", None)
-    parent = running_kernel.get_parent() if hasattr(running_kernel, "get_parent") else None
+    kernel: Any = getattr(frames.running_shell(), "kernel", None)
+    parent = kernel.get_parent() if hasattr(kernel, "get_parent") else None
     return str((parent or {}).get("header", {}).get("msg_id", ""))
 
 
@@ -124,18 +123,18 @@ def _equal_groups(
     results: Mapping[int, Mapping[str, Any] | None],
 ) -> list[tuple[list[int], Mapping[str, Any]]]:
     """Ranks with the same bundle, by their lowest; ranks without one are left out."""
-    result_groups: list[tuple[list[int], Mapping[str, Any]]] = []
+    groups: list[tuple[list[int], Mapping[str, Any]]] = []
     for worker_rank, mime_bundle in sorted(results.items(), key=lambda mime_bundle: mime_bundle[0]):
         if not mime_bundle or not mime_bundle["data"]:
             continue
         # Compared one by one: bundles are dicts, which cannot be keys.
-        for group_ranks, group_bundle in result_groups:
+        for group_ranks, group_bundle in groups:
             if group_bundle == mime_bundle:
                 group_ranks.append(worker_rank)
                 break
         else:
-            result_groups.append(([worker_rank], mime_bundle))
-    return result_groups
+            groups.append(([worker_rank], mime_bundle))
+    return groups
 
 
 def _is_one_line(mime_bundle: Mapping[str, Any]) -> bool:

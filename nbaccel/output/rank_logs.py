@@ -59,13 +59,13 @@ class RankLogs:
 
     def write(self, rank: int, stream_name: str, output_bytes: bytes) -> str:
         """Append what a rank has written."""
-        file_descriptor = self._files.get((rank, stream_name))
-        if file_descriptor is None:
+        descriptor = self._files.get((rank, stream_name))
+        if descriptor is None:
             return ""
         try:
             # A single write may take only a part, and the disk may be full for the rest.
             while output_bytes:
-                output_bytes = output_bytes[os.write(file_descriptor, output_bytes) :]
+                output_bytes = output_bytes[os.write(descriptor, output_bytes) :]
         except OSError as error:
             # Training goes on: a full disk for logs must not cost hours of work.
             self._drop(rank, stream_name)
@@ -121,10 +121,10 @@ def _make_folder(log_dir: Path) -> Path:
     name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
     # Two starts of one process within a second: restarts of workers that fail at once.
     for number in range(1000):
-        run_folder = log_dir / (f"{name}_{number}" if number else name)
+        folder = log_dir / (f"{name}_{number}" if number else name)
         with contextlib.suppress(FileExistsError):
             log_dir.mkdir(parents=True, exist_ok=True)
-            run_folder.mkdir()
-            write_notice(f"nbaccel: what each rank prints is written to {run_folder}\n")
-            return run_folder
+            folder.mkdir()
+            write_notice(f"nbaccel: what each rank prints is written to {folder}\n")
+            return folder
     raise FileExistsError(17, "a thousand runs began in this second", str(log_dir))

@@ -38,9 +38,9 @@ def numbers_of_bar(bar: Any) -> BarText | None:
     """How far a bar was when it was last drawn, whatever it looks like."""
     try:
         elapsed_s = bar.last_print_t - bar.start_t
-        bar_facts = bar.format_dict | {"n": bar.last_print_n, "elapsed": elapsed_s}
-        usual_form = {"bar_format": None, "ncols": None, "colour": None}
-        found_bar = read_bar(bar.format_meter(**bar_facts | usual_form).rstrip())
+        facts = bar.format_dict | {"n": bar.last_print_n, "elapsed": elapsed_s}
+        form = {"bar_format": None, "ncols": None, "colour": None}
+        found_bar = read_bar(bar.format_meter(**facts | form).rstrip())
         return None if found_bar is None else replace(found_bar, elapsed_s=elapsed_s)
     except Exception:  # a bar of an unknown kind must not end the training
         return None

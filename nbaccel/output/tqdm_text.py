@@ -68,24 +68,24 @@ class BarText:
         return self.fraction is not None and self.fraction >= 1.0
 
 
-def read_bar(line_text: str) -> BarText | None:
+def read_bar(text: str) -> BarText | None:
     """A line as a bar of tqdm; None if it is none."""
     # First what nearly all lines lack: thousands of lines a second are asked.
-    if line_text[-1:] != "]" or len(line_text) > _MAX_BAR_CHARS:
+    if text[-1:] != "]" or len(text) > _MAX_BAR_CHARS:
         return None
-    bar_match = (_WITH_TOTAL if "%|" in line_text else _WITHOUT_TOTAL).fullmatch(line_text)
+    bar_match = (_WITH_TOTAL if "%|" in text else _WITHOUT_TOTAL).fullmatch(text)
     return None if bar_match is None else _bar_of(bar_match)
 
 
-def split_bar(line_text: str) -> tuple[BarText | None, str]:
+def split_bar(text: str) -> tuple[BarText | None, str]:
     """A finished line as a bar, and what was printed behind it on the same line."""
-    bar = read_bar(line_text)
+    bar = read_bar(text)
     if bar is not None:
         return bar, ""
-    bar_match = _WITH_TOTAL.match(line_text) if "%|" in line_text[:_MAX_BAR_CHARS] else None
+    bar_match = _WITH_TOTAL.match(text) if "%|" in text[:_MAX_BAR_CHARS] else None
     if bar_match is None:
-        return None, line_text
-    return _bar_of(bar_match), line_text[bar_match.end() :]
+        return None, text
+    return _bar_of(bar_match), text[bar_match.end() :]
 
 
 def _bar_of(bar_match: re.Match[str]) -> BarText:
@@ -136,8 +136,8 @@ def _clock_seconds(text: str) -> float | None:
     if not text or "?" in text:
         return None
     seconds = 0.0
-    for clock_part in text.split(":"):
-        seconds = 60 * seconds + int(clock_part or 0)
+    for part in text.split(":"):
+        seconds = 60 * seconds + int(part or 0)
     return seconds
 
 

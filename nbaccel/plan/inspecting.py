@@ -169,11 +169,11 @@ def _read_lines(path: Path) -> list[str]:
 def _host_memory() -> tuple[int, int]:
     """Bytes of main memory: in all, and available now."""
     try:
-        virtual_memory = psutil.virtual_memory()
+        memory = psutil.virtual_memory()
     except OSError:  # no /proc: the C library has numbers, too, but counts no caches as free
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         return page_bytes * os.sysconf("SC_PHYS_PAGES"), page_bytes * os.sysconf("SC_AVPHYS_PAGES")
-    return virtual_memory.total, virtual_memory.available
+    return memory.total, memory.available
 
 
 def free_host_bytes() -> int:
@@ -246,10 +246,10 @@ def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:
 
 def _file_system_bytes(folder: Path) -> int:
     try:
-        file_system = os.statvfs(folder)
+        system = os.statvfs(folder)
     except (OSError, AttributeError):  # no such folder; no such call on Windows
         return 0
-    return file_system.f_blocks * file_system.f_frsize
+    return system.f_blocks * system.f_frsize
 
 
 def _detect_front_end(environ: Mapping[str, str]) -> str:

@@ -85,21 +85,21 @@ class Plan:
         Returns:
             ``2 CPU workers, 1 thread each, started from the template``, for example.
         """
-        each_text = "" if self.num_processes == 1 else " each"
-        headline_parts = [
+        text = "" if self.num_processes == 1 else " each"
+        parts = [
             count_noun(self.num_processes, f"{device_row(self.device).noun} worker"),
-            count_noun(self.threads_per_process, "thread") + each_text,
+            count_noun(self.threads_per_process, "thread") + text,
         ]
         if self.config.mixed_precision != "no":
-            headline_parts.append(self.config.mixed_precision)
+            parts.append(self.config.mixed_precision)
         if self.strategy_headline:
-            headline_parts.append(self.strategy_headline)
-        headline_parts.append(start_method_row(self.start_method).headline)
+            parts.append(self.strategy_headline)
+        parts.append(start_method_row(self.start_method).headline)
         if engine_row(self.engine).runs_on_hosts:
-            headline_parts.append(f"on hosts of engine {self.engine}")
+            parts.append(f"on hosts of engine {self.engine}")
         if self.config.num_nodes > 1:
-            headline_parts.append(f"node {self.config.node_rank} of {self.config.num_nodes}")
-        return ", ".join(headline_parts)
+            parts.append(f"node {self.config.node_rank} of {self.config.num_nodes}")
+        return ", ".join(parts)
 
     def explain(self) -> str:
         """The plan as a table: what, value, why; warnings under it.
@@ -168,11 +168,11 @@ def choices_table(headline: str, choices: Sequence[Choice], warnings: Sequence[s
     return "\n".join(table_lines)
 
 
-def _hanging_lines(line_head: str, text: str) -> Iterator[str]:
+def _hanging_lines(head: str, text: str) -> Iterator[str]:
     """The text beside a head, with its further lines indented to the same column."""
     # Beside a long value a reason still gets a readable width, beyond the line's limit.
-    text_width = max(_TABLE_LINE_CHARS - len(line_head), 30)
-    first_line, *other_lines = textwrap.wrap(text, text_width, break_long_words=False) or [""]
-    yield f"{line_head}{first_line}".rstrip()
+    width = max(_TABLE_LINE_CHARS - len(head), 30)
+    first_line, *other_lines = textwrap.wrap(text, width, break_long_words=False) or [""]
+    yield f"{head}{first_line}".rstrip()
     for line in other_lines:
-        yield f"{' ' * len(line_head)}{line}"
+        yield f"{' ' * len(head)}{line}"

@@ -278,17 +278,15 @@ def _settings_among(row: StrategyRow, handlers: tuple[Any, ...]) -> Iterator[Any
             yield handler
 
 
-def check_strategy(
-    strategy_name: str, device_type: str, run_config: RunConfig | None = None
-) -> None:
+def check_strategy(strategy_name: str, device_type: str, config: RunConfig | None = None) -> None:
     """Refuse, before a process starts, what cannot train in it."""
     if not strategy_name:
         return
     capability_row = strategy_row(strategy_name)
     if capability_row.check:
         load_object(capability_row.check)(device_type)
-    if capability_row.judge and run_config is not None:
-        load_object(capability_row.judge)(run_config, device_type)
+    if capability_row.judge and config is not None:
+        load_object(capability_row.judge)(config, device_type)
 
 
 def enter_worker(device_type: str) -> None:

@@ -242,9 +242,9 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     if config.rdzv_backend not in _RENDEZVOUS_BACKENDS:
         _check_added_rendezvous(config.rdzv_backend, findings)
     elif engine_row(name).starts_scripts_only:
-        asked_text = elastic_reason(config) or f"engine={name!r}"
+        text = elastic_reason(config) or f"engine={name!r}"
         findings.mistakes.append(
-            f"{asked_text} needs torchrun's agent on every machine, which starts scripts and no "
+            f"{text} needs torchrun's agent on every machine, which starts scripts and no "
             "functions of a notebook. Run `nbaccel launch --nnodes 2 --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT script.py` on each machine (`nbaccel export` writes the "
             'script), or have this notebook start the workers of all: engine="ray", with '
@@ -439,16 +439,16 @@ def _choose_precision(
     precision_name = config.mixed_precision
     row = device_row(str(device.value))
     precision_choice = precision_row(precision_name)
-    problem_text = _precision_problem(row, precision_choice, fp8_choice)
-    if problem_text:
-        findings.mistakes.append(problem_text)
-    if precision_name in (slow_precisions := dict(row.slow)):
+    text = _precision_problem(row, precision_choice, fp8_choice)
+    if text:
+        findings.mistakes.append(text)
+    if precision_name in (precisions := dict(row.slow)):
         findings.warnings.append(
             f'mixed_precision="{precision_name}" on {row.name} is slow: '
-            f"{slow_precisions[precision_name]}. "
+            f"{precisions[precision_name]}. "
             '"bf16" is faster there, "no" is exact.'
         )
-    if not problem_text:
+    if not text:
         _check_architecture(
             precision_choice, fp8_choice, _units_with_workers(found, device, count), findings
         )
@@ -533,14 +533,14 @@ def _choose_strategy(
     chosen_precision = fp8_choice.row or precision
     if chosen_precision.path and not strategy_fits(chosen_row, chosen_precision):
         own_reason = fp8_choice.row and refused_strategy(config.fp8, fp8_choice.row, chosen_row)
-        backend_text = f" (backend {fp8_choice.row.name!r})" if fp8_choice.row else ""
+        text = f" (backend {fp8_choice.row.name!r})" if fp8_choice.row else ""
         reason = own_reason or (
             f"{chosen_row.headline or chosen_row.name} trains in "
             f"{', '.join(chosen_row.precisions)} alone."
         )
         findings.mistakes.append(
             f"{requested_strategy.what} is not supported with mixed_precision={precision.name!r}"
-            f"{backend_text}: {reason} Use 'bf16', or leave one of them out."
+            f"{text}: {reason} Use 'bf16', or leave one of them out."
         )
     chosen_device = device_row(str(device.value))
     if chosen_device.precisions and not strategy_fits(chosen_row, chosen_device):
@@ -549,10 +549,10 @@ def _choose_strategy(
             f"{chosen_row.headline or chosen_row.name} trains on {', '.join(chosen_row.devices)} "
             f"alone. Give one of these as device, or leave {requested_strategy.what} out."
         )
-    if count_problem := unfit_count(
+    if problem := unfit_count(
         chosen_row, requested_strategy.what, int(count.value) * config.num_nodes
     ):
-        findings.mistakes.append(count_problem)
+        findings.mistakes.append(problem)
     strategy_choices = requested_strategy.choices or (
         Choice("strategy", chosen_row.name, f"{_AS_REQUESTED}: {chosen_row.meaning}"),
     )
@@ -590,12 +590,12 @@ def _platform_problem(found: Inventory, method: Choice) -> str:
     )
 
 
-def _refuse_mistakes(findings: _Findings, platform_problem: str) -> None:
+def _refuse_mistakes(findings: _Findings, problem: str) -> None:
     # With other mistakes it is one among them; alone it has a type that callers can tell apart.
     if findings.mistakes:
-        raise ConfigError(*findings.mistakes, *filter(None, [platform_problem]))
-    if platform_problem:
-        raise PlatformUnsupported(platform_problem)
+        raise ConfigError(*findings.mistakes, *filter(None, [problem]))
+    if problem:
+        raise PlatformUnsupported(problem)
 
 
 def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:

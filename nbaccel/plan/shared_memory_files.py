@@ -33,17 +33,15 @@ _MIN_AGE_S = 60.0
 """A younger file may be one that its workers are just opening, in another container."""
 
 
-def variables(worker_place: Topology, device: str) -> dict[str, str]:
+def variables(place: Topology, device: str) -> dict[str, str]:
     """The variable that tells DeepSpeed that its ranks share a machine."""
-    process_count = worker_place.local_world_size
+    process_count = place.local_world_size
     if process_count == 1:
         return {}
     # Only ranks on CPUs of one machine make the files. "0" and not unset, because a variable of the
     # notebook's own would be inherited.
     is_enough = (
-        not device_row(device).in_host_memory
-        or worker_place.num_nodes > 1
-        or has_room(process_count)
+        not device_row(device).in_host_memory or place.num_nodes > 1 or has_room(process_count)
     )
     return {"LOCAL_SIZE": str(process_count) if is_enough else "0"}
 
@@ -108,7 +106,7 @@ def _segment_names(path: Path) -> Iterator[str]:
 def free_shared_bytes() -> int:
     """Free bytes of the file system that shared memory is in; 0 where there is none."""
     try:
-        file_system = os.statvfs(FOLDER)
+        system = os.statvfs(FOLDER)
     except OSError:
         return 0
-    return file_system.f_bavail * file_system.f_frsize
+    return system.f_bavail * system.f_frsize

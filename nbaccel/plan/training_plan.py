@@ -113,16 +113,16 @@ class TrainingPlan:
         """The plan in one line."""
         row = strategy_row(self.strategy)
         text = "float32" if self.mixed_precision == "no" else self.mixed_precision
-        headline_parts = [
+        parts = [
             row.headline or row.name,
             f"on {self.device.upper()}",
             text,
         ]
         if self.num_processes > 1:
-            headline_parts.insert(1, f"{self.num_processes} processes")
+            parts.insert(1, f"{self.num_processes} processes")
         if self.accumulation_steps > 1:
-            headline_parts.append(f"{self.accumulation_steps} batches per step")
-        return ", ".join(headline_parts)
+            parts.append(f"{self.accumulation_steps} batches per step")
+        return ", ".join(parts)
 
     def explain(self) -> str:
         """The plan as a table: what, value, why; warnings under it.
@@ -176,8 +176,8 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
 def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
     if strategy is not None and _takes_effect(strategy, found):
         row = strategy_row(strategy.strategy)
-        if count_problem := unfit_count(row, strategy.what, found.world_size):
-            raise ConfigError(count_problem)
+        if problem := unfit_count(row, strategy.what, found.world_size):
+            raise ConfigError(problem)
         return Choice("strategy", row.name, strategy.reason)
     word = "one" if found.world_size == 1 else "several"
     row = next(
@@ -291,11 +291,11 @@ def _judge_precision(
         if all_mistakes := tuple(mistakes):
             raise ConfigError(*all_mistakes)
         yield from fp8_warnings(asked.fp8, fp8.row, device, found.compute_capability)
-    slow_precisions = dict(device.slow)
-    if precision_name in slow_precisions:
+    precisions = dict(device.slow)
+    if precision_name in precisions:
         yield (
             f'mixed_precision="{precision_name}" on {device.name} is slow: '
-            f"{slow_precisions[precision_name]}."
+            f"{precisions[precision_name]}."
         )
     if (found.compute_capability or _NEWEST) < precision_choice.imitated_below:
         yield f'mixed_precision="{precision_name}" is only imitated by this GPU: it saves no time.'

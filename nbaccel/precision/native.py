@@ -94,15 +94,15 @@ class _AutocastPrecision(Precision):
 
     def take_off_autocast(self, model: nn.Module) -> None:
         """Give a model its own forward back; nothing happens to one that is not wrapped."""
-        forward_wrapper = model.__dict__.get("forward")
-        if not isinstance(forward_wrapper, AutocastForward):
+        wrapper = model.__dict__.get("forward")
+        if not isinstance(wrapper, AutocastForward):
             return
         del model.__dict__["forward"]
         model.__dict__.pop("_original_forward", None)
         # A forward that the user had set on the instance is put back; one of the class needs no
         # entry.
-        if not _is_own_method(model, forward_wrapper.forward):
-            model.__dict__["forward"] = forward_wrapper.forward
+        if not _is_own_method(model, wrapper.forward):
+            model.__dict__["forward"] = wrapper.forward
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """See :meth:`Precision.autocast`."""
@@ -209,8 +209,4 @@ def _cast_dataclass(tree: Any) -> Any:
 
 def _set_fields(tree: Any) -> list[str]:
     # A field with init=False and without a default need not exist.
-    return [
-        dataclass_field.name
-        for dataclass_field in dataclasses.fields(tree)
-        if hasattr(tree, dataclass_field.name)
-    ]
+    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]

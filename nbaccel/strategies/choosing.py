@@ -90,8 +90,8 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
 def own_block_classes(model: nn.Module) -> Sequence[str]:
     """The blocks that models of transformers name; most name some they do not have."""
     named: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
-    present_classes = {type(module).__name__ for module in model.modules()}
-    return sorted(present_classes.intersection(named))
+    classes = {type(module).__name__ for module in model.modules()}
+    return sorted(classes.intersection(named))
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> set[int]:

@@ -148,14 +148,14 @@ class FsdpStrategy(Strategy):
         old_parameters = dict(model.named_parameters(remove_duplicate=False))
         # Before `fully_shard`, after which the old parameters have no memory.
         old_spans = {id(parameter): _span_of(parameter) for parameter in model.parameters()}
-        starts_equal = self._starts_equal(old_spans.values())
+        equal = self._starts_equal(old_spans.values())
         # Innermost first: an outer `fully_shard` takes only the parameters that no inner one holds.
         for module in chosen_modules:
             if self._settings.activation_checkpointing:
                 torch_private.recompute_activations(module)
             own_spans = [old_spans.get(id(parameter)) for parameter in module.parameters()]
             fully_shard(module, mp_policy=self._inner, **self._arguments(ignored_set))
-            if starts_equal:
+            if equal:
                 _give_back(own_spans)
         fully_shard(model, mp_policy=self._root, **self._arguments(ignored_set))
         new_parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -166,7 +166,7 @@ class FsdpStrategy(Strategy):
                 and old_parameter not in self._became
             ):
                 self._became[old_parameter] = new_parameters[parameter_name]
-                if not starts_equal:
+                if not equal:
                     optimizer_shards.refill_parameter(new_parameters[parameter_name], old_parameter)
                 _give_back([old_spans[id(old_parameter)]])
         # In the model's order: a set has another one in every process.
@@ -185,7 +185,7 @@ class FsdpStrategy(Strategy):
 
     def _arguments(self, ignored_set: frozenset[nn.Parameter]) -> dict[str, Any]:
         offloads_to_host = self._settings.cpu_offload and self.place.device.type != "cpu"
-        shard_arguments: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self._settings.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy() if offloads_to_host else OffloadPolicy(),
@@ -197,8 +197,8 @@ class FsdpStrategy(Strategy):
                     f"ignored_modules={self._settings.ignored_modules!r} needs torch 2.7 or "
                     f"newer; this is {torch.__version__}, which would shard them. Update torch."
                 )
-            shard_arguments["ignored_params"] = set(ignored_set)
-        return shard_arguments
+            arguments["ignored_params"] = set(ignored_set)
+        return arguments
 
     # ---------------------------------------------------------------- training
 

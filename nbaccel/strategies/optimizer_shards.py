@@ -188,18 +188,18 @@ def _outline_state(optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placed_value(
-    outlined_value: Any,
+    value: Any,
     state: Mapping[str, Any],
     key: tuple[Any, str],
     parameter: torch.Tensor,
     *,
     source: bool,
 ) -> Any:
-    if not isinstance(outlined_value, torch.Tensor) or not outlined_value.is_meta:
-        return outlined_value
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
     number, name = key
     return place_like(
-        state["state"][number][name] if source else _empty_like_outline(outlined_value),
+        state["state"][number][name] if source else _empty_like_outline(value),
         parameter,
     )
 

@@ -62,14 +62,14 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
     """The problems of files of shards."""
     stored_entries = sorted(
         (
-            storage_info.relative_path,
-            storage_info.offset,
-            storage_info.length,
+            info.relative_path,
+            info.offset,
+            info.length,
             index.fqn,
         )
-        for index, storage_info in metadata.storage_data.items()
+        for index, info in metadata.storage_data.items()
         # An extension of the user's has compressed the others, so they are no archives.
-        if not storage_info.transform_descriptors
+        if not info.transform_descriptors
     )
     files_with_entries = [
         (file_name, list(file_entries))
@@ -81,13 +81,9 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
         if isinstance(entry_metadata, BytesStorageMetadata)
     }
     return [
-        f"{folder / entry_name} {problem_text}. {SHARDS_REMEDY}"
+        f"{folder / entry_name} {text}. {SHARDS_REMEDY}"
         for entry_name, own_entries in files_with_entries[first_file::file_step]
-        if (
-            problem_text := next(
-                _problems_of_file(folder, entry_name, own_entries, plain_names), ""
-            )
-        )
+        if (text := next(_problems_of_file(folder, entry_name, own_entries, plain_names), ""))
     ]
 
 
@@ -211,23 +207,21 @@ def load_shards(
 ) -> None:
     """Read a checkpoint; a collective."""
     metadata = read_metadata(folder)
-    loaded_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
+    content: dict[str, Any] = {"model": _model_slots(model, left_out)}
     if optimizer is not None:
         # DCP reads only into tensors that it is given, and an optimizer that has not stepped has
         # none.
-        loaded_content.update(_optimizer_slots(optimizer, folder, metadata))
-    read_entries(loaded_content, folder, metadata)
-    set_model_state_dict(
-        model, loaded_content.pop("model"), options=StateDictOptions(strict=not left_out)
-    )
+        content.update(_optimizer_slots(optimizer, folder, metadata))
+    read_entries(content, folder, metadata)
+    set_model_state_dict(model, content.pop("model"), options=StateDictOptions(strict=not left_out))
     if optimizer is not None:
-        param_groups = _nest_entries(_GROUPS_PREFIX, loaded_content)
+        param_groups = _nest_entries(_GROUPS_PREFIX, content)
         optimizer.load_state_dict(
             {
                 "param_groups": [
                     param_groups[group_number] for group_number in sorted(param_groups)
                 ],
-                "state": _nest_entries(_STATE_PREFIX, loaded_content),
+                "state": _nest_entries(_STATE_PREFIX, content),
             }
         )
 
@@ -297,14 +291,12 @@ def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: 
             )
 
 
-def _check_optimizer(
-    optimizer: Optimizer, folder: Path, stored_metadata: Mapping[str, Any]
-) -> None:
-    _check_has_optimizer(folder, stored_metadata)
+def _check_optimizer(optimizer: Optimizer, folder: Path, metadata: Mapping[str, Any]) -> None:
+    _check_has_optimizer(folder, metadata)
     parameters = optimizer_shards.numbered_parameters(optimizer)
     numbers = {
         int(key.removeprefix(_STATE_PREFIX).partition(".")[0])
-        for key in stored_metadata
+        for key in metadata
         if key.startswith(_STATE_PREFIX)
     }
     # Parameters that have not stepped have no state, so the numbers need not be complete.
@@ -316,28 +308,28 @@ def _check_optimizer(
         )
 
 
-def _check_has_optimizer(folder: Path, stored_metadata: Mapping[str, Any]) -> None:
-    if not any(key.startswith(_GROUPS_PREFIX) for key in stored_metadata):
+def _check_has_optimizer(folder: Path, metadata: Mapping[str, Any]) -> None:
+    if not any(key.startswith(_GROUPS_PREFIX) for key in metadata):
         raise ConfigError(
-            f"{folder} has no optimizer in it: it holds {len(stored_metadata)} entries of a "
+            f"{folder} has no optimizer in it: it holds {len(metadata)} entries of a "
             "model. Training would continue with a new optimizer. Load it "
             "without one."
         )
 
 
-def _flatten_entries(key_prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _flatten_entries(prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        f"{key_prefix}{number}.{name}": value
+        f"{prefix}{number}.{name}": value
         for number, entry in entries.items()
         for name, value in entry.items()
     }
 
 
-def _nest_entries(key_prefix: str, flat_content: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def _nest_entries(prefix: str, content: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     entries: dict[int, dict[str, Any]] = {}
-    for key, value in flat_content.items():
-        if key.startswith(key_prefix):
-            number, _, name = key.removeprefix(key_prefix).partition(".")
+    for key, value in content.items():
+        if key.startswith(prefix):
+            number, _, name = key.removeprefix(prefix).partition(".")
             entries.setdefault(int(number), {})[name] = value
     return entries
 

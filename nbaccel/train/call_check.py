@@ -106,8 +106,8 @@ def forget_left_groups() -> None:
 
 def calls_begun() -> int:
     """How many calls this process has begun in the default group; 0 where there is none."""
-    process_group: Any = dist.group.WORLD if dist.is_initialized() else None
-    check = None if process_group is None else _CHECKS_BY_GROUP.get(process_group)
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    check = None if group is None else _CHECKS_BY_GROUP.get(group)
     return 0 if check is None else check.calls_begun
 
 

@@ -191,9 +191,9 @@ class Collectives:
                     "dimension. Give tensors that have as many on every process."
                 )
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
-        shape_iterator = iter(shapes)
+        iterator = iter(shapes)
         return map_leaves(
-            lambda tensor: _pad_tensor(tensor, next(shape_iterator), dim, pad_index, pad_first),
+            lambda tensor: _pad_tensor(tensor, next(iterator), dim, pad_index, pad_first),
             tree,
         )
 

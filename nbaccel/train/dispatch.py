@@ -162,9 +162,9 @@ class DispatchLoader(PreparedLoader):
 
     def _joined_batches(self, source: Iterator[Any]) -> Iterator[Any]:
         """On process 0: the batches of all processes together."""
-        batches_per_round = 1 if self.settings.split_batches else self.settings.place.world_size
-        while round_batches := list(itertools.islice(source, batches_per_round)):
-            if len(round_batches) < batches_per_round and self.settings.drop_last:
+        per_round = 1 if self.settings.split_batches else self.settings.place.world_size
+        while round_batches := list(itertools.islice(source, per_round)):
+            if len(round_batches) < per_round and self.settings.drop_last:
                 return
             if self.slice_fn is None:
                 _check_divisible_leaves(round_batches)
@@ -230,11 +230,11 @@ def _reader_error(announcement: _RoundAnnouncement) -> Exception:
     )
 
 
-def _join_batches(round_batches: list[Any]) -> Any:
-    if len(round_batches) == 1:
-        return round_batches[0]
+def _join_batches(batches: list[Any]) -> Any:
+    if len(batches) == 1:
+        return batches[0]
     try:
-        return concatenate(round_batches)
+        return concatenate(batches)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."

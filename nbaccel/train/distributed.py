@@ -97,8 +97,8 @@ def _join_process_group(
     # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
     # would wait for addresses of the first for ever (torch 2.13). So each group gets a prefix; and
     # the store is kept, because another process may read it while this one creates its next group.
-    rendezvous_iterator = rendezvous("env://", rank, world_size, timeout=timeout)
-    store = next(iter(rendezvous_iterator))[0]
+    iterator = rendezvous("env://", rank, world_size, timeout=timeout)
+    store = next(iter(iterator))[0]
     store.set_timeout(timeout)
     _RENDEZVOUS_STORES.append(store)
     group_store = dist.PrefixStore(f"nbaccel_{len(_RENDEZVOUS_STORES)}", store)  # type: ignore[attr-defined]
@@ -231,17 +231,17 @@ def _environment_number(name: str, default: int) -> int:
         ) from None
 
 
-def _check_process_numbers(group_numbers: dict[str, int]) -> None:
-    if not 0 <= group_numbers["rank"] < group_numbers["world_size"]:
+def _check_process_numbers(numbers: dict[str, int]) -> None:
+    if not 0 <= numbers["rank"] < numbers["world_size"]:
         raise ConfigError(
-            f"RANK={group_numbers['rank']} does not fit WORLD_SIZE={group_numbers['world_size']}. "
+            f"RANK={numbers['rank']} does not fit WORLD_SIZE={numbers['world_size']}. "
             "The processes could not connect to each other. Set both, or none to train in this "
             "process alone."
         )
     variables = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.read(name)]
-    if group_numbers["world_size"] > 1 and variables:
+    if numbers["world_size"] > 1 and variables:
         raise ConfigError(
-            f"WORLD_SIZE={group_numbers['world_size']} means several processes, but "
+            f"WORLD_SIZE={numbers['world_size']} means several processes, but "
             f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} "
             "not set. They could not connect to each other. Start them with notebook_launcher or "
             "torchrun, or unset WORLD_SIZE to train in this process alone."

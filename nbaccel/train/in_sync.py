@@ -26,10 +26,10 @@ def tensor_fingerprint(tensor: torch.Tensor) -> int:
     flat_tensor = tensor.detach().contiguous().reshape(-1)
     if flat_tensor.is_complex():
         flat_tensor = torch.view_as_real(flat_tensor).reshape(-1)
-    bit_integers = flat_tensor.view(_INTEGER_BY_SIZE[flat_tensor.element_size()])
+    integers = flat_tensor.view(_INTEGER_BY_SIZE[flat_tensor.element_size()])
     weighted_sum = torch.zeros((), dtype=torch.int64, device=flat_tensor.device)
-    for first_element in range(0, bit_integers.numel(), _CHUNK_ELEMENTS):
-        chunk = bit_integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
+    for first_element in range(0, integers.numel(), _CHUNK_ELEMENTS):
+        chunk = integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
         # Weighted by position, because a plain sum would not see two elements swapped. int64 wraps.
         weighted_sum += (
             chunk

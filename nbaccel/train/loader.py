@@ -147,22 +147,21 @@ class LoaderPosition:
         self.restored_state = dict(state) if state["start"] is not None else None
         self._set_draw_states(state["generators"])
 
-    def continue_with(self, base_state: Mapping[str, Any]) -> dict[str, Any]:
+    def continue_with(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Take over the state of torchdata's loader, which knows its samplers but no epoch."""
         start = {
             "process": rng.capture_rng_states(_HOST_PLACE),
             "generators": self._draw_states(),
             "has_begun": self.has_begun,
         }
-        snapshot = base_state.get("_snapshot") or {}
-        self.batches_seen = int(base_state.get("_num_yielded") or 0) or (
-            int(snapshot.get("_snapshot_step") or 0)
-            + int(base_state.get("_steps_since_snapshot") or 0)
+        snapshot = state.get("_snapshot") or {}
+        self.batches_seen = int(state.get("_num_yielded") or 0) or (
+            int(snapshot.get("_snapshot_step") or 0) + int(state.get("_steps_since_snapshot") or 0)
         )
         self._epoch_start = start
-        self.restored_state = {**self.state_dict(), "base": dict(base_state), "ahead": None}
+        self.restored_state = {**self.state_dict(), "base": dict(state), "ahead": None}
         self._epoch_start = None
-        return dict(base_state)
+        return dict(state)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -176,9 +175,9 @@ class LoaderPosition:
     def _draw_states(self) -> dict[str, torch.Tensor]:
         return {name: generator.get_state() for name, generator in self._owned_generators.items()}
 
-    def _set_draw_states(self, generator_states: Mapping[str, torch.Tensor]) -> None:
-        for name in generator_states.keys() & self._owned_generators.keys():
-            self._owned_generators[name].set_state(generator_states[name])
+    def _set_draw_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        for name in states.keys() & self._owned_generators.keys():
+            self._owned_generators[name].set_state(states[name])
 
 
 _END_OF_EPOCH: Any = object()
@@ -502,11 +501,11 @@ class PreparedLoader(DataLoader[Any]):
         return self._open_base(draws_now=draws_now)
 
     def _open_base(self, *, draws_now: bool) -> Iterator[Any]:
-        base_iterator: Any = iter(self.base)
+        iterator: Any = iter(self.base)
         # A sampler draws when its first index is read, which torch has done if there are workers.
         if draws_now and not self.num_workers:
-            torch_private.draw_order_now(base_iterator)
-        return base_iterator  # type: ignore[no-any-return]
+            torch_private.draw_order_now(iterator)
+        return iterator  # type: ignore[no-any-return]
 
     def _synchronize_generators(self) -> None:
         settings = self.settings

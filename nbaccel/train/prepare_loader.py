@@ -244,12 +244,8 @@ class _LoaderPreparation:
                 dataset, batch_size, drop_last, world_size, rank, split_batches
             )
         batch_size = self.loader.batch_size
-        changed_options = (
-            {"batch_size": batch_size // world_size} if batch_size and split_batches else {}
-        )
-        return _rebuild_loader(
-            self.loader, stateful=self.stateful, dataset=dataset, **changed_options
-        )
+        options = {"batch_size": batch_size // world_size} if batch_size and split_batches else {}
+        return _rebuild_loader(self.loader, stateful=self.stateful, dataset=dataset, **options)
 
     def _use_seedable_sampler(self) -> None:
         """Replace a shuffling sampler by one that depends on seed and epoch alone."""

@@ -41,7 +41,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: Optimizer,
         gradient_state: GradientState,
         scaler: torch.amp.GradScaler | None = None,
-        mark_step: Callable[[], None] | None = None,
+        step: Callable[[], None] | None = None,
     ) -> None:
         # Without the base class's constructor: it would make a second state and second groups.
         self.optimizer = optimizer
@@ -50,7 +50,7 @@ class PreparedOptimizer(Optimizer):
         # Accelerate's name: there are programs that set it.
         self._is_overflow: bool | torch.Tensor = False
         self._has_stepped = False
-        self._mark_step = mark_step
+        self._mark_step = step
         self._watch_steps()
         _move_state_to_parameters(optimizer)
 
@@ -114,9 +114,9 @@ class PreparedOptimizer(Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step did not happen because gradients were infinite."""
         # An engine's optimizer (DeepSpeed) scales losses itself, so only the engine knows.
-        engine_flag = getattr(self.optimizer, "step_was_skipped", None)
-        if engine_flag is not None:
-            return bool(engine_flag)
+        flag = getattr(self.optimizer, "step_was_skipped", None)
+        if flag is not None:
+            return bool(flag)
         if not isinstance(self._is_overflow, bool):
             self._is_overflow = bool(self._is_overflow.item())
         return self._is_overflow

@@ -147,34 +147,34 @@ class Progress(Generic[_LoaderBatch]):
         elapsed_s = max(time.time() - self._start_time, 1e-9)
         all_samples = sum(rank_numbers["samples"] for rank_numbers in all_numbers)
         # A loop over numbers has none.
-        bar_postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"} if all_samples else {}
+        postfix = {"samples/s": f"{all_samples / elapsed_s:.0f}"} if all_samples else {}
         known_losses = [
             rank_numbers["loss"] for rank_numbers in all_numbers if rank_numbers["loss"] is not None
         ]
         if known_losses:
-            bar_postfix = {"loss": f"{sum(known_losses) / len(known_losses):.4g}", **bar_postfix}
+            postfix = {"loss": f"{sum(known_losses) / len(known_losses):.4g}", **postfix}
         if not self._place.is_alone:
             num_heard = len(all_numbers)
             num_all = self._place.world_size
             # Of those that have said nothing yet no samples are counted.
-            bar_postfix["processes"] = (
+            postfix["processes"] = (
                 str(num_all) if num_heard == num_all else f"{num_heard} of {num_all}"
             )
-        self.bar.set_postfix(bar_postfix)
+        self.bar.set_postfix(postfix)
 
     def _exchange_numbers(self, own_numbers: dict[str, Any]) -> list[dict[str, Any]]:
         """Write this process's numbers; process 0 also reads those of the others so far."""
         with contextlib.suppress(dist.DistError):  # the store is gone; a bar must not end training
-            group_store = torch_private.default_store()
-            group_store.set(self._store_key(self._place.rank), json.dumps(own_numbers))
+            store = torch_private.default_store()
+            store.set(self._store_key(self._place.rank), json.dumps(own_numbers))
             if self._place.is_main:
                 store_keys = [self._store_key(rank) for rank in range(1, self._place.world_size)]
                 posted_numbers = [
-                    json.loads(group_store.get(key))
+                    json.loads(store.get(key))
                     for key in store_keys
                     # `get` blocks until a key exists; a process that has written nothing yet is
                     # left out.
-                    if group_store.check([key])
+                    if store.check([key])
                 ]
                 # An earlier run on the same store may have left numbers of its own.
                 return [

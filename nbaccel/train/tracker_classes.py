@@ -197,15 +197,13 @@ def plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
     return str(any_value)
 
 
-def flatten_values(
-    nested_values: Mapping[str, Any], name_prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def flatten_values(nested_values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested values under names such as ``outer.inner``."""
     for name, nested_value in nested_values.items():
         if isinstance(nested_value, Mapping):
-            yield from flatten_values(nested_value, f"{name_prefix}{name}.")
+            yield from flatten_values(nested_value, f"{prefix}{name}.")
         else:
-            yield f"{name_prefix}{name}", nested_value
+            yield f"{prefix}{name}", nested_value
 
 
 class AimTracker(ServiceTracker):
@@ -257,17 +255,13 @@ class AimTracker(ServiceTracker):
             kwargs: Further arguments: ``aim_image`` of ``aim.Image``, ``track`` of ``Run.track``.
         """
         image_class: Any = import_module("aim").Image
-        further_options = kwargs or {}
+        options = kwargs or {}
         for image_name, image_value in values.items():
             image_data, caption = (
                 image_value if isinstance(image_value, tuple) else (image_value, "")
             )
-            aim_image = image_class(
-                image_data, caption=caption, **further_options.get("aim_image", {})
-            )
-            self.run.track(
-                aim_image, name=image_name, step=step, **further_options.get("track", {})
-            )
+            image = image_class(image_data, caption=caption, **options.get("aim_image", {}))
+            self.run.track(image, name=image_name, step=step, **options.get("track", {}))
 
     def finish(self) -> None:
         """See :meth:`GeneralTracker.finish`."""
@@ -333,8 +327,8 @@ class MLflowTracker(ServiceTracker):
         experiment = mlflow.get_experiment_by_name(self.experiment_name)
         if experiment is not None:
             return str(experiment.experiment_id)
-        artifact_location = None if self.logging_dir is None else str(self.logging_dir)
-        return str(mlflow.create_experiment(self.experiment_name, artifact_location, self.tags))
+        location = None if self.logging_dir is None else str(self.logging_dir)
+        return str(mlflow.create_experiment(self.experiment_name, location, self.tags))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration, as far as MLflow takes texts of such a length."""
@@ -464,8 +458,8 @@ class WandBTracker(ServiceTracker):
     ) -> None:
         """Write a table, of rows and the names of their columns, or of a data frame."""
         table_class: Any = import_module("wandb").Table
-        wandb_table = table_class(columns=columns, data=data, dataframe=dataframe)
-        self.log({table_name: wandb_table}, step=step, **kwargs)
+        table = table_class(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)
 
 
 class SwanLabTracker(ServiceTracker):
@@ -587,20 +581,20 @@ class ClearMLTracker(ServiceTracker):
             step: The training step; without one a number stands alone.
             **kwargs: Arguments of the task's logger.
         """
-        task_logger = self.run.get_logger()
+        logger = self.run.get_logger()
         for value_name, logged_value in self.shown_values(values, (Real,)):
             if step is None:
-                task_logger.report_single_value(name=value_name, value=logged_value, **kwargs)
+                logger.report_single_value(name=value_name, value=logged_value, **kwargs)
             else:
-                task_logger.report_scalar(
+                logger.report_scalar(
                     **_plot_names(value_name), value=logged_value, iteration=step, **kwargs
                 )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images, as arrays or of PIL, by name."""
-        task_logger = self.run.get_logger()
+        logger = self.run.get_logger()
         for image_name, image_data in values.items():
-            task_logger.report_image(
+            logger.report_image(
                 **_plot_names(image_name), iteration=step, image=image_data, **kwargs
             )
 
@@ -616,8 +610,8 @@ class ClearMLTracker(ServiceTracker):
         """Write a table, of rows and the names of their columns, or of a data frame."""
         rows = [columns, *(data or ())] if columns else data
         table_content = rows if dataframe is None else dataframe
-        task_logger = self.run.get_logger()
-        task_logger.report_table(
+        logger = self.run.get_logger()
+        logger.report_table(
             **_plot_names(table_name), table_plot=table_content, iteration=step, **kwargs
         )
 

@@ -185,13 +185,13 @@ class TensorBoardTracker(GeneralTracker):
         self.tracker.flush()
 
     def _log_one(self, name: str, value: Any, step: int | None, options: dict[str, Any]) -> None:
-        summary_writer: Any = self.tracker
+        writer: Any = self.tracker
         if isinstance(value, (int, float)):
-            summary_writer.add_scalar(name, value, global_step=step, **options)
+            writer.add_scalar(name, value, global_step=step, **options)
         elif isinstance(value, str):
-            summary_writer.add_text(name, value, global_step=step, **options)
+            writer.add_text(name, value, global_step=step, **options)
         elif isinstance(value, dict):
-            summary_writer.add_scalars(name, value, global_step=step, **options)
+            writer.add_scalars(name, value, global_step=step, **options)
         elif value is not None:
             raise ConfigError(
                 f"log({name!r}: {shown(value)}) is no number, text or dict of "
@@ -208,9 +208,9 @@ class TensorBoardTracker(GeneralTracker):
             step: The training step.
             **kwargs: Arguments of ``add_images``, such as ``dataformats="NHWC"``.
         """
-        summary_writer: Any = self.tracker
+        writer: Any = self.tracker
         for name, images in values.items():
-            summary_writer.add_images(name, images, global_step=step, **kwargs)
+            writer.add_images(name, images, global_step=step, **kwargs)
         self.tracker.flush()
 
     def finish(self) -> None:
@@ -274,11 +274,11 @@ def _built_in_trackers() -> dict[str, type[GeneralTracker]]:
 
 
 def _tracker_availability() -> dict[str, bool]:
-    service_availability = {name: service.is_there() for name, service in TRACKER_SERVICES.items()}
+    availability = {name: service.is_there() for name, service in TRACKER_SERVICES.items()}
     return {
         JsonlTracker.name: True,
         TensorBoardTracker.name: _has_tensorboard(),
-        **service_availability,
+        **availability,
     }
 
 
@@ -304,12 +304,10 @@ def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[
     requested = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     matches: list[_Tracker] = []
     mistakes: list[str] = []
-    for requested_item in requested:
+    for item in requested:
         try:
             # A tracker that is named twice, or also by `all`, is started once.
-            matches += [
-                tracker for tracker in _match_trackers(requested_item) if tracker not in matches
-            ]
+            matches += [tracker for tracker in _match_trackers(item) if tracker not in matches]
         except ConfigError as error:
             mistakes += error.mistakes
     mistakes += [
@@ -325,13 +323,13 @@ def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[
     return matches
 
 
-def _match_trackers(requested_item: Any) -> list[_Tracker]:
-    if isinstance(requested_item, GeneralTracker) or (
-        isinstance(requested_item, type) and issubclass(requested_item, GeneralTracker)
+def _match_trackers(item: Any) -> list[_Tracker]:
+    if isinstance(item, GeneralTracker) or (
+        isinstance(item, type) and issubclass(item, GeneralTracker)
     ):
-        return [requested_item]
+        return [item]
     # A member of an enumeration stands for its value: Accelerate's LoggerType is one.
-    tracker_name = getattr(requested_item, "value", requested_item)
+    tracker_name = getattr(item, "value", item)
     entry_points = {
         entry_point.name: entry_point
         for entry_point in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
@@ -360,7 +358,7 @@ def _match_trackers(requested_item: Any) -> list[_Tracker]:
         return [_load_entry_point(entry_points[tracker_name])]
     known_names = [*classes, *entry_points, _EVERY_TRACKER]
     raise ConfigError(
-        f"log_with={shown(requested_item)} is not a known tracker. Nothing would be "
+        f"log_with={shown(item)} is not a known tracker. Nothing would be "
         f"logged.{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. "
         "Give one of these, an instance of a GeneralTracker, or install a package with an entry "
         f"point in {_ENTRY_POINT_GROUP!r}. A class given to register_tracker_class is known in "
@@ -419,10 +417,10 @@ def start_trackers(
         if tracker.main_process_only and not place.is_main:
             continue
         if isinstance(tracker, type):
-            folder_arguments = (logging_dir,) if tracker.requires_logging_directory else ()
+            arguments = (logging_dir,) if tracker.requires_logging_directory else ()
             tracker_options = (init_kwargs or {}).get(tracker.name, {})
             tracker_class: Any = tracker
-            tracker = tracker_class(run_name, *folder_arguments, **tracker_options)  # noqa: PLW2901 - class to instance
+            tracker = tracker_class(run_name, *arguments, **tracker_options)  # noqa: PLW2901 - class to instance
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)

@@ -146,18 +146,18 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, A
     metadata = read_metadata(folder)
     if problems := shard_problems(folder, metadata, 0, 1):
         raise CheckpointDamaged(*problems)
-    stored_tensors = {
+    tensors = {
         name: kept
         for name, kept in metadata.state_dict_metadata.items()
         if isinstance(kept, TensorStorageMetadata) and name.startswith(_PREFIX)
     }
-    if not stored_tensors:
+    if not tensors:
         raise ConfigError(
             f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no weights of a model, but "
             f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
         )
-    _refuse_missing_shards(stored_tensors, folder)
-    return stored_tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
+    _refuse_missing_shards(tensors, folder)
+    return tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
 
 
 def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:

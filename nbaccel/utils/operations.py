@@ -64,13 +64,13 @@ _BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.W
 
 
 def _together() -> Collectives:
-    process_group: Any = dist.group.WORLD
-    collectives = None if process_group is None else _BY_GROUP.get(process_group)
+    group: Any = dist.group.WORLD
+    collectives = None if group is None else _BY_GROUP.get(group)
     if collectives is None:
         collectives = Collectives(distributed.init_process())
-        process_group = dist.group.WORLD
-        if process_group is not None:
-            _BY_GROUP[process_group] = collectives
+        group = dist.group.WORLD
+        if group is not None:
+            _BY_GROUP[group] = collectives
     return collectives
 
 
@@ -328,10 +328,8 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Tensors of fp16 and bf16 as float32, in the same containers; others stay."""
-    short_dtypes = (torch.float16, torch.bfloat16)
-    return trees.map_tensors(
-        lambda leaf: leaf.float() if leaf.dtype in short_dtypes else leaf, tensor
-    )
+    dtypes = (torch.float16, torch.bfloat16)
+    return trees.map_tensors(lambda leaf: leaf.float() if leaf.dtype in dtypes else leaf, tensor)
 
 
 class ConvertOutputsToFp32:

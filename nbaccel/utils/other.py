@@ -88,9 +88,9 @@ def extract_model_from_parallel(
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    wrapper_classes = _wrappers()
+    classes = _wrappers()
     # Wrappers may be nested.
-    while isinstance(model, wrapper_classes):
+    while isinstance(model, classes):
         inner: Any = model.module
         model = inner
     return model

@@ -193,10 +193,7 @@ class Advice:
         """All rungs with what they need, the verdict and the reason; remarks below the table."""
         table_rows = [
             _TABLE_HEAD,
-            *(
-                ladder_rung.cells(is_chosen=ladder_rung is self.chosen)
-                for ladder_rung in self.rungs
-            ),
+            *(rung.cells(is_chosen=rung is self.chosen) for rung in self.rungs),
         ]
         # A column without a value, such as that of NVMe, would only take width.
         used_columns = [
@@ -209,16 +206,16 @@ class Advice:
             for column_index in used_columns
         }
         output_lines = [self.headline(), ""]
-        for table_row, ladder_rung in zip(table_rows, (None, *self.rungs), strict=True):
-            row_cells = [
+        for table_row, rung in zip(table_rows, (None, *self.rungs), strict=True):
+            cells = [
                 _aligned_text(table_row[column_index], column_widths[column_index], column_index)
                 for column_index in used_columns
             ]
-            output_lines.append("  ".join(row_cells).rstrip())
+            output_lines.append("  ".join(cells).rstrip())
             # A reason is a sentence, too long for a column of text of fixed width.
-            if ladder_rung is not None:
+            if rung is not None:
                 output_lines += textwrap.wrap(
-                    ladder_rung.reason,
+                    rung.reason,
                     _ADVICE_LINE_CHARS,
                     initial_indent=" " * 6,
                     subsequent_indent=" " * 6,
@@ -239,8 +236,7 @@ class Advice:
 
     def _repr_html_(self) -> str:
         table_rows = [
-            (*ladder_rung.cells(is_chosen=ladder_rung is self.chosen), ladder_rung.reason)
-            for ladder_rung in self.rungs
+            (*rung.cells(is_chosen=rung is self.chosen), rung.reason) for rung in self.rungs
         ]
         columns = [0] + [
             column_index
@@ -259,7 +255,7 @@ class Advice:
             + "</tr>"
             for table_row in table_rows
         )
-        remarks_html = "".join(f"<p>{escape(remark_text)}</p>" for remark_text in self._remarks())
+        remarks_html = "".join(f"<p>{escape(text)}</p>" for text in self._remarks())
         return (
             f"<p><b>{escape(self.headline())}</b></p><table><thead><tr>{table_head}</tr></thead>"
             f"<tbody>{table_body}</tbody></table>{remarks_html}"
@@ -268,21 +264,21 @@ class Advice:
     def _remarks(self) -> list[str]:
         texts = []
         if self.largest_batch_size is not None:
-            larger_note = "" if self.is_largest else "; larger ones were not tried"
+            note = "" if self.is_largest else "; larger ones were not tried"
             texts.append(
                 f"Largest batch with which a real step worked: {self.largest_batch_size} samples "
-                f"per process{larger_note}."
+                f"per process{note}."
             )
         return [*texts, *self.warnings]
 
 
-def _lacking_bytes(ladder_rung: Rung) -> int:
-    return sum(ladder_rung.estimate.lacking.values()) if ladder_rung.estimate is not None else 0
+def _lacking_bytes(rung: Rung) -> int:
+    return sum(rung.estimate.lacking.values()) if rung.estimate is not None else 0
 
 
-def _missing_memory(ladder_rung: Rung) -> str:
+def _missing_memory(rung: Rung) -> str:
     words = {"device": "on each device", "host": "of host memory", "nvme": "of disk"}
-    lacking_bytes = ladder_rung.estimate.lacking if ladder_rung.estimate is not None else {}
+    lacking_bytes = rung.estimate.lacking if rung.estimate is not None else {}
     return " and ".join(
         f"{format_bytes(missing_bytes)} {words[name]}"
         for name, missing_bytes in lacking_bytes.items()
@@ -291,14 +287,14 @@ def _missing_memory(ladder_rung: Rung) -> str:
 
 def _html_cell(html_tag: str, text: str, index: int) -> str:
     # Numbers, from the batch to what was measured, are compared by their last digits.
-    text_side = "right" if 2 <= index <= 6 else "left"
+    side = "right" if 2 <= index <= 6 else "left"
     # Only the last column, with the reasons, may be wrapped.
     style = "" if index == len(_TABLE_HEAD) else ";white-space:nowrap"
-    return f"<{html_tag} style='text-align:{text_side}{style}'>{escape(text)}</{html_tag}>"
+    return f"<{html_tag} style='text-align:{side}{style}'>{escape(text)}</{html_tag}>"
 
 
-def _aligned_text(cell_text: str, column_width: int, index: int) -> str:
-    return cell_text.rjust(column_width) if 2 <= index <= 6 else cell_text.ljust(column_width)
+def _aligned_text(text: str, width: int, index: int) -> str:
+    return text.rjust(width) if 2 <= index <= 6 else text.ljust(width)
 
 
 def _size_text(num_bytes: int) -> str:

@@ -59,13 +59,13 @@ def advise(
         model, sample_batch, try_it=try_it, num_nodes=num_nodes, max_trials=max_trials
     )
     machine_inventory = inventory or inspect_machine()
-    launch_plan = resolve(RunConfig(num_processes=num_processes), machine_inventory)
-    base_settings = {} if config is None else _load_checked(config, machine_inventory)
-    world_size = launch_plan.num_processes * num_nodes
-    device = registry.device(launch_plan.device)
-    device_units = device.units(machine_inventory)[: launch_plan.num_processes]
+    plan = resolve(RunConfig(num_processes=num_processes), machine_inventory)
+    settings = {} if config is None else _load_checked(config, machine_inventory)
+    world_size = plan.num_processes * num_nodes
+    device = registry.device(plan.device)
+    device_units = device.units(machine_inventory)[: plan.num_processes]
     training_precision = choose_precision(
-        precision, base_config=base_settings, model=model, device_units=device_units
+        precision, base_config=settings, model=model, device_units=device_units
     )
     ladder_walk = Walk(
         recipe=Recipe(
@@ -74,12 +74,12 @@ def advise(
             precision=training_precision.name,
             optimizer=optimizer,
             world_size=world_size,
-            base=base_settings,
-            nvme_path=_nvme_folder(base_settings, nvme_path),
+            base=settings,
+            nvme_path=_nvme_folder(settings, nvme_path),
             pin_memory=device.pins_host_memory,
         ),
         sample_batch=sample_batch,
-        num_processes=launch_plan.num_processes,
+        num_processes=plan.num_processes,
         num_nodes=num_nodes,
         inventory=machine_inventory,
         budget=Budget(
@@ -89,12 +89,12 @@ def advise(
         ),
     )
     sample_count = None if sample_batch is None else num_samples(sample_batch)
-    batch = batch_of(base_settings, samples=sample_count, world_size=world_size)
+    batch = batch_of(settings, samples=sample_count, world_size=world_size)
     ladder_rounds = ladder_walk.rounds(*batch)
     step_prover = None
     if try_it and launch is not None:
-        step_prover = _new_prover(ladder_walk, launch_plan, launch, max_trials, timeout)
-    return _advice_of(ladder_walk, ladder_rounds, launch_plan, training_precision, step_prover)
+        step_prover = _new_prover(ladder_walk, plan, launch, max_trials, timeout)
+    return _advice_of(ladder_walk, ladder_rounds, plan, training_precision, step_prover)
 
 
 def _load_checked(
@@ -108,7 +108,7 @@ def _load_checked(
 
 
 def _new_prover(
-    ladder_walk: Walk,
+    walk: Walk,
     plan: Plan,
     launch: Callable[..., Any],
     max_trials: int,
@@ -118,7 +118,7 @@ def _new_prover(
     from nbaccel.deepspeed.advisor.proving import Prover
 
     return Prover(
-        walk=ladder_walk,
+        walk=walk,
         plan=plan,
         max_trials=max_trials,
         timeout_s=timeout_s,
@@ -136,7 +136,7 @@ def _advice_of(
     ladder_walk: Walk,
     ladder_rounds: Iterator[Any],
     launch_plan: Plan,
-    training_precision: TrainingPrecision,
+    precision: TrainingPrecision,
     step_prover: Prover | None,
 ) -> Advice:
     batch_search: Search | None = None
@@ -155,34 +155,32 @@ def _advice_of(
     return Advice(
         rungs=tried_rungs,
         chosen=rung,
-        precision=training_precision.name,
+        precision=precision.name,
         num_processes=launch_plan.num_processes,
         largest_batch_size=batch_search.works if batch_search else None,
         is_largest=batch_search is None or batch_search.fails is not None,
-        warnings=tuple(_advice_warnings(ladder_walk, training_precision, rung)),
+        warnings=tuple(_advice_warnings(ladder_walk, precision, rung)),
     )
 
 
-def _advice_warnings(
-    ladder_walk: Walk, precision: TrainingPrecision, chosen_rung: Rung | None
-) -> Iterator[str]:
-    if ladder_walk.sample_batch is None:
+def _advice_warnings(walk: Walk, precision: TrainingPrecision, rung: Rung | None) -> Iterator[str]:
+    if walk.sample_batch is None:
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
     if precision.warning:
         yield precision.warning
-    yield from _checkpointing_note(ladder_walk, chosen_rung)
-    config = chosen_rung.config if chosen_rung is not None else None
+    yield from _checkpointing_note(walk, rung)
+    config = rung.config if rung is not None else None
     if config is None:
         return
     # Only where the advisor has chosen it: the user's own setting needs no remark.
-    if _torch_adam(config) and not _torch_adam(ladder_walk.recipe.base):
+    if _torch_adam(config) and not _torch_adam(walk.recipe.base):
         yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
-    yield from check_config(config, inventory=ladder_walk.inventory).warnings
+    yield from check_config(config, inventory=walk.inventory).warnings
 
 
-def _checkpointing_note(ladder_walk: Walk, chosen_rung: Rung | None) -> Iterator[str]:
+def _checkpointing_note(walk: Walk, chosen_rung: Rung | None) -> Iterator[str]:
     """A remark where activations are counted as recomputed, which the user has to turn on."""
-    model = ladder_walk.recipe.model
+    model = walk.recipe.model
     if checkpoints_gradients(model) or not can_checkpoint_gradients(model):
         return
     if chosen_rung is None:
@@ -197,8 +195,8 @@ def _checkpointing_note(ladder_walk: Walk, chosen_rung: Rung | None) -> Iterator
     )
 
 
-def _torch_adam(base_config: Mapping[str, Any]) -> bool:
-    return bool(((base_config.get("optimizer") or {}).get("params") or {}).get("torch_adam"))
+def _torch_adam(config: Mapping[str, Any]) -> bool:
+    return bool(((config.get("optimizer") or {}).get("params") or {}).get("torch_adam"))
 
 
 def _check_advise_arguments(
@@ -210,30 +208,28 @@ def _check_advise_arguments(
             f"model={model!r} is no module: its parameters decide what fits. Give the model; it "
             "may be on meta."
         )
-    argument_mistakes = []
+    mistakes = []
     if num_nodes < 1:
-        argument_mistakes.append(f"num_nodes={num_nodes} means no machine. Use 1 or more.")
+        mistakes.append(f"num_nodes={num_nodes} means no machine. Use 1 or more.")
     if try_it and sample_batch is None:
-        argument_mistakes.append(
+        mistakes.append(
             f"try_it=True needs a batch for its real step: got sample_batch={sample_batch}. Give "
             "what your loader gives one process."
         )
     if try_it and any(parameter.is_meta for parameter in model.parameters()):
-        argument_mistakes.append(
+        mistakes.append(
             f"try_it=True cannot run {type(model).__name__}, which is on meta: it has no values. "
             "Leave try_it out, or make the model with values."
         )
     if try_it and num_nodes > 1:
-        argument_mistakes.append(
+        mistakes.append(
             f"try_it=True can start processes on this machine only: got num_nodes={num_nodes}. "
             "Leave one of them out."
         )
     if try_it and max_trials < 1:
-        argument_mistakes.append(
-            f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False."
-        )
-    if argument_mistakes:
-        raise ConfigError(*argument_mistakes)
+        mistakes.append(f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False.")
+    if mistakes:
+        raise ConfigError(*mistakes)
 
 
 def _bytes_given(size: int | str | None) -> int | None:

@@ -167,17 +167,15 @@ class Recipe:
             config_section["enabled"] = True
             if self.precision == "fp16":
                 config_section.setdefault("auto_cast", True)
-        training_facts = TrainingFacts(
+        facts = TrainingFacts(
             world_size=self.world_size,
             micro_batch_size=batch_size,
             accumulation_steps=accumulation_steps,
             mixed_precision="no" if self.precision == "fp32" else self.precision,
         )
-        return resolve_auto(
-            config_settings, facts=training_facts, model=self.model
-        ).config.to_dict()
+        return resolve_auto(config_settings, facts=facts, model=self.model).config.to_dict()
 
-    def _zero(self, ladder_step: LadderStep, at_once: int | None) -> dict[str, Any]:
+    def _zero(self, step: LadderStep, at_once: int | None) -> dict[str, Any]:
         given_section = copy.deepcopy(self.base.get(_ZERO_KEY) or {})
         # Taken out of the user's section, and back with its details where the step offloads.
         offload_sections = {
@@ -185,19 +183,19 @@ class Recipe:
                 place_name, offload_place, given_section.pop(place_name, None)
             )
             for place_name, offload_place in (
-                ("offload_optimizer", ladder_step.offload_optimizer),
-                ("offload_param", ladder_step.offload_param),
+                ("offload_optimizer", step.offload_optimizer),
+                ("offload_param", step.offload_param),
             )
         }
-        zero_section = {**given_section, "stage": ladder_step.stage}
+        zero_section = {**given_section, "stage": step.stage}
         zero_section |= {
             place_name: config_section
             for place_name, config_section in offload_sections.items()
             if config_section
         }
-        if ladder_step.stage:
+        if step.stage:
             zero_section.setdefault("reduce_bucket_size", self._bucket("auto"))
-        if ladder_step.stage == 3:
+        if step.stage == 3:
             zero_section.setdefault("stage3_prefetch_bucket_size", self._bucket("auto"))
             zero_section.setdefault(
                 "stage3_param_persistence_threshold", self._bucket("auto", least_bytes=0)
@@ -216,15 +214,15 @@ class Recipe:
             return word
         return max(least_bytes, min(self.shape.largest_layer, int(5e8))) if least_bytes else 10**5
 
-    def _offload(self, name: str, offload_place: str, section: Any) -> dict[str, Any]:
-        if offload_place == "none":
+    def _offload(self, name: str, place: str, section: Any) -> dict[str, Any]:
+        if place == "none":
             return {}
         config_section = {
             **(section if isinstance(section, dict) else {}),
-            "device": offload_place,
+            "device": place,
         }
         config_section.setdefault("pin_memory", self.pin_memory)
-        if offload_place == "nvme":
+        if place == "nvme":
             config_section["nvme_path"] = self.nvme_path
             if name == "offload_param":  # each buffer must hold the largest parameter
                 parameter = max(self.shape.sizes, default=self.shape.largest_layer)
@@ -236,13 +234,11 @@ class Recipe:
         return config_section
 
 
-def batch_of(
-    base_settings: dict[str, Any], *, samples: int | None, world_size: int
-) -> tuple[int, int]:
+def batch_of(settings: dict[str, Any], *, samples: int | None, world_size: int) -> tuple[int, int]:
     """The batch of each process in one optimizer step."""
-    total_batch, micro_batch, accumulation_steps = (
+    total_batch, micro_batch, steps = (
         batch_value
-        if isinstance(batch_value := base_settings.get(config_key), int) and batch_value > 0
+        if isinstance(batch_value := settings.get(config_key), int) and batch_value > 0
         else None
         for config_key in BATCH_SIZES
     )
@@ -254,21 +250,16 @@ def batch_of(
         )
     sample_count = micro_batch or samples or 1
     if total_batch is None:
-        return sample_count, accumulation_steps or 1
-    if (
-        samples is None
-        and micro_batch is None
-        and accumulation_steps is None
-        and total_batch % world_size == 0
-    ):
+        return sample_count, steps or 1
+    if samples is None and micro_batch is None and steps is None and total_batch % world_size == 0:
         return total_batch // world_size, 1
-    if total_batch % (sample_count * world_size) or accumulation_steps not in (
+    if total_batch % (sample_count * world_size) or steps not in (
         None,
         total_batch // (sample_count * world_size),
     ):
         raise ConfigError(
             f"train_batch_size={total_batch} is not {sample_count} samples * "
-            f"{accumulation_steps or 'some'} accumulated * {world_size} processes: no step could "
+            f"{steps or 'some'} accumulated * {world_size} processes: no step could "
             "have that size. Leave train_batch_size out."
         )
     return sample_count, total_batch // (sample_count * world_size)
@@ -328,14 +319,14 @@ def choose_precision(
 def _by_gpus(device_units: Sequence[Gpu]) -> TrainingPrecision:
     bf16_row = precision_row("bf16")
     # One older GPU decides for all: the ranks of a run compute in one format.
-    older_gpus = [
+    gpus = [
         device_unit
         for device_unit in device_units
         if device_unit.compute_capability < bf16_row.imitated_below
     ]
-    if not older_gpus:
+    if not gpus:
         return TrainingPrecision(name="bf16", reason=f"{device_units[0].name} computes in it")
-    return TrainingPrecision(name="fp16", reason=f"{older_gpus[0].name} only imitates bf16")
+    return TrainingPrecision(name="fp16", reason=f"{gpus[0].name} only imitates bf16")
 
 
 def _by_cpu(model: Any) -> TrainingPrecision:
@@ -374,6 +365,6 @@ def _with_warning(chosen_precision: TrainingPrecision, model: Any) -> TrainingPr
     )
 
 
-def _section_is_enabled(base_config: Mapping[str, Any], section_name: str) -> bool:
-    section = base_config.get(section_name)
+def _section_is_enabled(config: Mapping[str, Any], section_name: str) -> bool:
+    section = config.get(section_name)
     return isinstance(section, Mapping) and section.get("enabled") is True

@@ -64,68 +64,56 @@ class Prover:
     timeout_s: float
     launch: Callable[..., Any]
 
-    def prove(self, ladder_rung: Rung) -> Rung:
+    def prove(self, rung: Rung) -> Rung:
         """Try a rung with one step."""
         if self.max_trials < 1:
-            proof_reason = (
-                f"{ladder_rung.reason} It was not tried: no launch of max_trials was left."
-            )
-            return replace(ladder_rung, verdict="not tried", reason=proof_reason)
-        trial_progress, error = self._launch(ladder_rung, None)
-        measured_step = Measured(
-            device_bytes=trial_progress.device_bytes, host_bytes=trial_progress.host_bytes
-        )
+            reason = f"{rung.reason} It was not tried: no launch of max_trials was left."
+            return replace(rung, verdict="not tried", reason=reason)
+        progress, error = self._launch(rung, None)
+        step = Measured(device_bytes=progress.device_bytes, host_bytes=progress.host_bytes)
         if error is None:
-            proof_reason = f"A real step worked. {ladder_rung.reason}"
-            return replace(
-                ladder_rung, verdict="works", reason=proof_reason, measured=measured_step
-            )
-        step_place = "in its first step" if trial_progress.trying else "while the engine was made"
-        proof_reason = f"Memory ran out {step_place}: {_failure_text(error)}. {ladder_rung.reason}"
-        return replace(
-            ladder_rung, verdict="out of memory", reason=proof_reason, measured=measured_step
-        )
+            reason = f"A real step worked. {rung.reason}"
+            return replace(rung, verdict="works", reason=reason, measured=step)
+        step_place = "in its first step" if progress.trying else "while the engine was made"
+        reason = f"Memory ran out {step_place}: {_failure_text(error)}. {rung.reason}"
+        return replace(rung, verdict="out of memory", reason=reason, measured=step)
 
-    def largest(self, ladder_rung: Rung) -> tuple[Rung, Search]:
+    def largest(self, rung: Rung) -> tuple[Rung, Search]:
         """Find the largest batch with which a rung works: doubling, then the middle."""
-        batch_search = Search(
-            works=ladder_rung.batch_size, most=ladder_rung.batch_size * _MOST_TIMES
-        )
+        batch_search = Search(works=rung.batch_size, most=rung.batch_size * _MOST_TIMES)
         while self.max_trials > 0 and (batch_size := batch_search.following()) is not None:
-            trial_progress, error = self._launch(ladder_rung, batch_search)
-            working_batch = max(batch_search.works, trial_progress.works)
-            failing_batch = (
-                batch_search.fails if error is None else trial_progress.trying or batch_size
-            )
+            progress, error = self._launch(rung, batch_search)
+            working_batch = max(batch_search.works, progress.works)
+            failing_batch = batch_search.fails if error is None else progress.trying or batch_size
             batch_search = replace(batch_search, works=working_batch, fails=failing_batch)
-        return self._widened(ladder_rung, batch_search.works), batch_search
+        return self._widened(rung, batch_search.works), batch_search
 
-    def _widened(self, ladder_rung: Rung, batch: int) -> Rung:
-        batch_size = ladder_rung.batch_size
-        accumulation_steps = ladder_rung.accumulation_steps
-        while accumulation_steps % 2 == 0 and 2 * batch_size <= batch:
+    def _widened(self, rung: Rung, batch: int) -> Rung:
+        batch_size = rung.batch_size
+        steps = rung.accumulation_steps
+        while steps % 2 == 0 and 2 * batch_size <= batch:
             batch_size = 2 * batch_size
-            accumulation_steps = accumulation_steps // 2
-        if batch_size == ladder_rung.batch_size or ladder_rung.config is None:
-            return ladder_rung
+            steps = steps // 2
+        if batch_size == rung.batch_size or rung.config is None:
+            return rung
         return replace(
-            ladder_rung,
+            rung,
             batch_size=batch_size,
-            accumulation_steps=accumulation_steps,
-            config=self.walk.with_batch(ladder_rung, batch_size, accumulation_steps),
-            reason=f"{ladder_rung.reason} Batches of {batch_size} worked, too.",
+            accumulation_steps=steps,
+            config=self.walk.with_batch(rung, batch_size, steps),
+            reason=f"{rung.reason} Batches of {batch_size} worked, too.",
         )
 
     def _launch(
-        self, ladder_rung: Rung, batch_search: Search | None
+        self, rung: Rung, batch_search: Search | None
     ) -> tuple[TrialProgress, WorkerFailed | None]:
         """One launch: its progress, and the error where memory ran out."""
         self.max_trials -= 1
         # The advice reports how a trial ended; a dashboard of failed launches would look like
         # errors.
-        hidden_dashboard = env.applied({"NBACCEL_DASHBOARD": "0"})
-        with _trial_folder(ladder_rung) as (trial_folder, trial_config), hidden_dashboard:
-            step_trial = self._trial(ladder_rung, batch_search, trial_folder, trial_config)
+        dashboard = env.applied({"NBACCEL_DASHBOARD": "0"})
+        with _trial_folder(rung) as (trial_folder, trial_config), dashboard:
+            step_trial = self._trial(rung, batch_search, trial_folder, trial_config)
             try:
                 self.launch(
                     run_trial,
@@ -146,26 +134,25 @@ class Prover:
 
     def _trial(
         self,
-        ladder_rung: Rung,
+        rung: Rung,
         batch_search: Search | None,
         trial_folder: str,
         trial_config: dict[str, Any],
     ) -> StepTrial:
         memory_budget = self.walk.budget
-        rung_estimate = ladder_rung.estimate
+        estimate = rung.estimate
         on_cpu = device_row(self.plan.device).in_host_memory
         host_bytes = memory_budget.host
-        if host_bytes is None and on_cpu and rung_estimate is not None:
-            host_bytes = rung_estimate.host_free
+        if host_bytes is None and on_cpu and estimate is not None:
+            host_bytes = estimate.host_free
         host_share = None if host_bytes is None else host_bytes // self.plan.num_processes
         if host_share is not None and on_cpu:
             host_share += memory_budget.device or 0  # the device's budget is host memory here
         model = self.walk.recipe.model
         return StepTrial(
             config=trial_config,
-            batch_size=(batch_search.following() if batch_search else None)
-            or ladder_rung.batch_size,
-            gradient_checkpointing=ladder_rung.step.gradient_checkpointing
+            batch_size=(batch_search.following() if batch_search else None) or rung.batch_size,
+            gradient_checkpointing=rung.step.gradient_checkpointing
             and not checkpoints_gradients(model),
             folder=trial_folder,
             device=self.plan.device,
@@ -176,12 +163,12 @@ class Prover:
 
 
 @contextmanager
-def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
+def _trial_folder(rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
     """A folder for notes, and the configuration with a folder for swap files; both are removed."""
-    trial_config = dict(ladder_rung.config or {})
-    accumulation_steps = min(ladder_rung.accumulation_steps, _PASSES_PER_STEP)
-    trial_config["gradient_accumulation_steps"] = accumulation_steps
-    zero_section = {**trial_config.get("zero_optimization", {})}
+    config = dict(rung.config or {})
+    steps = min(rung.accumulation_steps, _PASSES_PER_STEP)
+    config["gradient_accumulation_steps"] = steps
+    zero_section = {**config.get("zero_optimization", {})}
     offload_sections = {
         section_name: offload_section
         for section_name in ("offload_optimizer", "offload_param")
@@ -189,7 +176,7 @@ def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
     }
     with tempfile.TemporaryDirectory(prefix="nbaccel-trial-") as notes_folder:
         if not offload_sections:
-            yield notes_folder, trial_config
+            yield notes_folder, config
             return
         # On the user's disk, since the trial is of that disk, but not among files of other runs.
         disk_folder = nearest_folder(Path(next(iter(offload_sections.values()))["nvme_path"]))
@@ -198,7 +185,7 @@ def _trial_folder(ladder_rung: Rung) -> Iterator[tuple[str, dict[str, Any]]]:
                 section_name: {**offload_section, "nvme_path": swap_folder}
                 for section_name, offload_section in offload_sections.items()
             }
-            yield notes_folder, {**trial_config, "zero_optimization": zero_section}
+            yield notes_folder, {**config, "zero_optimization": zero_section}
 
 
 def _failure_text(error: WorkerFailed) -> str:

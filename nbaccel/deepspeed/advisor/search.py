@@ -103,8 +103,8 @@ class Walk:
     ) -> Rung:
         if ladder_step.gradient_checkpointing and not has_switch:
             model_name = type(self.recipe.model).__name__
-            refusal_reason = f"{model_name} has no gradient_checkpointing_enable() to turn it on."
-            return self._refused(ladder_step, batch_size, accumulation_steps, refusal_reason)
+            reason = f"{model_name} has no gradient_checkpointing_enable() to turn it on."
+            return self._refused(ladder_step, batch_size, accumulation_steps, reason)
         if ladder_step.uses_nvme and self.recipe.nvme_path is None:
             return self._refused(
                 ladder_step, batch_size, accumulation_steps, "No nvme_path was given to swap to."
@@ -138,12 +138,12 @@ class Walk:
         ladder_step: LadderStep,
         batch_size: int,
         accumulation_steps: int,
-        rung_config: dict[str, Any],
+        config: dict[str, Any],
     ) -> Rung:
         memory_estimate = self.budget.of(
             estimate_memory(
                 self.recipe.shape,
-                rung_config,
+                config,
                 num_processes=self.num_processes,
                 num_nodes=self.num_nodes,
                 activation_bytes=self._activation_bytes(batch_size, ladder_step),
@@ -154,18 +154,16 @@ class Walk:
             step=ladder_step,
             batch_size=batch_size,
             accumulation_steps=accumulation_steps,
-            config=rung_config,
+            config=config,
             estimate=memory_estimate,
             verdict="fits" if memory_estimate.fits else "does not fit",
-            reason=f"{_shortage_reason(memory_estimate)}{self._lowered(rung_config)}",
+            reason=f"{_shortage_reason(memory_estimate)}{self._lowered(config)}",
         )
 
-    def with_batch(
-        self, ladder_rung: Rung, batch_size: int, accumulation_steps: int
-    ) -> dict[str, Any]:
+    def with_batch(self, rung: Rung, batch_size: int, accumulation_steps: int) -> dict[str, Any]:
         """The configuration of a rung with another batch."""
-        at_once = next(iter(self._lowered_keys(ladder_rung.config or {}).values()), None)
-        return self.recipe.config(ladder_rung.step, batch_size, accumulation_steps, at_once=at_once)
+        at_once = next(iter(self._lowered_keys(rung.config or {}).values()), None)
+        return self.recipe.config(rung.step, batch_size, accumulation_steps, at_once=at_once)
 
     def _lowered_keys(self, config: dict[str, Any]) -> dict[str, int]:
         """The keys that were lowered, without those that the user has set."""
@@ -181,21 +179,19 @@ class Walk:
         texts = [f"{key}={value}" for key, value in self._lowered_keys(config).items()]
         return f" With {', '.join(texts)} in place of 1e9." if texts else ""
 
-    def _checked(self, ladder_step: LadderStep, rung_config: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, step: LadderStep, rung_config: dict[str, Any]) -> dict[str, Any]:
         """The configuration, or one with torch's Adam, that DeepSpeed and this machine accept.
 
         On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it. Torch's
         Adam computes the same.
         """
         torch_config = _with_torch_adam(rung_config)
-        if ladder_step in self._torch_adam:  # another batch would have the same result
+        if step in self._torch_adam:  # another batch would have the same result
             return (
-                torch_config
-                if torch_config is not None and self._torch_adam[ladder_step]
-                else rung_config
+                torch_config if torch_config is not None and self._torch_adam[step] else rung_config
             )
         world_size = self.num_processes * self.num_nodes
-        self._torch_adam[ladder_step] = False
+        self._torch_adam[step] = False
         try:
             check_config(rung_config, world_size=world_size, inventory=self.inventory)
         except ConfigError as error:
@@ -207,7 +203,7 @@ class Walk:
             # tried.
             except ConfigError:
                 raise error from None
-            self._torch_adam[ladder_step] = True
+            self._torch_adam[step] = True
             return torch_config
         return rung_config
 

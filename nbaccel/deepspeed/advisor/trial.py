@@ -108,13 +108,11 @@ class TrialProgress:
             json.loads(note_file.read_text()) if note_file.exists() else {}
             for note_file in note_files
         ]
-        largest_values = {
+        values = {
             note_key: max(trial_note.get(note_key, 0) for trial_note in rank_notes)
             for note_key in ("trying", "device_bytes", "host_bytes")
         }
-        return cls(
-            works=min(trial_note.get("works", 0) for trial_note in rank_notes), **largest_values
-        )
+        return cls(works=min(trial_note.get("works", 0) for trial_note in rank_notes), **values)
 
 
 def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> None:
@@ -125,7 +123,7 @@ def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> Non
         import deepspeed
 
         cpp_operations.remove_forgotten_locks()
-        ds_accelerator = deepspeed.accelerator.get_accelerator()
+        accelerator = deepspeed.accelerator.get_accelerator()
         on_gpu = not device_row(step_trial.device).in_host_memory
         own_tensors = [*model.parameters(), *model.buffers()]
         _limit_memory(step_trial, own_tensors, on_gpu=on_gpu)
@@ -133,8 +131,8 @@ def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> Non
             enable_gradient_checkpointing(model)
         model.train()
         with LiveBytes(own_tensors, device="cpu") as live_bytes:
-            trial_note = _TrialNote(step_trial, live_bytes, ds_accelerator, on_gpu=on_gpu)
-            with trial_note.taken():
+            note = _TrialNote(step_trial, live_bytes, accelerator, on_gpu=on_gpu)
+            with note.taken():
                 engine, *_ = deepspeed.initialize(model=model, config=step_trial.config)
                 # The engine trains in the model's own tensors, whose shared pages become private
                 # then.
@@ -142,25 +140,23 @@ def run_trial(model: nn.Module, sample_batch: Any, step_trial: StepTrial) -> Non
                     live_bytes.adopt(
                         parameter for parameter in engine.module.parameters() if parameter.numel()
                     )
-                _step_through(engine, sample_batch, step_trial, trial_note)
+                _step_through(engine, sample_batch, step_trial, note)
 
 
-def _step_through(
-    engine: Any, sample_batch: Any, step_trial: StepTrial, trial_note: _TrialNote
-) -> None:
+def _step_through(engine: Any, sample_batch: Any, step_trial: StepTrial, note: _TrialNote) -> None:
     batch_size: int | None = step_trial.batch_size
     batch_search = step_trial.search
-    trial_note.trying = step_trial.batch_size
+    note.trying = step_trial.batch_size
     # Some optimizers make their states in the first step: the peak comes with the second.
     _training_step(engine, resized(sample_batch, step_trial.batch_size))
     while batch_size is not None:
-        trial_note.trying = batch_size
+        note.trying = batch_size
         _training_step(engine, resized(sample_batch, batch_size))
         registry.device(step_trial.device).synchronize()  # what fails later fails here
-        trial_note.check()
+        note.check()
         # Written after each size: the next one may get this process killed.
-        trial_note.works = batch_size
-        trial_note.write()
+        note.works = batch_size
+        note.write()
         if batch_search is None:
             return
         batch_search = Search(works=batch_size, fails=batch_search.fails, most=batch_search.most)
@@ -196,16 +192,16 @@ class _TrialNote:
     """Writes this worker's progress, however it ends."""
 
     def __init__(
-        self, step_trial: StepTrial, live_bytes: LiveBytes, ds_accelerator: Any, *, on_gpu: bool
+        self, step_trial: StepTrial, live_bytes: LiveBytes, accelerator: Any, *, on_gpu: bool
     ) -> None:
         self._host_bytes = step_trial.host_bytes
         self._file = Path(step_trial.folder, f"{env.read('RANK', '0')}.json")
         self._live = live_bytes
-        self._accelerator = ds_accelerator if on_gpu else None
+        self._accelerator = accelerator if on_gpu else None
         self.works = 0
         self.trying = 0
         if on_gpu:
-            ds_accelerator.reset_peak_memory_stats()
+            accelerator.reset_peak_memory_stats()
 
     def check(self) -> None:
         """Refuse tensors in the room that the process's limit leaves for everything else."""

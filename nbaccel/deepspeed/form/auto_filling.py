@@ -27,12 +27,12 @@ def filled_in(
     config_settings: dict[str, Any],
     run_config: RunConfig,
     launch_plan: Plan | None,
-    user_module: Any,
+    module: Any,
     sample_batch: Any,
 ) -> FilledConfig:
     """Fill in ``"auto"`` where the run, the model or the batch decides it."""
     world_size = 1 if launch_plan is None else launch_plan.world_size
-    training_facts = TrainingFacts(
+    facts = TrainingFacts(
         world_size=world_size,
         micro_batch_size=_samples_of_batch(config_settings, sample_batch),
         accumulation_steps=run_config.gradient_accumulation_steps,
@@ -44,7 +44,7 @@ def filled_in(
     while resolved_config is None:
         try:
             resolved_config = resolve_auto(
-                remaining_settings, facts=training_facts, run=run_config, model=user_module
+                remaining_settings, facts=facts, run=run_config, model=module
             )
         except ConfigError as error:
             undecided_mistakes = [

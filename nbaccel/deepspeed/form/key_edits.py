@@ -42,37 +42,34 @@ def with_stage(
     return run_edit
 
 
-def with_key(run_config: RunConfig, config_key: str, key_value: Any) -> Edit:
+def with_key(config: RunConfig, config_key: str, value: Any) -> Edit:
     """A run with another value for a key of DeepSpeed."""
-    config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
-    edit_remarks: tuple[str, ...] = ()
-    if key_value in (None, ""):
+    config_settings = copy.deepcopy(dict(config.deepspeed or {}))
+    remarks: tuple[str, ...] = ()
+    if value in (None, ""):
         nested_keys.drop_at(config_settings, config_key)
     else:
-        nested_keys.put_at(config_settings, config_key, key_value)
+        nested_keys.put_at(config_settings, config_key, value)
     if config_key in _PLACE_CONTENTS:
         section_path = config_key.rpartition(".")[0]
-        if key_value in (None, "none"):
+        if value in (None, "none"):
             nested_keys.drop_at(config_settings, section_path)
         # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
-        elif key_value == "nvme" and not nested_keys.value_at(
+        elif value == "nvme" and not nested_keys.value_at(
             config_settings, f"{section_path}.nvme_path"
         ):
-            swap_folder = str(Path.cwd() / "nvme_offload")
-            nested_keys.put_at(config_settings, f"{section_path}.nvme_path", swap_folder)
-            edit_remarks += (
-                f"Files of {_PLACE_CONTENTS[config_key]} go to {swap_folder}: change it to a fast "
-                "disk.",
+            folder = str(Path.cwd() / "nvme_offload")
+            nested_keys.put_at(config_settings, f"{section_path}.nvme_path", folder)
+            remarks += (
+                f"Files of {_PLACE_CONTENTS[config_key]} go to {folder}: change it to a fast disk.",
             )
-        elif key_value == "cpu":
+        elif value == "cpu":
             nested_keys.drop_at(config_settings, f"{section_path}.nvme_path")
-    if config_key in ("optimizer.type", "scheduler.type") and key_value is not None:
+    if config_key in ("optimizer.type", "scheduler.type") and value is not None:
         part_name = config_key.partition(".")[0]
         dummy_name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[part_name]
-        edit_remarks += (
-            f"DeepSpeed makes the {part_name}: give prepare a {dummy_name} in its place.",
-        )
+        remarks += (f"DeepSpeed makes the {part_name}: give prepare a {dummy_name} in its place.",)
     # Without a type its parameters have no meaning.
     elif config_key in ("optimizer.type", "scheduler.type"):
         config_settings.pop(config_key.partition(".")[0], None)
-    return Edit(run_config.changed(deepspeed=config_settings), edit_remarks)
+    return Edit(config.changed(deepspeed=config_settings), remarks)

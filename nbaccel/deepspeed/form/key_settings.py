@@ -204,7 +204,7 @@ def _of_section(model: type[BaseModel], section_path: str) -> Iterator[Setting]:
             yield _of_key(key_path, section_place, field)
 
 
-def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Setting:
+def _of_key(key_path: str, place: str, model_field: FieldInfo) -> Setting:
     field_rule = rule_of(model_field)
     special_options = {
         OPTIMIZER_PLACE: PLACES,
@@ -225,14 +225,14 @@ def _of_key(key_path: str, section_place: str, model_field: FieldInfo) -> Settin
             *(ChoiceOption(allowed_word, allowed_word) for allowed_word in field_rule.allowed),
         )
     key_meaning = _meaning_of_key(key_path, model_field)
-    named_unit = "elements" if "element" in key_meaning.lower() else ""
+    unit = "elements" if "element" in key_meaning.lower() else ""
     return Setting(
         name=key_path,
         label=_label_of_key(key_path),
         meaning=key_meaning,
-        unit=UNIT_OF.get(key_path, named_unit),
+        unit=UNIT_OF.get(key_path, unit),
         panel="zero",
-        section="" if key_path in COMMON else SECTIONS[section_place],
+        section="" if key_path in COMMON else SECTIONS[place],
         kind="one-of" if key_options else field_rule.value_kind,
         options=key_options,
         run_field="deepspeed",

@@ -132,7 +132,7 @@ def _placed(
     config: RunConfig,
     placement: _Placement,
     shape: Shape,
-    nvme_folder: str | None,
+    folder: str | None,
     *,
     at_once: int | None,
 ) -> RunConfig:
@@ -149,7 +149,7 @@ def _placed(
         kept_section = given_section if isinstance(given_section, dict) else {}
         zero_section[section_name] = {**kept_section, "device": place}
         if place == "nvme":
-            zero_section[section_name].setdefault("nvme_path", nvme_folder or "")
+            zero_section[section_name].setdefault("nvme_path", folder or "")
         else:
             zero_section[section_name].pop("nvme_path", None)
     least_elements = max(shape.sizes, default=shape.largest_layer)

@@ -56,9 +56,9 @@ class DeepSpeedForm(SettingsForm):
         """See :meth:`SettingsForm.settings`."""
         return key_settings()
 
-    def key_of(self, run_field: str) -> str:
+    def key_of(self, field: str) -> str:
         """See :meth:`SettingsForm.key_of`."""
-        return _KEY_OF_RUN_FIELD.get(run_field, "")
+        return _KEY_OF_RUN_FIELD.get(field, "")
 
     def is_chosen(self, config: RunConfig) -> bool:
         """See :meth:`SettingsForm.is_chosen`."""
@@ -122,10 +122,10 @@ class DeepSpeedForm(SettingsForm):
         self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
     ) -> FilledConfig:
         """See :meth:`SettingsForm.filled_in`."""
-        config_document = engine_config(config)
-        if config_document is None:
+        document = engine_config(config)
+        if document is None:
             return FilledConfig(None)
-        return filled_in(config_document, config, plan, module, sample_batch)
+        return filled_in(document, config, plan, module, sample_batch)
 
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
         """See :meth:`SettingsForm.batch_size`."""
@@ -174,11 +174,11 @@ class DeepSpeedForm(SettingsForm):
     ) -> tuple[RunConfig, tuple[str, ...]]:
         """See :meth:`SettingsForm.read`."""
         if self.missing_library:
-            form_remarks: tuple[str, ...] = (
+            remarks: tuple[str, ...] = (
                 "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
                 "which are not all.",
             )
-            config_document = _checked_without_library(settings).to_dict()
+            document = _checked_without_library(settings).to_dict()
         else:
             # Imported here, since a form is also used where DeepSpeed is not installed.
             from nbaccel.deepspeed.checking import check_config
@@ -186,10 +186,10 @@ class DeepSpeedForm(SettingsForm):
             checked_config = check_config(
                 settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
             )
-            form_remarks = checked_config.warnings
-            config_document = checked_config.config.to_dict()
+            remarks = checked_config.warnings
+            document = checked_config.config.to_dict()
             _refuse_other_files(settings)
-        return config.changed(deepspeed=config_document), form_remarks
+        return config.changed(deepspeed=document), remarks
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         """See :meth:`SettingsForm.is_document`."""

@@ -102,13 +102,12 @@ class DeepSpeedStrategy(Strategy):
     @classmethod
     def said_by(cls, settings: Plugins) -> SaidBySettings:
         """See :meth:`Strategy.said_by`; what the plugin in force says."""
-        active_plugin = settings.active
+        plugin = settings.active
         return SaidBySettings(
-            mixed_precision=active_plugin.mixed_precision,
-            accumulation_steps=active_plugin.accumulation_steps,
+            mixed_precision=plugin.mixed_precision,
+            accumulation_steps=plugin.accumulation_steps,
             writes_shards=True,
-            reason="a DeepSpeedPlugin or zero_stage was given: "
-            f"ZeRO stage {active_plugin.zero_stage}",
+            reason=f"a DeepSpeedPlugin or zero_stage was given: ZeRO stage {plugin.zero_stage}",
             speaker="the DeepSpeed configuration",
             remedy=', or write "enabled": "auto" there',
         )
@@ -122,27 +121,27 @@ class DeepSpeedStrategy(Strategy):
         """
         if not (bundle.models or bundle.optimizers):
             return bundle
-        active_plugin = self._plugins.active
-        given_settings = self._as_given(active_plugin)
+        plugin = self._plugins.active
+        settings = self._as_given(plugin)
         # Before the lease: what is refused has made no process group.
-        check_parts(given_settings, bundle.models, bundle.optimizers, bundle.schedulers)
+        check_parts(settings, bundle.models, bundle.optimizers, bundle.schedulers)
         owned_optimizers = _optimizers_by_model(bundle)
         self._lease.take()
         models = []
-        engine_drives = []
+        drives = []
         try:
             for model_number, model in enumerate(bundle.models):
-                made_engine = self._engine_for(
-                    model, owned_optimizers.get(model_number), bundle, active_plugin, given_settings
+                engine = self._engine_for(
+                    model, owned_optimizers.get(model_number), bundle, plugin, settings
                 )
-                models.append(made_engine.engine if made_engine else model)
-                engine_drives.append(made_engine)
+                models.append(engine.engine if engine else model)
+                drives.append(engine)
         except BaseException:  # an interrupt, too, leaves no environment without engines
             if not self._drives and self._announced is None:
                 self._lease.give_up()
             raise
         by_optimizer = {
-            id(owned_optimizer): engine_drives[model_number]
+            id(owned_optimizer): drives[model_number]
             for model_number, owned_optimizer in owned_optimizers.items()
         }
         return replace(
@@ -153,45 +152,39 @@ class DeepSpeedStrategy(Strategy):
                 for owned_optimizer in bundle.optimizers
             ),
             schedulers=tuple(
-                _schedule_of(engine_drives, by_optimizer, lr_scheduler)
+                _schedule_of(drives, by_optimizer, lr_scheduler)
                 for lr_scheduler in bundle.schedulers
             ),
         )
 
-    def _as_given(self, active_plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    def _as_given(self, plugin: DeepSpeedPlugin) -> dict[str, Any]:
         """The plugin's configuration, with the "auto" values that an earlier `prepare` replaced."""
-        config, settings = self._open.get(id(active_plugin), (None, {}))
+        config, settings = self._open.get(id(plugin), (None, {}))
         # A plugin whose configuration the user has replaced since then is taken as it is.
-        return (
-            settings if active_plugin.deepspeed_config is config else active_plugin.deepspeed_config
-        )
+        return settings if plugin.deepspeed_config is config else plugin.deepspeed_config
 
     def _engine_for(
         self,
         model: nn.Module,
         optimizer: Any,
-        training_bundle: Bundle,
-        active_plugin: DeepSpeedPlugin,
+        bundle: Bundle,
+        plugin: DeepSpeedPlugin,
         given_settings: dict[str, Any],
     ) -> Drive | None:
-        scheduler = _engine_scheduler(training_bundle, optimizer)
-        is_training = optimizer is not None or _is_trained_by_file(
-            model, given_settings, training_bundle
-        )
+        scheduler = _engine_scheduler(bundle, optimizer)
+        is_training = optimizer is not None or _is_trained_by_file(model, given_settings, bundle)
         engine_settings = given_settings
         if not is_training:
             engine_settings = {k: v for k, v in given_settings.items() if k not in _TRAINING_KEYS}
-        parts = (model, optimizer, scheduler, training_bundle.loaders)
-        resolved_config = resolve_config(
-            engine_settings, active_plugin, self._asked, self.place, *parts
-        )
+        parts = (model, optimizer, scheduler, bundle.loaders)
+        resolved_config = resolve_config(engine_settings, plugin, self._asked, self.place, *parts)
         if not is_training and resolved_config.config.zero_stage < 3:
             model.to(self.place.device)
             return None
         # The configuration of a model that only infers must not replace that of a trained one.
-        if is_training or id(active_plugin) not in self._open:
-            active_plugin.take_configuration(resolved_config.config.to_dict())
-            self._open[id(active_plugin)] = (active_plugin.deepspeed_config, given_settings)
+        if is_training or id(plugin) not in self._open:
+            plugin.take_configuration(resolved_config.config.to_dict())
+            self._open[id(plugin)] = (plugin.deepspeed_config, given_settings)
         self.choices += resolved_config.choices
         self._warn_before(model, optimizer, resolved_config, is_training=is_training)
         begin_comm(resolved_config.config)  # first: destroying engines below needs it
@@ -201,40 +194,38 @@ class DeepSpeedStrategy(Strategy):
         # Before the engine is made, which casts the module in place.
         states_before = remember(model)
         made_as = made_in(model)
-        own_config, claimed_folders = nvme_swapping.claim(resolved_config.config, self.place.rank)
+        own_config, folders = nvme_swapping.claim(resolved_config.config, self.place.rank)
         try:
             engine = make_engine(
                 model,
                 optimizer,
                 scheduler,
                 own_config,
-                moe_layers=active_plugin.transformer_moe_cls_names,
+                moe_layers=plugin.transformer_moe_cls_names,
                 has_several=not self.place.is_alone,
             )
         except BaseException:  # an interrupt, too: without an engine nothing else releases it
-            claimed_folders.release()
+            folders.release()
             raise
-        clipping_norm = given_settings.get("gradient_clipping")
-        own_clipping = float(clipping_norm) if isinstance(clipping_norm, (int, float)) else None
-        engine_drive = Drive(
-            engine, claimed_folders, diagnostics.Troubles(engine, made_as), own_clipping
-        )
+        norm = given_settings.get("gradient_clipping")
+        own_clipping = float(norm) if isinstance(norm, (int, float)) else None
+        engine_drive = Drive(engine, folders, diagnostics.Troubles(engine, made_as), own_clipping)
         self._drives[id(engine)] = engine_drive
         self._before[id(engine)] = states_before
         return engine_drive
 
     def _warn_before(
-        self, model: nn.Module, optimizer: Any, resolved_config: Resolved, *, is_training: bool
+        self, model: nn.Module, optimizer: Any, config: Resolved, *, is_training: bool
     ) -> None:
         """Warn of, or refuse, what is known before an engine is made."""
-        for warning_text in resolved_config.warnings:
-            warnings.warn(warning_text, stacklevel=2)
-        nvme_swapping.check_buffers(model, resolved_config.config, self.place.world_size)
+        for text in config.warnings:
+            warnings.warn(text, stacklevel=2)
+        nvme_swapping.check_buffers(model, config.config, self.place.world_size)
         local_processes = self.place.local_world_size
         node_count = max(1, self.place.world_size // local_processes)
         host_memory = diagnostics.host_memory(
             model,
-            resolved_config.config,
+            config.config,
             is_training=is_training,
             device=self.place.device.type,
             local_world_size=local_processes,
@@ -249,7 +240,7 @@ class DeepSpeedStrategy(Strategy):
         # and have not yet written anything that would count as room taken.
         room.check_room(
             model,
-            resolved_config.config,
+            config.config,
             is_training=is_training,
             local_world_size=local_processes,
             num_nodes=node_count,
@@ -259,12 +250,12 @@ class DeepSpeedStrategy(Strategy):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :meth:`Strategy.unwrap`."""
-        engine_drive = self._drives.get(id(model))
-        if engine_drive is None:
+        drive = self._drives.get(id(model))
+        if drive is None:
             return model
         # The caller looks at weights, or replaces them: the step that is due must be in them.
-        engine_drive.step()
-        inner_module: nn.Module = engine_drive.engine.module
+        drive.step()
+        inner_module: nn.Module = drive.engine.module
         return inner_module
 
     def release(self, models: Iterable[nn.Module] | None = None) -> None:
@@ -287,18 +278,18 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
         """See :meth:`Strategy.backward`; the engine's."""
-        engine_drive = drive_of_loss(loss, list(self._drives.values()))
-        engine_drive.backward(loss, sync=sync, **options)
+        drive = drive_of_loss(loss, list(self._drives.values()))
+        drive.backward(loss, sync=sync, **options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.no_sync`; from stage 2 on gradients are reduced all the same."""
-        engine_drive = self._drives.get(id(model))
-        return engine_drive.syncing(False) if engine_drive else nullcontext()
+        drive = self._drives.get(id(model))
+        return drive.syncing(False) if drive else nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.sync_in_backward`."""
-        engine_drive = self._drives.get(id(model))
-        return engine_drive.syncing(True) if engine_drive else nullcontext()
+        drive = self._drives.get(id(model))
+        return drive.syncing(True) if drive else nullcontext()
 
     def join(
         self, models: Iterable[nn.Module], **options: Any
@@ -315,8 +306,8 @@ class DeepSpeedStrategy(Strategy):
                 f"clip_grad_norm_(norm_type={norm_type}) is not supported with DeepSpeed, which "
                 "adds up squares over its shards. Leave norm_type out."
             )
-        engine_drive = drive_of_parameters(parameters, list(self._drives.values()))
-        return engine_drive.clipped_step(max_norm)
+        drive = drive_of_parameters(parameters, list(self._drives.values()))
+        return drive.clipped_step(max_norm)
 
     # ---------------------------------------------------------------- keeping
 
@@ -345,8 +336,7 @@ class DeepSpeedStrategy(Strategy):
     def keeps_own_disks(self) -> bool:
         """See :attr:`ShardedCheckpoints.keeps_own_disks`; ``use_node_local_storage``."""
         return any(
-            engine_checkpoints.is_node_local(engine_drive.engine)
-            for engine_drive in self._drives.values()
+            engine_checkpoints.is_node_local(drive.engine) for drive in self._drives.values()
         )
 
     def shard_folder(self, number: int) -> str:
@@ -363,13 +353,13 @@ class DeepSpeedStrategy(Strategy):
         ranks_by_folder: Sequence[Sequence[int]] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.save_sharded`; files of DeepSpeed."""
-        engine_drive = self._writing_drive(model)
+        drive = self._writing_drive(model)
         # The first rank of each folder, where there are several, writes what its ranks share.
         writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
-        if engine_drive is not None:
-            engine_drive.step()
+        if drive is not None:
+            drive.step()
             engine_checkpoints.save(
-                engine_drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared
+                drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared
             )
             return
         # A collective where an engine has cut the weights up.
@@ -384,10 +374,10 @@ class DeepSpeedStrategy(Strategy):
 
     def _writing_drive(self, model: nn.Module) -> Drive | None:
         """What drives the engine of a model, if that engine can write checkpoints."""
-        engine_drive = self._drives.get(id(model))
-        if engine_drive is None or not engine_checkpoints.can_write(engine_drive.engine):
+        drive = self._drives.get(id(model))
+        if drive is None or not engine_checkpoints.can_write(drive.engine):
             return None
-        return engine_drive
+        return drive
 
     def check_sharded(
         self,
@@ -399,9 +389,9 @@ class DeepSpeedStrategy(Strategy):
         ranks_there: Collection[int] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.check_sharded`."""
-        engine_drive = self._writing_drive(model)
-        if engine_drive is not None:
-            engine_checkpoints.check_checkpoint(engine_drive.engine, Path(folder), ranks_there)
+        drive = self._writing_drive(model)
+        if drive is not None:
+            engine_checkpoints.check_checkpoint(drive.engine, Path(folder), ranks_there)
         else:
             engine_checkpoints.check_plain(model, Path(folder))
 
@@ -414,9 +404,9 @@ class DeepSpeedStrategy(Strategy):
         left_out: Collection[str] = (),
     ) -> None:
         """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
-        engine_drive = self._writing_drive(model)
-        if engine_drive is not None:
-            engine_checkpoints.load(engine_drive.engine, Path(folder), left_out=left_out)
+        drive = self._writing_drive(model)
+        if drive is not None:
+            engine_checkpoints.load(drive.engine, Path(folder), left_out=left_out)
         else:
             weights = engine_checkpoints.read_plain(Path(folder), self.place.device)
             self.load_model_state(model, weights, strict=not left_out)
@@ -444,11 +434,9 @@ def _end_all(
 _TRAINING_KEYS = ("optimizer", "scheduler")
 
 
-def _is_trained_by_file(
-    model: nn.Module, settings: dict[str, Any], training_bundle: Bundle
-) -> bool:
+def _is_trained_by_file(model: nn.Module, settings: dict[str, Any], bundle: Bundle) -> bool:
     """Whether the file's optimizer is meant for a model that was prepared without one."""
-    optimizer = bool(settings.get("optimizer")) and not training_bundle.optimizers
+    optimizer = bool(settings.get("optimizer")) and not bundle.optimizers
     return optimizer and any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -460,22 +448,20 @@ def _shards_only(checkpoint_kind: str) -> ConfigError:
     )
 
 
-def _optimizers_by_model(training_bundle: Bundle) -> dict[int, Any]:
+def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
     """Each model's optimizer, by the number of the model."""
     owner_by_model: dict[int, Any] = {}
-    for optimizer in training_bundle.optimizers:
+    for optimizer in bundle.optimizers:
         trained_ids = {
             id(model_parameter) for model_parameter in _parameters_of_optimizer(optimizer)
         }
         model_numbers = [
             model_number
-            for model_number, model in enumerate(training_bundle.models)
+            for model_number, model in enumerate(bundle.models)
             if any(id(model_parameter) in trained_ids for model_parameter in model.parameters())
         ]
         if len(model_numbers) != 1 or model_numbers[0] in owner_by_model:
-            model_names = (
-                ", ".join(type(model).__name__ for model in training_bundle.models) or "no model"
-            )
+            model_names = ", ".join(type(model).__name__ for model in bundle.models) or "no model"
             raise ConfigError(
                 f"{type(optimizer).__name__} trains {len(trained_ids)} parameter(s) of "
                 f"{len(model_numbers)} of the models prepared with it ({model_names}). DeepSpeed's "
@@ -493,11 +479,11 @@ def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
         yield from param_group["params"] if isinstance(param_group, dict) else [param_group]
 
 
-def _engine_scheduler(training_bundle: Bundle, optimizer: Any) -> Any:
+def _engine_scheduler(bundle: Bundle, optimizer: Any) -> Any:
     """The first of an optimizer's schedulers that the engine is to step; None if there is none."""
     schedulers = (
         lr_scheduler
-        for lr_scheduler in training_bundle.schedulers
+        for lr_scheduler in bundle.schedulers
         if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
     )
     return next(schedulers, None)
@@ -507,8 +493,8 @@ def _is_of(scheduler: Any, optimizer: Any) -> bool:
     return optimizer is None or getattr(scheduler, "optimizer", optimizer) is optimizer
 
 
-def _proxy_of(engine_drive: Drive | None, optimizer: Any) -> Any:
-    return EngineOptimizer(engine_drive, optimizer) if engine_drive is not None else optimizer
+def _proxy_of(drive: Drive | None, optimizer: Any) -> Any:
+    return EngineOptimizer(drive, optimizer) if drive is not None else optimizer
 
 
 def _schedule_of(

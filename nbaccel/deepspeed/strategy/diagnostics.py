@@ -114,7 +114,7 @@ class Troubles:
     def _scale_text(self, event: str) -> str:
         loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         scale = getattr(loss_scaler, "cur_scale", "?")
-        range_hint = (
+        hint = (
             " Its weights were made in bfloat16, whose range float16 does not have."
             if self._made_in == "bfloat16"
             else ""
@@ -122,7 +122,7 @@ class Troubles:
         return (
             f"Every step overflows in float16: the loss scale {scale} {event} "
             f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
-            f"nothing is trained.{range_hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
+            f"nothing is trained.{hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
         )
 
 
@@ -149,25 +149,21 @@ class HostMemory:
 
     def check(self) -> None:
         """Say before it happens that the system will kill processes for want of memory."""
-        shortage_text = (
+        text = (
             f"DeepSpeed will need about {format_bytes(self.needed)} of host memory for "
             f"{self.num_processes} process(es), and {format_bytes(self.free)} of "
             f"{format_bytes(self.there)} are free"
         )
-        key_advice = (
+        advice = (
             "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
             "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
             "fits."
         )
         # What is free may grow until it is needed, so only a machine that is too small is refused.
         if self.needed > self.there:
-            raise ConfigError(
-                f"{shortage_text}: the system would kill it at the start. {key_advice}"
-            )
+            raise ConfigError(f"{text}: the system would kill it at the start. {advice}")
         if self.needed > self.free:
-            warnings.warn(
-                f"{shortage_text}: the system may kill it at the start. {key_advice}", stacklevel=2
-            )
+            warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
 
 
 def host_memory(

@@ -120,19 +120,17 @@ def _refuse_code(path: Path) -> None:
 
 
 def save_plain(
-    model_state: Mapping[str, Any], checkpoint_folder: Path, *, left_out: Collection[str] = ()
+    model_state: Mapping[str, Any], folder: Path, *, left_out: Collection[str] = ()
 ) -> None:
     """Write the weights of a model that has no engine, or one that cannot write them."""
-    checkpoint_folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     written_state = {name: value for name, value in model_state.items() if name not in left_out}
-    torch.save(written_state, checkpoint_folder / _PLAIN_WEIGHTS_FILE)
+    torch.save(written_state, folder / _PLAIN_WEIGHTS_FILE)
 
 
-def read_plain(checkpoint_folder: Path, device: torch.device) -> dict[str, Any]:
+def read_plain(folder: Path, device: torch.device) -> dict[str, Any]:
     """Read what :func:`save_plain` wrote."""
-    return dict(
-        torch.load(checkpoint_folder / _PLAIN_WEIGHTS_FILE, map_location=device, weights_only=True)
-    )
+    return dict(torch.load(folder / _PLAIN_WEIGHTS_FILE, map_location=device, weights_only=True))
 
 
 def can_write(engine: Any) -> bool:
@@ -149,21 +147,19 @@ def is_node_local(engine: Any) -> bool:
     return bool(engine.use_node_local_storage())
 
 
-def check_checkpoint(
-    engine: Any, checkpoint_folder: Path, ranks_there: Collection[int] = ()
-) -> None:
+def check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = ()) -> None:
     """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here
-    model_files = _model_files(checkpoint_folder)
+    model_files = _model_files(folder)
     if not model_files:
         raise CheckpointDamaged(
-            f"{checkpoint_folder} has no file *_model_states.pt: it is not whole. Nothing has been "
+            f"{folder} has no file *_model_states.pt: it is not whole. Nothing has been "
             "loaded. Copy what is missing from where it was saved, or load another checkpoint."
         )
     # Each process reads what all share, and its own.
     own_name = f"zero_pp_rank_{dist.get_rank()}_"
-    for file_path in checkpoint_folder.glob("*.pt"):
+    for file_path in folder.glob("*.pt"):
         if ("zero_pp_rank_" not in file_path.name or own_name in file_path.name) and is_readable(
             file_path
         ):
@@ -176,17 +172,15 @@ def check_checkpoint(
         raise CheckpointDamaged(
             f"{first_readable} holds no states of a model. Load another checkpoint."
         )
-    _check_ranks(
-        checkpoint_folder, engine, model_files, model_states.get("dp_world_size"), ranks_there
-    )
-    _check_shapes(checkpoint_folder, engine, model_states)
+    _check_ranks(folder, engine, model_files, model_states.get("dp_world_size"), ranks_there)
+    _check_shapes(folder, engine, model_states)
 
 
-def check_plain(model: nn.Module, checkpoint_folder: Path) -> None:
+def check_plain(model: nn.Module, folder: Path) -> None:
     """Refuse what :func:`read_plain` could not read."""
-    if not (checkpoint_folder / _PLAIN_WEIGHTS_FILE).is_file():
+    if not (folder / _PLAIN_WEIGHTS_FILE).is_file():
         raise CheckpointDamaged(
-            f"{checkpoint_folder / _PLAIN_WEIGHTS_FILE} is missing, which has the weights of the "
+            f"{folder / _PLAIN_WEIGHTS_FILE} is missing, which has the weights of the "
             f"{type(model).__name__}. Nothing has been loaded. Load another checkpoint, or copy it "
             "again."
         )
@@ -201,16 +195,14 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _check_ranks(
-    checkpoint_folder: Path,
+    folder: Path,
     engine: Any,
     model_files: Sequence[Path],
     saved_by: Any,
     ranks_there: Collection[int],
 ) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
-    name_matches = (
-        _ZERO_FILE.fullmatch(file_path.name) for file_path in checkpoint_folder.iterdir()
-    )
+    name_matches = (_ZERO_FILE.fullmatch(file_path.name) for file_path in folder.iterdir())
     saved_ranks = {int(name_match[1]) for name_match in name_matches if name_match}
     world_size = int(engine.dp_world_size)
     stage = int(engine.zero_optimization_stage())
@@ -234,20 +226,20 @@ def _check_ranks(
         return
     if missing_parts:
         raise CheckpointDamaged(
-            f"{checkpoint_folder} was saved by {saved_count} processes, and the "
+            f"{folder} was saved by {saved_count} processes, and the "
             f"{', '.join(missing_parts)} are missing: a part of every weight is in them. Nothing "
             "has been loaded. Copy them from where it was saved, or load another checkpoint."
         )
     if saved_count != world_size:
         raise ConfigError(
-            f"The checkpoint {str(checkpoint_folder)!r} is of {saved_count} processes, and this "
+            f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this "
             f"run has {world_size}: DeepSpeed's parts fit only as many as wrote them. Run as many, "
-            f"or take the weights alone (nbaccel to-fp32 {checkpoint_folder.parent} OUT), or "
+            f"or take the weights alone (nbaccel to-fp32 {folder.parent} OUT), or "
             "convert it with python -m deepspeed.checkpoint.ds_to_universal."
         )
 
 
-def _check_shapes(checkpoint_folder: Path, engine: Any, model_states: Mapping[str, Any]) -> None:
+def _check_shapes(folder: Path, engine: Any, model_states: Mapping[str, Any]) -> None:
     shape_groups = [
         *(model_states.get("param_shapes") or ()),
         model_states.get("frozen_param_shapes") or {},
@@ -272,7 +264,7 @@ def _check_shapes(checkpoint_folder: Path, engine: Any, model_states: Mapping[st
     )
     if odd_names:
         raise ConfigError(
-            f"{checkpoint_folder} is of another model than the {type(engine.module).__name__}: "
+            f"{folder} is of another model than the {type(engine.module).__name__}: "
             f"{odd_names[0]} has shape {list(saved_shapes[odd_names[0]])} there, and "
             f"{list(shapes.get(odd_names[0], ())) or 'none'} here ({len(odd_names)} of "
             f"{len(saved_shapes)} differ). Nothing has been loaded. Load another one."

@@ -112,9 +112,9 @@ class _EngineProxy:
         given: The object that was prepared.
     """
 
-    def __init__(self, engine_drive: Drive, given_object: Any) -> None:
+    def __init__(self, drive: Drive, given_object: Any) -> None:
         # The constructor of `Optimizer` is not called: it would make a second state and groups.
-        self._drive = engine_drive
+        self._drive = drive
         self.given = given_object
 
     @property
@@ -252,9 +252,9 @@ class Drive:
     def __init__(
         self,
         engine: Any,
-        claimed_folders: Claim,
+        folders: Claim,
         loss_troubles: Troubles,
-        clipping_norm: float | None,
+        norm: float | None,
     ) -> None:
         self.engine = engine
         self.ran = False
@@ -263,9 +263,9 @@ class Drive:
             engine.register_forward_pre_hook(lambda *_: self.step()),
             engine.register_forward_hook(self._note_run),
         ]
-        self._claimed = claimed_folders
+        self._claimed = folders
         self._troubles = loss_troubles
-        self._clipping = clipping_norm
+        self._clipping = norm
         self._forced: bool | None = None
         self._due = False
         self._held_back = self._has_told_held_back = False

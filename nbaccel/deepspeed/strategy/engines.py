@@ -86,26 +86,26 @@ def make_engine(
 ) -> Any:
     """Make an engine, where :func:`begin_comm` has been called."""
     deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
-    config_settings = zero_config.to_dict()
-    config_settings.setdefault("steps_per_print", math.inf)
-    engine_arguments: dict[str, Any] = {"model": model, "config": config_settings}
+    settings = zero_config.to_dict()
+    settings.setdefault("steps_per_print", math.inf)
+    arguments: dict[str, Any] = {"model": model, "config": settings}
     if isinstance(optimizer, DummyOptim):
-        engine_arguments["model_parameters"] = optimizer.params
+        arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
         # Under ZeRO, DeepSpeed refuses optimizers that it does not know unless this is set.
-        config_settings.setdefault("zero_allow_untested_optimizer", True)
-        engine_arguments["optimizer"] = _for_offload(optimizer, zero_config)
+        settings.setdefault("zero_allow_untested_optimizer", True)
+        arguments["optimizer"] = _for_offload(optimizer, zero_config)
     if isinstance(scheduler, DummyScheduler):
         if scheduler.lr_scheduler_callable is not None:
-            engine_arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+            arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
     elif scheduler is not None and is_engines(scheduler):
-        engine_arguments["lr_scheduler"] = scheduler
+        arguments["lr_scheduler"] = scheduler
     if moe_layers and zero_config.zero_stage == 3:
         fetch_together(model, moe_layers)
     if has_several and zero_config.zero_stage == 3:
-        shard_in_turn(model, config_settings)
+        shard_in_turn(model, settings)
     with _quiet_logger(zero_config):
-        engine, *_ = deepspeed.initialize(**engine_arguments)
+        engine, *_ = deepspeed.initialize(**arguments)
     _convert_inputs(engine)
     # Only here are the model's first tensors free: the engine has replaced them.
     return_all()
@@ -209,18 +209,15 @@ def _convert_inputs(engine: Any) -> None:
 
 def _keep_in_step(module: nn.Module) -> None:
     """Let `generate` go on on every rank until the last has finished: transformers' guide."""
-    original_generate: Any = getattr(module, "generate", None)
-    if (
-        not callable(original_generate)
-        or "synced_gpus" not in inspect.signature(original_generate).parameters
-    ):
+    generate: Any = getattr(module, "generate", None)
+    if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
         return
 
-    @functools.wraps(original_generate)
+    @functools.wraps(generate)
     def in_step(*args: Any, **kwargs: Any) -> Any:
         # A rank that stopped early would leave the others waiting for its part of the weights.
         if kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True
-        return original_generate(*args, **kwargs)
+        return generate(*args, **kwargs)
 
     module.generate = in_step  # type: ignore[assignment]

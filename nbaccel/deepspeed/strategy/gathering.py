@@ -21,21 +21,21 @@ __all__ = ["gather_weights", "scatter_weights"]
 _AT_A_TIME_BYTES = 256 << 20
 
 
-def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
+def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """The state dict, whole; a collective where weights are in shards."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     # With `keep_vars` the entries are the parameters themselves, with DeepSpeed's attributes;
     # without it they would be detached placeholders.
-    module_state = user_module.state_dict(keep_vars=True)
+    state = module.state_dict(keep_vars=True)
     unique_tensors = {
         id(own_tensor): own_tensor
-        for own_tensor in module_state.values()
+        for own_tensor in state.values()
         if isinstance(own_tensor, torch.Tensor)
     }
     whole_tensors: dict[int, torch.Tensor] = {}
     # DeepSpeed reads ahead into the buffers through which gathering reads from disk.
-    nvme_swapping.free_buffers(user_module)
+    nvme_swapping.free_buffers(module)
     for tensor_group in _groups_by_size(unique_tensors.values()):
         cut_tensors = [tensor for tensor in tensor_group if local_shards.is_partitioned(tensor)]
         with GatheredParameters(cut_tensors, enabled=bool(cut_tensors)):
@@ -49,29 +49,25 @@ def gather_weights(user_module: nn.Module, *, keep: bool) -> dict[str, Any]:
     return (
         {
             tensor_name: whole_tensors.get(id(tensor_value), tensor_value)
-            for tensor_name, tensor_value in module_state.items()
+            for tensor_name, tensor_value in state.items()
         }
         if keep
         else {}
     )
 
 
-def scatter_weights(
-    user_module: nn.Module, given_state: Mapping[str, Any], *, strict: bool = True
-) -> None:
+def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load a whole state dict; a collective."""
     own_tensors = {
         tensor_name: tensor_value
-        for tensor_name, tensor_value in user_module.state_dict(keep_vars=True).items()
+        for tensor_name, tensor_value in module.state_dict(keep_vars=True).items()
         if isinstance(tensor_value, torch.Tensor)
     }
     misfit_text = [
-        _misfit_text(user_module, own_tensors, given_state, strict=strict)
-        if dist.get_rank() == 0
-        else ""
+        _misfit_text(module, own_tensors, state, strict=strict) if dist.get_rank() == 0 else ""
     ]
     # Process 0's list decides: the others may have an empty state, and all must broadcast alike.
-    wanted_names = [[tensor_name for tensor_name in own_tensors if tensor_name in given_state]]
+    wanted_names = [[tensor_name for tensor_name in own_tensors if tensor_name in state]]
     dist.broadcast_object_list(misfit_text, 0)
     dist.broadcast_object_list(wanted_names, 0)
     if misfit_text[0]:
@@ -84,7 +80,7 @@ def scatter_weights(
                 continue
             # Tied parameters are one tensor of several names.
             done_ids.add(id(tensor))
-            whole_tensor = _from_first(given_state.get(tensor_name), tensor)
+            whole_tensor = _from_first(state.get(tensor_name), tensor)
             if local_shards.is_cut(tensor):
                 local_shards.assign(tensor, whole_tensor)
             else:
@@ -106,9 +102,9 @@ def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
 
 
 def _misfit_text(
-    user_module: nn.Module,
+    module: nn.Module,
     own_tensors: Mapping[str, torch.Tensor],
-    given_state: Mapping[str, Any],
+    state: Mapping[str, Any],
     *,
     strict: bool,
 ) -> str:
@@ -117,26 +113,22 @@ def _misfit_text(
         for tensor_name, own_tensor in own_tensors.items()
     }
     wrong_texts = [
-        f"{tensor_name} has shape {tuple(given_state[tensor_name].shape)} instead of {shape}"
+        f"{tensor_name} has shape {tuple(state[tensor_name].shape)} instead of {shape}"
         for tensor_name, shape in own_shapes.items()
-        if tensor_name in given_state and tuple(given_state[tensor_name].shape) != shape
+        if tensor_name in state and tuple(state[tensor_name].shape) != shape
     ]
     if strict:
         wrong_texts += [
-            f"{tensor_name} is missing"
-            for tensor_name in own_tensors
-            if tensor_name not in given_state
+            f"{tensor_name} is missing" for tensor_name in own_tensors if tensor_name not in state
         ]
         wrong_texts += [
-            f"{tensor_name} is unknown"
-            for tensor_name in given_state
-            if tensor_name not in own_tensors
+            f"{tensor_name} is unknown" for tensor_name in state if tensor_name not in own_tensors
         ]
     if not wrong_texts:
         return ""
     more_text = f" and {len(wrong_texts) - 5} more" if len(wrong_texts) > 5 else ""
     return (
-        f"The state does not fit {type(user_module).__name__}: "
+        f"The state does not fit {type(module).__name__}: "
         f"{'; '.join(wrong_texts[:5])}{more_text}. Weights would go to the wrong places. Load the "
         "state of the same model, or give strict=False for names alone."
     )

@@ -113,11 +113,9 @@ def _of_mapping(fp32_mapping: Any) -> Piece:
 def _of_destroyed(tensor: torch.Tensor, mapping: Any) -> Piece:
     """The float32 copy, unless the weights were changed after the engine had been destroyed."""
     first_element, fp32_copy = _of_mapping(mapping)
-    part_weights = tensor.detach().reshape(-1)[first_element : first_element + fp32_copy.numel()]
+    weights = tensor.detach().reshape(-1)[first_element : first_element + fp32_copy.numel()]
     # Both agree as long as the copy, rounded, gives the weights: then the copy has more digits.
-    return first_element, fp32_copy if torch.equal(
-        fp32_copy.to(part_weights), part_weights
-    ) else part_weights
+    return first_element, fp32_copy if torch.equal(fp32_copy.to(weights), weights) else weights
 
 
 def _of_placeholder(tensor: Any) -> list[Piece]:
@@ -129,9 +127,9 @@ def _of_placeholder(tensor: Any) -> list[Piece]:
     if private_api.zero3_optimizer(tensor) is not None and tensor.requires_grad:
         from deepspeed.utils import safe_get_local_fp32_param
 
-        part_values = safe_get_local_fp32_param(tensor)
-        if part_values is not None:
-            return [(first_element, part_values.detach().reshape(-1)[:element_count])]
+        values = safe_get_local_fp32_param(tensor)
+        if values is not None:
+            return [(first_element, values.detach().reshape(-1)[:element_count])]
     return [(first_element, _at_hand(tensor).detach().reshape(-1)[:element_count])]
 
 

@@ -83,9 +83,9 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
     used_folders = folders_in_use()
     own_folders = set()
     for section_name in _SWAPPED_SECTIONS:
-        offload_section = getattr(zero_config, section_name)
-        if offload_section is not None and offload_section.device == "nvme":
-            base_folder = Path(offload_section.nvme_path)
+        section = getattr(zero_config, section_name)
+        if section is not None and section.device == "nvme":
+            base_folder = Path(section.nvme_path)
             folder_number = 0
             swap_folder = base_folder
             # The user's folder is taken as given where it is free: only further engines get one
@@ -94,7 +94,7 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
                 folder_number += 1
                 swap_folder = base_folder / f"{_ENGINE_FOLDER_PREFIX}{folder_number}"
             zero_config = zero_config.changed(
-                **{section_name: offload_section.changed(nvme_path=str(swap_folder))}
+                **{section_name: section.changed(nvme_path=str(swap_folder))}
             )
             own_folders.add(swap_folder)
     new_claim = Claim(frozenset(own_folders), rank)
@@ -139,18 +139,18 @@ def read_part(tensor: torch.Tensor) -> torch.Tensor:
     return _mapped_part(tensor, is_shared=False).clone()
 
 
-def write_part(tensor: torch.Tensor, part_values: torch.Tensor) -> None:
+def write_part(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Write this process's part of a parameter into its file."""
-    _mapped_part(tensor, is_shared=True)[: part_values.numel()].copy_(part_values)
+    _mapped_part(tensor, is_shared=True)[: values.numel()].copy_(values)
     local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
     # A part that was read ahead is used from its buffer, where it is outdated by now.
     if local_part.status == _swap_status().AVAILABLE:
-        local_part.data.view(-1)[: part_values.numel()].copy_(part_values)
+        local_part.data.view(-1)[: values.numel()].copy_(values)
 
 
-def free_buffers(user_module: nn.Module) -> None:
+def free_buffers(module: nn.Module) -> None:
     """Release what was read ahead, so that there is a buffer for what is gathered next."""
-    for parameter in filter(is_on_disk, user_module.parameters()):
+    for parameter in filter(is_on_disk, module.parameters()):
         swapped_parameter: Any = parameter
         # A read that is under way still writes into its buffer.
         swapped_parameter.nvme_swapper.synchronize_reads()
@@ -160,7 +160,7 @@ def free_buffers(user_module: nn.Module) -> None:
             swapped_parameter.nvme_swapper.remove_partition_and_release_buffers([swapped_parameter])
 
 
-def skip_repeated_reads(user_module: nn.Module) -> None:
+def skip_repeated_reads(module: nn.Module) -> None:
     """Let a parameter that several layers use be read ahead once.
 
     DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
@@ -169,7 +169,7 @@ def skip_repeated_reads(user_module: nn.Module) -> None:
     unique_swappers = {
         # The parameters of an engine share one swapper, which must be wrapped once.
         id(swapper): swapper
-        for parameter in user_module.parameters()
+        for parameter in module.parameters()
         if (swapper := _param_swapper(parameter)) is not None
     }
     for param_swapper in unique_swappers.values():

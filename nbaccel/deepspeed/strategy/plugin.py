@@ -140,12 +140,12 @@ class Filling:
         """
         found_mismatches = [] if mismatches is None else mismatches
         # A list, because filling in changes the dictionary.
-        for config_key, key_value in list(
+        for config_key, value in list(
             (self.deepspeed_config if config is None else config).items()
         ):
-            if isinstance(key_value, dict):
+            if isinstance(value, dict):
                 self.deepspeed_config_process(
-                    f"{prefix}{config_key}.", found_mismatches, key_value, must_match, **kwargs
+                    f"{prefix}{config_key}.", found_mismatches, value, must_match, **kwargs
                 )
             else:
                 self.fill_match(f"{prefix}{config_key}", found_mismatches, must_match, **kwargs)
@@ -178,8 +178,8 @@ class Filling:
         for format_name in ("fp16", "bf16"):
             is_enabled = format_name == wanted_format
             if not has_key(self.deepspeed_config, format_name):
-                cast_setting = {"auto_cast": True} if is_enabled and format_name == "fp16" else {}
-                self.deepspeed_config[format_name] = {"enabled": is_enabled, **cast_setting}
+                setting = {"auto_cast": True} if is_enabled and format_name == "fp16" else {}
+                self.deepspeed_config[format_name] = {"enabled": is_enabled, **setting}
             if value_at(self.deepspeed_config, f"{format_name}.enabled") == AUTO:
                 put_at(self.deepspeed_config, f"{format_name}.enabled", is_enabled)
 
@@ -324,11 +324,9 @@ class DeepSpeedPlugin(Filling, Settings):
         if self.zero_stage is None:
             self.zero_stage = 0  # DeepSpeed's default
         if self.zero3_init_flag is None:
-            chosen_flag = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
+            flag = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
             # Importing transformers takes seconds, and a model need not come from there.
-            self.zero3_init_flag = (
-                "transformers" in sys.modules if chosen_flag is None else chosen_flag
-            )
+            self.zero3_init_flag = "transformers" in sys.modules if flag is None else flag
         self.zero3_init_flag = bool(self.zero3_init_flag and self.zero_stage == 3)
 
     def take_configuration(self, config_settings: dict[str, Any]) -> None:
@@ -530,5 +528,5 @@ def make_plugins(plugin: Any, run_config: RunConfig | None) -> Plugins:
         return Plugins(plugin)
     if run_config is None or not run_config.uses_deepspeed:
         return Plugins(DeepSpeedPlugin(None))
-    config_file = None if run_config.deepspeed is None else engine_config(run_config)
-    return Plugins(DeepSpeedPlugin(config_file, zero_stage=run_config.zero_stage))
+    file = None if run_config.deepspeed is None else engine_config(run_config)
+    return Plugins(DeepSpeedPlugin(file, zero_stage=run_config.zero_stage))

@@ -27,39 +27,39 @@ __all__ = ["check_parts", "resolve_config"]
 
 def resolve_config(
     given_config: dict[str, Any],
-    active_plugin: DeepSpeedPlugin,
+    plugin: DeepSpeedPlugin,
     asked_settings: TrainingRequest,
-    process_place: Place,
+    place: Place,
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
-    data_loaders: Iterable[Any],
+    loaders: Iterable[Any],
 ) -> Resolved:
     """Fill in and check a configuration."""
-    micro_batch = _micro_batch(data_loaders, takes_smallest=active_plugin.is_train_batch_min)
-    training_facts = TrainingFacts(
-        world_size=process_place.world_size,
+    micro_batch = _micro_batch(loaders, takes_smallest=plugin.is_train_batch_min)
+    facts = TrainingFacts(
+        world_size=place.world_size,
         micro_batch_size=micro_batch,
         accumulation_steps=asked_settings.accumulation_steps,
         mixed_precision=asked_settings.mixed_precision,
-        total_steps=_total_steps(scheduler, process_place, asked_settings),
+        total_steps=_total_steps(scheduler, place, asked_settings),
         learning_rate=_schedule_peak_rate(given_config, optimizer),
     )
-    config_settings, auto_choices = _with_a_batch_size(_with_gathering(given_config), micro_batch)
+    config_settings, choices = _with_a_batch_size(_with_gathering(given_config), micro_batch)
     resolved_config = resolve_auto(
         config_settings,
-        facts=training_facts,
+        facts=facts,
         model=model,
         optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
         scheduler=scheduler if isinstance(scheduler, DummyScheduler) else None,
     )
     # The check needs the device alone: all else that a run decides has been filled in by now.
-    run_config = RunConfig.model_validate({"device": process_place.device.type})
+    run_config = RunConfig.model_validate({"device": place.device.type})
     checked_config = check_config(
-        resolved_config.config, world_size=process_place.world_size, run=run_config
+        resolved_config.config, world_size=place.world_size, run=run_config
     )
     return Resolved(
-        checked_config.config, (*auto_choices, *resolved_config.choices), checked_config.warnings
+        checked_config.config, (*choices, *resolved_config.choices), checked_config.warnings
     )
 
 
@@ -76,12 +76,12 @@ def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | 
     return min(batch_sizes) if takes_smallest else max(batch_sizes)
 
 
-def _total_steps(scheduler: Any, process_place: Place, settings: TrainingRequest) -> int | None:
+def _total_steps(scheduler: Any, place: Place, settings: TrainingRequest) -> int | None:
     """The schedule's steps in one process: each takes its share of the batches."""
     if not isinstance(scheduler, DummyScheduler) or scheduler.total_num_steps is None:
         return None
-    sharing_processes = 1 if settings.split_batches else process_place.world_size
-    return math.ceil(scheduler.total_num_steps / sharing_processes)
+    processes = 1 if settings.split_batches else place.world_size
+    return math.ceil(scheduler.total_num_steps / processes)
 
 
 def _schedule_peak_rate(config: Mapping[str, Any], optimizer: Any) -> float | None:
@@ -118,7 +118,7 @@ def _with_a_batch_size(
 
 
 def check_parts(
-    config_settings: dict[str, Any],
+    settings: dict[str, Any],
     models: Sequence[nn.Module],
     optimizers: Sequence[Any],
     schedulers: Sequence[Any],
@@ -131,51 +131,51 @@ def check_parts(
             f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
             "one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
-    if config_settings.get("optimizer") and not all(are_dummies):
+    if settings.get("optimizer") and not all(are_dummies):
         part_mistakes.append(
             "The DeepSpeed configuration has an optimizer "
-            f"({_type_of(config_settings['optimizer'])}), and prepare got one of torch. Only one "
+            f"({_type_of(settings['optimizer'])}), and prepare got one of torch. Only one "
             "can train. Leave it out of the configuration, or prepare "
             "nbaccel.utils.DummyOptim(model.parameters())."
         )
-    if any(are_dummies) and not config_settings.get("optimizer"):
+    if any(are_dummies) and not settings.get("optimizer"):
         part_mistakes.append(
             f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
             "optimizer that it could stand for. Add one there, or prepare one of torch."
         )
-    part_mistakes += _schedule_mistakes(config_settings, schedulers, some_dummy=any(are_dummies))
+    part_mistakes += _schedule_mistakes(settings, schedulers, some_dummy=any(are_dummies))
     if part_mistakes:
         raise ConfigError(*part_mistakes)
 
 
 def _schedule_mistakes(
-    config_settings: dict[str, Any], schedulers: Sequence[Any], *, some_dummy: bool
+    settings: dict[str, Any], schedulers: Sequence[Any], *, some_dummy: bool
 ) -> list[str]:
-    part_mistakes = []
+    mistakes = []
     for scheduler in schedulers:
         is_dummy = isinstance(scheduler, DummyScheduler)
         makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
-        if config_settings.get("scheduler") and (not is_dummy or makes_schedule):
-            part_mistakes.append(
+        if settings.get("scheduler") and (not is_dummy or makes_schedule):
+            mistakes.append(
                 "The DeepSpeed configuration has a schedule "
-                f"({_type_of(config_settings['scheduler'])}), and prepare got "
+                f"({_type_of(settings['scheduler'])}), and prepare got "
                 f"{type(scheduler).__name__}. Only one can set the learning rate. Leave it out "
                 "of the configuration, or prepare nbaccel.utils.DummyScheduler."
             )
-        elif is_dummy and not makes_schedule and not config_settings.get("scheduler"):
-            part_mistakes.append(
+        elif is_dummy and not makes_schedule and not settings.get("scheduler"):
+            mistakes.append(
                 f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
                 "the DeepSpeed configuration has no schedule that it could stand for. Add one "
                 "there, or give lr_scheduler_callable."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
         elif some_dummy and not is_dummy:
-            part_mistakes.append(
+            mistakes.append(
                 f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
                 "it would set the learning rate of nothing. Give "
                 "DummyScheduler(lr_scheduler_callable=...)."
             )
-    return part_mistakes
+    return mistakes
 
 
 def _type_of(section: Any) -> Any:

@@ -65,7 +65,7 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
     for attribute_name in _HOOK_TABLES:
         hook_table = module_state.get(attribute_name) or {}
         kept_state[attribute_name] = OrderedDict(
-            table_item for table_item in hook_table.items() if not _is_deepspeeds(table_item[1])
+            item for item in hook_table.items() if not _is_deepspeeds(item[1])
         )
     return kept_state | {"_parameters": _plain_table(parameter_table)}
 
@@ -99,10 +99,10 @@ def remember(module: nn.Module) -> Remembered:
 
 def take_back(module: nn.Module, remembered: Remembered) -> bool:
     """See :meth:`ShardReader.take_back`; engines of this module are destroyed."""
-    module_engines = _engines_of(module)
-    if not module_engines and not any(map(local_shards.is_cut, module.parameters())):
+    engines = _engines_of(module)
+    if not engines and not any(map(local_shards.is_cut, module.parameters())):
         return False
-    _restore_module(module, remembered, _trained_weights(module), module_engines)
+    _restore_module(module, remembered, _trained_weights(module), engines)
     return True
 
 
@@ -131,24 +131,22 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def _put_together(user_module: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
+def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
     """Whole weights by the identity of their parameters; a collective.
 
     Where engines had no copy of higher precision, or have forgotten it, the weights stay.
     """
     whole_weights: dict[int, torch.Tensor] = {}
     missing_names: list[str] = []
-    for parameter_name, cut_parameter in user_module.named_parameters():
+    for parameter_name, cut_parameter in module.named_parameters():
         shape = local_shards.shape_of(cut_parameter)
         whole_tensor = torch.zeros(shape, dtype=torch.float32, device=device)
         element_count = torch.zeros((), dtype=torch.int64, device=device)
-        for first_element, part_values in (
+        for first_element, values in (
             local_shards.local_pieces(cut_parameter) if local_shards.is_cut(cut_parameter) else ()
         ):
-            whole_tensor.view(-1)[first_element : first_element + part_values.numel()].copy_(
-                part_values
-            )
-            element_count += part_values.numel()
+            whole_tensor.view(-1)[first_element : first_element + values.numel()].copy_(values)
+            element_count += values.numel()
         dist.all_reduce(element_count)
         # The sum is the same on all ranks, so all take the same branch and none waits alone.
         if element_count == whole_tensor.numel():
@@ -159,7 +157,7 @@ def _put_together(user_module: nn.Module, device: torch.device) -> dict[int, tor
             and cut_parameter.numel() != whole_tensor.numel()
         ):
             missing_names.append(parameter_name)
-    _check_none_missing(user_module, missing_names, device)
+    _check_none_missing(module, missing_names, device)
     return whole_weights
 
 
@@ -176,7 +174,7 @@ def _check_none_missing(module: nn.Module, names: list[str], device: torch.devic
 
 
 def _restore_module(
-    user_module: nn.Module,
+    module: nn.Module,
     state_before: Remembered,
     whole_values: Mapping[int, torch.Tensor],
     module_engines: list[Any],
@@ -185,11 +183,11 @@ def _restore_module(
         unhook(engine)
         if dist.is_initialized():  # otherwise it was destroyed together with its process group
             destroy(engine)
-    for inner_submodule in user_module.modules():
+    for inner_submodule in module.modules():
         # DeepSpeed's dictionary gathers what is looked up, over a group that is gone by now.
         parameter_table, _, _ = torch_private.module_tables(inner_submodule)
         torch_private.replace_parameter_table(inner_submodule, _plain_table(parameter_table))
-    for tensor_name, tensor in (*user_module.named_parameters(), *user_module.named_buffers()):
+    for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
         whole_tensor = whole_values.get(id(tensor), tensor.detach())
         dtype, attributes = state_before.tensors.get(
             tensor_name, (whole_tensor.dtype, frozenset(vars(tensor)))
@@ -201,7 +199,7 @@ def _restore_module(
         for attribute_name in vars(tensor).keys() - attributes:
             delattr(tensor, attribute_name)
     # It is the wrapper that keeps ranks in step, which hides the method of the class.
-    vars(user_module).pop("generate", None)
+    vars(module).pop("generate", None)
 
 
 def _engines_of(module: nn.Module) -> list[Any]:
@@ -217,19 +215,17 @@ def unhook(engine: Any) -> None:
 
 
 @torch.no_grad()
-def _trained_weights(user_module: nn.Module) -> dict[int, torch.Tensor]:
+def _trained_weights(module: nn.Module) -> dict[int, torch.Tensor]:
     """Whole float32 weights by the identity of their parameters; none where no copy has them."""
     whole_weights: dict[int, torch.Tensor] = {}
-    for parameter in filter(local_shards.is_cut, user_module.parameters()):
+    for parameter in filter(local_shards.is_cut, module.parameters()):
         local_parts = local_shards.local_pieces(parameter)
         shape = local_shards.shape_of(parameter)
         whole_tensor = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         # This process has only a part, so the parameter keeps the weights that it has.
-        if sum(part_values.numel() for _, part_values in local_parts) < whole_tensor.numel():
+        if sum(values.numel() for _, values in local_parts) < whole_tensor.numel():
             continue
-        for first_element, part_values in local_parts:
-            whole_tensor.view(-1)[first_element : first_element + part_values.numel()].copy_(
-                part_values
-            )
+        for first_element, values in local_parts:
+            whole_tensor.view(-1)[first_element : first_element + values.numel()].copy_(values)
         whole_weights[id(parameter)] = whole_tensor
     return whole_weights

@@ -47,9 +47,9 @@ class _SharedEnvironment:
         self.users += 1
         return self.environment
 
-    def release(self, entered_environment: DeepSpeedEnvironment) -> None:
+    def release(self, environment: DeepSpeedEnvironment) -> None:
         # A user of one that others closed must not be counted as a user of its successor.
-        if entered_environment is not self.environment:
+        if environment is not self.environment:
             return
         self.users -= 1
         if self.users <= 0:

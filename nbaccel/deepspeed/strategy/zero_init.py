@@ -46,8 +46,8 @@ def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> A
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     # As `Any`, since transformers' own constructor has no annotations.
-    make_config: Any = HfDeepSpeedConfig
-    return make_config(_without_auto(zero_settings, world_size))
+    config: Any = HfDeepSpeedConfig
+    return config(_without_auto(zero_settings, world_size))
 
 
 @contextlib.contextmanager
@@ -110,12 +110,12 @@ def shard_in_turn(model: nn.Module, zero_settings: Mapping[str, Any]) -> None:
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(compute_dtype)
     for parameter in parameters:
-        mapped_values = parameter.data
+        values = parameter.data
         # A copy even in the same format: process 0's values are received into it.
-        dtype = compute_dtype if mapped_values.is_floating_point() else mapped_values.dtype
-        parameter.data = mapped_values.to(dtype, copy=True)
+        dtype = compute_dtype if values.is_floating_point() else values.dtype
+        parameter.data = values.to(dtype, copy=True)
         # What was written is kept, because another parameter may view the same memory.
-        mapped_files.drop_pages(mapped_values.data_ptr(), mapped_values.nbytes, keep_written=True)
+        mapped_files.drop_pages(values.data_ptr(), values.nbytes, keep_written=True)
         _cut(parameter, parameters[0], zero_settings, compute_dtype)
 
 

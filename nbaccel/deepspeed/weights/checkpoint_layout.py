@@ -132,17 +132,17 @@ def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint
     return CheckpointFiles(state_folder, model, optimizer)
 
 
-def _no_folder(checkpoint_root: Path) -> str:
-    if checkpoint_root.exists():
-        return _placeholder_text(checkpoint_root) or (
-            f"{checkpoint_root} is a file, and a checkpoint of ZeRO is a folder, in which each "
+def _no_folder(root: Path) -> str:
+    if root.exists():
+        return _placeholder_text(root) or (
+            f"{root} is a file, and a checkpoint of ZeRO is a folder, in which each "
             "rank has files of its own. Give the folder that save_checkpoint was given."
         )
-    siblings = [path for path in checkpoint_root.parent.glob("[!.]*") if path.is_dir()]
+    siblings = [path for path in root.parent.glob("[!.]*") if path.is_dir()]
     others = ", ".join(sorted(path.name for path in siblings)[:8])
-    folders_there = f"In {checkpoint_root.parent} there are: {others}." if others else ""
+    folders_there = f"In {root.parent} there are: {others}." if others else ""
     return (
-        f"{checkpoint_root} does not exist, so there is no checkpoint to convert. "
+        f"{root} does not exist, so there is no checkpoint to convert. "
         f"{folders_there} Give the folder that save_checkpoint was given."
     ).replace("  ", " ")
 
@@ -170,20 +170,20 @@ def _has_states(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(_ANY_STATES))
 
 
-def _latest_tag(checkpoint_root: Path, known_tags: list[str]) -> str:
-    latest_path = checkpoint_root / "latest"
+def _latest_tag(root: Path, known_tags: list[str]) -> str:
+    latest_path = root / "latest"
     if latest_path.is_file():
         return _checked_tag(latest_path)
     if known_tags:
         raise ConfigError(
-            f"{checkpoint_root} has no file `latest`, which would tell the tag of the last save. "
+            f"{root} has no file `latest`, which would tell the tag of the last save. "
             f"T{_listed_tags(known_tags)[1:]}. Say which: tag={known_tags[-1]!r}."
         )
-    names = sorted(file_path.name for file_path in checkpoint_root.iterdir())
-    files = sorted([*checkpoint_root.glob("*.safetensors"), *checkpoint_root.glob("*.bin")])
+    names = sorted(file_path.name for file_path in root.iterdir())
+    files = sorted([*root.glob("*.safetensors"), *root.glob("*.bin")])
     raise ConfigError(
         next(filter(None, map(_placeholder_text, files)), "")
-        or f"{checkpoint_root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a "
+        or f"{root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a "
         f"folder with *_states.pt in it, but {', '.join(names[:6]) or 'nothing at all'}. Give "
         "the folder that save_checkpoint was given."
     )
@@ -249,20 +249,20 @@ def _listed_tags(known_tags: list[str]) -> str:
     return f"there {'is' if len(known_tags) == 1 else 'are'} {', '.join(known_tags)}"
 
 
-def _check_kind(state_folder: Path) -> None:
+def _check_kind(folder: Path) -> None:
     """Refuse checkpoints that cannot be put together from data-parallel parts."""
-    if (state_folder / "zero").is_dir() and not any(state_folder.glob("*_optim_states.pt")):
+    if (folder / "zero").is_dir() and not any(folder.glob("*_optim_states.pt")):
         raise ConfigError(
-            f"{state_folder} is a universal checkpoint, made from another one by ds_to_universal: "
+            f"{folder} is a universal checkpoint, made from another one by ds_to_universal: "
             "it has a folder per parameter instead of files of ranks. Convert the checkpoint that "
-            f"it was made from: tag={state_folder.name.removesuffix('_universal')!r}, if it is "
+            f"it was made from: tag={folder.name.removesuffix('_universal')!r}, if it is "
             "still there; or load this one into an engine and use fp32_state_dict(engine)."
         )
-    file_names = [file_path.name for file_path in state_folder.glob(_ANY_STATES)]
-    expert_files = sorted(filter(_EXPERT_FILE.fullmatch, file_names))
-    if expert_files:
+    file_names = [file_path.name for file_path in folder.glob(_ANY_STATES)]
+    files = sorted(filter(_EXPERT_FILE.fullmatch, file_names))
+    if files:
         raise ConfigError(
-            f"{state_folder} has experts in files of their own ({expert_files[0]}), whose "
+            f"{folder} has experts in files of their own ({files[0]}), whose "
             "parameters are spread over groups of ranks that differ from those of the rest. "
             "Load it into its engine, and save there, or make a universal checkpoint with "
             "ds_to_universal."
@@ -276,7 +276,7 @@ def _check_kind(state_folder: Path) -> None:
     parallel_ranks = sorted({int(name_match["parallel"]) for name_match in name_matches})
     if parallel_ranks[1:]:
         raise ConfigError(
-            f"{state_folder} was saved with tensor parallelism, over {len(parallel_ranks)} ranks "
+            f"{folder} was saved with tensor parallelism, over {len(parallel_ranks)} ranks "
             f"(mp_rank_{parallel_ranks[-1]:02d} is there): how its weights were cut is known to "
             "the model alone. Make a universal checkpoint with ds_to_universal, or gather in "
             "its engine."
@@ -351,19 +351,19 @@ def read_layout(
         ) from error
 
 
-def _read_states(checkpoint_files: CheckpointFiles, exclude_frozen_parameters: bool) -> Layout:
-    first_state = checkpoint_files.model.get(0) or next(iter(checkpoint_files.model.values()))
+def _read_states(files: CheckpointFiles, exclude_frozen_parameters: bool) -> Layout:
+    first_state = files.model.get(0) or next(iter(files.model.values()))
     model = _model_states(first_state)
-    if not checkpoint_files.optimizer:
-        return _of_stage_0(checkpoint_files, model, exclude_frozen_parameters)
+    if not files.optimizer:
+        return _of_stage_0(files, model, exclude_frozen_parameters)
     rank_states = {
-        rank: _optimizer_states(file_path) for rank, file_path in checkpoint_files.optimizer.items()
+        rank: _optimizer_states(file_path) for rank, file_path in files.optimizer.items()
     }
-    stage, num_ranks = _agreed_stage(checkpoint_files, rank_states)
-    checkpoint_files.check_ranks(num_ranks, stage)
+    stage, num_ranks = _agreed_stage(files, rank_states)
+    files.check_ranks(num_ranks, stage)
     ordered_states = [rank_states[rank] for rank in range(num_ranks)]
     collect_weights = _weights_of_stage_3 if stage == 3 else _stages_1_and_2
-    trained_weights, frozen_weights = collect_weights(checkpoint_files, model, ordered_states)
+    trained_weights, frozen_weights = collect_weights(files, model, ordered_states)
     # Trained weights last: where a name is among several, the optimizer's copy counts.
     weights = {
         **_buffer_weights(model),
@@ -375,7 +375,7 @@ def _read_states(checkpoint_files: CheckpointFiles, exclude_frozen_parameters: b
         for tensor_name, tied_target in (model.get("shared_params") or {}).items()
         if tensor_name not in weights and tied_target in weights
     }
-    return Layout(checkpoint_files.folder, stage, num_ranks, _in_order(weights, model), tied_names)
+    return Layout(files.folder, stage, num_ranks, _in_order(weights, model), tied_names)
 
 
 def _in_order(weight_by_name: dict[str, Weight], model: Mapping[str, Any]) -> dict[str, Weight]:
@@ -501,14 +501,14 @@ def _buffer_weights(model: Mapping[str, Any]) -> dict[str, Weight]:
 
 
 def _stages_1_and_2(
-    checkpoint_files: CheckpointFiles,
+    files: CheckpointFiles,
     model: Mapping[str, Any],
     rank_states: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Weight], dict[str, Weight]]:
     trained_weights: dict[str, Weight] = {}
     group_paddings = rank_states[0].get("param_alignment_paddings")  # not in all versions
     for group_number, tensor_shapes in enumerate(_shapes_of_groups(model)):
-        flat_strip = Strip(
+        strip = Strip(
             [
                 rank_state["single_partition_of_fp32_groups"][group_number]
                 for rank_state in rank_states
@@ -521,15 +521,15 @@ def _stages_1_and_2(
         ):
             element_count = num_elements(shape)
             trained_weights[tensor_name] = Weight.flat(
-                tensor_name, shape, flat_strip.part(first_element, element_count)
+                tensor_name, shape, strip.part(first_element, element_count)
             )
             first_element += element_count + padding_elements
         # DeepSpeed aligns a group to twice the number of ranks, so that less than that may be left.
         _check_used(
-            checkpoint_files,
+            files,
             f"group {group_number}",
             first_element,
-            flat_strip.numel,
+            strip.numel,
             allowed_slack=2 * len(rank_states),
         )
     known_names = {
@@ -546,7 +546,7 @@ def _stages_1_and_2(
 
 
 def _weights_of_stage_3(
-    checkpoint_files: CheckpointFiles,
+    files: CheckpointFiles,
     model: Mapping[str, Any],
     rank_states: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Weight], dict[str, Weight]]:
@@ -559,7 +559,7 @@ def _weights_of_stage_3(
     flat_strips = [
         Strip(
             swapped_in(
-                checkpoint_files.folder,
+                files.folder,
                 rank,
                 rank_state["fp32_flat_groups"],
                 shape_groups,
@@ -578,10 +578,8 @@ def _weights_of_stage_3(
         )
         first_element += rank_share
     for rank, flat_strip in enumerate(flat_strips):
-        _check_used(
-            checkpoint_files, f"rank {rank}", first_element, flat_strip.numel, allowed_slack=0
-        )
-    return trained_weights, _frozen_of_stage_3(checkpoint_files, model)
+        _check_used(files, f"rank {rank}", first_element, flat_strip.numel, allowed_slack=0)
+    return trained_weights, _frozen_of_stage_3(files, model)
 
 
 def _cut_pieces(
@@ -596,13 +594,11 @@ def _cut_pieces(
     return tuple(cut_pieces)
 
 
-def _frozen_of_stage_3(
-    checkpoint_files: CheckpointFiles, model: Mapping[str, Any]
-) -> dict[str, Weight]:
+def _frozen_of_stage_3(files: CheckpointFiles, model: Mapping[str, Any]) -> dict[str, Weight]:
     tensor_shapes = model.get("frozen_param_shapes") or {}
     if not tensor_shapes:
         return {}
-    rank_states = [checkpoint_files.model[rank] for rank in sorted(checkpoint_files.model)]
+    rank_states = [files.model[rank] for rank in sorted(files.model)]
     frozen_fragments = [
         _model_states(file_path)["frozen_param_fragments"] for file_path in rank_states
     ]
@@ -624,8 +620,8 @@ def _frozen_of_stage_3(
 
 def _shapes_of_groups(model: Mapping[str, Any]) -> list[_TensorShapes]:
     return [
-        {str(name): _checked_shape(shape) for name, shape in shape_group.items()}
-        for shape_group in model.get("param_shapes") or ()
+        {str(name): _checked_shape(shape) for name, shape in group.items()}
+        for group in model.get("param_shapes") or ()
     ]
 
 
@@ -641,7 +637,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
 
 def _check_used(
     files: CheckpointFiles,
-    strip_place: str,
+    place: str,
     used_elements: int,
     available_elements: int,
     allowed_slack: int,
@@ -653,7 +649,7 @@ def _check_used(
     ):
         raise ConfigError(
             f"{files.folder}: the parameters' shapes add up to {used_elements:,} "
-            f"elements in {strip_place}, and {available_elements:,} were saved. Files of "
+            f"elements in {place}, and {available_elements:,} were saved. Files of "
             "different saves lie there together, or the model changed between them. Convert "
             "another checkpoint (tag=...)."
         )

@@ -99,13 +99,13 @@ class Shard:
         # Hugging Face's libraries look for "format", and for the names of tied tensors beside it.
         entries: dict[str, object] = {"__metadata__": {"format": "pt", **self.tied}}
         first_byte = 0
-        for stored_weight in self.weights:
-            entries[stored_weight.name] = {
-                "dtype": DTYPES[stored_weight.dtype][0],
-                "shape": list(stored_weight.shape),
-                "data_offsets": [first_byte, first_byte + stored_weight.nbytes],
+        for weight in self.weights:
+            entries[weight.name] = {
+                "dtype": DTYPES[weight.dtype][0],
+                "shape": list(weight.shape),
+                "data_offsets": [first_byte, first_byte + weight.nbytes],
             }
-            first_byte += stored_weight.nbytes
+            first_byte += weight.nbytes
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         # Padded, so that the first tensor begins at a multiple of eight bytes and can be mapped.
         text += b" " * (-len(text) % _ALIGNED_BYTES)
@@ -114,7 +114,7 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(stored_weight.nbytes for stored_weight in self.weights)
+        return sum(weight.nbytes for weight in self.weights)
 
 
 def plan(
@@ -156,54 +156,52 @@ def plan(
     ]
 
 
-def _by_alignment(stored_weight: Weight) -> int:
+def _by_alignment(weight: Weight) -> int:
     """Large elements first, so that each tensor begins at a multiple of its element's size."""
-    return -DTYPES[stored_weight.dtype][1]
+    return -DTYPES[weight.dtype][1]
 
 
 class WeightSource(Protocol):
     """Gives the bytes of a weight."""
 
-    def __call__(self, stored_weight: Weight) -> Iterator[memoryview]:
+    def __call__(self, weight: Weight) -> Iterator[memoryview]:
         """The bytes of a weight, in order."""
 
 
-def write_shard(
-    file_shard: Shard, output_folder: Path, weight_source: WeightSource
-) -> Iterator[int]:
+def write_shard(shard: Shard, output_folder: Path, weight_source: WeightSource) -> Iterator[int]:
     """Write one file."""
-    path = output_folder / file_shard.filename
+    path = output_folder / shard.filename
     with path.open("wb") as file:
-        file.write(file_shard.header)
-        for stored_weight in file_shard.weights:
+        file.write(shard.header)
+        for stored_weight in shard.weights:
             yield from _write_weight(file, stored_weight, weight_source)
     # Flushed before it gets its name: after a crash a name must not lead to a file without content.
     atomic.sync_path(path)
 
 
-def _write_weight(file: IO[bytes], stored_weight: Weight, source: WeightSource) -> Iterator[int]:
+def _write_weight(file: IO[bytes], weight: Weight, source: WeightSource) -> Iterator[int]:
     done_bytes = 0
-    for byte_chunk in source(stored_weight):
-        file.write(byte_chunk)
-        done_bytes += len(byte_chunk)
-        yield len(byte_chunk)
-    if done_bytes != stored_weight.nbytes:
+    for chunk in source(weight):
+        file.write(chunk)
+        done_bytes += len(chunk)
+        yield len(chunk)
+    if done_bytes != weight.nbytes:
         raise CheckpointFailed(
-            f"{stored_weight.name} should have {stored_weight.nbytes:,} bytes, and "
+            f"{weight.name} should have {weight.nbytes:,} bytes, and "
             f"{done_bytes:,} were read: a file changed while it was being read. Try again when "
             "no other process writes there."
         )
 
 
 @contextlib.contextmanager
-def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Path]:
+def publishing(output_folder: Path, shards: Iterable[Shard]) -> Iterator[Path]:
     """A place to write files in; they take their names together, when all have been written.
 
     Weights of an earlier save in the folder are replaced; other files stay. If something goes
     wrong, the folder is as it was.
     """
     # An iterable may be used only once, and is used three times here.
-    file_shards = list(file_shards)
+    shards = list(shards)
     made_folders = [
         made_folder
         for made_folder in (output_folder, *output_folder.parents)
@@ -212,11 +210,11 @@ def publishing(output_folder: Path, file_shards: Iterable[Shard]) -> Iterator[Pa
     try:
         _make_folder(output_folder)
         # Earlier weights there do not count as room: they stay until the new ones are complete.
-        _check_disk_room(output_folder, file_shards)
+        _check_disk_room(output_folder, shards)
         with atomic.partial_folder(output_folder, "model") as temporary_folder:
             yield temporary_folder
-            if len(file_shards) > 1:
-                _write_index(file_shards, temporary_folder / _INDEX_FILE)
+            if len(shards) > 1:
+                _write_index(shards, temporary_folder / _INDEX_FILE)
             atomic.publish_weights(temporary_folder, output_folder, FAMILY)
     except BaseException as error:  # an interrupt, too, leaves nothing behind
         for made_folder in made_folders:
@@ -259,11 +257,11 @@ def _write_index(file_shards: list[Shard], path: Path) -> None:
         for file_shard in file_shards
         for stored_weight in file_shard.weights
     }
-    index_content = {
+    content = {
         "metadata": {"total_size": sum(file_shard.nbytes for file_shard in file_shards)},
         "weight_map": dict(sorted(file_by_weight.items())),
     }
-    path.write_text(json.dumps(index_content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def zero_to_fp32(
@@ -355,14 +353,14 @@ def load_fp32_state_dict(
     check_records(checkpoint_layout.weights.values())
     state_dict: dict[str, torch.Tensor] = {}
     with Reader() as weight_reader:
-        for weight_name, stored_weight in checkpoint_layout.weights.items():
-            tensor = torch.empty(stored_weight.shape, dtype=getattr(torch, stored_weight.dtype))
+        for weight_name, weight in checkpoint_layout.weights.items():
+            tensor = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
             # Read into the tensor's memory: bytes that are converted later would be there twice.
             target_bytes = tensor.reshape(-1).view(torch.uint8).numpy().data
             done_bytes = 0
-            for byte_chunk in weight_reader.chunks(stored_weight):
-                target_bytes[done_bytes : done_bytes + len(byte_chunk)] = byte_chunk
-                done_bytes += len(byte_chunk)
+            for chunk in weight_reader.chunks(weight):
+                target_bytes[done_bytes : done_bytes + len(chunk)] = chunk
+                done_bytes += len(chunk)
             state_dict[weight_name] = tensor
     return state_dict | {
         weight_name: state_dict[tied_target]

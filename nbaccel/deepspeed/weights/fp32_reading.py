@@ -63,15 +63,15 @@ def check_records(stored_weights: Iterable[Weight]) -> None:
     ordered_records = sorted(
         archive_records, key=lambda archive_record: (archive_record.path, archive_record.start)
     )
-    damage_texts = [
+    texts = [
         f"{archive_record.path} has flipped bits: the checksum of its record {archive_record.name} "
         f"({archive_record.num_bytes:,} bytes) is wrong. Weights would be converted that are not "
         "those that were trained. Copy it again, or convert another checkpoint (tag=...)."
         for archive_record in ordered_records
         if archive_record.crc is not None and _record_crc(archive_record) != archive_record.crc
     ]
-    if damage_texts:
-        raise CheckpointDamaged(*damage_texts)
+    if texts:
+        raise CheckpointDamaged(*texts)
 
 
 def _record_crc(record: ArchiveRecord) -> int:
@@ -135,33 +135,31 @@ class Reader:
             whole_span, memoryview(bytearray(whole_span.numel * whole_span.itemsize))
         )
         stored_elements = np.frombuffer(part_bytes, dtype=f"V{stored_piece.itemsize}")
-        byte_strides = [
+        strides = [
             stride_elements * stored_piece.itemsize for stride_elements in stored_piece.stride
         ]
         ordered_elements = np.lib.stride_tricks.as_strided(
-            stored_elements, stored_piece.shape, byte_strides
+            stored_elements, stored_piece.shape, strides
         )
         return _converted_bytes(memoryview(ordered_elements.tobytes()), stored_piece.dtype, dtype)
 
-    def _read(self, stored_part: StoredTensor, target_buffer: memoryview) -> memoryview:
-        open_file = self._files.get(stored_part.path)
+    def _read(self, part: StoredTensor, target_buffer: memoryview) -> memoryview:
+        open_file = self._files.get(part.path)
         if open_file is None:
             if len(self._files) >= _MOST_OPEN:
                 self.close()
-            open_file = self._files[stored_part.path] = os.open(
-                stored_part.path, os.O_RDONLY | os.O_CLOEXEC
-            )
+            open_file = self._files[part.path] = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         done_bytes = 0
         while done_bytes < len(target_buffer):
             # With an offset, so that the descriptor has no position to keep; it may read less than
             # was requested.
             read_bytes = os.preadv(
-                open_file, [target_buffer[done_bytes:]], stored_part.first_byte + done_bytes
+                open_file, [target_buffer[done_bytes:]], part.first_byte + done_bytes
             )
             if not read_bytes:
                 raise CheckpointFailed(
-                    f"{stored_part.path} ends at byte {os.fstat(open_file).st_size:,}, and numbers "
-                    f"should be read up to byte {stored_part.first_byte + len(target_buffer):,}: "
+                    f"{part.path} ends at byte {os.fstat(open_file).st_size:,}, and numbers "
+                    f"should be read up to byte {part.first_byte + len(target_buffer):,}: "
                     "it is torn. Copy it again, or convert another checkpoint (tag=...)."
                 )
             done_bytes += read_bytes
@@ -285,9 +283,9 @@ def _rounds_to(
     """Whether fp32 numbers are, in 16 bit, exactly these; a few MiB of both at a time."""
     master_weight = Weight("", (own_tensor.numel,), "float32", stored_pieces)
     first_element = 0
-    for byte_chunk in weight_reader.chunks(master_weight):
+    for chunk in weight_reader.chunks(master_weight):
         # A copy, because the reader uses its buffer again for the other side.
-        float_numbers = np.frombuffer(bytes(byte_chunk), "<f4")
+        float_numbers = np.frombuffer(bytes(chunk), "<f4")
         stored_part = own_tensor.part(first_element, float_numbers.size)
         stored_bytes = b"".join(
             map(
@@ -320,7 +318,7 @@ _WITH_ENGINE = (
 
 
 def swapped_in(
-    checkpoint_folder: Path,
+    folder: Path,
     rank: int,
     flat_tensors: Sequence[StoredTensor],
     param_groups: Sequence[Mapping[str, tuple[int, ...]]],
@@ -335,10 +333,7 @@ def swapped_in(
         rank_share = sum(-(-num_elements(shape) // num_ranks) for shape in param_group.values())
         if not tensor.numel and rank_share:
             file_path = (
-                checkpoint_folder
-                / "offloaded_tensors"
-                / f"rank{rank:02d}"
-                / f"{tensor.ds_id}.tensor.swp"
+                folder / "offloaded_tensors" / f"rank{rank:02d}" / f"{tensor.ds_id}.tensor.swp"
             )
             _check_file_size(file_path, 4 * rank_share, next(iter(param_group)))
             whole_groups[group_number] = StoredTensor(

@@ -117,17 +117,15 @@ def save_16bit_weights(
     file_shards = plan(stored_weights, tied_names, max_shard_size)
     output_folder = Path(output_dir).expanduser()
     parameter_gatherer = _ParameterGatherer()
-    write_order = (
+    order = (
         stored_weight.name for file_shard in file_shards for stored_weight in file_shard.weights
     )
     # All ranks gather in the same order, that of the files.
     if dist.get_rank() == 0:
-        error = _write_shards(
-            output_folder, file_shards, live_entries, parameter_gatherer, write_order
-        )
+        error = _write_shards(output_folder, file_shards, live_entries, parameter_gatherer, order)
     else:
         error = None
-        for weight_name in write_order:
+        for weight_name in order:
             parameter_gatherer.gather(live_entries[weight_name])
     _check_all_ranks(error, output_folder)
     return Written.of_shards(output_folder, file_shards)
@@ -138,16 +136,16 @@ def _write_shards(
     file_shards: list[Shard],
     live_entries: Mapping[str, _LiveTensor],
     parameter_gatherer: _ParameterGatherer,
-    write_order: Iterator[str],
+    order: Iterator[str],
 ) -> Exception | None:
     """Rank 0's side. Whatever fails, it takes part in all gathers: the others would wait."""
 
-    def source(stored_weight: Weight) -> Iterator[memoryview]:
+    def source(weight: Weight) -> Iterator[memoryview]:
         # Taken first: what is left in `write_order` after a failure is gathered for the others.
-        next(write_order)
-        gathered_tensor = parameter_gatherer.gather(live_entries[stored_weight.name])
-        if gathered_tensor is not None:
-            yield from _bytes_of(gathered_tensor)
+        next(order)
+        tensor = parameter_gatherer.gather(live_entries[weight.name])
+        if tensor is not None:
+            yield from _bytes_of(tensor)
 
     error: Exception | None = None
     try:
@@ -157,7 +155,7 @@ def _write_shards(
                     continue
     except Exception as caught:  # whatever it is, the others must hear of it
         error = caught
-    for weight_name in write_order:
+    for weight_name in order:
         parameter_gatherer.gather(live_entries[weight_name])
     return error
 
@@ -181,13 +179,11 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield flat_tensor[first_element : first_element + _COPY_CHUNK_BYTES].numpy().data
 
 
-def torch_dtype(stored_weight: Weight) -> torch.dtype:
+def torch_dtype(weight: Weight) -> torch.dtype:
     """The type of a weight's elements, as torch has it."""
-    torch_type = getattr(torch, stored_weight.dtype)
+    torch_type = getattr(torch, weight.dtype)
     if not isinstance(torch_type, torch.dtype):
-        raise ConfigError(
-            f"{stored_weight.name} is of {stored_weight.dtype}, which torch does not know."
-        )
+        raise ConfigError(f"{weight.name} is of {weight.dtype}, which torch does not know.")
     return torch_type
 
 

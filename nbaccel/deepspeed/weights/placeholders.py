@@ -70,14 +70,14 @@ def _is_one(tensor: torch.Tensor) -> bool:
     return is_single and tensor.item() == 1.0
 
 
-def check_whole(module_or_state: nn.Module | Mapping[str, Any], checked_thing: str) -> None:
+def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> None:
     """Refuse weights that are placeholders of ZeRO-3, before they are saved or loaded."""
     placeholder_names = placeholders(module_or_state)
     if not placeholder_names:
         return
     listed_names = ", ".join(placeholder_names[:3]) + (" …" if placeholder_names[3:] else "")
     raise ConfigError(
-        f"{checked_thing}: {len(placeholder_names)} of the weights are ZeRO-3 placeholders "
+        f"{thing}: {len(placeholder_names)} of the weights are ZeRO-3 placeholders "
         f"({listed_names}), tensors of shape (0,) or tensor([1.]) in the place of parameters that "
         "are spread over the ranks. A file of them is worthless. To save whole weights call "
         "nbaccel.fp32_state_dict(engine) or nbaccel.save_16bit_weights(engine, folder) on every "

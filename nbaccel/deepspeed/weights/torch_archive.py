@@ -181,15 +181,13 @@ def misplaced(tensor: StoredTensor, num_bytes: int) -> str:
             "has a negative number in its offset, shape or strides "
             f"({tensor.offset}, {tensor.shape}, {tensor.stride})"
         )
-    stored_elements = num_bytes // tensor.itemsize
+    elements = num_bytes // tensor.itemsize
     # A stride of 0 repeats elements, so that a shape of any size fits into a record.
     most_bytes = max(_REPEATED_BYTES, _REPEATED * num_bytes) // tensor.itemsize
-    if tensor.numel and (
-        tensor.offset + tensor.extent > stored_elements or tensor.numel > most_bytes
-    ):
+    if tensor.numel and (tensor.offset + tensor.extent > elements or tensor.numel > most_bytes):
         return (
             f"of shape {tensor.shape}, strides {tensor.stride} and offset {tensor.offset} needs "
-            f"more than the {stored_elements:,} elements that its record holds"
+            f"more than the {elements:,} elements that its record holds"
         )
     return ""
 
@@ -344,8 +342,8 @@ class _OutlineUnpickler(pickle._Unpickler):  # noqa: SLF001 - it has no public n
         if code != pickle.BYTEARRAY8[0]
     }
 
-    def __init__(self, zip_file: IO[bytes], torch_archive: _TorchArchive) -> None:
-        super().__init__(zip_file, encoding="utf-8")
+    def __init__(self, file: IO[bytes], torch_archive: _TorchArchive) -> None:
+        super().__init__(file, encoding="utf-8")
         self._archive = torch_archive
 
     def find_class(self, module_name: str, global_name: str) -> Any:
@@ -384,7 +382,7 @@ class _OutlineUnpickler(pickle._Unpickler):  # noqa: SLF001 - it has no public n
     def _tensor(
         self,
         tensor_storage: _StorageRecord,
-        storage_offset: int,
+        offset: int,
         shape: Any,
         tensor_stride: Any,
         *rest: Any,
@@ -396,19 +394,19 @@ class _OutlineUnpickler(pickle._Unpickler):  # noqa: SLF001 - it has no public n
         )
         if dtype not in DTYPES:
             return Unknown(tensor_storage, shape)
-        archive_record = tensor_storage.record
+        record = tensor_storage.record
         tensor = StoredTensor(
-            archive_record.path,
-            archive_record.start,
+            record.path,
+            record.start,
             dtype,
-            storage_offset,
+            offset,
             tuple(shape),
             tuple(tensor_stride),
-            record=archive_record,
+            record=record,
         )
-        misplaced_text = misplaced(tensor, archive_record.num_bytes)
-        if misplaced_text:
-            raise zipfile.BadZipFile(f"a tensor in record {archive_record.name} {misplaced_text}")
+        text = misplaced(tensor, record.num_bytes)
+        if text:
+            raise zipfile.BadZipFile(f"a tensor in record {record.name} {text}")
         return tensor
 
 
@@ -424,16 +422,16 @@ def _with_attributes(make_object: Any, object_kind: Any, args: Any, state: Any) 
     return tensor
 
 
-def _content_bytes(record_content: Any = b"", *_: Any) -> bytearray:
+def _content_bytes(content: Any = b"", *_: Any) -> bytearray:
     """A bytearray of given bytes; from a number Python would make one of as many zeros."""
-    if not isinstance(record_content, (bytes, bytearray)):
-        raise pickle.UnpicklingError(f"a bytearray is made of {record_content!r}")
-    return bytearray(record_content)
+    if not isinstance(content, (bytes, bytearray)):
+        raise pickle.UnpicklingError(f"a bytearray is made of {content!r}")
+    return bytearray(content)
 
 
-def _encode_text(encoded_text: str, text_encoding: str = "latin1") -> bytes:
+def _encode_text(text: str, encoding: str = "latin1") -> bytes:
     # Protocol 2 writes bytes as text of this encoding; a file must not choose another codec.
-    return encoded_text.encode("latin1")
+    return text.encode("latin1")
 
 
 class _TorchArchive:
@@ -470,35 +468,24 @@ class _TorchArchive:
 
     def record(self, record_name: str) -> ArchiveRecord:
         """Where a record's content is: after the record's header, whose size varies."""
-        archive_record = self._records[record_name]
-        if archive_record.compress_type != zipfile.ZIP_STORED:
+        record = self._records[record_name]
+        if record.compress_type != zipfile.ZIP_STORED:
             raise zipfile.BadZipFile(f"record {record_name} is compressed")
-        zip_file = self._zip.fp
-        if zip_file is None:
+        file = self._zip.fp
+        if file is None:
             raise zipfile.BadZipFile(f"{self.path} has been closed")
         # The lengths are read from the record's own header, since its extra field, by which torch
         # aligns the content, may differ from that in the archive's directory.
-        zip_file.seek(archive_record.header_offset + 26)
-        length_bytes = zip_file.read(4)
-        name_length = int.from_bytes(length_bytes[:2], "little")
-        data_start = (
-            archive_record.header_offset
-            + 30
-            + name_length
-            + int.from_bytes(length_bytes[2:], "little")
-        )
-        if (
-            data_start + archive_record.file_size > self._size
-            or archive_record.file_size != archive_record.compress_size
-        ):
+        file.seek(record.header_offset + 26)
+        length_bytes = file.read(4)
+        length = int.from_bytes(length_bytes[:2], "little")
+        start = record.header_offset + 30 + length + int.from_bytes(length_bytes[2:], "little")
+        if start + record.file_size > self._size or record.file_size != record.compress_size:
             raise zipfile.BadZipFile(
-                f"record {record_name} claims {archive_record.file_size:,} bytes, more than the "
-                "file has"
+                f"record {record_name} claims {record.file_size:,} bytes, more than the file has"
             )
-        record_crc = archive_record.CRC if self._has_crc else None
-        return ArchiveRecord(
-            self.path, record_name, data_start, archive_record.file_size, record_crc
-        )
+        record_crc = record.CRC if self._has_crc else None
+        return ArchiveRecord(self.path, record_name, start, record.file_size, record_crc)
 
 
 def is_readable(archive_path: Path) -> bool:

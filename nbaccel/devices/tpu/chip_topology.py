@@ -128,7 +128,7 @@ def torch_xla_variables(
     """What a worker of torch_xla needs, as its ``tpu.configure_topology`` would set it."""
     _check_ports(num_workers, ports)
     known_bounds = _XLA_BOUNDS_OF_7X if generation == "7x" else _bounds_of(generation)
-    worker_variables = {
+    variables = {
         "PJRT_DEVICE": "TPU",
         "PJRT_LOCAL_PROCESS_RANK": str(local_rank),
         "PJRT_LOCAL_PROCESS_COUNT": str(num_workers),
@@ -140,8 +140,8 @@ def torch_xla_variables(
         "CLOUD_TPU_TASK_ID": str(local_rank),
     }
     if num_workers == 1:
-        return worker_variables
-    return worker_variables | {
+        return variables
+    return variables | {
         "TPU_PROCESS_ADDRESSES": _local_addresses(ports),
         "TPU_PROCESS_PORT": str(ports[local_rank]),
     }

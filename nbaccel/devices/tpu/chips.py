@@ -69,18 +69,18 @@ def inspect_host(
     modules: Collection[str] | None = None,
 ) -> TpuHost | None:
     """Look for TPUs on this machine."""
-    bus_chips = _read_bus(root)
-    files = _find_files(environ, root, bus_chips)
-    if not files.num_chips and not bus_chips and not mentions_tpu(environ):
+    chips = _read_bus(root)
+    files = _find_files(environ, root, chips)
+    if not files.num_chips and not chips and not mentions_tpu(environ):
         return None
     packages = find_packages(environ, search_path)
-    generation = _generation_of(bus_chips, environ)
+    generation = _generation_of(chips, environ)
     num_hosts, worker_id = hosts_of(environ)
     host = TpuHost(
         generation=generation,
         chips=files.num_chips,
-        chips_on_bus=len(bus_chips),
-        torch_tpu_chips=_count_for_torch_tpu(root, bus_chips),
+        chips_on_bus=len(chips),
+        torch_tpu_chips=_count_for_torch_tpu(root, chips),
         device_files=tuple(f"/{path.relative_to(root)}" for path in files.paths),
         bytes_per_chip=BYTES_PER_CHIP.get(generation, 0),
         process_counts=legal_counts(generation, files.num_chips),
@@ -90,7 +90,7 @@ def inspect_host(
         environment=environment_of(
             environ,
             sys.modules if modules is None else modules,
-            has_chips=bool(files.num_chips or bus_chips),
+            has_chips=bool(files.num_chips or chips),
         ),
         libtpu=packages.libtpu,
         torch_tpu=packages.torch_tpu,
@@ -155,10 +155,10 @@ def _count_for_torch_tpu(root: Path, bus_chips: Sequence[_BusChip]) -> int:
 
 
 def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) -> str:
-    named_generation = generation_of_type(environ.get("TPU_ACCELERATOR_TYPE", ""))
+    generation = generation_of_type(environ.get("TPU_ACCELERATOR_TYPE", ""))
     on_bus = next((found for chip in bus_chips if (found := _GENERATIONS[chip.device_id])), "")
     # On the bus v2 and v3 are the same device.
-    return named_generation if on_bus in ("", "v2") and named_generation else on_bus
+    return generation if on_bus in ("", "v2") and generation else on_bus
 
 
 def _read_bus(root: Path) -> tuple[_BusChip, ...]:

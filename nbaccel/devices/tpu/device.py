@@ -408,12 +408,12 @@ def _turn(module: nn.Module) -> Iterator[None]:
         return
     from filelock import FileLock
 
-    lock_file = _TURN_FILE.expanduser()
-    lock = FileLock(lock_file)
+    file = _TURN_FILE.expanduser()
+    lock = FileLock(file)
     # One file for all launches of a user, which stays: without it waiting processes and new ones
     # would hold different locks. A home that cannot be written to has none, and nobody waits.
     with contextlib.suppress(OSError):
-        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     try:
         yield

@@ -81,10 +81,8 @@ def torch_refusal(driver_name: str, driver_version: str, torch_version: str) -> 
         lowest = highest = _release_of(driver_version)
     if lowest <= _release_of(torch_version) <= highest:
         return ""
-    taken_text = " to ".join(
-        dict.fromkeys(f"{major}.{minor}" for major, minor in (lowest, highest))
-    )
-    return f"{driver_name} {driver_version} takes torch {taken_text}, got {torch_version or 'none'}"
+    text = " to ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in (lowest, highest)))
+    return f"{driver_name} {driver_version} takes torch {text}, got {torch_version or 'none'}"
 
 
 def many_hosts_refusal(host: TpuHost) -> str:

@@ -91,8 +91,8 @@ def generation_of_type(accelerator_type: str) -> str:
     if type_match is None:
         return ""
     number, variant, seventh = type_match.groups()
-    named_generation = seventh or f"v{number}{_LITE_NAMES.get(variant, variant or '')}"
-    return named_generation if named_generation in BYTES_PER_CHIP else ""
+    generation = seventh or f"v{number}{_LITE_NAMES.get(variant, variant or '')}"
+    return generation if generation in BYTES_PER_CHIP else ""
 
 
 def notes_on(

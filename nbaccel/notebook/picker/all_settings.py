@@ -32,18 +32,18 @@ class AllSettings:
     def __init__(
         self,
         model: PickerModel,
-        shared_fields: SharedFields,
+        fields: SharedFields,
         panel_names: Sequence[str],
         field_of: Callable[[Setting], SettingField],
     ) -> None:
         self._model = model
-        self._shared = shared_fields
+        self._shared = fields
         self._field_of = field_of
         self._panels = panel_names
         self.sections: list[FoldedSection] = []
         title = f"All {len(by_name())} settings"
         self.section = FoldedSection(
-            title, (), model, shared_fields, self._make, css_class="nbaccel-opens-all"
+            title, (), model, fields, self._make, css_class="nbaccel-opens-all"
         )
 
     def sync(self) -> None:

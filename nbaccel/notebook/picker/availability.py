@@ -63,19 +63,19 @@ class PickerState:
         return fp8_backend(backend, device_row(name), capability).row
 
 
-def option_refusal(view: PickerState, setting: Setting, choice_option: ChoiceOption) -> str:
+def option_refusal(view: PickerState, setting: Setting, option: ChoiceOption) -> str:
     """Why an option cannot be chosen."""
-    if choice_option.value == value_of(view.config, setting):
+    if option.value == value_of(view.config, setting):
         return ""  # the present value stays selectable, whatever is wrong with it
-    owning_form = form_of(setting.name)
-    if owning_form is not None:
-        return owning_form.option_refusal(view.config, setting, choice_option.value)
-    if setting.name == "fp8.backend" and (missing_package := _backend_refusal(choice_option.value)):
+    form = form_of(setting.name)
+    if form is not None:
+        return form.option_refusal(view.config, setting, option.value)
+    if setting.name == "fp8.backend" and (missing_package := _backend_refusal(option.value)):
         return missing_package
     if setting.run_field.startswith(_FP8):
-        return _fp8_refusal(view, setting.run_field.removeprefix(_FP8), choice_option.value)
+        return _fp8_refusal(view, setting.run_field.removeprefix(_FP8), option.value)
     if setting.run_field in RunConfig.model_fields and setting.run_field == setting.name:
-        return _plan_refusal(view, setting.name, choice_option.value)
+        return _plan_refusal(view, setting.name, option.value)
     return ""
 
 
@@ -83,8 +83,8 @@ def setting_refusal(view: PickerState, setting: Setting) -> str:
     """Why a whole choice cannot be made."""
     if setting.name == "activation_checkpointing":
         return _switch_refusal(view)
-    owning_form = form_of(setting.name)
-    return "" if owning_form is None else owning_form.setting_refusal(view.config, setting)
+    form = form_of(setting.name)
+    return "" if form is None else form.setting_refusal(view.config, setting)
 
 
 def is_shown(view: PickerState, setting: Setting) -> bool:
@@ -94,9 +94,9 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
         if not precision_row(view.config.mixed_precision).has_backends:
             return False
         return setting_name == "fp8.backend" or _is_read(view, setting.run_field.removeprefix(_FP8))
-    owning_form = form_of(setting_name)
-    if owning_form is not None:
-        return owning_form.is_shown(view.config, setting)
+    form = form_of(setting_name)
+    if form is not None:
+        return form.is_shown(view.config, setting)
     if setting_name == "tpu_driver":
         return view.inventory.tpu_chips > 0
     return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1

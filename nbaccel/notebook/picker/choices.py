@@ -236,11 +236,11 @@ def _of_precision() -> Iterator[Setting]:
 
 
 def _override_settings() -> Iterator[Setting]:
-    for name, pass_meaning in GEMM_PASSES.items():
+    for name, meaning in GEMM_PASSES.items():
         yield Setting(
             name=f"fp8.override_{name}",
-            label=f"Higher precision: {pass_meaning}",
-            meaning=f"Whether the product of the {pass_meaning} is computed in higher precision.",
+            label=f"Higher precision: {meaning}",
+            meaning=f"Whether the product of the {meaning} is computed in higher precision.",
             panel="precision",
             section="FP8",
             kind="truth",
@@ -264,8 +264,8 @@ def _of_launch() -> Iterator[Setting]:
         setting = _of_model(field_name, field, panel_name="launch", section_name=section_name)
         if field_name in field_rows:
             field_options = (
-                ChoiceOption(word, word, _as_sentence(option_meaning))
-                for word, option_meaning in field_rows[field_name]
+                ChoiceOption(word, word, _as_sentence(meaning))
+                for word, meaning in field_rows[field_name]
             )
             auto_option = ChoiceOption("auto", "auto", "Chosen to suit this machine.")
             setting = replace(setting, options=(auto_option, *field_options))
@@ -328,13 +328,13 @@ def choices_tables() -> str:
     all_settings = list(by_name().values())
     common_settings = [setting for setting in all_settings if not setting.section]
     other_settings = [setting for setting in all_settings if setting.section]
-    table_head = ("Choice", "Meaning", "`RunConfig` field", "DeepSpeed key")
+    head = ("Choice", "Meaning", "`RunConfig` field", "DeepSpeed key")
     return "\n\n".join(
         [
             "## Shown first",
-            markdown_table(table_head, [_table_row(setting) for setting in common_settings]),
+            markdown_table(head, [_table_row(setting) for setting in common_settings]),
             f"## In the list of all settings: {len(other_settings)} more",
-            markdown_table(table_head, [_table_row(setting) for setting in other_settings]),
+            markdown_table(head, [_table_row(setting) for setting in other_settings]),
         ]
     )
 

@@ -25,12 +25,8 @@ def value_of(config: RunConfig, setting: Setting) -> Any:
         if pass_name in _PASS_NAMES:
             return fp8_config.override_linear_precision[_PASS_NAMES.index(pass_name)]
         return getattr(fp8_config, field_name)
-    owning_form = form_of(setting_name)
-    return (
-        getattr(config, setting.run_field)
-        if owning_form is None
-        else owning_form.value_of(config, setting)
-    )
+    form = form_of(setting_name)
+    return getattr(config, setting.run_field) if form is None else form.value_of(config, setting)
 
 
 def edit_config(
@@ -48,16 +44,16 @@ def edit_config(
         return Edit(_with_fp8(config, setting_name.removeprefix(_FP8), new_value))
     owning_form = form_of(setting_name)
     if owning_form is None:
-        config_edit = Edit(config.changed(**{setting.run_field: _or_default(setting, new_value)}))
+        edit = Edit(config.changed(**{setting.run_field: _or_default(setting, new_value)}))
     else:
-        config_edit = owning_form.edited(
+        edit = owning_form.edited(
             config, setting, new_value, before=earlier_configs.get(owning_form)
         )
     for other_form in settings_forms():
         # Settings of the run can contradict a strategy's own, so all chosen forms are asked.
-        if other_form.is_chosen(config_edit.config):
-            other_form.check(config_edit.config, device)
-    return config_edit
+        if other_form.is_chosen(edit.config):
+            other_form.check(edit.config, device)
+    return edit
 
 
 def _as_typed(setting: Setting, value: Any) -> Any:

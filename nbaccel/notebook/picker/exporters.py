@@ -116,9 +116,9 @@ def _command_flags(config: RunConfig) -> Iterator[str]:
 def _python_code(config: RunConfig) -> str:
     imported_names = "Fp8Config, RunConfig" if config.fp8 is not None else "RunConfig"
     lines = [f"    {field_name}={value!r},\n" for field_name, value in config.__repr_args__()]
-    config_call = f"RunConfig(\n{''.join(lines)})" if lines else "RunConfig()"
+    call = f"RunConfig(\n{''.join(lines)})" if lines else "RunConfig()"
     return (
-        f"from nbaccel import {imported_names}, notebook_launcher\n\nconfig = {config_call}\n"
+        f"from nbaccel import {imported_names}, notebook_launcher\n\nconfig = {call}\n"
         "notebook_launcher(train, (model,), config=config)\n"
     )
 
@@ -144,9 +144,9 @@ def read_settings_source(
         ), ()
     document_form = document_form or next(iter(settings_forms()), None)
     if document_form is None:
-        foreign_keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
+        keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
         raise ConfigError(
-            f"{foreign_keys} are no settings of RunConfig, and no strategy that is installed has a "
+            f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
             "configuration of its own. They would have no effect. Leave them out."
         )
     return document_form.read(settings, config, inventory)
@@ -181,13 +181,11 @@ def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
         for setting_name in by_name()
         for setting_key in (setting_name, by_name()[setting_name].strategy_key)
     }
-    sorted_mistakes: dict[str, list[str]] = {}
-    for mistake_text in error.mistakes:
-        first_word = re.split(r"[\s=:]", mistake_text, maxsplit=1)[0].rstrip(".,")
-        sorted_mistakes.setdefault(
-            names_by_key.get(first_word, "") if first_word else "", []
-        ).append(mistake_text)
-    return sorted_mistakes
+    mistakes: dict[str, list[str]] = {}
+    for text in error.mistakes:
+        first_word = re.split(r"[\s=:]", text, maxsplit=1)[0].rstrip(".,")
+        mistakes.setdefault(names_by_key.get(first_word, "") if first_word else "", []).append(text)
+    return mistakes
 
 
 def _parse_source(source: str | Path) -> Mapping[str, Any]:
@@ -199,7 +197,7 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
         )
     try:
         # By itself `json` silently keeps the last of two equal keys.
-        parsed_settings = json.loads(source_text, object_pairs_hook=each_once(source_name))
+        settings = json.loads(source_text, object_pairs_hook=each_once(source_name))
     except (json.JSONDecodeError, RecursionError) as error:
         # Text in braces is meant as JSON, whose message names the place of the mistake.
         if source_text.lstrip().startswith("{"):
@@ -208,19 +206,19 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
                 "else. Correct the text there."
             ) from error
         try:
-            parsed_settings = read_yaml(source_text)
+            settings = read_yaml(source_text)
         except ValueError as trouble:
             raise ConfigError(
                 f"{source_name} is neither JSON nor YAML: {trouble}. A setting half read would "
                 "train something else. Correct the text there."
             ) from trouble
-    if not isinstance(parsed_settings, Mapping):
+    if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"{source_name} holds no settings: got {str(parsed_settings)[:60]!r}. Settings need "
+            f"{source_name} holds no settings: got {str(settings)[:60]!r}. Settings need "
             'names. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for '
             "example, or the path of a file."
         )
-    return parsed_settings
+    return settings
 
 
 def _source_text(source: str | Path) -> tuple[str, str]:

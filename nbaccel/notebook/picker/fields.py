@@ -81,22 +81,20 @@ class SharedFields:
         """Widgets side by side."""
         return w.HBox(children, layout=self.layout, **_with(css_classes))
 
-    def new_toggle(self, button_text: str, tooltip: str, *css_classes: str) -> w.ToggleButton:
+    def new_toggle(self, text: str, tooltip: str, *css_classes: str) -> w.ToggleButton:
         """A button that is on or off."""
         return w.ToggleButton(
-            description=button_text,
+            description=text,
             tooltip=tooltip,
             layout=self.width,
             style=self._toggle,
             **_with(css_classes),
         )
 
-    def new_button(
-        self, button_text: str, css_class: str, on_press: Callable[[], None]
-    ) -> w.Button:
+    def new_button(self, text: str, css_class: str, on_press: Callable[[], None]) -> w.Button:
         """A button that does something."""
         button = w.Button(
-            description=button_text,
+            description=text,
             layout=self.width,
             style=self._button,
             **_with(("nbaccel-action", css_class)),
@@ -130,7 +128,7 @@ class SettingField:
         setting: Setting,
         model: PickerModel,
         on_choose: ChooseValue,
-        shared_fields: SharedFields,
+        fields: SharedFields,
         look: FieldLook = "whole",
     ) -> None:
         self.setting = setting
@@ -139,11 +137,11 @@ class SettingField:
         self._look = look
         self._model = model
         self._hand_on = on_choose
-        self._shared = shared_fields
+        self._shared = fields
         self._is_syncing = False
-        self._note = shared_fields.new_html("", "nbaccel-field-note")
+        self._note = fields.new_html("", "nbaccel-field-note")
         self._errors: w.HTML | None = None
-        self.box = shared_fields.new_box(
+        self.box = fields.new_box(
             [*self._controls(), self._note], "nbaccel-setting", f"nbaccel-{css_name(setting.name)}"
         )
         self.sync()
@@ -240,15 +238,13 @@ class OptionsField(SettingField):
         ]
 
     def _button(self, option: ChoiceOption) -> w.ToggleButton:
-        toggle_button = self._shared.new_toggle(
+        button = self._shared.new_toggle(
             option.label,
             option.meaning,
             f"nbaccel-option-{css_name(option.value)}",
         )
-        toggle_button.observe(
-            lambda change: self._pressed(toggle_button, option, change.new), "value"
-        )
-        return toggle_button
+        button.observe(lambda change: self._pressed(button, option, change.new), "value")
+        return button
 
     def _pressed(self, button: w.ToggleButton, option: ChoiceOption, is_on: bool) -> None:
         with self._shared.lock:
@@ -259,18 +255,18 @@ class OptionsField(SettingField):
             # Pressing the chosen option again must not switch it off: another one must be chosen.
             self.sync()
 
-    def _show(self, shown_value: Any, refusal: str) -> None:
+    def _show(self, value: Any, refusal: str) -> None:
         labels_by_reason: dict[str, list[str]] = {}
         meaning = ""
-        for toggle_button, option_offer in zip(
+        for button, option_offer in zip(
             self._buttons, self._model.offers(self.setting.name), strict=True
         ):
-            is_on = option_offer.option.value == shown_value
-            toggle_button.value = is_on
-            toggle_button.disabled = bool(refusal or option_offer.reason)
-            toggle_button.tooltip = refusal or option_offer.reason or option_offer.option.meaning
+            is_on = option_offer.option.value == value
+            button.value = is_on
+            button.disabled = bool(refusal or option_offer.reason)
+            button.tooltip = refusal or option_offer.reason or option_offer.option.meaning
             if self._look == "brief":
-                toggle_class(toggle_button, "nbaccel-hidden", bool(option_offer.reason))
+                toggle_class(button, "nbaccel-hidden", bool(option_offer.reason))
             if is_on:
                 meaning = option_offer.option.meaning
             if option_offer.reason:
@@ -335,13 +331,13 @@ class ListField(SettingField):
         return options, lines
 
     def _truths(self) -> list[tuple[str, Any]]:
-        named_truths: list[tuple[str, Any]] = [(word, value) for value, word in TRUTH_WORDS.items()]
+        truths: list[tuple[str, Any]] = [(word, value) for value, word in TRUTH_WORDS.items()]
         if not self.setting.may_be_open and self.setting.default in TRUTH_WORDS:
-            return named_truths  # such a field always holds one of the two
+            return truths  # such a field always holds one of the two
         text = default_text_of(self._model, self.setting)
         label = f"{_OPEN_LABEL} ({text})" if text else _OPEN_LABEL
         option = [("auto", "auto")] if self.setting.takes_auto else []
-        return [(label, None), *named_truths, *option]
+        return [(label, None), *truths, *option]
 
 
 class LineField(SettingField):
@@ -376,7 +372,7 @@ def field_for(
     setting: Setting,
     model: PickerModel,
     on_choose: ChooseValue,
-    shared_fields: SharedFields,
+    fields: SharedFields,
     look: FieldLook = "whole",
 ) -> SettingField:
     """The field that fits a choice."""
@@ -384,10 +380,10 @@ def field_for(
     if setting.kind == "truth":
         field_class = ListField
     elif setting.kind == "one-of":
-        option_labels = [choice_option.label for choice_option in setting.options]
-        fits_row = len(option_labels) <= _MAX_BUTTONS or len("".join(option_labels)) <= _ROW_CHARS
+        labels = [option.label for option in setting.options]
+        fits_row = len(labels) <= _MAX_BUTTONS or len("".join(labels)) <= _ROW_CHARS
         field_class = OptionsField if fits_row and not setting.section else ListField
-    return field_class(setting, model, on_choose, shared_fields, look)
+    return field_class(setting, model, on_choose, fields, look)
 
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
@@ -398,17 +394,15 @@ def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
         widget.remove_class(class_name)
 
 
-def as_text(setting_value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as it is typed: a table as JSON, words with commas between them."""
-    if setting_value is None:
+    if value is None:
         return ""
-    if isinstance(setting_value, (list, tuple)) and all(
-        isinstance(item, str) for item in setting_value
-    ):
-        return ", ".join(setting_value)
-    if isinstance(setting_value, (dict, list, tuple, bool)):
-        return json.dumps(setting_value)
-    return str(setting_value)
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
+    if isinstance(value, (dict, list, tuple, bool)):
+        return json.dumps(value)
+    return str(value)
 
 
 def as_value(typed_text: str, setting_kind: str) -> Any:
@@ -418,14 +412,14 @@ def as_value(typed_text: str, setting_kind: str) -> Any:
         return None
     if typed_text == "auto" or setting_kind == "text":
         return typed_text
-    kind_readers: dict[str, Callable[[str], Any]] = {
+    readers: dict[str, Callable[[str], Any]] = {
         "whole": _whole_number,
         "number": float,
         "words": _typed_words,
         "table": json.loads,
     }
     try:
-        return kind_readers[setting_kind](typed_text)
+        return readers[setting_kind](typed_text)
     except ValueError:  # the validator that refuses it says what it must be
         return typed_text
 

@@ -88,21 +88,19 @@ def css_name(setting_name: object) -> str:
 
 
 # ---------------------------------------------------------------------- beside a field
-def heading_html(heading_text: str) -> str:
+def heading_html(text: str) -> str:
     """A panel's name."""
-    return (
-        f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(heading_text)}</div>'
-    )
+    return f'<div class="nbaccel-heading" role="heading" aria-level="3">{escape(text)}</div>'
 
 
-def label_html(label_text: str, *, is_hidden: bool = False) -> str:
+def label_html(text: str, *, is_hidden: bool = False) -> str:
     """A group's label; screen readers get it as the group's name."""
     hidden_class = " nbaccel-hidden" if is_hidden else ""
-    return f'<span class="nbaccel-label{hidden_class}">{escape(label_text)}</span>'
+    return f'<span class="nbaccel-label{hidden_class}">{escape(text)}</span>'
 
 
 def note_html(
-    setting_meaning: str,
+    meaning: str,
     *,
     outcome: str = "",
     docs_link: str = "",
@@ -115,8 +113,8 @@ def note_html(
         html_parts.append(f'<span class="nbaccel-refusal">{escape(_as_sentence(refusal))}</span>')
     elif outcome:
         html_parts.append(f'<span class="nbaccel-outcome">{escape(_as_sentence(outcome))}</span>')
-    if setting_meaning:
-        html_parts.append(escape(setting_meaning))
+    if meaning:
+        html_parts.append(escape(meaning))
     if not refusal:
         html_parts += [
             f'<span class="nbaccel-refusal">{escape(_as_sentence(reason))}</span>'
@@ -169,21 +167,21 @@ def _text_mistake(mistake: TextMistake, lines: Sequence[str]) -> str:
 
 def remarks_html(remarks: Iterable[str]) -> str:
     """Remarks on what else the last change has changed."""
-    remark_parts = "".join(f'<div class="nbaccel-remark">{escape(text)}</div>' for text in remarks)
-    return f'<div role="status">{remark_parts}</div>' if remark_parts else ""
+    parts = "".join(f'<div class="nbaccel-remark">{escape(text)}</div>' for text in remarks)
+    return f'<div role="status">{parts}</div>' if parts else ""
 
 
 # ---------------------------------------------------------------------- memory
-def verdict_html(fit_verdict: FitVerdict) -> str:
+def verdict_html(verdict: FitVerdict) -> str:
     """Whether it fits, and what to do where it does not."""
-    if not (fit_verdict.text or fit_verdict.remedy):
+    if not (verdict.text or verdict.remedy):
         return ""
     class_and_sign = {True: ("nbaccel-fits", "✓"), False: ("nbaccel-lacks", "✗"), None: ("", "")}
-    css_class, verdict_sign = class_and_sign[fit_verdict.fits]
-    remedy_html = f"<div>{escape(fit_verdict.remedy)}</div>" if fit_verdict.remedy else ""
+    css_class, verdict_sign = class_and_sign[verdict.fits]
+    remedy_html = f"<div>{escape(verdict.remedy)}</div>" if verdict.remedy else ""
     return (
         f'<div class="nbaccel-verdict {css_class}" role="status">'
-        f'<span class="nbaccel-word">{verdict_sign} {escape(fit_verdict.text)}</span>'
+        f'<span class="nbaccel-word">{verdict_sign} {escape(verdict.text)}</span>'
         f"{remedy_html}</div>"
     )
 
@@ -197,29 +195,21 @@ def bars_html(memory_bars: Iterable[MemoryBar]) -> str:
 
 
 def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
-    used_bytes = sum(
-        bar_segment.bytes for bar_segment in memory_bar.segments if bar_segment.kind != "free"
-    )
+    used_bytes = sum(segment.bytes for segment in memory_bar.segments if segment.kind != "free")
     # Beyond the capacity the bar is scaled to the need; 1 keeps an empty bar from dividing by 0.
     full_width = max(memory_bar.capacity, used_bytes, 1)
     segments_html = "".join(
-        _segment_html(bar_segment, full_width)
-        for bar_segment in memory_bar.segments
-        if bar_segment.bytes
+        _segment_html(segment, full_width) for segment in memory_bar.segments if segment.bytes
     )
     if memory_bar.capacity and used_bytes > memory_bar.capacity:
-        capacity_place = 100 * memory_bar.capacity / full_width
-        segments_html += (
-            f'<span class="nbaccel-capacity" style="left:{capacity_place:.2f}%"></span>'
-        )
+        place = 100 * memory_bar.capacity / full_width
+        segments_html += f'<span class="nbaccel-capacity" style="left:{place:.2f}%"></span>'
     # Devices with equal contents share one legend, below the last of them.
     is_like_next = next_bar is not None and next_bar.segments == memory_bar.segments
     legend_html = (
         ""
         if is_like_next
-        else "".join(
-            _legend_html(bar_segment) for bar_segment in memory_bar.segments if bar_segment.bytes
-        )
+        else "".join(_legend_html(segment) for segment in memory_bar.segments if segment.bytes)
     )
     return (
         f'<div class="nbaccel-bar{" nbaccel-lacks" if memory_bar.lacking else ""}">'
@@ -244,31 +234,29 @@ def _bar_head_html(bar: MemoryBar) -> str:
     )
 
 
-def _segment_html(bar_segment: BarSegment, full_width: int) -> str:
-    text = escape(
-        f"{SEGMENT_NAMES.get(bar_segment.kind, bar_segment.kind)} {format_bytes(bar_segment.bytes)}"
-    )
+def _segment_html(segment: BarSegment, full_width: int) -> str:
+    text = escape(f"{SEGMENT_NAMES.get(segment.kind, segment.kind)} {format_bytes(segment.bytes)}")
     return (
-        f'<span class="nbaccel-segment nbaccel-{css_name(bar_segment.kind)}" title="{text}" '
-        f'style="width:{100 * bar_segment.bytes / full_width:.3f}%"></span>'
+        f'<span class="nbaccel-segment nbaccel-{css_name(segment.kind)}" title="{text}" '
+        f'style="width:{100 * segment.bytes / full_width:.3f}%"></span>'
     )
 
 
-def _legend_html(bar_segment: BarSegment) -> str:
+def _legend_html(segment: BarSegment) -> str:
     return (
-        f'<li><span class="nbaccel-swatch nbaccel-{css_name(bar_segment.kind)}"></span>'
-        f"{escape(SEGMENT_NAMES.get(bar_segment.kind, bar_segment.kind))} "
-        f"<b>{escape(format_bytes(bar_segment.bytes))}</b></li>"
+        f'<li><span class="nbaccel-swatch nbaccel-{css_name(segment.kind)}"></span>'
+        f"{escape(SEGMENT_NAMES.get(segment.kind, segment.kind))} "
+        f"<b>{escape(format_bytes(segment.bytes))}</b></li>"
     )
 
 
 # ---------------------------------------------------------------------- the configuration
-def face_html(config_face: ConfigFace) -> str:
+def face_html(face: ConfigFace) -> str:
     """The configuration in one language, with a button that copies it."""
     return (
-        f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(config_face.name)}">'
-        f"{escape(config_face.text)}</pre>"
-        f'<button type="button" class="nbaccel-copy" title="Copy {escape(config_face.name)}" '
+        f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(face.name)}">'
+        f"{escape(face.text)}</pre>"
+        f'<button type="button" class="nbaccel-copy" title="Copy {escape(face.name)}" '
         f'onclick="{escape(_COPY_SCRIPT)}">Copy</button></div>'
     )
 

@@ -39,11 +39,11 @@ class ConfigEditor:
     def __init__(
         self,
         model: PickerModel,
-        shared_fields: SharedFields,
+        fields: SharedFields,
         carry_out: CarryOut,
     ) -> None:
         self._model = model
-        self._shared = shared_fields
+        self._shared = fields
         self._carry_out = carry_out
         self._text: w.Textarea | None = None
         # The text of the present configuration, which an edited one is compared with.
@@ -54,7 +54,7 @@ class ConfigEditor:
             "Edit, paste or load JSON",
             (),
             model,
-            shared_fields,
+            fields,
             self._make,
             css_class="nbaccel-opens-editor",
         )
@@ -64,7 +64,7 @@ class ConfigEditor:
         """Show the present configuration, unless another text is being edited."""
         if self._text is None:
             return
-        face_names = tuple(config_face.name for config_face in self._model.faces())
+        face_names = tuple(face.name for face in self._model.faces())
         if self._faces.options != face_names:
             kept_name = self._faces.value
             self._faces.options = face_names
@@ -140,11 +140,11 @@ class ConfigEditor:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            running_loop = asyncio.get_running_loop()
+            loop = asyncio.get_running_loop()
         except RuntimeError:  # no loop runs in this thread, so no timer can be set
             self._check()
         else:
-            self._timer = running_loop.call_later(_TYPING_PAUSE_S, self._check)
+            self._timer = loop.call_later(_TYPING_PAUSE_S, self._check)
 
     def _check(self) -> tuple[TextMistake, ...]:
         with self._shared.lock:
@@ -159,12 +159,12 @@ class ConfigEditor:
     def _typed_text(self) -> str:
         return str(self._text.value) if self._text is not None else ""
 
-    def _show_mistakes(self, found_mistakes: Sequence[TextMistake]) -> None:
+    def _show_mistakes(self, mistakes: Sequence[TextMistake]) -> None:
         text = self._typed_text()
         is_edited = text.strip() not in ("", self._present_text.strip())
         said = _NO_MISTAKES if is_edited else "This is what is chosen now: edit it, or paste over."
-        self._told.value = text_mistakes_html(found_mistakes, text, said)
-        self._apply.disabled = bool(found_mistakes) or not is_edited
+        self._told.value = text_mistakes_html(mistakes, text, said)
+        self._apply.disabled = bool(mistakes) or not is_edited
         self._revert.disabled = not is_edited
 
     def _write(self, text: str) -> None:
@@ -202,8 +202,8 @@ class ConfigEditor:
         first_file = next(
             iter(uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files)
         )
-        file_content = bytes(first_file["content"])
-        self._open(file_content.decode)
+        content = bytes(first_file["content"])
+        self._open(content.decode)
         # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
         # read-only, and a dict.
         self._upload.set_trait("value", type(uploaded_files)())

@@ -75,14 +75,11 @@ class MemoryBar:
     def text(self) -> str:
         """The bar in words."""
         segment_texts = [
-            f"{SEGMENT_NAMES.get(bar_segment.kind, bar_segment.kind)} "
-            f"{format_bytes(bar_segment.bytes)}"
-            for bar_segment in self.segments
-            if bar_segment.bytes and bar_segment.kind != "free"
+            f"{SEGMENT_NAMES.get(segment.kind, segment.kind)} {format_bytes(segment.bytes)}"
+            for segment in self.segments
+            if segment.bytes and segment.kind != "free"
         ]
-        free_bytes = sum(
-            bar_segment.bytes for bar_segment in self.segments if bar_segment.kind == "free"
-        )
+        free_bytes = sum(segment.bytes for segment in self.segments if segment.kind == "free")
         last_clause = f"{format_bytes(self.lacking)} too little" if self.lacking else ""
         last_clause = last_clause or f"{format_bytes(free_bytes)} left free"
         capacity_text = f" of {format_bytes(self.capacity)}" if self.capacity else ""
@@ -154,38 +151,36 @@ class MemoryModel:
         self,
         config: RunConfig,
         plan: Plan,
-        chosen_form: SettingsForm | None,
-        strategy_document: Mapping[str, Any],
+        form: SettingsForm | None,
+        document: Mapping[str, Any],
         *,
         samples: int | None = None,
     ) -> MemoryNeed:
         """What a run needs."""
         machine = self.inventory
         machine = replace(machine, gpus=registry.device(plan.device).units(machine))
-        told_samples = None if chosen_form is None else chosen_form.batch_size(strategy_document)
-        estimate_inputs: dict[str, Any] = {
+        told_samples = None if form is None else form.batch_size(document)
+        inputs: dict[str, Any] = {
             "num_processes": plan.num_processes,
             "num_nodes": config.num_nodes,
             "activation_bytes": self.activation_bytes(config, told_samples or samples),
             "inventory": machine,
         }
-        if chosen_form is not None:
-            memory_estimate = chosen_form.estimate(self.shape, strategy_document, **estimate_inputs)
+        if form is not None:
+            memory_estimate = form.estimate(self.shape, document, **inputs)
         elif plan.strategy == _SHARDED_BY_TORCH:
-            memory_estimate = self._sharded(config, plan, estimate_inputs)
+            memory_estimate = self._sharded(config, plan, inputs)
         else:
             formats = short_formats(config, plan.device)
             memory_estimate = replicated(
                 self.shape,
                 states=self._states_at(plan.num_processes * config.num_nodes, formats),
                 level="" if formats is None else formats.level,
-                **estimate_inputs,
+                **inputs,
             )
         return MemoryNeed(estimate=memory_estimate, bars=bars_of(memory_estimate, machine))
 
-    def _sharded(
-        self, config: RunConfig, plan: Plan, estimate_inputs: Mapping[str, Any]
-    ) -> MemoryEstimate:
+    def _sharded(self, config: RunConfig, plan: Plan, inputs: Mapping[str, Any]) -> MemoryEstimate:
         settings = dict(config.fsdp or {})
         key = repr(sorted(settings.items()))
         if key not in self._wrapped:
@@ -196,7 +191,7 @@ class MemoryModel:
             compute_bytes=4 if config.mixed_precision == "no" else 2,
             offloads=bool(settings.get("cpu_offload"))
             and not device_row(plan.device).in_host_memory,
-            **estimate_inputs,
+            **inputs,
         )
 
     def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
@@ -253,12 +248,12 @@ def bars_of(memory_estimate: MemoryEstimate, machine: Inventory) -> tuple[Memory
     gpus = (machine.gpus or registry.usable_units(machine))[: memory_estimate.num_processes]
     for gpu_number, gpu in enumerate(gpus):
         # More processes than cards share the cards in turn.
-        sharing_processes = len(range(gpu_number, memory_estimate.num_processes, len(gpus)))
+        processes = len(range(gpu_number, memory_estimate.num_processes, len(gpus)))
         device_label = f"{gpu.kind}:{gpu.index} · {gpu.name}"
         memory_bars.append(
             _memory_bar(
                 device_label,
-                memory_estimate.device * sharing_processes,
+                memory_estimate.device * processes,
                 gpu.total_bytes,
                 gpu.free_bytes,
             )

@@ -255,17 +255,17 @@ class PickerModel:
         """Make a choice."""
         setting = self.setting(name)
         # Python code can give a value that the form shows greyed.
-        for option_offer in self.offers(name):
-            if option_offer.option.value == value and option_offer.reason:
+        for offer in self.offers(name):
+            if offer.option.value == value and offer.reason:
                 raise ConfigError(
-                    f"{name}={value!r} cannot be chosen: {option_offer.reason}. Training would "
+                    f"{name}={value!r} cannot be chosen: {offer.reason}. Training would "
                     "fail or ignore it. Choose another."
                 )
-        plan_device = self.plan.device if self.plan is not None else "cpu"
-        config_edit = edit_config(
-            self._config, setting, value, device=plan_device, earlier_configs=self._before
+        device = self.plan.device if self.plan is not None else "cpu"
+        edit = edit_config(
+            self._config, setting, value, device=device, earlier_configs=self._before
         )
-        self._become(config_edit.config, config_edit.remarks)
+        self._become(edit.config, edit.remarks)
 
     def replace(self, config: Any) -> None:
         """Take over a whole configuration, as one change."""
@@ -283,8 +283,8 @@ class PickerModel:
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
         """Take over a file: DeepSpeed's configuration, or a `RunConfig` as JSON or YAML."""
-        config, load_remarks = read_settings_source(source, self._config, self.inventory)
-        self._become(config, load_remarks)
+        config, remarks = read_settings_source(source, self._config, self.inventory)
+        self._become(config, remarks)
 
     def check_source(self, source: str | Path | Mapping[str, Any]) -> None:
         """Read a file as `load` does, and take nothing over."""
@@ -378,7 +378,7 @@ class PickerModel:
         if self._memory_model is None or self.plan is None:
             return None, ""
         try:
-            form, strategy_document = next(
+            form, document = next(
                 (
                     (form, config.config)
                     for form, config in self._filled()
@@ -386,7 +386,7 @@ class PickerModel:
                 ),
                 (None, {}),
             )
-            return self._memory_model.need(self._config, self.plan, form, strategy_document), ""
+            return self._memory_model.need(self._config, self.plan, form, document), ""
         except ConfigError as error:
             return None, error.mistakes[0]
 
@@ -438,8 +438,8 @@ class PickerModel:
 
     def _documents(self) -> dict[str, dict[str, Any]]:
         return {
-            settings_form.file_name: config.config
-            for settings_form, config in self._filled()
+            form.file_name: config.config
+            for form, config in self._filled()
             if config.config is not None
         }
 

@@ -67,22 +67,22 @@ def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
 
 def default_text_of(model: PickerModel, setting: Setting) -> str:
     """The value that a setting has by default, with its unit."""
-    owning_form = form_of(setting.name)
+    form = form_of(setting.name)
     default = setting.default
-    if owning_form is not None:
-        default = owning_form.default_of(model.config, setting)
+    if form is not None:
+        default = form.default_of(model.config, setting)
     return "" if default in _OPEN_VALUES else value_with_unit(default, setting.unit)
 
 
-def value_with_unit(setting_value: Any, unit_name: str) -> str:
+def value_with_unit(value: Any, unit_name: str) -> str:
     """A value as people read it."""
-    if isinstance(setting_value, bool):
-        return TRUTH_WORDS[setting_value]
-    is_number = isinstance(setting_value, (int, float))
+    if isinstance(value, bool):
+        return TRUTH_WORDS[value]
+    is_number = isinstance(value, (int, float))
     if not is_number:
-        return str(setting_value)
-    if setting_value == 1:
+        return str(value)
+    if value == 1:
         unit_name = _SINGULAR_UNITS.get(
             unit_name, unit_name.removesuffix("s") if len(unit_name) > 1 else unit_name
         )
-    return f"{setting_value:,} {unit_name}".rstrip()
+    return f"{value:,} {unit_name}".rstrip()

@@ -40,26 +40,26 @@ class FoldedSection:
 
     def __init__(
         self,
-        section_title: str,
+        title: str,
         settings: Sequence[Setting],
         model: PickerModel,
-        shared_fields: SharedFields,
-        make_widgets: Callable[[], list[w.Widget]],
+        fields: SharedFields,
+        widgets: Callable[[], list[w.Widget]],
         *,
         css_class: str = "",
     ) -> None:
-        self._title = section_title
+        self._title = title
         self._settings = settings
         self._model = model
-        self._make = make_widgets
+        self._make = widgets
         self._is_shown: bool | None = None
-        self._shared = shared_fields
+        self._shared = fields
         self._inside: w.VBox | None = None
-        css_class = css_class or f"nbaccel-opens-{css_name(section_title)}"
-        heading_classes = ("nbaccel-opens", css_class)
-        self.heading = shared_fields.new_toggle(section_title, "", *heading_classes)
+        css_class = css_class or f"nbaccel-opens-{css_name(title)}"
+        classes = ("nbaccel-opens", css_class)
+        self.heading = fields.new_toggle(title, "", *classes)
         self.heading.observe(lambda change: self._turn(is_open=change.new), "value")
-        self.box = shared_fields.new_box([self.heading], "nbaccel-folded")
+        self.box = fields.new_box([self.heading], "nbaccel-folded")
         self.sync()
 
     def sync(self) -> None:
@@ -98,11 +98,11 @@ class MemoryPanel:
         box: The widget to show.
     """
 
-    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model
-        self._verdict = shared_fields.new_html()
-        self._bars = shared_fields.new_html("", "nbaccel-bars")
-        self.box = shared_fields.new_box(
+        self._verdict = fields.new_html()
+        self._bars = fields.new_html("", "nbaccel-bars")
+        self.box = fields.new_box(
             [self._verdict, self._bars],
             *("nbaccel-panel", "nbaccel-memory"),
         )
@@ -123,20 +123,18 @@ class FacesPanel:
         box: The widget to show.
     """
 
-    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model
-        self._shared = shared_fields
+        self._shared = fields
         self._not_chosen = {
             settings_form.file_name: settings_form.not_chosen for settings_form in settings_forms()
         }
         face_names = (*self._not_chosen, *_RUN_FACES)
         self._picked = face_names[0]
         self._is_syncing = False
-        self._text = shared_fields.new_html()
+        self._text = fields.new_html()
         self._buttons = {
-            face_name: shared_fields.new_toggle(
-                face_name, "", f"nbaccel-face-{css_name(face_name)}"
-            )
+            face_name: fields.new_toggle(face_name, "", f"nbaccel-face-{css_name(face_name)}")
             for face_name in (*face_names, _RESOLVED_FACE)
         }
         for face_name, face_button in self._buttons.items():
@@ -145,10 +143,10 @@ class FacesPanel:
                 lambda change, face_name=face_name: self._pressed(face_name, change.new),
                 "value",
             )
-        self.box = shared_fields.new_box(
+        self.box = fields.new_box(
             [
-                shared_fields.new_html(label_html("Shown as", is_hidden=True)),
-                shared_fields.new_row(list(self._buttons.values()), "nbaccel-options"),
+                fields.new_html(label_html("Shown as", is_hidden=True)),
+                fields.new_row(list(self._buttons.values()), "nbaccel-options"),
                 self._text,
             ],
             *("nbaccel-panel", "nbaccel-faces"),
@@ -156,7 +154,7 @@ class FacesPanel:
 
     def sync(self) -> None:
         """Show the present state of the model."""
-        faces_by_name = {config_face.name: config_face for config_face in self._model.faces()}
+        faces_by_name = {face.name: face for face in self._model.faces()}
         # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
         name = (
             self._picked

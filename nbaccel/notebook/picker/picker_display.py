@@ -106,7 +106,7 @@ class PickerDisplay:
             self._model.postpone_memory()
             live_view = self._live_view()
             # `display(widget)` would add the widget's repr as text; the table below is the text.
-            mime_bundle = {
+            bundle = {
                 "text/plain": "",
                 _WIDGET_VIEW_MIME: {
                     "version_major": 2,
@@ -114,7 +114,7 @@ class PickerDisplay:
                     "model_id": live_view.root.model_id,
                 },
             }
-            display(mime_bundle, raw=True)  # type: ignore[no-untyped-call]
+            display(bundle, raw=True)  # type: ignore[no-untyped-call]
             # One id in all cells that show this picker, so that an update reaches each of them.
             display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 

@@ -186,9 +186,9 @@ def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:
 
 def _short_count(number: int) -> str:
     """``6.74 B``: three digits are enough to tell models apart."""
-    for size, unit_letter in _COUNT_UNITS:
+    for size, letter in _COUNT_UNITS:
         if number >= size:
-            return f"{number / size:.3g} {unit_letter}"
+            return f"{number / size:.3g} {letter}"
     return str(number)
 
 

@@ -63,8 +63,8 @@ def picker_sections(
     for panel_name, table_rows in _setting_rows(model, panel_names):
         yield _section(title_of(panel_name), _aligned(table_rows))
     yield _section("Memory", _folded(_memory_lines(model)))
-    if plan_choices := model.resolved():
-        headed_rows = [("what", "value", "why"), *_choice_rows(plan_choices)]
+    if choices := model.resolved():
+        headed_rows = [("what", "value", "why"), *_choice_rows(choices)]
         yield _section("What open settings come to", _aligned(headed_rows))
     for face in model.faces():
         # Code is to be copied: its lines stay as they are.
@@ -111,9 +111,9 @@ def picker_html(
         f"<li>{escape(memory_line)}</li>" for memory_line in _memory_lines(model)
     )
     html_parts.append(f"<p><b>Memory</b></p><ul>{memory_items}</ul>")
-    if plan_choices := model.resolved():
+    if choices := model.resolved():
         html_parts.append(
-            f"<p><b>What open settings come to</b></p>{_html_table(_choice_rows(plan_choices))}"
+            f"<p><b>What open settings come to</b></p>{_html_table(_choice_rows(choices))}"
         )
     html_parts += [
         f"<p><b>{escape(face.name)}</b></p><pre>{escape(face.text)}</pre>" for face in model.faces()
@@ -157,12 +157,12 @@ def _fit_lines(model: PickerModel, *, measures: bool) -> list[str]:
     if not candidates:
         return []
     rows = candidate_bars(candidates)
-    name_width = max(len(name) for name, _ in rows)
+    width = max(len(name) for name, _ in rows)
     return [
         *precision_table_lines(_shown_ways(model, measures=measures)),
         "",
         _bars_title(model),
-        *(f"{name:<{name_width}}  {bar}" for name, bar in rows),
+        *(f"{name:<{width}}  {bar}" for name, bar in rows),
         _letters_of(candidates),
     ]
 
@@ -257,14 +257,14 @@ def _setting_rows(
 
 
 def _shown_value(model: PickerModel, name: str) -> str:
-    setting_value = model.value(name)
+    value = model.value(name)
     setting = model.setting(name)
     for option in setting.options:
-        if option.value == setting_value:
+        if option.value == value:
             return option.label
-    if setting_value is None:
+    if value is None:
         return outcome_of(model, setting).value or "default"
-    return value_with_unit(setting_value, setting.unit if setting.kind != "one-of" else "")
+    return value_with_unit(value, setting.unit if setting.kind != "one-of" else "")
 
 
 def _value_meaning(model: PickerModel, name: str) -> str:
@@ -291,10 +291,10 @@ def _choice_rows(plan_choices: Sequence[Choice]) -> list[tuple[str, str, str]]:
 
 
 def _html_table(rows: Sequence[tuple[str, str, str]]) -> str:
-    table_body = "".join(
+    body = "".join(
         f"<tr><th scope='row' style='text-align:left'>{escape(label_text)}</th><td "
         f"style='text-align:left'>{escape(value_text)}</td><td "
         f"style='text-align:left'>{escape(meaning_text)}</td></tr>"
         for label_text, value_text, meaning_text in rows
     )
-    return f"<table><tbody>{table_body}</tbody></table>"
+    return f"<table><tbody>{body}</tbody></table>"

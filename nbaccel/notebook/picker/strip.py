@@ -53,24 +53,22 @@ class CandidateStrip:
         box: The widget to show.
     """
 
-    def __init__(
-        self, model: PickerModel, shared_fields: SharedFields, take: TakeCandidate
-    ) -> None:
+    def __init__(self, model: PickerModel, fields: SharedFields, take: TakeCandidate) -> None:
         self._model = model
-        self._shared = shared_fields
+        self._shared = fields
         self._take = take
         self._is_syncing = False
         # What the buttons stand for, in their order.
         self._shown: tuple[Candidate, ...] = ()
-        self._heading = shared_fields.new_html(question_html(3, _TITLE), "nbaccel-strip-head")
-        self._compare = shared_fields.new_toggle(_COMPARE, _COMPARE_MEANING, "nbaccel-compare")
+        self._heading = fields.new_html(question_html(3, _TITLE), "nbaccel-strip-head")
+        self._compare = fields.new_toggle(_COMPARE, _COMPARE_MEANING, "nbaccel-compare")
         self._compare.observe(lambda change: self._compare_pressed(is_on=change.new), "value")
-        top = shared_fields.new_row([self._heading, self._compare], "nbaccel-strip-top")
-        self._names = shared_fields.new_box([], "nbaccel-options", "nbaccel-candidates")
-        self._bars = shared_fields.new_html("", "nbaccel-bars")
-        label = shared_fields.new_html(label_html("Ways to train", is_hidden=True))
-        self._strip = shared_fields.new_box([self._names, label, self._bars], "nbaccel-strip")
-        self.box = shared_fields.new_box([top, self._strip], "nbaccel-part-3")
+        top = fields.new_row([self._heading, self._compare], "nbaccel-strip-top")
+        self._names = fields.new_box([], "nbaccel-options", "nbaccel-candidates")
+        self._bars = fields.new_html("", "nbaccel-bars")
+        label = fields.new_html(label_html("Ways to train", is_hidden=True))
+        self._strip = fields.new_box([self._names, label, self._bars], "nbaccel-strip")
+        self.box = fields.new_box([top, self._strip], "nbaccel-part-3")
 
     def sync(self) -> None:
         """Show the present candidates; before they are estimated, the room that they will take."""
@@ -164,9 +162,9 @@ class TakenLine:
         box: The widget to show.
     """
 
-    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model
-        self.box = shared_fields.new_html("", "nbaccel-taken-line")
+        self.box = fields.new_html("", "nbaccel-taken-line")
 
     def sync(self) -> None:
         """Show the present state of the model."""
@@ -183,10 +181,10 @@ class ProposalsPanel:
         box: The widget to show.
     """
 
-    def __init__(self, shared_fields: SharedFields, take: Callable[[Proposal], Any]) -> None:
-        self._shared = shared_fields
+    def __init__(self, fields: SharedFields, take: Callable[[Proposal], Any]) -> None:
+        self._shared = fields
         self._take = take
-        self.box = shared_fields.new_box([], "nbaccel-proposals", "nbaccel-hidden")
+        self.box = fields.new_box([], "nbaccel-proposals", "nbaccel-hidden")
 
     def show(self, proposals: Sequence[Proposal]) -> None:
         """Show proposals, each with a button that takes it."""

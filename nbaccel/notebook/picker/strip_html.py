@@ -228,7 +228,7 @@ def used_bytes(bar: MemoryBar) -> int:
 
 
 # ---------------------------------------------------------------------- what was taken
-def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: str) -> str:
+def taken_html(candidate: Candidate | None, verdict: FitVerdict, text: str) -> str:
     """What is chosen now, whether it fits, and its bar for windows where the strip is far away."""
     name = "Chosen settings" if candidate is None else candidate.name
     clauses = [verdict.text, verdict.remedy]
@@ -238,7 +238,7 @@ def taken_html(candidate: Candidate | None, verdict: FitVerdict, samples_text: s
             f"{candidate.reason[:1].upper()}{candidate.reason[1:]}." if candidate.reason else ""
         )
         clauses += [reason, _step_sentence(candidate)]
-    clauses.append(samples_text)
+    clauses.append(text)
     bar_html = ""
     if candidate is not None and (bar := device_bar(candidate)) is not None:
         bar_html = (

@@ -272,16 +272,16 @@ def _proposal(
     if passes != (config.gradient_accumulation_steps or 1):
         config = config.changed(gradient_accumulation_steps=passes)
     precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
-    title_parts = [_number_of_processes(start.plan.num_processes), precision, candidate.name]
+    parts = [_number_of_processes(start.plan.num_processes), precision, candidate.name]
     if config.activation_checkpointing:
-        title_parts.append("activation checkpointing")
+        parts.append("activation checkpointing")
     if batch_size is not None:
         accumulated = f", {passes} accumulated" if passes > 1 else ""
-        title_parts.append(f"batch {batch_size} each{accumulated}")
+        parts.append(f"batch {batch_size} each{accumulated}")
     if candidate.step_s is not None and candidate.step_s >= SHORTEST_S:
         why = (*why, f"about {format_seconds(candidate.step_s)} per step: {candidate.step_words}")
     return Proposal(
-        title=", ".join(title_parts),
+        title=", ".join(parts),
         config=config,
         candidate=candidate,
         why=tuple(filter(None, why)),

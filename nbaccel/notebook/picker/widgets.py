@@ -53,24 +53,20 @@ class ActionsRow:
         box: The widget to show.
     """
 
-    def __init__(
-        self, model: PickerModel, shared_fields: SharedFields, carry_out: CarryOut
-    ) -> None:
+    def __init__(self, model: PickerModel, fields: SharedFields, carry_out: CarryOut) -> None:
         self._model = model
         self._carry_out = carry_out
-        self._shared = shared_fields
+        self._shared = fields
         self._faces: FacesPanel | None = None
-        self._proposals = ProposalsPanel(shared_fields, self._take)
-        self._suggest = shared_fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
-        self._undo = shared_fields.new_button("Undo", "nbaccel-undo", self._on_undo)
-        widget = shared_fields.new_html(use_html(), "nbaccel-use")
+        self._proposals = ProposalsPanel(fields, self._take)
+        self._suggest = fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
+        self._undo = fields.new_button("Undo", "nbaccel-undo", self._on_undo)
+        widget = fields.new_html(use_html(), "nbaccel-use")
         section = FoldedSection(
-            "Copy as", (), model, shared_fields, self._make_faces, css_class="nbaccel-opens-faces"
+            "Copy as", (), model, fields, self._make_faces, css_class="nbaccel-opens-faces"
         )
-        row = shared_fields.new_row(
-            [self._suggest, self._undo, widget, section.box], "nbaccel-actions"
-        )
-        self.box = shared_fields.new_box([self._proposals.box, row], "nbaccel-foot")
+        row = fields.new_row([self._suggest, self._undo, widget, section.box], "nbaccel-actions")
+        self.box = fields.new_box([self._proposals.box, row], "nbaccel-foot")
 
     def sync(self) -> None:
         """Disable buttons that have no effect now; proposals are of the state before."""
@@ -79,9 +75,9 @@ class ActionsRow:
             self._faces.sync()
         self._undo.disabled = not self._model.can_undo
         self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
-        suggest_refusal = self._model.suggest_refusal
-        self._suggest.disabled = bool(suggest_refusal)
-        self._suggest.tooltip = suggest_refusal or "Propose settings that fit"
+        refusal = self._model.suggest_refusal
+        self._suggest.disabled = bool(refusal)
+        self._suggest.tooltip = refusal or "Propose settings that fit"
 
     def _make_faces(self) -> list[w.Widget]:
         self._faces = FacesPanel(self._model, self._shared)
@@ -137,11 +133,11 @@ class PickerView:
         self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
-        front_widget = self._shared.new_html(front_html(hidden_class), "nbaccel-front")
+        widget = self._shared.new_html(front_html(hidden_class), "nbaccel-front")
         self._messages = self._shared.new_html()
         self._parts: list[_ViewPart] = []
         inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
-        self.root = self._shared.new_box([front_widget, *inside], "nbaccel-picker")
+        self.root = self._shared.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
 
     # ---------------------------------------------------------------- out
@@ -152,8 +148,8 @@ class PickerView:
                 field.sync()
             for section in self._sections:
                 section.sync()
-            for view_part in self._parts:
-                view_part.sync()
+            for part in self._parts:
+                part.sync()
             self._tell()
 
     # ---------------------------------------------------------------- in
@@ -324,9 +320,9 @@ class PickerView:
 class _MachineLine:
     """The machine, piece by piece; which of it is used changes with the choices."""
 
-    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model
-        self.box = shared_fields.new_html("", "nbaccel-machine")
+        self.box = fields.new_html("", "nbaccel-machine")
 
     def sync(self) -> None:
         """Show the present state of the model."""
@@ -336,11 +332,11 @@ class _MachineLine:
 class _FoldedMemory:
     """The memory of each device, the host and the disk, made when it is opened."""
 
-    def __init__(self, model: PickerModel, shared_fields: SharedFields) -> None:
+    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model
-        self._shared = shared_fields
+        self._shared = fields
         self._panel: MemoryPanel | None = None
-        self.section = FoldedSection("Memory place by place", (), model, shared_fields, self._make)
+        self.section = FoldedSection("Memory place by place", (), model, fields, self._make)
 
     def sync(self) -> None:
         """Show the present state of the model."""

@@ -145,8 +145,8 @@ class StepPace:
 
 
 def _rate(start_point: tuple[float, int], end_point: tuple[float, int]) -> float | None:
-    point_seconds = end_point[0] - start_point[0]
-    return (end_point[1] - start_point[1]) / point_seconds if point_seconds > 0 else None
+    seconds = end_point[0] - start_point[0]
+    return (end_point[1] - start_point[1]) / seconds if seconds > 0 else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -279,22 +279,22 @@ class RunBoard:
             rank_facts.is_weighed = rank_row.device_bytes is not None
             _weigh_device(rank_facts, rank_row.device_bytes)
 
-    def receive(self, worker_rank: int, metrics_message: Metrics) -> None:
+    def receive(self, worker_rank: int, message: Metrics) -> None:
         """Take in what a rank has reported of its training."""
         rank_facts = self.ranks.get(worker_rank)
         if rank_facts is None:
             return
-        _take_loop(rank_facts, metrics_message)
-        rank_facts.steps = metrics_message.steps
-        rank_facts.pace.add(metrics_message.time, metrics_message.steps)
-        rank_facts.phase = metrics_message.phase
-        rank_facts.programs = metrics_message.programs
-        rank_facts.compile_s = metrics_message.compile_s
-        if metrics_message.spent is not None:
-            self.times.receive(worker_rank, metrics_message.time, metrics_message.spent)
+        _take_loop(rank_facts, message)
+        rank_facts.steps = message.steps
+        rank_facts.pace.add(message.time, message.steps)
+        rank_facts.phase = message.phase
+        rank_facts.programs = message.programs
+        rank_facts.compile_s = message.compile_s
+        if message.spent is not None:
+            self.times.receive(worker_rank, message.time, message.spent)
         if not rank_facts.is_weighed:
-            _weigh_device(rank_facts, metrics_message.device_bytes)
-        _take_values(rank_facts, metrics_message)
+            _weigh_device(rank_facts, message.device_bytes)
+        _take_values(rank_facts, message)
 
     def metric_names(self) -> list[str]:
         """All metrics that some rank has reported, the one that is shown first in front."""
@@ -315,30 +315,30 @@ class RunBoard:
         return math.fsum(rates) if rates else None
 
 
-def _take_loop(rank_facts: RankFacts, metrics_message: Metrics) -> None:
+def _take_loop(rank_facts: RankFacts, message: Metrics) -> None:
     """What is known of the loop over batches."""
     loop_before = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
-    began_anew = metrics_message.batches < rank_facts.batches
-    rank_facts.loop_name = metrics_message.loop_name
-    rank_facts.epoch = metrics_message.epoch
-    rank_facts.batches = metrics_message.batches
-    rank_facts.total_batches = metrics_message.total_batches
-    rank_facts.bar_is_whole = metrics_message.bar_is_whole
-    rank_facts.outer = metrics_message.outer
-    rank_facts.received_at = metrics_message.time
+    began_anew = message.batches < rank_facts.batches
+    rank_facts.loop_name = message.loop_name
+    rank_facts.epoch = message.epoch
+    rank_facts.batches = message.batches
+    rank_facts.total_batches = message.total_batches
+    rank_facts.bar_is_whole = message.bar_is_whole
+    rank_facts.outer = message.outer
+    rank_facts.received_at = message.time
     loop_now = (rank_facts.loop_name, rank_facts.epoch, rank_facts.total_batches)
     # One that holds a validation now and then goes on after it.
-    goes_on = metrics_message.batches > 0 and loop_now in rank_facts.known_loops - {loop_before}
+    goes_on = message.batches > 0 and loop_now in rank_facts.known_loops - {loop_before}
     rank_facts.known_loops.add(loop_now)
     if rank_facts.epoch and (began_anew or loop_now != loop_before) and not goes_on:
-        began_at_step = float(metrics_message.steps - metrics_message.batches)
+        began_at_step = float(message.steps - message.batches)
         # A loop over epochs and the first loop within it begin at one step.
         if rank_facts.epoch_marks and rank_facts.epoch_marks[-1][0] == began_at_step:
             rank_facts.epoch_marks.pop()
         if len(rank_facts.epoch_marks) < _MAX_EPOCH_MARKS:
             rank_facts.epoch_marks.append((began_at_step, rank_facts.loop_label))
-    rank_facts.samples = metrics_message.samples
-    rank_facts.samples_pace.add(metrics_message.time, metrics_message.samples)
+    rank_facts.samples = message.samples
+    rank_facts.samples_pace.add(message.time, message.samples)
 
 
 def _take_values(rank_facts: RankFacts, message: Metrics) -> None:
@@ -367,13 +367,13 @@ def mean_points(
         (sum(math.isfinite(value) for _, value in points) for points in rank_points), default=0
     )
     num_groups = min(longest, max_points, len(all_points))
-    group_edges = (
+    edges = (
         [place * len(all_points) // num_groups for place in range(num_groups + 1)]
         if (num_groups)
         else []
     )
     means = []
-    for first_place, last_place in itertools.pairwise(group_edges):
+    for first_place, last_place in itertools.pairwise(edges):
         group = all_points[first_place:last_place]
         means.append(
             (
@@ -384,9 +384,9 @@ def mean_points(
     return means
 
 
-def loss_name(metric_histories: Mapping[str, float]) -> str | None:
+def loss_name(histories: Mapping[str, float]) -> str | None:
     """The metric to draw: `loss`, or what has that in its name, or the first one there is."""
-    by_fit = sorted(metric_histories, key=_how_far_from_loss)
+    by_fit = sorted(histories, key=_how_far_from_loss)
     return by_fit[0] if by_fit else None
 
 

@@ -23,7 +23,7 @@ _NAME_CHARS = 40
 
 
 def metric_chart(
-    run_board: RunBoard,
+    board: RunBoard,
     metric_name: str,
     *,
     is_small: bool = False,
@@ -33,7 +33,7 @@ def metric_chart(
     """A metric over the steps, as an SVG element."""
     with_values = [
         (rank_facts, history.points())
-        for rank_facts in run_board.ranks.values()
+        for rank_facts in board.ranks.values()
         if (history := rank_facts.histories.get(metric_name)) is not None
     ]
     if max((len(points) for _, points in with_values), default=0) < 2:
@@ -42,7 +42,7 @@ def metric_chart(
     mean_line = _mean_line([points for _, points in with_values])
     if mean_line is not None:
         chart_lines.append(mean_line)
-    leading_facts = leading_rank(run_board)
+    leading_facts = leading_rank(board)
     return line_chart(
         chart_lines,
         title=plain_text(metric_name, _NAME_CHARS),
@@ -50,16 +50,16 @@ def metric_chart(
         marks=_thinned_marks(leading_facts) if leading_facts is not None else (),
         width=SMALL_WIDTH if is_small else CHART_WIDTH,
         height=SMALL_HEIGHT if is_small else CHART_HEIGHT,
-        log_y=is_logarithmic(run_board, metric_name) if log_y is None else log_y,
+        log_y=is_logarithmic(board, metric_name) if log_y is None else log_y,
         as_image=as_image,
     )
 
 
-def is_logarithmic(run_board: RunBoard, metric_name: str) -> bool:
+def is_logarithmic(board: RunBoard, metric_name: str) -> bool:
     """Whether a metric's range asks for a logarithmic axis: a loss falls fast at first."""
     finite_values = [
         value
-        for rank_facts in run_board.ranks.values()
+        for rank_facts in board.ranks.values()
         if metric_name in rank_facts.histories
         for value in rank_facts.histories[metric_name].values()
         if math.isfinite(value)
@@ -69,12 +69,12 @@ def is_logarithmic(run_board: RunBoard, metric_name: str) -> bool:
     return low_value > 0 and high_value / LOGARITHMIC_RATIO >= low_value
 
 
-def smoothed_value(run_board: RunBoard, metric_name: str) -> float | None:
+def smoothed_value(board: RunBoard, metric_name: str) -> float | None:
     """The latest value of a metric's smoothed mean; None where there are too few values."""
     mean_line = _mean_line(
         [
             rank_facts.histories[metric_name].points()
-            for rank_facts in run_board.ranks.values()
+            for rank_facts in board.ranks.values()
             if metric_name in rank_facts.histories
         ]
     )

@@ -115,9 +115,9 @@ class Dashboard:
 
     # ---- what is known
 
-    def receive(self, worker_rank: int, metrics_message: Metrics) -> None:
+    def receive(self, worker_rank: int, message: Metrics) -> None:
         """Take in what a rank has reported of its training."""
-        self.board.receive(worker_rank, metrics_message)
+        self.board.receive(worker_rank, message)
         self._has_news = True
 
     def update(self, rank_rows: Sequence[RankStatus]) -> None:
@@ -216,23 +216,23 @@ class Dashboard:
         stop_panel = self._panel
         self._panel = None
         self._stop = None
-        run_board = self.board
-        run_board.now = self._clock()
-        run_board.see(rank_rows)
+        board = self.board
+        board.now = self._clock()
+        board.see(rank_rows)
         if was_interrupted:
-            run_board.ending = "stopped"
+            board.ending = "stopped"
         elif timed_out:
-            run_board.ending = "timed out"
+            board.ending = "timed out"
         else:
-            run_board.ending = "failed" if has_failed else ""
-        summary_text = drawing.summary_line(run_board, with_curve=True)
+            board.ending = "failed" if has_failed else ""
+        text = drawing.summary_line(board, with_curve=True)
         if not self._in_place:
             if self._was_shown:
-                self._say(_with_prefix(summary_text))
+                self._say(_with_prefix(text))
         elif self._is_wanted and (self._was_shown or self.has_progress):
-            self._show_in_place(panel_html.final_html(run_board), summary_text)
-            folded_html = panel_html.final_html(run_board, folds_chart=True)
-            _fold_earlier(self._place, _as_data(folded_html, summary_text))
+            self._show_in_place(panel_html.final_html(board), text)
+            folded_html = panel_html.final_html(board, folds_chart=True)
+            _fold_earlier(self._place, _as_data(folded_html, text))
         else:
             # What was waited for may still be there.
             self._place.show({})
@@ -256,9 +256,9 @@ class _ShownSummary:
 _SHOWN_SUMMARIES: list[_ShownSummary] = []
 
 
-def _fold_earlier(place: CellPlace, folded_data: dict[str, Any]) -> None:
+def _fold_earlier(place: CellPlace, data: dict[str, Any]) -> None:
     """Fold the charts of earlier runs of this cell: of a loop of launches they fill screens."""
-    newest = _ShownSummary(publish.request_id(), place, folded_data)
+    newest = _ShownSummary(publish.request_id(), place, data)
     _SHOWN_SUMMARIES[:] = [
         *(shown for shown in _SHOWN_SUMMARIES if shown.request_id == newest.request_id),
         newest,

@@ -52,31 +52,31 @@ _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 # ------------------------------------------------------------------------- one line
 
 
-def summary_line(run_board: RunBoard, *, with_curve: bool = False, is_live: bool = False) -> str:
+def summary_line(board: RunBoard, *, with_curve: bool = False, is_live: bool = False) -> str:
     """All ranks in one line: `2 ranks · 12.0 s · step 840 (70/s) · loss 0.41 · up to 1 GiB`."""
     return " · ".join(
         [
-            count_noun(len(run_board.ranks), "rank"),
-            *summary_parts(run_board, with_curve=with_curve, is_live=is_live),
+            count_noun(len(board.ranks), "rank"),
+            *summary_parts(board, with_curve=with_curve, is_live=is_live),
         ]
     )
 
 
 def summary_parts(
-    run_board: RunBoard,
+    board: RunBoard,
     *,
     with_curve: bool = False,
     with_memory: bool = True,
     is_live: bool = False,
 ) -> list[str]:
     """The parts of the line but for the first, which says how many ranks there are."""
-    ending_words = f"{run_board.ending} after " if run_board.ending else ""
+    ending_words = f"{board.ending} after " if board.ending else ""
     return [
-        f"{ending_words}{format_seconds(run_board.seconds)}",
-        *(_loop_words(run_board) if is_live else ()),
-        *_training_words(run_board, with_curve=with_curve, is_live=is_live),
-        *(() if is_live else _waiting_words(run_board)),
-        *(_memory_words(run_board) if with_memory else ()),
+        f"{ending_words}{format_seconds(board.seconds)}",
+        *(_loop_words(board) if is_live else ()),
+        *_training_words(board, with_curve=with_curve, is_live=is_live),
+        *(() if is_live else _waiting_words(board)),
+        *(_memory_words(board) if with_memory else ()),
     ]
 
 
@@ -126,19 +126,19 @@ def epoch_of(rank_facts: RankFacts, current_time: float) -> str:
     return f"epoch {min(around.done + 1, around.total):,} of {around.total:,}"
 
 
-def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> list[str]:
-    leading_facts = leading_rank(run_board)
-    line_parts = []
+def _training_words(board: RunBoard, *, with_curve: bool, is_live: bool) -> list[str]:
+    leading_facts = leading_rank(board)
+    parts = []
     # 0 of a function that only has times to tell: it counts no steps.
     if leading_facts is not None and leading_facts.steps:
         step_rate = leading_facts.pace.overall
         speed_words = f" ({rate_text(step_rate)}/s)" if step_rate is not None else ""
-        line_parts.append(f"{_step_words(leading_facts, run_board, is_live)}{speed_words}")
-        line_parts += _sample_words(run_board, is_live=is_live)
+        parts.append(f"{_step_words(leading_facts, board, is_live)}{speed_words}")
+        parts += _sample_words(board, is_live=is_live)
     if leading_facts is not None:
-        line_parts += _compile_words(leading_facts)
+        parts += _compile_words(leading_facts)
     loss_facts = [
-        rank_facts for rank_facts in run_board.ranks.values() if rank_facts.loss.last is not None
+        rank_facts for rank_facts in board.ranks.values() if rank_facts.loss.last is not None
     ]
     if loss_facts:
         # Ranks may log different metrics, and only equal ones have a mean.
@@ -147,12 +147,10 @@ def _training_words(run_board: RunBoard, *, with_curve: bool, is_live: bool) -> 
             for other_facts in loss_facts
             if other_facts.loss_name == loss_facts[0].loss_name
         ]
-        mean_loss = mean(value for value in same_losses if value is not None)
+        loss = mean(value for value in same_losses if value is not None)
         loss_curve = f" {sparkline(loss_facts[0].loss.values())}" if with_curve else ""
-        line_parts.append(
-            f"{plain_text(loss_facts[0].loss_name, 24)} {number_text(mean_loss)}{loss_curve}"
-        )
-    return line_parts
+        parts.append(f"{plain_text(loss_facts[0].loss_name, 24)} {number_text(loss)}{loss_curve}")
+    return parts
 
 
 def _step_words(rank_facts: RankFacts, board: RunBoard, is_live: bool) -> str:
@@ -183,10 +181,10 @@ def _compile_words(rank_facts: RankFacts) -> list[str]:
     return [f"{programs} compiled in {format_seconds(rank_facts.compile_s)}"]
 
 
-def leading_rank(run_board: RunBoard) -> RankFacts | None:
+def leading_rank(board: RunBoard) -> RankFacts | None:
     """The lowest rank that reports its training: the others are in step with it, or silent."""
     return next(
-        (rank_facts for rank_facts in run_board.ranks.values() if rank_facts.steps is not None),
+        (rank_facts for rank_facts in board.ranks.values() if rank_facts.steps is not None),
         None,
     )
 
@@ -205,9 +203,9 @@ def _memory_words(board: RunBoard) -> list[str]:
     return [f"up to {format_bytes(most_bytes)}{memory}{beside_words}"]
 
 
-def left_out_sentence(run_board: RunBoard) -> str:
+def left_out_sentence(board: RunBoard) -> str:
     """Which metrics are not drawn because there are too many; empty where all are."""
-    most = max(run_board.ranks.values(), key=lambda facts: facts.num_left_out, default=None)
+    most = max(board.ranks.values(), key=lambda facts: facts.num_left_out, default=None)
     if most is None or not most.num_left_out:
         return ""
     names = [plain_text(name, LABEL_CHARS) for name in most.left_out]
@@ -221,22 +219,22 @@ def left_out_sentence(run_board: RunBoard) -> str:
 # ------------------------------------------------------------------------- text
 
 
-def live_text(run_board: RunBoard) -> str:
+def live_text(board: RunBoard) -> str:
     """The run as lines: the summary, and one for each thing that some rank does."""
     groups: dict[str, list[RankFacts]] = {}
-    for rank_facts in run_board.ranks.values():
+    for rank_facts in board.ranks.values():
         if not rank_facts.state:
             # It has not been looked at yet.
             continue
         groups.setdefault(rank_facts.doing or rank_facts.state, []).append(rank_facts)
     text_lines = [
         f"[{number_ranges([rank_facts.rank for rank_facts in group_facts])}] {activity_words} · "
-        f"{_progress_words(group_facts)}{_held_words(group_facts, run_board)}"
+        f"{_progress_words(group_facts)}{_held_words(group_facts, board)}"
         for activity_words, group_facts in groups.items()
     ]
     if len(text_lines) > MOST_ROWS:
         text_lines = [*text_lines[:MOST_ROWS], f"… and {len(text_lines) - MOST_ROWS} more"]
-    return "\n".join([summary_line(run_board, is_live=True), *text_lines])
+    return "\n".join([summary_line(board, is_live=True), *text_lines])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,12 +271,12 @@ def progress_of(rank_facts: RankFacts) -> list[ShownProgress]:
         # The bar of `accelerator.progress`, which is there already.
         if bar.is_elsewhere or (rank_facts.epoch and BATCH_UNIT in bar.rate):
             continue
-        bar_words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
+        words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
         loops.append(
             ShownProgress(
                 label=plain_text(bar.description, LABEL_CHARS),
                 fraction=bar.fraction,
-                done=plain_text(bar_words, LINE_CHARS),
+                done=plain_text(words, LINE_CHARS),
             )
         )
     return loops
@@ -330,13 +328,11 @@ def sparkline(spark_values: Sequence[float]) -> str:
     """A curve in block characters, over all of the values."""
     spark_points = list(spark_values)
     if len(spark_points) > CURVE_CHARS:
-        point_edges = [
-            position * len(spark_points) // CURVE_CHARS for position in range(CURVE_CHARS + 1)
-        ]
+        edges = [position * len(spark_points) // CURVE_CHARS for position in range(CURVE_CHARS + 1)]
         spark_points = [
             # `mean` lets a value that is not finite win, so that the curve shows it.
             mean(spark_points[first_point:last_point]) or 0.0
-            for first_point, last_point in itertools.pairwise(point_edges)
+            for first_point, last_point in itertools.pairwise(edges)
         ]
     finite_values = [value for value in spark_points if math.isfinite(value)]
     low_value = min(finite_values, default=0.0)
@@ -357,8 +353,8 @@ def _spark_block(shown_value: float, low_value: float, high_value: float) -> str
     if high_value <= low_value:
         return _SPARK_BLOCKS[3]
     # Halves first: high - low of two huge numbers would be infinite.
-    value_share = (shown_value / 2 - low_value / 2) / (high_value / 2 - low_value / 2)
-    return _SPARK_BLOCKS[min(int(value_share * len(_SPARK_BLOCKS)), len(_SPARK_BLOCKS) - 1)]
+    share = (shown_value / 2 - low_value / 2) / (high_value / 2 - low_value / 2)
+    return _SPARK_BLOCKS[min(int(share * len(_SPARK_BLOCKS)), len(_SPARK_BLOCKS) - 1)]
 
 
 def plain_text(raw_text: str, max_chars: int, *, keeps_start: bool = False) -> str:
@@ -374,12 +370,12 @@ def rate_text(step_rate: float) -> str:
     return f"{step_rate:,.0f}" if step_rate >= 100 else f"{step_rate:.3g}"
 
 
-def number_text(shown_value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """A metric's value in few characters."""
-    if shown_value is None:
+    if value is None:
         return NO_VALUE
-    if not math.isfinite(shown_value):
-        return str(shown_value)
-    if abs(shown_value) < 10_000:
-        return f"{shown_value:.4g}"
-    return f"{shown_value:,.0f}" if abs(shown_value) < 1e9 else f"{shown_value:.3g}"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) < 10_000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"

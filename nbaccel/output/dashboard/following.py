@@ -50,7 +50,7 @@ class WatchedCall(Protocol):
     def console(self) -> Console:
         """What shows the output."""
 
-    def notice(self, notice_text: str) -> None:
+    def notice(self, text: str) -> None:
         """Show lines after what has been printed so far."""
 
     def interrupt(self) -> None:
@@ -100,37 +100,37 @@ class DashboardUpdater:
         """A rank has reported metrics of its training."""
         self._dashboard.receive(worker_rank, worker_message)
 
-    def poll(self, watched_call: WatchedCall) -> None:
+    def poll(self, call: WatchedCall) -> None:
         """Show what is due. Cheap to call often."""
-        self._watched = watched_call
-        self._tell_of_start(watched_call)
+        self._watched = call
+        self._tell_of_start(call)
         if self._dashboard.is_due:
-            self._dashboard.update(self._rows(watched_call))
-            self.ask_ranks(watched_call)
+            self._dashboard.update(self._rows(call))
+            self.ask_ranks(call)
         else:
             self._dashboard.refresh()
 
-    def _tell_of_start(self, watched_call: WatchedCall) -> None:
+    def _tell_of_start(self, call: WatchedCall) -> None:
         """Say that workers are being set up, until they run or the dashboard shows it."""
         if self._waiting_line is None:
             return
-        is_starting = any(member.state in _STARTING for member in watched_call.members)
+        is_starting = any(member.state in _STARTING for member in call.members)
         if is_starting and not self._dashboard.is_due:
             self._waiting_line.say("setting them up")
         else:
             self._waiting_line.close(is_replaced=True)
             self._waiting_line = None
 
-    def _rows(self, watched_call: WatchedCall) -> list[RankStatus]:
+    def _rows(self, call: WatchedCall) -> list[RankStatus]:
         # A pool's workers that do not have the task are not shown.
-        members = [member for member in watched_call.members if member.rank in self._ranks]
-        output_console = watched_call.console
-        run_board = self._dashboard.board
-        run_board.library_messages = output_console.library_messages.lines()
-        run_board.num_library_messages = output_console.library_messages.count
-        run_board.recent_lines = output_console.recent_lines.by_rank()
-        run_board.num_lines = output_console.recent_lines.num_shown
-        run_board.warnings = output_console.warnings
+        members = [member for member in call.members if member.rank in self._ranks]
+        output_console = call.console
+        board = self._dashboard.board
+        board.library_messages = output_console.library_messages.lines()
+        board.num_library_messages = output_console.library_messages.count
+        board.recent_lines = output_console.recent_lines.by_rank()
+        board.num_lines = output_console.recent_lines.num_shown
+        board.warnings = output_console.warnings
         tail_lines = output_console.last_lines()
         bars = output_console.bars()
         if self._scales is None:
@@ -142,7 +142,7 @@ class DashboardUpdater:
         return [
             replace(
                 self.row(
-                    watched_call,
+                    call,
                     member,
                     last_line=tail_lines.get(member.rank, ""),
                     device_bytes=on_gpus.get(member.pid),
@@ -154,7 +154,7 @@ class DashboardUpdater:
 
     def row(
         self,
-        watched_call: WatchedCall,
+        call: WatchedCall,
         member: WorkerHandle,
         *,
         last_line: str,
@@ -172,22 +172,22 @@ class DashboardUpdater:
             last_line=last_line,
         )
 
-    def ask_ranks(self, watched_call: WatchedCall) -> None:
+    def ask_ranks(self, call: WatchedCall) -> None:
         """Ask ranks that seem to wait where they are, for the next time."""
         if self._is_wanted:
-            self._whereabouts.poll(watched_call.members)
+            self._whereabouts.poll(call.members)
 
-    def end(self, watched_call: WatchedCall, **ending_words: bool) -> None:
+    def end(self, call: WatchedCall, **ending_words: bool) -> None:
         """Leave the summary, and release everything."""
         try:
             # Nearly all cells end well before anything is shown: nothing is to be looked up then.
             is_wanted = (
                 self._dashboard.was_shown
                 or self._dashboard.has_progress
-                or watched_call.console.has_bars
+                or call.console.has_bars
                 or any(ending_words.values())
             )
-            rows = self._rows(watched_call) if is_wanted else ()
+            rows = self._rows(call) if is_wanted else ()
             self._dashboard.finish(rows, **ending_words)
         finally:
             self._watched = None
@@ -199,9 +199,9 @@ class DashboardUpdater:
             self._watched.notice(text)
 
     def _interrupt(self) -> None:
-        watched_call = self._watched
-        if watched_call is not None:
-            watched_call.interrupt()
+        call = self._watched
+        if call is not None:
+            call.interrupt()
 
 
 def state_of(member: WorkerHandle) -> str:
@@ -290,8 +290,8 @@ class WaitingRanks:
 
     def doing(self, worker_rank: int) -> str:
         """`waiting in barrier (Cell In[2], line 4)`; empty for one that is at work."""
-        member_sight = self._sights.get(worker_rank)
-        return member_sight.doing if member_sight is not None else ""
+        sight = self._sights.get(worker_rank)
+        return sight.doing if sight is not None else ""
 
     def poll(self, members: Iterable[WorkerHandle]) -> None:
         """Read what was answered, and ask those that do nothing; called about once a second."""
@@ -301,35 +301,34 @@ class WaitingRanks:
             if use is None:
                 self._sights.pop(member.rank, None)
                 continue
-            member_sight = self._sights.get(member.rank)
-            if member_sight is None:
+            sight = self._sights.get(member.rank)
+            if sight is None:
                 self._sights[member.rank] = _MemberSight(use, current_time)
             # Else another host has not answered since, and nothing is known of this second.
-            elif use is not member_sight.use:
-                self._ask_rank(member_sight, member, use, current_time)
+            elif use is not sight.use:
+                self._ask_rank(sight, member, use, current_time)
 
     def _ask_rank(
-        self, member_sight: _MemberSight, member: WorkerHandle, use: ProcessUse, current_time: float
+        self, sight: _MemberSight, member: WorkerHandle, use: ProcessUse, current_time: float
     ) -> None:
-        if member_sight.is_asked:
-            member_sight.is_asked = False
+        if sight.is_asked:
+            sight.is_asked = False
             # The answer to an earlier question, which has arrived with the output since.
-            member_sight.doing = _take_answer(member) or member_sight.doing
-        used_s = use.cpu_s - member_sight.use.cpu_s
-        is_working = used_s > _BUSY_SHARE * (current_time - member_sight.at)
-        member_sight.use = use
-        member_sight.at = current_time
+            sight.doing = _take_answer(member) or sight.doing
+        used_s = use.cpu_s - sight.use.cpu_s
+        is_working = used_s > _BUSY_SHARE * (current_time - sight.at)
+        sight.use = use
+        sight.at = current_time
         if is_working:
-            member_sight.idle_since = None
-            member_sight.doing = ""
-        elif member_sight.idle_since is None:
-            member_sight.idle_since = current_time
+            sight.idle_since = None
+            sight.doing = ""
+        elif sight.idle_since is None:
+            sight.idle_since = current_time
         elif (
-            current_time - member_sight.idle_since >= _IDLE_S
-            and current_time - member_sight.asked_at >= _AGAIN_S
+            current_time - sight.idle_since >= _IDLE_S and current_time - sight.asked_at >= _AGAIN_S
         ):
-            member_sight.asked_at = current_time
-            member_sight.is_asked = True
+            sight.asked_at = current_time
+            sight.is_asked = True
             member.ask_stack()
 
 

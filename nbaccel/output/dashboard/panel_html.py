@@ -88,58 +88,57 @@ _FAILED_SIGN = "✗"
 # ------------------------------------------------------------------------- the whole
 
 
-def live_html(run_board: RunBoard, *, by_hand: bool) -> str:
+def live_html(board: RunBoard, *, by_hand: bool) -> str:
     """The run while it goes on, where a front end cannot take clicks."""
-    names = run_board.metric_names()
+    names = board.metric_names()
     parts = [
-        headline_html(run_board),
-        ranks_html(run_board),
-        time_html(run_board),
-        _chart_html(run_board, names[:1]),
-        _small_charts(run_board, names[1:], _MAX_SMALL_CHARTS),
-        left_out_html(run_board),
-        _folded("newest lines", lines_html(run_board)) if is_long(run_board) else "",
-        library_html(run_board),
+        headline_html(board),
+        ranks_html(board),
+        time_html(board),
+        _chart_html(board, names[:1]),
+        _small_charts(board, names[1:], _MAX_SMALL_CHARTS),
+        left_out_html(board),
+        _folded("newest lines", lines_html(board)) if is_long(board) else "",
+        library_html(board),
         f'<div style="{_QUIET_STYLE}">{BY_HAND}</div>' if by_hand else "",
     ]
     return f'<div style="{_PANEL_STYLE}">{"".join(parts)}</div>'
 
 
-def final_html(run_board: RunBoard, *, folds_chart: bool = False) -> str:
+def final_html(board: RunBoard, *, folds_chart: bool = False) -> str:
     """What stays of the run: one line that unfolds, and the chart."""
-    ending_sign = _ENDING_SIGNS.get(run_board.ending, _FAILED_SIGN)
+    sign = _ENDING_SIGNS.get(board.ending, _FAILED_SIGN)
     head_html = (
-        f'<summary style="{_SUMMARY_STYLE}">{ending_sign} '
-        f"{_headline_text(run_board, is_live=False)}</summary>"
+        f'<summary style="{_SUMMARY_STYLE}">{sign} {_headline_text(board, is_live=False)}</summary>'
     )
-    metric_names = run_board.metric_names()
-    chart_html = _chart_html(run_board, metric_names[:1], as_image=True)
-    folded_parts = [
+    metric_names = board.metric_names()
+    chart_html = _chart_html(board, metric_names[:1], as_image=True)
+    parts = [
         chart_html if folds_chart else "",
-        _table_html(run_board, _STATIC_COLUMNS),
-        _rank_times_html(run_board),
-        _small_charts(run_board, metric_names[1:], _MAX_SAVED_CHARTS, as_image=True),
-        left_out_html(run_board),
-        *(_saved_lines(run_board) if is_long(run_board) else ()),
-        library_html(run_board),
-        _warnings_html(run_board),
-        _plan_html(run_board),
+        _table_html(board, _STATIC_COLUMNS),
+        _rank_times_html(board),
+        _small_charts(board, metric_names[1:], _MAX_SAVED_CHARTS, as_image=True),
+        left_out_html(board),
+        *(_saved_lines(board) if is_long(board) else ()),
+        library_html(board),
+        _warnings_html(board),
+        _plan_html(board),
     ]
-    details_html = f"<details>{head_html}{''.join(folded_parts)}</details>"
+    details_html = f"<details>{head_html}{''.join(parts)}</details>"
     return f'<div style="{_PANEL_STYLE}">{details_html}{"" if folds_chart else chart_html}</div>'
 
 
-def is_long(run_board: RunBoard) -> bool:
+def is_long(board: RunBoard) -> bool:
     """Whether so much has been printed that the newest lines are out of sight."""
-    return run_board.num_lines > LONG_OUTPUT_LINES
+    return board.num_lines > LONG_OUTPUT_LINES
 
 
 # ------------------------------------------------------------------------- its parts
 
 
-def headline_html(run_board: RunBoard) -> str:
+def headline_html(board: RunBoard) -> str:
     """The first line of a run that goes on."""
-    return f"<div>{_headline_text(run_board, is_live=True)}</div>"
+    return f"<div>{_headline_text(board, is_live=True)}</div>"
 
 
 def _headline_text(board: RunBoard, *, is_live: bool) -> str:
@@ -149,15 +148,15 @@ def _headline_text(board: RunBoard, *, is_live: bool) -> str:
     return f"<b>{words}</b> · {html.escape(' · '.join(parts))}"
 
 
-def ranks_html(run_board: RunBoard, *, with_metrics: bool = True) -> str:
+def ranks_html(board: RunBoard, *, with_metrics: bool = True) -> str:
     """The ranks of a run that goes on, a row each."""
     columns = [c for c in _LIVE_COLUMNS if with_metrics or c.of is not _other_metrics]
-    return _table_html(run_board, columns)
+    return _table_html(board, columns)
 
 
-def time_html(run_board: RunBoard) -> str:
+def time_html(board: RunBoard) -> str:
     """Where the time of all ranks has gone, as a bar; empty where that is not known."""
-    return mean_time_html(run_board.times.by_rank())
+    return mean_time_html(board.times.by_rank())
 
 
 def _rank_times_html(board: RunBoard) -> str:
@@ -185,23 +184,23 @@ def _plan_html(board: RunBoard) -> str:
     return "" if plan is None else _folded("plan", _lines_block(plan.explain(), scrolls=False))
 
 
-def library_html(run_board: RunBoard) -> str:
+def library_html(board: RunBoard) -> str:
     """The harmless messages of libraries, folded away; empty where there are none."""
-    if not run_board.library_messages:
+    if not board.library_messages:
         return ""
-    words = count_noun(run_board.num_library_messages, "message")
-    return _folded(f"{words} of libraries", _lines_block("\n".join(run_board.library_messages)))
+    words = count_noun(board.num_library_messages, "message")
+    return _folded(f"{words} of libraries", _lines_block("\n".join(board.library_messages)))
 
 
-def left_out_html(run_board: RunBoard) -> str:
+def left_out_html(board: RunBoard) -> str:
     """Which metrics are not drawn; empty where all are."""
-    sentence = left_out_sentence(run_board)
+    sentence = left_out_sentence(board)
     return f'<div style="{_QUIET_STYLE}">{html.escape(sentence)}</div>' if sentence else ""
 
 
-def lines_html(run_board: RunBoard, shown_rank: int | None = None) -> str:
+def lines_html(board: RunBoard, shown_rank: int | None = None) -> str:
     """The newest lines, the newest first in sight."""
-    recent_lines = _recent_lines(run_board, shown_rank)[-_SHOWN_LINES:]
+    recent_lines = _recent_lines(board, shown_rank)[-_SHOWN_LINES:]
     # Upside down twice: a box that scrolls opens at its end, where the newest line is.
     return (
         f'<div style="display:flex;flex-direction:column-reverse;{_SCROLLED_STYLE}">'
@@ -306,10 +305,10 @@ class _TableColumn:
     style: str = _NUMBER_STYLE
 
 
-def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> str:
-    shown_facts, other_ranks = _shown_ranks(run_board)
+def _table_html(board: RunBoard, table_columns: Sequence[_TableColumn]) -> str:
+    shown_facts, other_ranks = _shown_ranks(board)
     table_cells = {
-        table_column.name: [table_column.of(rank_facts, run_board) for rank_facts in shown_facts]
+        table_column.name: [table_column.of(rank_facts, board) for rank_facts in shown_facts]
         for table_column in table_columns
     }
     # A column without a value for any rank would only take space.
@@ -318,7 +317,7 @@ def _table_html(run_board: RunBoard, table_columns: Sequence[_TableColumn]) -> s
     ]
     header_cells = "".join(
         f'<th scope="col" style="{_CELL_STYLE};{_QUIET_STYLE}">{html.escape(column_name)}</th>'
-        for column_name in ("rank", *(_title(column, run_board) for column in kept_columns))
+        for column_name in ("rank", *(_title(column, board) for column in kept_columns))
     )
     table_rows = []
     for position, rank_facts in enumerate(shown_facts):
@@ -364,17 +363,17 @@ def _attention_need(rank_facts: RankFacts) -> tuple[int, float, int]:
 def _rest_words(ranks: Sequence[RankFacts]) -> str:
     states = sorted({rank_facts.state for rank_facts in ranks})
     rest_steps = [rank_facts.steps for rank_facts in ranks if rank_facts.steps is not None]
-    line_parts = [f"and {count_noun(len(ranks), 'more rank')}: {', '.join(states)}"]
+    parts = [f"and {count_noun(len(ranks), 'more rank')}: {', '.join(states)}"]
     if rest_steps:
         least_step = min(rest_steps)
         most_steps = max(rest_steps)
-        line_parts.append(
+        parts.append(
             f"step {most_steps:,}"
             if least_step == most_steps
             else f"steps {least_step:,} to {most_steps:,}"
         )
-    line_parts.append(memory_range([rank_facts.rss_bytes for rank_facts in ranks]))
-    return " · ".join(line_parts)
+    parts.append(memory_range([rank_facts.rss_bytes for rank_facts in ranks]))
+    return " · ".join(parts)
 
 
 # ------------------------------------------------------------------------- columns
@@ -382,13 +381,13 @@ def _rest_words(ranks: Sequence[RankFacts]) -> str:
 
 def _state_cell(rank_facts: RankFacts, board: RunBoard) -> str:
     """`training`, or `waiting in all_reduce, 12.0 s` with the line of code below it."""
-    activity, _, code_place = rank_facts.doing.partition(" (")
+    activity, _, place = rank_facts.doing.partition(" (")
     state_words = plain_text(rank_facts.phase or activity or rank_facts.state, LINE_CHARS)
     for_seconds = _for_how_long(rank_facts, board)
     state_html = html.escape(f"{state_words}, {for_seconds}" if for_seconds else state_words)
-    if not code_place:
+    if not place:
         return state_html
-    place_words = html.escape(plain_text(code_place.removesuffix(")"), LINE_CHARS))
+    place_words = html.escape(plain_text(place.removesuffix(")"), LINE_CHARS))
     return (
         f'{state_html}<br><span style="{_QUIET_STYLE};font-family:monospace">{place_words}</span>'
     )

@@ -171,5 +171,5 @@ def _interpolate(samples: list[tuple[float, float]], wanted_time: float) -> floa
     (time_before, value_before), (time_after, value_after) = samples[place - 1 : place + 1]
     if time_after <= time_before:
         return value_after
-    passed_part = (wanted_time - time_before) / (time_after - time_before)
-    return value_before + passed_part * (value_after - value_before)
+    part = (wanted_time - time_before) / (time_after - time_before)
+    return value_before + part * (value_after - value_before)

@@ -79,18 +79,18 @@ class RunPanel:
         on_stop: Callable[[], None],
         on_choice: Callable[[], None],
     ) -> None:
-        self._library = widget_library = importlib.import_module("ipywidgets")
+        self._library = library = importlib.import_module("ipywidgets")
         self._on_choice = on_choice
         self._head, self._table, self._chart, self._caption, self._lines, self._notes = (
-            widget_library.HTML() for _ in range(6)
+            library.HTML() for _ in range(6)
         )
         # No icon: a server refuses Notebook 7 the font of its icons.
-        self._button = widget_library.Button(
+        self._button = library.Button(
             description=_STOP_LABEL, button_style="danger", tooltip=_STOP_TOOLTIP
         )
         self._button.add_class("nbaccel-stop")
         self._button.on_click(lambda _: on_stop())
-        self._log = widget_library.ToggleButton(description=_LOG_LABEL, tooltip=_LOG_TOOLTIP)
+        self._log = library.ToggleButton(description=_LOG_LABEL, tooltip=_LOG_TOOLTIP)
         self._metrics = self._choice([], "nbaccel-metrics")
         rank_options = [(_ALL_RANKS, -1)]
         if len(worker_ranks) > 1:
@@ -128,9 +128,9 @@ class RunPanel:
             head_row := boxes.HBox([self._head, self._log, self._button]),
             middle_row := boxes.HBox([self._table, self._chart_part]),
         ]
-        style_sheet = boxes.HTML(_STYLE_SHEET)
-        style_sheet.layout.display = "none"
-        self._box = boxes.VBox([style_sheet, head_row, middle_row, self._lines_part, self._notes])
+        sheet = boxes.HTML(_STYLE_SHEET)
+        sheet.layout.display = "none"
+        self._box = boxes.VBox([sheet, head_row, middle_row, self._lines_part, self._notes])
         self._box.add_class("nbaccel-panel")
         for row in (head_row, middle_row, self._chart_part.children[0]):
             # Side by side where there is room, below each other where there is not.
@@ -142,13 +142,13 @@ class RunPanel:
         self._chart_part.layout.flex = "1 1 24em"
         self._chart_part.layout.max_width = "36em"
         self._part_boxes += [
-            style_sheet,
+            sheet,
             self._chart_part,
             self._lines_part,
             self._chart_part.children[0],
         ]
-        for hidden_part in (self._log, self._chart_part, self._lines_part):
-            hidden_part.layout.display = "none"
+        for part in (self._log, self._chart_part, self._lines_part):
+            part.layout.display = "none"
 
     def _note_scale(self, change: dict[str, Any]) -> None:
         # Else it is the chart's own choice that the button shows.
@@ -168,24 +168,22 @@ class RunPanel:
         """What shows it, as the content of `VIEW_MIME`."""
         return {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
 
-    def show(self, run_board: RunBoard, *, is_stopping: bool) -> None:
+    def show(self, board: RunBoard, *, is_stopping: bool) -> None:
         """Change what it shows."""
-        self._head.value = panel_html.headline_html(run_board)
-        self._table.value = panel_html.ranks_html(
-            run_board, with_metrics=False
-        ) + panel_html.time_html(run_board)
-        self._notes.value = panel_html.left_out_html(run_board) + panel_html.library_html(run_board)
+        self._head.value = panel_html.headline_html(board)
+        self._table.value = panel_html.ranks_html(board, with_metrics=False) + panel_html.time_html(
+            board
+        )
+        self._notes.value = panel_html.left_out_html(board) + panel_html.library_html(board)
         self._button.description = _STOPPING_LABEL if is_stopping else _STOP_LABEL
-        self._show_chart(run_board)
-        if panel_html.is_long(run_board):
+        self._show_chart(board)
+        if panel_html.is_long(board):
             rank = self._ranks.value
-            self._lines.value = panel_html.lines_html(
-                run_board, None if rank in (None, -1) else rank
-            )
+            self._lines.value = panel_html.lines_html(board, None if rank in (None, -1) else rank)
             self._lines_part.layout.display = None
 
-    def _show_chart(self, run_board: RunBoard) -> None:
-        metric_names = run_board.metric_names()[:_MAX_METRIC_BUTTONS]
+    def _show_chart(self, board: RunBoard) -> None:
+        metric_names = board.metric_names()[:_MAX_METRIC_BUTTONS]
         if not metric_names:
             return
         if metric_names != self._metric_names:
@@ -198,16 +196,16 @@ class RunPanel:
         metric_name = self._metrics.value or metric_names[0]
         # A chart is the largest part of what is sent: once a second, or when another is wanted.
         choice = (metric_name, self._log_chosen)
-        if choice == self._drawn_choice and run_board.now < self._drawn_at + _CHART_INTERVAL_S:
+        if choice == self._drawn_choice and board.now < self._drawn_at + _CHART_INTERVAL_S:
             return
         self._drawn_choice = choice
-        self._drawn_at = run_board.now
+        self._drawn_at = board.now
         if self._log_chosen is None:
-            self._log_shown = is_logarithmic(run_board, metric_name)
+            self._log_shown = is_logarithmic(board, metric_name)
             self._log.value = self._log_shown
-        chart = metric_chart(run_board, metric_name, log_y=self._log_shown)
+        chart = metric_chart(board, metric_name, log_y=self._log_shown)
         self._chart.value = chart
-        smooth_value = smoothed_value(run_board, metric_name)
+        smooth_value = smoothed_value(board, metric_name)
         self._caption.value = (
             "" if smooth_value is None else f"{number_text(smooth_value)} smoothed"
         )
@@ -216,7 +214,7 @@ class RunPanel:
 
     def close(self) -> None:
         """Close its widgets, here and in the front end."""
-        for closed_widget in (
+        for widget in (
             self._button,
             self._log,
             self._metrics,
@@ -230,24 +228,24 @@ class RunPanel:
             *self._part_boxes,
             self._box,
         ):
-            for widget_part in (
-                closed_widget,
-                closed_widget.layout,
-                getattr(closed_widget, "style", None),
+            for part in (
+                widget,
+                widget.layout,
+                getattr(widget, "style", None),
             ):
-                if widget_part is not None:
+                if part is not None:
                     # A front end that is gone may raise anything.
                     with contextlib.suppress(Exception):
-                        widget_part.close()
+                        part.close()
 
 
 def _running_kernel() -> Any:
     module = sys.modules.get("IPython")
-    running_shell = module.get_ipython() if module is not None else None
-    return getattr(running_shell, "kernel", None)
+    shell = module.get_ipython() if module is not None else None
+    return getattr(shell, "kernel", None)
 
 
-def _subshell_lister(running_kernel: Any) -> Callable[[], list[str]] | None:
+def _subshell_lister(kernel: Any) -> Callable[[], list[str]] | None:
     """What lists the kernel's subshells; None in a kernel without them."""
-    channel_thread = getattr(running_kernel, "shell_channel_thread", None)
-    return getattr(getattr(channel_thread, "manager", None), "list_subshell", None)
+    thread = getattr(kernel, "shell_channel_thread", None)
+    return getattr(getattr(thread, "manager", None), "list_subshell", None)

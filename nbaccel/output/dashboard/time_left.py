@@ -130,14 +130,14 @@ def _outer_bar_left_s(rank_facts: RankFacts, current_time: float) -> float | Non
 def _whole_left_s(
     rank_facts: RankFacts, around: OuterLoop, loop_s: float | None, current_time: float
 ) -> float | None:
-    further_epochs = around.total - around.done - 1
+    epochs = around.total - around.done - 1
     if around.done and around.done_s > 0:
         per_epoch_s = around.done_s / around.done
         # An epoch that takes longer than those before it is not over for that.
-        return max(per_epoch_s - around.round_s, loop_s or 0.0) + per_epoch_s * further_epochs
+        return max(per_epoch_s - around.round_s, loop_s or 0.0) + per_epoch_s * epochs
     if loop_s is None:
         return None
-    return loop_s + _first_epoch_s(rank_facts, around, loop_s, current_time) * further_epochs
+    return loop_s + _first_epoch_s(rank_facts, around, loop_s, current_time) * epochs
 
 
 def _first_epoch_s(

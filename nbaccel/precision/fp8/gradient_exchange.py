@@ -88,8 +88,8 @@ def unpacked_blocks(packed: torch.Tensor) -> torch.Tensor:
     num_rows = packed.shape[0]
     num_blocks = packed.shape[1] // (BLOCK + _SCALE_BYTES)
     payload = packed[:, : num_blocks * BLOCK].reshape(num_rows, num_blocks, BLOCK)
-    inverse_scale = packed[:, num_blocks * BLOCK :].contiguous().view(torch.float32)
-    return dequantize(payload.view(E4M3.dtype), inverse_scale.unsqueeze(2)).view(num_rows, -1)
+    scale = packed[:, num_blocks * BLOCK :].contiguous().view(torch.float32)
+    return dequantize(payload.view(E4M3.dtype), scale.unsqueeze(2)).view(num_rows, -1)
 
 
 def _gather_into(all_parts: torch.Tensor, own_part: torch.Tensor, group: Any) -> None:
@@ -116,11 +116,11 @@ class AutomaticScaling:
     group: Any = None
     factors: dict[int, float] = field(default_factory=dict)
 
-    def adapt(self, number: int, saturated_share: float) -> None:
+    def adapt(self, number: int, share: float) -> None:
         """Let a factor follow the share of values that lie at the largest value."""
         factor = self.factors.get(number, 1.0)
         self.factors[number] = (
-            factor / 2 if saturated_share > _SATURATED_SHARE else min(factor * _GROWTH, 1.0)
+            factor / 2 if share > _SATURATED_SHARE else min(factor * _GROWTH, 1.0)
         )
 
 
@@ -135,8 +135,8 @@ def summed_mean(values: torch.Tensor, scaling: AutomaticScaling, number: int = 0
     all_payloads = torch.empty(num_ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
     _gather_into(all_payloads, sent, scaling.group)
     payloads = all_payloads.to(values.device).view(E4M3.dtype).view(num_ranks, -1)
-    total, saturated_share = sum_payloads(payloads)
-    scaling.adapt(number, saturated_share)
+    total, share = sum_payloads(payloads)
+    scaling.adapt(number, share)
     return dequantize(total, scale.reciprocal() / num_ranks)
 
 

@@ -56,16 +56,16 @@ class ScaledTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, payload: torch.Tensor, inverse_scale: torch.Tensor, requires_grad: bool = False
+        cls, payload: torch.Tensor, inverse_scale: torch.Tensor, grad: bool = False
     ) -> Self:
         """A tensor of the payload's shape without a storage of its own."""
         wrapper: Self = torch_private.make_wrapper_tensor(
-            cls, payload, torch.float32, requires_grad=requires_grad
+            cls, payload, torch.float32, requires_grad=grad
         )
         return wrapper
 
     def __init__(
-        self, payload: torch.Tensor, inverse_scale: torch.Tensor, requires_grad: bool = False
+        self, payload: torch.Tensor, inverse_scale: torch.Tensor, grad: bool = False
     ) -> None:
         self.payload = payload
         self.inverse_scale = inverse_scale
@@ -73,8 +73,8 @@ class ScaledTensor(torch.Tensor):
     @classmethod
     def of(cls, values: torch.Tensor, number_format: NumberFormat) -> Self:
         """Store values in a format, under the scale that fits them."""
-        payload, inverse_scale = scale_and_quantize(values.detach().contiguous(), number_format)
-        return cls(payload, inverse_scale)
+        payload, scale = scale_and_quantize(values.detach().contiguous(), number_format)
+        return cls(payload, scale)
 
     @property
     def number_format(self) -> NumberFormat:
@@ -92,11 +92,9 @@ class ScaledTensor(torch.Tensor):
 
     def store(self, values: torch.Tensor) -> None:
         """Take other values, in the same format, under the scale that fits them."""
-        payload, inverse_scale = scale_and_quantize(
-            values.to(self.payload.device), self.number_format
-        )
+        payload, scale = scale_and_quantize(values.to(self.payload.device), self.number_format)
         self.payload.copy_(payload)
-        self.inverse_scale.copy_(inverse_scale)
+        self.inverse_scale.copy_(scale)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["payload", "inverse_scale"], None

@@ -89,12 +89,12 @@ def model_problem(
     unknown_names = [tensor_name for tensor_name in saved_shapes if tensor_name not in model_shapes]
     problems = []
     if reshaped:
-        shape_pairs = (
+        pairs = (
             f"{tensor_name} {list(saved_shapes[tensor_name])} for "
             f"{list(model_shapes[tensor_name] or ())}"
             for tensor_name in reshaped[:_SHOWN_NAMES]
         )
-        problems.append(f"other shapes ({', '.join(shape_pairs)}{_count_more(reshaped)})")
+        problems.append(f"other shapes ({', '.join(pairs)}{_count_more(reshaped)})")
     if strict and missing_names:
         problems.append(f"no {', '.join(missing_names[:_SHOWN_NAMES])}{_count_more(missing_names)}")
     if strict and unknown_names:
@@ -150,8 +150,8 @@ def _is_user_code(function: Any) -> bool:
 
 def optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
     """What keeps a state from being loaded into an optimizer."""
-    load_hooks = torch_private.has_state_loading_hooks(optimizer)
-    if load_hooks or _is_user_code(type(optimizer).load_state_dict):
+    hooks = torch_private.has_state_loading_hooks(optimizer)
+    if hooks or _is_user_code(type(optimizer).load_state_dict):
         return ""
     if not isinstance(saved_state, Mapping) or not {"state", "param_groups"} <= saved_state.keys():
         return f"holds no state of an optimizer, but {_describe_state(saved_state)}"
@@ -291,7 +291,7 @@ class CheckpointSources:
 
     def _common_files(self) -> list[Path]:
         all_shards = (*self.sharded_models.values(), *self.sharded_optimizers.values())
-        common_files = {
+        files = {
             *self.weights.values(),
             *self.optimizers.values(),
             *self.schedulers,
@@ -304,7 +304,7 @@ class CheckpointSources:
             ),
         }
         # Sorted, because each process of a node takes its share of the same list.
-        return sorted(common_files)
+        return sorted(files)
 
     def _files_inside(self, folder: Path) -> Iterable[Path]:
         """The files of shards: those that exist, and those of the manifest."""

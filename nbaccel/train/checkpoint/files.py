@@ -83,7 +83,7 @@ def _numpy_globals() -> list[Any]:
         for reducer_name, reducer in reducers.items()
         for package_name in ("core", "_core")
     ]
-    dtype_classes = {type(np.dtype(type_code)) for type_code in "?bBhHiIlLqQefd"}
+    dtype_classes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
     return [*named_reducers, np.ndarray, np.dtype, *sorted(dtype_classes, key=str)]
 
 
@@ -185,16 +185,16 @@ def save_model(
     _check_only_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
     _check_no_placeholders(state_dict, f"save_model(save_directory={str(folder)!r})")
     folder.mkdir(parents=True, exist_ok=True)
-    name_pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
+    pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
     with atomic.partial_folder(folder, "model") as workshop:
         save_torch_state_dict(
             _with_addresses(state_dict),
             workshop,
-            filename_pattern=name_pattern,
+            filename_pattern=pattern,
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,
         )
-        atomic.publish_weights(workshop, folder, name_pattern)
+        atomic.publish_weights(workshop, folder, pattern)
 
 
 def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -218,13 +218,13 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _check_no_placeholders(obj: Any, call_text: str) -> None:
+def _check_no_placeholders(obj: Any, text: str) -> None:
     checked_parts = (obj, *(obj.values() if isinstance(obj, Mapping) else ()))
     # Without a library that leaves placeholders, an empty tensor is just an empty tensor.
     for reader in shard_readers():
         for checked_part in checked_parts:
             if isinstance(checked_part, (Mapping, torch.nn.Module)):
-                reader.check_whole(checked_part, call_text)
+                reader.check_whole(checked_part, text)
 
 
 def _check_only_tensors(state_dict: Any, remedy: str) -> None:

@@ -71,12 +71,12 @@ __all__ = [
 
 def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:
     """Note every file of a checkpoint; all processes have written theirs."""
-    file_entries = {
+    entries = {
         manifest_path.relative_to(folder).as_posix(): _manifest_entry(manifest_path)
         for manifest_path in sorted(_checkpoint_files(folder))
     }
     manifest_path = folder / layout.MANIFEST_FILE
-    manifest: dict[str, Any] = {"version": 1, "files": file_entries}
+    manifest: dict[str, Any] = {"version": 1, "files": entries}
     if part_entry is not None:
         manifest["part"] = dict(part_entry)
     manifest_path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -116,10 +116,10 @@ def _checkpoint_files(folder: Path) -> Iterator[Path]:
 
 
 def _manifest_entry(path: Path) -> dict[str, int | str]:
-    size_entry: dict[str, int | str] = {"bytes": path.stat().st_size}
+    entry: dict[str, int | str] = {"bytes": path.stat().st_size}
     # Archives have a CRC per record, so a hash would read all weights once more for nothing.
     has_own_checksum = is_archive(path) or path.suffix == ".distcp"
-    return size_entry if has_own_checksum else {**size_entry, "xxh3": digest(path)}
+    return entry if has_own_checksum else {**entry, "xxh3": digest(path)}
 
 
 def folder_of(configuration: ProjectConfiguration) -> Path:
@@ -210,30 +210,30 @@ def new_checkpoint(
     sharder: ShardedCheckpoints | None = None,
 ) -> Iterator[tuple[Path, Path, FolderDisks]]:
     """Build a folder together; it gets its name only if every process has succeeded."""
-    save_site = _agree_on_names(target, collectives)
-    with contextlib.ExitStack() as held_claims:
-        made_folder = _make_partial_folder(save_site, place, collectives, series, held_claims)
+    site = _agree_on_names(target, collectives)
+    with contextlib.ExitStack() as claims:
+        made_folder = _make_partial_folder(site, place, collectives, series, claims)
         try:
-            folder_disks = FolderDisks.find(place, collectives, made_folder=made_folder)
-            folder_disks.tell(save_site.target, sharder)
-            write_error = None
+            disks = FolderDisks.find(place, collectives, made_folder=made_folder)
+            disks.tell(site.target, sharder)
+            error = None
             try:
-                yield save_site.partial_folder, save_site.target, folder_disks
+                yield site.partial_folder, site.target, disks
                 # Before the exchange, in which each process says that its files are on the disk.
-                sync_tree(save_site.partial_folder)
+                sync_tree(site.partial_folder)
             except _PEER_FAILURES:
                 raise  # the others cannot be reached any more
             except Exception as caught:  # of any kind: the others must be told before it is raised
-                write_error = caught
-            _check_all_written(save_site, collectives, write_error)
-            is_part = sharder is not None and not folder_disks.is_shared
-            part_entry = folder_disks.part_entry if is_part else None
-            _write_manifest_together(save_site, made_folder, part_entry, collectives)
+                error = caught
+            _check_all_written(site, collectives, error)
+            is_part = sharder is not None and not disks.is_shared
+            entry = disks.part_entry if is_part else None
+            _write_manifest_together(site, made_folder, entry, collectives)
         except BaseException:  # an interrupt must leave nothing behind either
             if made_folder:
-                shutil.rmtree(save_site.partial_folder, ignore_errors=True)
+                shutil.rmtree(site.partial_folder, ignore_errors=True)
             raise
-        _publish_together(save_site, made_folder, collectives)
+        _publish_together(site, made_folder, collectives)
 
 
 def _agree_on_names(target: Path, collectives: Collectives) -> _SaveSite:
@@ -255,7 +255,7 @@ def _waiting_name(target: Path) -> Path:
 
 
 def _make_partial_folder(
-    save_site: _SaveSite,
+    site: _SaveSite,
     place: Place,
     collectives: Collectives,
     series: bool,
@@ -265,28 +265,28 @@ def _make_partial_folder(
 
     Its claim on the folder is given to `claims`.
     """
-    call_text = f"save_state({str(save_site.target)!r})"
+    text = f"save_state({str(site.target)!r})"
     makes_folder = place.is_main
-    with all_succeed(collectives, call_text):
+    with all_succeed(collectives, text):
         if makes_folder:
-            _prepare_target(save_site, series, claims)
+            _prepare_target(site, series, claims)
     if place.world_size == place.local_world_size:
         return makes_folder
-    with all_succeed(collectives, call_text):
+    with all_succeed(collectives, text):
         # A node that does not see process 0's folder has a file system of its own to write to.
-        if place.is_local_main and not save_site.partial_folder.exists():
+        if place.is_local_main and not site.partial_folder.exists():
             makes_folder = True
-            _prepare_target(save_site, series, claims)
+            _prepare_target(site, series, claims)
     return makes_folder
 
 
-def _prepare_target(save_site: _SaveSite, series: bool, claims: contextlib.ExitStack) -> None:
-    _check_target(save_site.target)
-    save_site.target.parent.mkdir(parents=True, exist_ok=True)
-    _clear_killed_save(save_site, series)
+def _prepare_target(site: _SaveSite, series: bool, claims: contextlib.ExitStack) -> None:
+    _check_target(site.target)
+    site.target.parent.mkdir(parents=True, exist_ok=True)
+    _clear_killed_save(site, series)
     # Claimed before it exists: a save of another process would take it for a leftover.
-    claims.enter_context(hold_claim(save_site.partial_folder))
-    save_site.partial_folder.mkdir()
+    claims.enter_context(hold_claim(site.partial_folder))
+    site.partial_folder.mkdir()
 
 
 def _check_target(target: Path) -> None:
@@ -303,58 +303,58 @@ def _check_target(target: Path) -> None:
         )
 
 
-def _clear_killed_save(save_site: _SaveSite, series: bool) -> None:
+def _clear_killed_save(site: _SaveSite, series: bool) -> None:
     """Finish or undo a save that was killed."""
     # It waits only between the two renames, so `target` tells whether the second one happened.
-    if save_site.waiting_folder.exists():
-        if save_site.target.exists():
-            _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
+    if site.waiting_folder.exists():
+        if site.target.exists():
+            _retire_old_checkpoint(site.waiting_folder, site.target)
         else:
-            save_site.waiting_folder.rename(save_site.target)
-    pattern = r"checkpoint_\d+" if series else re.escape(save_site.target.name)
-    clear_leftovers(save_site.target.parent, pattern)
+            site.waiting_folder.rename(site.target)
+    pattern = r"checkpoint_\d+" if series else re.escape(site.target.name)
+    clear_leftovers(site.target.parent, pattern)
 
 
 # ------------------------------------------------------------------------- the step
 
 
 def _write_manifest_together(
-    save_site: _SaveSite,
-    made_folder: bool,
-    part_entry: Mapping[str, Any] | None,
+    site: _SaveSite,
+    folder: bool,
+    entry: Mapping[str, Any] | None,
     collectives: Collectives,
 ) -> None:
     error = None
     try:
-        if made_folder:
-            write_manifest(save_site.partial_folder, part_entry)
+        if folder:
+            write_manifest(site.partial_folder, entry)
     except Exception as caught:  # of any kind: the others must be told before it is raised
         error = caught
-    _check_all_written(save_site, collectives, error)
+    _check_all_written(site, collectives, error)
 
 
-def _publish_together(save_site: _SaveSite, made_folder: bool, collectives: Collectives) -> None:
-    with all_succeed(collectives, f"save_state({str(save_site.target)!r})"):
-        if made_folder:
-            _rename_into_place(save_site)
+def _publish_together(site: _SaveSite, folder: bool, collectives: Collectives) -> None:
+    with all_succeed(collectives, f"save_state({str(site.target)!r})"):
+        if folder:
+            _rename_into_place(site)
 
 
-def _rename_into_place(save_site: _SaveSite) -> None:
-    replaces = save_site.target.exists()
-    keep_access(save_site.partial_folder, save_site.target)
+def _rename_into_place(site: _SaveSite) -> None:
+    replaces = site.target.exists()
+    keep_access(site.partial_folder, site.target)
     if replaces:
-        save_site.target.rename(save_site.waiting_folder)
+        site.target.rename(site.waiting_folder)
     try:
-        save_site.partial_folder.rename(save_site.target)
+        site.partial_folder.rename(site.target)
     except OSError:
         if replaces:
-            save_site.waiting_folder.rename(save_site.target)
-        shutil.rmtree(save_site.partial_folder, ignore_errors=True)
+            site.waiting_folder.rename(site.target)
+        shutil.rmtree(site.partial_folder, ignore_errors=True)
         raise
     # Before the old checkpoint is deleted: after a power failure one of the two must be there.
-    sync_path(save_site.target.parent)
+    sync_path(site.target.parent)
     if replaces:
-        _retire_old_checkpoint(save_site.waiting_folder, save_site.target)
+        _retire_old_checkpoint(site.waiting_folder, site.target)
 
 
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
@@ -385,14 +385,14 @@ def find_checkpoint(folder: Path) -> Path:
     resolved_folder = folder.resolve() if folder.is_symlink() else folder
     if not folder.exists() and _waiting_name(resolved_folder).is_dir():
         return _waiting_name(resolved_folder)
-    folder_problem = "is a file" if folder.exists() else "does not exist"
+    problem = "is a file" if folder.exists() else "does not exist"
     neighbours = sorted(
         neighbour.name for neighbour in folder.parent.glob("[!.]*") if neighbour.is_dir()
     )
-    neighbours_text = f" There are: {', '.join(neighbours[:8])}." if neighbours else ""
+    text = f" There are: {', '.join(neighbours[:8])}." if neighbours else ""
     raise ConfigError(
-        f"load_state({str(folder)!r}): that folder {folder_problem}, so there is nothing to "
-        f"continue from.{neighbours_text} Give the folder that save_state returned."
+        f"load_state({str(folder)!r}): that folder {problem}, so there is nothing to "
+        f"continue from.{text} Give the folder that save_state returned."
     )
 
 
@@ -400,7 +400,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
+def all_succeed(collectives: Collectives, text: str) -> Iterator[None]:
     """A block that every process runs; if it fails on one process, it raises on all."""
     error = None
     try:
@@ -409,33 +409,31 @@ def all_succeed(collectives: Collectives, call_text: str) -> Iterator[None]:
         raise  # a further exchange would only fail or wait in the same way
     except Exception as caught:  # raised again once the others know
         error = caught
-    failures = _failures_of_all(collectives, call_text, error)
+    failures = _failures_of_all(collectives, text, error)
     if error is not None:
         raise error
     if failures:
-        raise CheckpointFailed(f"{call_text} failed. {failures} All processes have stopped it.")
+        raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
 
 
-def _check_all_written(
-    save_site: _SaveSite, collectives: Collectives, error: Exception | None
-) -> None:
+def _check_all_written(site: _SaveSite, collectives: Collectives, error: Exception | None) -> None:
     failures = _failures_of_all(collectives, "save_state", error)
     # What to correct is said best by the mistake itself; the others get the summary.
     if isinstance(error, UserMistake):
         raise error
     if failures:
-        free_space = format_bytes(shutil.disk_usage(save_site.target.parent).free)
+        free_space = format_bytes(shutil.disk_usage(site.target.parent).free)
         raise CheckpointFailed(
-            f"save_state({str(save_site.target)!r}) failed. {failures} The new checkpoint has been "
+            f"save_state({str(site.target)!r}) failed. {failures} The new checkpoint has been "
             f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
             "Remove the cause, or give a folder on another disk, and save again."
         ) from error
 
 
-def _failures_of_all(collectives: Collectives, call_text: str, error: Exception | None) -> str:
+def _failures_of_all(collectives: Collectives, text: str, error: Exception | None) -> str:
     """The failures of all processes in one text, the same on all; empty without any."""
     own_failure = None if error is None else f"{type(error).__name__}: {error}"
-    failures_by_rank = collectives.answers(call_text, own_failure)
+    failures_by_rank = collectives.answers(text, own_failure)
     return " ".join(
         f"Process {rank}: {failure}." for rank, failure in enumerate(failures_by_rank) if failure
     )

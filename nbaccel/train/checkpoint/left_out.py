@@ -53,8 +53,8 @@ def without_names(state: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 def left_out_text(names_by_model: Mapping[int, Collection[str]]) -> str:
     """What the checkpoint's file says."""
-    file_content = {str(number): sorted(names) for number, names in names_by_model.items()}
-    return json.dumps({"frozen_parameters_left_out": file_content}, indent=1) + "\n"
+    content = {str(number): sorted(names) for number, names in names_by_model.items()}
+    return json.dumps({"frozen_parameters_left_out": content}, indent=1) + "\n"
 
 
 def read_left_out(folder: Path) -> dict[int, _Names]:
@@ -63,8 +63,8 @@ def read_left_out(folder: Path) -> dict[int, _Names]:
     if not path.exists():
         return {}
     try:
-        file_content = json.loads(path.read_text(encoding="utf-8"))["frozen_parameters_left_out"]
-        return {int(number): frozenset(map(str, names)) for number, names in file_content.items()}
+        content = json.loads(path.read_text(encoding="utf-8"))["frozen_parameters_left_out"]
+        return {int(number): frozenset(map(str, names)) for number, names in content.items()}
     # JSON of any other shape raises one of these.
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(

@@ -119,8 +119,8 @@ class LoadTrial:
                 )
         for object_number, path in self._sources.optimizers.items():
             self._attempt_step(partial(self._check_optimizer, path, object_number))
-        for shard_check in self._shard_checks():
-            self._attempt_step(shard_check)
+        for check in self._shard_checks():
+            self._attempt_step(check)
         for read_step in (self._read_schedulers, self._read_loaders, self._read_custom):
             self._attempt_step(read_step)
         if self._sources.gradients is not None:
@@ -130,9 +130,9 @@ class LoadTrial:
         self._attempt_step(partial(self._read_generators, place))
         return self.verdict
 
-    def _attempt_step(self, check_step: Callable[[], Any]) -> None:
+    def _attempt_step(self, step: Callable[[], Any]) -> None:
         try:
-            check_step()
+            step()
         except CheckpointDamaged as error:
             self.verdict.damaged += error.mistakes
         except ConfigError as error:
@@ -198,9 +198,9 @@ class LoadTrial:
         loaders = dict(self._parts.stateful_loaders())
         for number, path in self._sources.loaders.items():
             state = self.loaders[number] = read_torch_file(path, **self._options)
-            check_method = getattr(loaders[number], "check_state_dict", None)
-            if check_method is not None:
-                check_method(state)
+            method = getattr(loaders[number], "check_state_dict", None)
+            if method is not None:
+                method(state)
             elif not getattr(loaders[number], "use_stateful_dataloader", False):
                 _refuse_problem(path, state_problem(loaders[number], state))
 
@@ -249,7 +249,7 @@ def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> A
 
 def _classes_in(state_dict: Any) -> set[type]:
     """Classes of the user's own in a state: instances of them may be read back."""
-    user_classes: set[type] = set()
+    classes: set[type] = set()
     pending_values = [state_dict]
     seen_ids = set()
     while pending_values:
@@ -260,7 +260,7 @@ def _classes_in(state_dict: Any) -> set[type]:
         seen_ids.add(id(state_value))
         value_class = state_value if isinstance(state_value, type) else type(state_value)
         if value_class.__module__ != "builtins":
-            user_classes.add(value_class)
+            classes.add(value_class)
         if isinstance(state_value, Mapping):
             pending_values += [*state_value.keys(), *state_value.values()]
         elif isinstance(state_value, (list, tuple, set, frozenset)):
@@ -269,7 +269,7 @@ def _classes_in(state_dict: Any) -> set[type]:
             ("torch", "numpy")
         ):
             pending_values += getattr(state_value, "__dict__", {}).values()
-    return user_classes
+    return classes
 
 
 def _refuse_problem(path: Path, text: str) -> None:
@@ -352,12 +352,12 @@ def load_state(
     it.
     """
     device = _read_device(map_location, place)
-    call_text = f"load_state({str(folder)!r})"
+    text = f"load_state({str(folder)!r})"
     # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
     read_options = {"map_location": device, **(load_kwargs or {})}
     is_strict = bool(options.get("strict", True))
-    with all_succeed(collectives, call_text):
+    with all_succeed(collectives, text):
         source_folder = find_checkpoint(Path(folder))
         if parts.sharder is not None:
             check_is_own_part(source_folder, place)
@@ -366,25 +366,25 @@ def load_state(
         sources = find_sources(source_folder, parts, place, recorded)
         verdict.damaged += sources.damaged(place)
     # Two exchanges, because a damaged file must not even be read for comparison.
-    _judge_together(collectives, call_text, verdict)
+    _judge_together(collectives, text, verdict)
     load_trial = LoadTrial(sources, parts, read_options)
-    with all_succeed(collectives, call_text):
+    with all_succeed(collectives, text):
         verdict = load_trial.run(place, strict=is_strict, with_models=not hooks)
-    _judge_together(collectives, call_text, verdict)
-    state_loader = _StateLoader(sources, parts, load_trial, read_options)
+    _judge_together(collectives, text, verdict)
+    loader = _StateLoader(sources, parts, load_trial, read_options)
     # Around `all_succeed`, which raises here if another process failed: this one undoes its part,
     # too.
-    with state_loader.undone_on_failure():
-        with all_succeed(collectives, call_text):
-            remaining_models = state_loader.models_left_by(hooks, is_strict)
-            state_loader.load_small_states()
-    with all_succeed(collectives, call_text):
-        state_loader.load_models(remaining_models, device, options)
-        state_loader.load_optimizers()
-        state_loader.load_large_objects()
-        state_loader.load_gradients()
+    with loader.undone_on_failure():
+        with all_succeed(collectives, text):
+            remaining_models = loader.models_left_by(hooks, is_strict)
+            loader.load_small_states()
+    with all_succeed(collectives, text):
+        loader.load_models(remaining_models, device, options)
+        loader.load_optimizers()
+        loader.load_large_objects()
+        loader.load_gradients()
         # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
-        state_loader.generators(place)
+        loader.generators(place)
     return load_trial.step
 
 

@@ -56,9 +56,9 @@ class FolderDisks:
         if place.world_size == place.local_world_size:
             names = (socket.gethostname(),) * place.world_size
             return cls(rank=place.rank, makers=(0,) * place.world_size, host_names=names)
-        node_main = place.rank - place.local_rank
+        main = place.rank - place.local_rank
         answers = collectives.answers(
-            "save_state: disks", [made_folder, node_main, socket.gethostname()]
+            "save_state: disks", [made_folder, main, socket.gethostname()]
         )
         has_made = [answer[0] for answer in answers]
         return cls(
@@ -164,11 +164,11 @@ def send_to_writers(
     lacks_state = rank in writers and not state
     if len(writers) < 2 or not any(collectives.answers(what, lacks_state)):
         return state
-    with _group_of(writers) as writers_group:
+    with _group_of(writers) as group:
         if rank not in writers:
             return state
         outlines = [_map_each_once(lambda tensor: tensor.detach().to("meta"), state)]
-        dist.broadcast_object_list(outlines, src=0, group=writers_group)
+        dist.broadcast_object_list(outlines, src=0, group=group)
         # On the CPU, where a gathered state lies.
         received = state if rank == 0 else _map_each_once(_empty_for, outlines[0])
         sent_tensors = {id(leaf): leaf for leaf in leaves(received) if torch.is_tensor(leaf)}
@@ -176,7 +176,7 @@ def send_to_writers(
             # As bytes, because gloo does not know every format.
             flat_tensor = tensor.detach().cpu().contiguous().reshape(-1)
             if flat_tensor.numel():
-                dist.broadcast(flat_tensor.view(torch.uint8), src=0, group=writers_group)
+                dist.broadcast(flat_tensor.view(torch.uint8), src=0, group=group)
     return received
 
 
@@ -199,12 +199,12 @@ def _empty_for(outline: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _group_of(ranks: Sequence[int]) -> Iterator[Any]:
     """A group of these ranks for CPU tensors; all processes enter and leave."""
-    process_group = dist.new_group(list(ranks), backend="gloo")
+    group = dist.new_group(list(ranks), backend="gloo")
     try:
-        yield process_group
+        yield group
     finally:
-        if process_group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(process_group)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
 
 
 # ------------------------------------------------------------------------- one host's part

@@ -163,7 +163,7 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     Kinds of which nothing was prepared may be there: a script that evaluates needs no optimizer.
     """
     contents = CheckpointContents.of(folder)
-    folder_text = f"The checkpoint {str(folder)!r}"
+    text = f"The checkpoint {str(folder)!r}"
     mistakes = []
     expected_kinds = [("scheduler", len(parts.schedulers), contents.schedulers)]
     own_kind = parts.sharder.shard_kind if parts.sharder is not None else ""
@@ -176,7 +176,7 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     # Another strategy's shards are a mistake only if there is nothing that this run can read.
     if other_shards and not (own_shards or contents.models) and (parts.models or parts.optimizers):
         mistakes += [
-            _foreign_shards(folder_text, object_kind, model_numbers)
+            _foreign_shards(text, object_kind, model_numbers)
             for object_kind, model_numbers in other_shards.items()
         ]
     else:
@@ -187,13 +187,13 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
             expected_kinds.insert(0, ("model", len(parts.models), contents.models | own_shards))
     for object_kind, num_expected, numbers_there in expected_kinds:
         if num_expected and numbers_there != frozenset(range(num_expected)):
-            mistakes.append(_count_mismatch(folder_text, object_kind, numbers_there, num_expected))
+            mistakes.append(_count_mismatch(text, object_kind, numbers_there, num_expected))
     if contents.custom != frozenset(range(len(parts.custom))):
         mistakes.append(
-            _count_mismatch(folder_text, "registered object", contents.custom, len(parts.custom))
+            _count_mismatch(text, "registered object", contents.custom, len(parts.custom))
         )
     if parts.scaler is not None and not contents.has_scaler:
-        mistakes.append(_count_mismatch(folder_text, "scaler", frozenset(), 1))
+        mistakes.append(_count_mismatch(text, "scaler", frozenset(), 1))
     if mistakes:
         raise ConfigError(*mistakes)
 
@@ -245,9 +245,9 @@ def save_state(
     with new_checkpoint(Path(folder), place, collectives, series=series, sharder=sharder) as (
         partial_folder,
         target,
-        folder_disks,
+        disks,
     ):
-        _StateWriter(partial_folder, parts, folder_disks, collectives).write_all(
+        _StateWriter(partial_folder, parts, disks, collectives).write_all(
             list(hooks), place, step, safe_serialization
         )
     return target
@@ -264,23 +264,21 @@ class _StateWriter:
         self,
         folder: Path,
         parts: CheckpointParts,
-        folder_disks: FolderDisks,
+        disks: FolderDisks,
         collectives: Collectives,
     ) -> None:
         self._folder = folder
         self._parts = parts
         self._sharder = parts.sharder if parts.in_shards else None
         # Where a node has a disk of its own, its processes find all that they need there.
-        self._writes_shared = folder_disks.made_folder
-        self._ranks_by_folder = folder_disks.ranks_by_folder
+        self._writes_shared = disks.made_folder
+        self._ranks_by_folder = disks.ranks_by_folder
         self._collectives = collectives
         self._met_errors: list[Exception] = []
         self._left_out: dict[int, frozenset[str]] = {}
 
-    def write_all(
-        self, hooks: list[SaveHook], place: Place, step: int, use_safetensors: bool
-    ) -> None:
-        self._write_models(hooks, use_safetensors)
+    def write_all(self, hooks: list[SaveHook], place: Place, step: int, safetensors: bool) -> None:
+        self._write_models(hooks, safetensors)
         self._write_left_out()
         self._write_optimizers()
         self._write_loaders(place)
@@ -297,7 +295,7 @@ class _StateWriter:
         if self._met_errors:
             raise self._met_errors[0]
 
-    def _write_models(self, hooks: list[SaveHook], use_safetensors: bool) -> None:
+    def _write_models(self, hooks: list[SaveHook], safetensors: bool) -> None:
         parts = self._parts
         model_states = []
         left_out_of_states: dict[int, frozenset[str]] = {}
@@ -329,9 +327,9 @@ class _StateWriter:
         for model_number, model_state in enumerate(model_states):
             self._left_out[model_number] = left_out_of_states.get(id(model_state), frozenset())
             file_name = layout.numbered_name(
-                layout.SAFE_WEIGHTS if use_safetensors else layout.PICKLED_WEIGHTS, model_number
+                layout.SAFE_WEIGHTS if safetensors else layout.PICKLED_WEIGHTS, model_number
             )
-            self._write_file(model_state, file_name, use_safetensors)
+            self._write_file(model_state, file_name, safetensors)
 
     def _on_writers(self, whole_state: Any) -> Any:
         """A state that was gathered on process 0, on all processes that write it."""
@@ -381,8 +379,8 @@ class _StateWriter:
             self._write_state_of(scheduler, layout.numbered_name(layout.SCHEDULER_FILE, number))
         if self._parts.scaler is not None:
             self._write_state_of(self._parts.scaler, layout.SCALER_FILE)
-        if precision_state := self._parts.precision_state():
-            self._write_file(precision_state, layout.PRECISION_FILE)
+        if state := self._parts.precision_state():
+            self._write_file(state, layout.PRECISION_FILE)
         for number, custom_object in enumerate(self._parts.custom):
             self._write_state_of(custom_object, layout.CUSTOM_OBJECT_FILE.format(number))
 
@@ -393,14 +391,14 @@ class _StateWriter:
     def _save_state_of(self, stateful_object: Any, file_name: str) -> None:
         save(stateful_object.state_dict(), self._folder / file_name)
 
-    def _write_file(self, state_dict: Any, file_name: str, use_safetensors: bool = False) -> None:
+    def _write_file(self, state_dict: Any, file_name: str, safetensors: bool = False) -> None:
         if self._writes_shared:
-            self._attempt_step(lambda: save(state_dict, self._folder / file_name, use_safetensors))
+            self._attempt_step(lambda: save(state_dict, self._folder / file_name, safetensors))
 
-    def _attempt_step(self, write_step: Callable[[], None]) -> None:
+    def _attempt_step(self, step: Callable[[], None]) -> None:
         if self._met_errors:
             return
         try:
-            write_step()
+            step()
         except Exception as error:  # raised at the end of `write_all`, see the class
             self._met_errors.append(error)
