@@ -37,8 +37,8 @@ HALF = 0.5
 PARTS = {
     "logging is described": (("nbaccel.workers.worker_output", "as_configured"),),
     "the dashboard is made, and ended unseen": (
-        ("nbaccel.output.dashboard.following", "DashboardUpdater.__init__"),
-        ("nbaccel.output.dashboard.following", "DashboardUpdater.end"),
+        ("nbaccel.output.panel.following", "DashboardUpdater.__init__"),
+        ("nbaccel.output.panel.following", "DashboardUpdater.end"),
     ),
     "the cell's lines and number are found": (
         ("nbaccel.notebook.cells", "Cells.source"),

@@ -20,7 +20,7 @@ from nbaccel.workers import template
 if TYPE_CHECKING:
     from nbaccel.calls import Pool
     from nbaccel.calls.outcome import CallOutcome
-    from nbaccel.output.report.collecting import ObservedRun
+    from nbaccel.output.panel.facts import RunBoard
     from nbaccel.output.report.run_report import RunReport
 
 __all__ = ["Results", "debug_launcher", "notebook_launcher", "shutdown"]
@@ -46,7 +46,7 @@ class Results(list[Any]):
         plan: Plan,
         state_dicts: dict[str, dict[str, Any]] | None = None,
         *,
-        observed: ObservedRun | None = None,
+        observed: RunBoard | None = None,
     ) -> None:
         super().__init__(values)
         self.plan = plan
@@ -66,7 +66,7 @@ class Results(list[Any]):
         Raises:
             ConfigError: These results are of no launch.
         """
-        from nbaccel.output.report.collecting import report_of
+        from nbaccel.output.report.run_report import report_of
 
         return report_of(self._observed, f"A list of {len(self)} results")
 

@@ -22,11 +22,10 @@ from nbaccel.calls.outcome import CallResult
 from nbaccel.calls.packing import judge_fork
 from nbaccel.calls.supervisor import RankTasks, Supervisor
 from nbaccel.output import publish
-from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.cell_place import CellPlace, WaitingLine
 from nbaccel.output.console import Console
-from nbaccel.output.dashboard.following import DashboardUpdater
+from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
-from nbaccel.output.waiting_line import WaitingLine
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging, template, time_limits, worker
 from nbaccel.workers.fork import ForkStarter

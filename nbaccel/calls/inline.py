@@ -16,8 +16,7 @@ from nbaccel.base import accelerate_library, env, ports
 from nbaccel.calls.inline_board import observing_here
 from nbaccel.config.capabilities import STRATEGIES, StrategyRow
 from nbaccel.config.variables import run_variables
-from nbaccel.output.report.collecting import ObservedRun
-from nbaccel.output.seen_warnings import SeenWarnings
+from nbaccel.output.panel.facts import RunBoard
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.shards import Remembered, ShardReader, remember
 from nbaccel.plan.topology import Topology
@@ -28,18 +27,12 @@ if TYPE_CHECKING:
 
 def run_observed(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[list[Any], ObservedRun]:
+) -> tuple[list[Any], RunBoard]:
     """Call the function here with the environment of a worker, and tidy up after it."""
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
-    board = None
-    try:
-        with observing_here(plan) as board:
-            values = _call_here(plan, function, args)
-    finally:
-        # Of a call that has failed, too: `%accelerate report` tells of the latest.
-        if board is not None:
-            observed = ObservedRun.ended_now(board, SeenWarnings(), plan)
-    return values, observed
+    with observing_here(plan) as board:
+        values = _call_here(plan, function, args)
+    return values, board
 
 
 def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:

@@ -20,11 +20,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from nbaccel.output.bars import (
+    BarText,
+    RankBars,
+    is_bar_writing,
+    living_bars,
+    numbers_of_bar,
+    read_bar,
+    release_bar_lock,
+)
 from nbaccel.output.cell_place import CellPlace
-from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.dashboard.display import Dashboard
-from nbaccel.output.tqdm_patch import is_bar_writing, living_bars, numbers_of_bar, release_bar_lock
-from nbaccel.output.tqdm_text import BarText, RankBars, read_bar
+from nbaccel.output.panel.display import Dashboard
+from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.plan import Plan, registry
 from nbaccel.workers.resource_use import process_use
 
@@ -45,12 +52,12 @@ class BoardChannel:
         draws_bars: Whether loops are shown in a panel, so that they need no bar of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._place = CellPlace()
         self.draws_bars = (
             self._place.has_panel and threading.current_thread() is threading.main_thread()
         )
-        self.dashboard = Dashboard([0], place=self._place, is_wanted=self.draws_bars)
+        self.dashboard = Dashboard([0], plan=plan, place=self._place, is_wanted=self.draws_bars)
         self._launching_thread = threading.get_ident()
         self._bars = InlineBars()
         self._next_poll = 0.0
@@ -111,7 +118,7 @@ class BoardChannel:
 def observing_here(plan: Plan) -> Iterator[RunBoard]:
     """A block in which loops of this process report to a board, and are shown in a panel."""
     __tracebackhide__ = True
-    board_channel = BoardChannel()
+    board_channel = BoardChannel(plan)
     ending = ""
     with contextlib.ExitStack() as clean_up:
         clean_up.callback(lambda: board_channel.end(ending))

@@ -23,8 +23,8 @@ from nbaccel.calls.launch_hosts import LaunchHosts
 from nbaccel.calls.outcome import CallOutcome, conclude_call
 from nbaccel.calls.packing import PackedCall, fork_if_sooner, pack_call
 from nbaccel.config.capabilities import device_row
-from nbaccel.output.dashboard.following import DashboardUpdater
-from nbaccel.output.waiting_line import WaitingLine
+from nbaccel.output.cell_place import WaitingLine
+from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.plan import Choice, Plan
 from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.transfer.memfd import closing_files

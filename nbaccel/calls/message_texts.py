@@ -14,8 +14,8 @@ from nbaccel.calls.pool_planning import PoolState, WorkerState
 from nbaccel.calls.supervisor import Supervisor
 from nbaccel.config.mistakes import closest
 from nbaccel.output.cell_place import CellPlace
-from nbaccel.output.dashboard.board import RankStatus
-from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall, resident
+from nbaccel.output.panel.facts import RankStatus
+from nbaccel.output.panel.following import DashboardUpdater, WatchedCall, resident
 from nbaccel.plan import Plan
 from nbaccel.workers import failure, messaging
 from nbaccel.workers.failure import RankActivity

@@ -23,7 +23,8 @@ from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import count_noun, format_seconds
 from nbaccel.calls import pool_messages
 from nbaccel.output import publish
-from nbaccel.output.report.collecting import ObservedRun, report_of
+from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan
 from nbaccel.transfer import pickling
 from nbaccel.transfer.weight_receiver import WeightReceiver
@@ -49,7 +50,7 @@ class CallResult:
     timed_out: bool
     stuck: tuple[WorkerHandle, ...]
     """Workers that never sent a message."""
-    observed: ObservedRun | None = field(default=None, repr=False)
+    observed: RunBoard | None = field(default=None, repr=False)
     """What was seen of it; None for one that is not shown."""
     idle: Mapping[int, pool_messages.Idle]
     """The last message of each rank of a pool that has finished."""
@@ -374,7 +375,7 @@ class CallOutcome:
     plan: Plan
     state_dicts: dict[str, dict[str, Any]]
     """Weights of modules whose structure changed, so that they could not be copied in place."""
-    observed: ObservedRun | None = None
+    observed: RunBoard | None = None
     """What was seen of it."""
 
 

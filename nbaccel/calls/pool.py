@@ -33,8 +33,8 @@ from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
 from nbaccel.config.mistakes import shown
 from nbaccel.output import publish
-from nbaccel.output.report.collecting import ObservedRun, report_of
-from nbaccel.output.report.run_report import RunReport
+from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.report.run_report import RunReport, report_of
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.library_settings import library_settings
@@ -63,7 +63,7 @@ class CellResult:
     shown: dict[int, dict[str, Any] | None] = field(repr=False)
     out: dict[str, Any] = field(repr=False)
     seconds: float
-    observed: ObservedRun | None = field(default=None, repr=False)
+    observed: RunBoard | None = field(default=None, repr=False)
 
     def report(self) -> RunReport:
         """What the cell's run can tell of itself, as `results.report()` of a launch does."""
@@ -123,7 +123,7 @@ class Pool:
         self._lock = threading.Lock()
         self._cwd_env_tracker = _CwdEnvTracker()
         self._live_changes = LiveChanges()
-        self._observed: ObservedRun | None = None
+        self._observed: RunBoard | None = None
         self._activity = ""
         self.on_poll: Callable[[], None] | None = None
         """Called about once a second while a cell runs, from the thread that runs it."""

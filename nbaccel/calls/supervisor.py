@@ -37,8 +37,8 @@ from nbaccel.calls.shutdown import (
 )
 from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
-from nbaccel.output.dashboard.following import DashboardUpdater
-from nbaccel.output.report.collecting import ObservedRun
+from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template_starter, time_limits
 from nbaccel.workers.worker_group import WorkerGroup
@@ -89,7 +89,7 @@ class Supervisor:
         self._interrupted = False
         self._timed_out = False
         self._stuck: tuple[WorkerHandle, ...] = ()
-        self._observed: ObservedRun | None = None
+        self._observed: RunBoard | None = None
         self._open = {m.rank for m in self.participants() if not m.has_ended}
         self._joining: set[int] = set()
         """Ranks that have finished, or have no task, and join a process group for the others."""
@@ -159,9 +159,7 @@ class Supervisor:
                         was_interrupted=self._interrupted,
                         timed_out=self._timed_out,
                     )
-                self._observed = ObservedRun.ended_now(
-                    call_display.board, self._console.warnings, self._group.plan
-                )
+                self._observed = call_display.board
         return CallResult(
             members=tuple(self.participants()),
             tails=self._console.tails(),

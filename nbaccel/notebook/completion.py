@@ -299,12 +299,12 @@ class Inspection:
         self._restore_inspect()
 
     def _mime(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def object_inspect_mime(oname: str, level: int = 0, **more: Any) -> Any:
+        def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
             try:
-                return method(oname, level, **more)
+                return method(oname, detail_level, **more)
             # IPython raises KeyError for a name that it does not find.
             except KeyError:
-                bundle = self._ask(oname, level)
+                bundle = self._ask(oname, detail_level)
                 if bundle is None:
                     raise
                 return bundle

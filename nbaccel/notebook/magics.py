@@ -21,8 +21,7 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
-from nbaccel.output.report.collecting import latest_run, report_of
-from nbaccel.output.report.run_report import RunReport
+from nbaccel.output.report.run_report import RunReport, latest_run, report_of
 
 __all__ = ["MAGIC_NAME", "cell_magic", "line_magic"]
 

@@ -41,7 +41,9 @@ from typing import TextIO
 
 from nbaccel.base.units import number_ranges, shorten_text
 from nbaccel.output import publish
+from nbaccel.output.bars import BarText, RankBars, read_bar, split_bar
 from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.folded_lines import LibraryMessages, RecentLines, SeenWarnings
 from nbaccel.output.lines import (
     LineAssembler,
     LineMerger,
@@ -51,10 +53,6 @@ from nbaccel.output.lines import (
     stream_of,
 )
 from nbaccel.output.rank_logs import RankLogs
-from nbaccel.output.recent_lines import RecentLines
-from nbaccel.output.seen_warnings import SeenWarnings
-from nbaccel.output.torch_log_lines import LibraryMessages
-from nbaccel.output.tqdm_text import BarText, RankBars, read_bar, split_bar
 from nbaccel.workers import messaging
 
 __all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace"]
@@ -275,7 +273,7 @@ class Console:
 
     def _queue(self, rank: int, stream: str, output_lines: Sequence[str]) -> None:
         output_lines = self.library_messages.take_from(rank, output_lines)
-        self.warnings.count(rank, output_lines)
+        self.warnings.take_in(rank, output_lines)
         if self._place is not None:
             output_lines = self._take_bars(rank, output_lines)
         if (rank, stream) not in self._hidden:

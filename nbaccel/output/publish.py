@@ -65,7 +65,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
         error_class: type,
         error: Any,
         error_traceback: Any,
-        offset: Any = None,
+        tb_offset: Any = None,
     ) -> Any:
         # For one exception only: the user's later ones are shown as ever.
         shell.set_custom_exc((), None)

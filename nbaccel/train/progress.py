@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nbaccel.base import spent_time, torch_private
 from nbaccel.base.log import notice_stream
 from nbaccel.base.quiet_bars import Bar
-from nbaccel.output.tqdm_text import BATCH_UNIT
+from nbaccel.output.bars import BATCH_UNIT
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size

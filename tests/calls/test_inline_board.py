@@ -15,7 +15,7 @@ import pytest
 from tqdm import tqdm
 
 from nbaccel.calls.inline_board import InlineBars, taking_bar_text
-from nbaccel.output.tqdm_patch import living_bars, numbers_of_bar
+from nbaccel.output.bars import living_bars, numbers_of_bar
 
 
 class Screen(io.StringIO):

@@ -13,8 +13,8 @@ import pytest
 import nbaccel
 from nbaccel import notebook_launcher
 from nbaccel.launchers import Results
-from nbaccel.output.dashboard.rank_times import RankTimes
-from nbaccel.output.report.collecting import latest_run, report_of
+from nbaccel.output.panel.rank_times import RankTimes
+from nbaccel.output.report.run_report import latest_run, report_of
 from tests import worker_functions as workers
 from tests.calls import report_loops as loops
 

@@ -12,7 +12,7 @@ import pytest
 
 from nbaccel import Pool
 from nbaccel.calls import supervisor
-from nbaccel.output.dashboard import following
+from nbaccel.output.panel import following
 from nbaccel.workers import messaging, start_method, worker_output
 
 

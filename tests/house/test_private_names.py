@@ -34,7 +34,7 @@ _ALLOWED = {
     },
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
     "nbaccel/base/env.py": {"_data"},  # os.environb
-    "nbaccel/output/tqdm_patch.py": {"_instances"},  # tqdm's set of bars
+    "nbaccel/output/bars.py": {"_instances"},  # tqdm's set of bars
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
     "nbaccel/workers/exit_functions.py": {

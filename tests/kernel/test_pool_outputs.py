@@ -11,8 +11,8 @@ from tests.kernel.kernel import Kernel
 def test_the_status_of_a_cell_is_one_output_that_is_changed(kernel: Kernel) -> None:
     cell = kernel.run(
         """
-        from nbaccel.output.dashboard.board import RankStatus
-        from nbaccel.output.dashboard.display import Dashboard
+        from nbaccel.output.panel.facts import RankStatus
+        from nbaccel.output.panel.display import Dashboard
         now = [0.0]
         board = Dashboard([0, 1], read_clock=lambda: now[0])
         for _ in range(2):
@@ -57,9 +57,9 @@ def test_the_panel_of_any_ipywidgets_is_made_changed_and_closed(kernel: Kernel) 
     cell = kernel.run(
         """
         import ipywidgets
-        from nbaccel.output.dashboard.board import RankStatus, RunBoard
-        from nbaccel.output.dashboard.run_panel import RunPanel
-        from nbaccel.output.recent_lines import RecentLine
+        from nbaccel.output.panel.facts import RankStatus, RunBoard
+        from nbaccel.output.panel.run_panel import RunPanel
+        from nbaccel.output.folded_lines import RecentLine
         from nbaccel.workers.messaging import Metrics
 
         before = len(get_ipython().kernel.comm_manager.comms)

@@ -56,9 +56,11 @@ def interpreter(version: str) -> str:
     # pyenv has a command for each version that it knows of, and some of them only fail.
     if found and not subprocess.run([found, "-c", ""], check=False, capture_output=True).returncode:
         return found
-    of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    if of_pyenv:
-        return str(of_pyenv[-1])
+    # Its versions lie beside these commands, or where it is installed by default.
+    roots = [Path(found).parents[1], Path.home() / ".pyenv"] if found else [Path.home() / ".pyenv"]
+    for root in roots:
+        if of_pyenv := sorted(root.glob(f"versions/{version}.*/bin/python")):
+            return str(of_pyenv[-1])
     raise MissingPython(f"there is no python{version} on the PATH")
 
 

@@ -93,10 +93,11 @@ def test_in_a_terminal_the_text_is_printed(capsys: pytest.CaptureFixture[str]) -
 def test_showing_needs_neither_torch_nor_ipython() -> None:
     code = (
         "import sys\n"
+        "from nbaccel import RunConfig, resolve\n"
         "from nbaccel.output import publish\n"
-        "from nbaccel.output.dashboard.display import Dashboard\n"
+        "from nbaccel.output.panel.display import Dashboard\n"
         "publish.show_results({0: {'data': {'text/plain': 'x'}, 'metadata': {}}})\n"
-        "Dashboard([0]).finish()\n"
+        "Dashboard([0], plan=resolve(RunConfig(num_processes=1, device='cpu'))).finish()\n"
         "print(sorted({'torch', 'IPython'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

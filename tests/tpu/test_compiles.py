@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbaccel import RunConfig, notebook_launcher
-from nbaccel.output.dashboard.following import DashboardUpdater
+from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.train.compile_watch import WARM_UP_STEPS
 from nbaccel.workers import messaging
 from tests.tpu import bodies

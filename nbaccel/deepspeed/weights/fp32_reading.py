@@ -110,22 +110,20 @@ class Reader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def chunks(self, stored_weight: Weight) -> Iterator[memoryview]:
+    def chunks(self, weight: Weight) -> Iterator[memoryview]:
         """The bytes of a weight, in order."""
-        for stored_piece in stored_weight.pieces:
-            if not stored_piece.is_contiguous:
-                yield self._scattered(stored_piece, stored_weight.dtype)
+        for piece in weight.pieces:
+            if not piece.is_contiguous:
+                yield self._scattered(piece, weight.dtype)
                 continue
-            step_elements = CHUNK_BYTES // stored_piece.itemsize
-            for first_element in range(0, stored_piece.numel, step_elements):
-                stored_part = stored_piece.part(
-                    first_element, min(step_elements, stored_piece.numel - first_element)
-                )
+            step_elements = CHUNK_BYTES // piece.itemsize
+            for first_element in range(0, piece.numel, step_elements):
+                part = piece.part(first_element, min(step_elements, piece.numel - first_element))
                 part_bytes = self._read(
-                    stored_part,
-                    memoryview(self._buffer)[: stored_part.numel * stored_part.itemsize],
+                    part,
+                    memoryview(self._buffer)[: part.numel * part.itemsize],
                 )
-                yield _converted_bytes(part_bytes, stored_piece.dtype, stored_weight.dtype)
+                yield _converted_bytes(part_bytes, piece.dtype, weight.dtype)
 
     def _scattered(self, stored_piece: StoredTensor, dtype: str) -> memoryview:
         """A tensor whose elements have gaps or another order, as only buffers of modules have."""

@@ -1,7 +1,7 @@
 """The report of a run, made of what was seen while it was watched.
 
-run_facts    the facts, and their form as JSON
+run_facts    the facts of a run that has ended, and their form as JSON
 run_report   RunReport: what `results.report()` gives
-report_html  from the facts to HTML
+report_html  from the facts to HTML: the summary that stays in a cell, and a page
 report_text  from the facts to lines for a terminal
 """

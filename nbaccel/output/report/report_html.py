@@ -8,13 +8,26 @@ written out as a number, too.
 from __future__ import annotations
 
 import html
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from nbaccel.output.chart import ChartLine, line_chart, smoothed
-from nbaccel.output.dashboard.board import mean_points
-from nbaccel.output.dashboard.css_bars import (
+from nbaccel.base.units import count_noun
+from nbaccel.output.chart import line_chart
+from nbaccel.output.panel.curves import few_marks, metric_lines
+from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.panel.live_html import (
+    PANEL_STYLE,
+    SUMMARY_STYLE,
+    folded,
+    is_long,
+    left_out_html,
+    library_html,
+    lines_block,
+    lines_text,
+    titled_chart,
+)
+from nbaccel.output.panel.rank_times import (
     TIME_KINDS,
+    RankTimes,
     part_of_time,
     percent_of,
     rank_bars_html,
@@ -22,14 +35,16 @@ from nbaccel.output.dashboard.css_bars import (
     spent_s,
     starting_sentence,
 )
-from nbaccel.output.dashboard.rank_times import RankTimes
-from nbaccel.output.report.report_facts import MetricCurve, RunFacts
-from nbaccel.output.report.report_text import figure_rows, headline_of, warning_lines
+from nbaccel.output.panel.words import LINE_CHARS, plain_text
+from nbaccel.output.report.report_text import figure_rows, finished_parts, title_of, warning_lines
+from nbaccel.output.report.run_facts import RunFacts
 
-__all__ = ["curve_lines", "report_document", "report_part"]
+__all__ = ["report_document", "report_part", "summary_html"]
 
-_MOST_CHARTS = 12
-_NOISY_SHARE = 0.25  # of the steps that go against the one before
+_MOST_CHARTS = 16  # as many as a rank reports
+_SAVED_LINES = 50
+_ENDING_SIGNS = {"": "✓", "stopped": "■"}
+_FAILED_SIGN = "✗"
 
 _PART_STYLE = "font-size:13px;line-height:1.5;max-width:1120px"
 _HEADING_STYLE = "font-size:14px;font-weight:600;margin:1.4em 0 0.5em"
@@ -42,10 +57,6 @@ _CHARTS_STYLE = (
     "display:grid;gap:0.8em 1.6em;"
     "grid-template-columns:repeat(auto-fill,minmax(min(100%,440px),1fr))"
 )
-_PRE_STYLE = (
-    "font-family:'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12px;white-space:pre-wrap;"
-    "background:none;color:inherit;margin:0;padding:0;border:none;overflow-x:auto"
-)
 
 _PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1c1f23; }
@@ -56,36 +67,64 @@ h1 { font-size: 20px; font-weight: 600; margin: 0 0 0.3em; }
 """
 
 
+def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False) -> str:
+    """What stays of a run in its cell: one line that unfolds to the report, and the chart."""
+    sign = _ENDING_SIGNS.get(facts.ending, _FAILED_SIGN)
+    words = count_noun(len(facts.ranks), "rank")
+    headline = f"{sign} <b>{words}</b> · {html.escape(' · '.join(finished_parts(facts)))}"
+    details = "".join(
+        [
+            report_part(facts, has_headline=False, first_chart=int(not folds_chart)),
+            left_out_html(board),
+            *(_saved_lines(board) if is_long(board) else ()),
+            library_html(board),
+        ]
+    )
+    name = "" if folds_chart else next(iter(facts.metric_names), "")
+    chart = titled_chart(board, name, as_image=True)
+    return (
+        f'<div style="{PANEL_STYLE}"><details><summary style="{SUMMARY_STYLE}">{headline}</summary>'
+        f"{details}</details>{chart}</div>"
+    )
+
+
+def _saved_lines(board: RunBoard) -> Iterable[str]:
+    """The last lines of each rank, folded away; all that was printed stands below."""
+    for rank, lines in sorted(board.recent_lines.items()):
+        text = lines_text(lines[-_SAVED_LINES:], with_ranks=False)
+        yield folded(f"last lines of rank {rank}", lines_block(text))
+
+
 def report_document(facts: RunFacts) -> str:
     """A whole HTML file that needs nothing beside it."""
-    title, details = headline_of(facts)
+    title = title_of(facts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_PAGE_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{html.escape(title)}</h1>\n"
-        f"<p>{html.escape(' · '.join(details))}</p>\n"
+        f"<p>{html.escape(' · '.join(finished_parts(facts)))}</p>\n"
         f"{report_part(facts, has_headline=False, charts_are_images=False)}\n"
         f'<p style="font-size:13px">{_soft(_origin_line(facts))}</p>\n</body>\n</html>\n'
     )
 
 
 def report_part(
-    facts: RunFacts, *, has_headline: bool = True, charts_are_images: bool = True
+    facts: RunFacts,
+    *,
+    has_headline: bool = True,
+    charts_are_images: bool = True,
+    first_chart: int = 0,
 ) -> str:
-    """The report as a part of a page."""
-    title, details = headline_of(facts)
-    headline = (
-        f"<div><b>{html.escape(title)}</b> {_soft(' · '.join(details))}</div>"
-        if has_headline
-        else ""
-    )
+    """The report as a part of a page; charts before `first_chart` are elsewhere on it."""
+    parts = " · ".join(finished_parts(facts))
+    headline = f"<div><b>{title_of(facts)}</b> {_soft(parts)}</div>" if has_headline else ""
     sections = (
         _time_section(facts),
-        _curve_section(facts, as_image=charts_are_images),
+        _curve_section(facts, facts.metric_names[first_chart:], as_image=charts_are_images),
         _rank_section(facts),
         _warning_section(facts),
-        _section("Plan", f'<pre style="{_PRE_STYLE}">{html.escape(facts.plan.text)}</pre>'),
+        _section("Plan", lines_block(facts.plan.text, scrolls=False)),
         _note_section(facts),
     )
     return f'<div style="{_PART_STYLE}">{headline}{"".join(sections)}</div>'
@@ -163,15 +202,15 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
 # ------------------------------------------------------------------------- curves
 
 
-def _curve_section(facts: RunFacts, *, as_image: bool) -> str:
-    names = facts.metric_names
+def _curve_section(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> str:
     charts = [
-        f'<div style="min-width:0"><div style="margin-bottom:2px">{html.escape(name)}</div>'
+        f'<div style="min-width:0"><div style="margin-bottom:2px">'
+        f"{html.escape(plain_text(name, LINE_CHARS))}</div>"
         + line_chart(
-            curve_lines([curve for curve in facts.curves if curve.name == name]),
+            metric_lines(facts.curves_of(name)),
             title=name,
             x_label="step",
-            marks=facts.marks,
+            marks=few_marks(facts.marks),
             as_image=as_image,
         )
         + "</div>"
@@ -181,41 +220,6 @@ def _curve_section(facts: RunFacts, *, as_image: bool) -> str:
         return ""
     more = f"<div>{_soft(', '.join(names[_MOST_CHARTS:]))}</div>" if names[_MOST_CHARTS:] else ""
     return _section("Curves", f'<div style="{_CHARTS_STYLE}">{"".join(charts)}</div>{more}')
-
-
-def curve_lines(curves: Sequence[MetricCurve]) -> list[ChartLine]:
-    """The lines of one metric's chart: ranks thin, their mean thick and smoothed if it is noisy."""
-    if not curves:
-        return []
-    rank_lines = [
-        ChartLine(
-            f"rank {curve.rank}",
-            list(zip(curve.steps, curve.values, strict=True)),
-            "rank" if len(curves) > 1 else "raw",
-        )
-        for curve in curves
-    ]
-    if len(curves) == 1:
-        name = f"rank {curves[0].rank}"
-        points = list(rank_lines[0].points)
-    else:
-        name = "mean of ranks"
-        points = mean_points([line.points for line in rank_lines])
-    values = [value for _, value in points]
-    if not _is_noisy(values):
-        # Drawn as it is, it would cover the only rank's own line.
-        return [*(rank_lines if len(curves) > 1 else ()), ChartLine(name, points, "mean")]
-    smooth_points = [
-        (step, value) for (step, _), value in zip(points, smoothed(values), strict=True)
-    ]
-    return [*rank_lines, ChartLine(f"{name}, smoothed", smooth_points, "mean")]
-
-
-def _is_noisy(values: Sequence[float]) -> bool:
-    """Whether a curve often turns; smoothing would only delay one that does not."""
-    rises = [after > before for before, after in itertools.pairwise(values) if after != before]
-    turns = sum(after != before for before, after in itertools.pairwise(rises))
-    return len(rises) >= 8 and turns > _NOISY_SHARE * len(rises)
 
 
 # ------------------------------------------------------------------------- the rest

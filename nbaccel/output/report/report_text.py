@@ -1,4 +1,4 @@
-"""A report as lines for a terminal, and the words that all its forms share."""
+"""A finished run as one line, and its report as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from collections.abc import Callable, Sequence
 
 from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
 from nbaccel.output.chart import short_number
-from nbaccel.output.dashboard.css_bars import (
+from nbaccel.output.panel.facts import mean
+from nbaccel.output.panel.rank_times import (
     TIME_KINDS,
+    RankTimes,
     part_of_time,
     percent_of,
     slowest_sentence,
     starting_sentence,
 )
-from nbaccel.output.dashboard.drawing import sparkline
-from nbaccel.output.dashboard.rank_times import RankTimes
-from nbaccel.output.report.report_facts import RankFigures, RunFacts
+from nbaccel.output.panel.words import LABEL_CHARS, number_text, plain_text, rate_text, sparkline
+from nbaccel.output.report.run_facts import RankFigures, RunFacts
 
 __all__ = [
     "figure_rows",
-    "headline_of",
+    "finished_line",
+    "finished_parts",
     "report_lines",
+    "title_of",
     "warning_lines",
 ]
 
@@ -28,46 +31,84 @@ _BAR_CHARS = 32
 _BAR_LETTERS = {"computing": "█", "communicating": "▒", "data": "d", "waiting": "·"}
 
 
-def headline_of(facts: RunFacts) -> tuple[str, list[str]]:
-    """What was run and how it ended, and the most important figures."""
-    workers = count_noun(facts.plan.num_processes, "worker")
+def finished_line(facts: RunFacts) -> str:
+    """`2 ranks · 12.0 s · step 840 (70/s) · loss 0.41 ▇▅▂ · up to 1 GiB each`."""
+    parts = finished_parts(facts, with_curve=True)
+    return " · ".join([count_noun(len(facts.ranks), "rank"), *parts])
+
+
+def finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
+    """How it ended, and the most important figures."""
     ending = f"{facts.ending} after " if facts.ending else ""
-    details = [f"{ending}{format_seconds(facts.seconds)}"]
-    steps = [figures.steps for figures in facts.ranks if figures.steps is not None]
-    if steps:
-        details.append(f"{max(steps):,} steps")
-    rates = [figures.steps_per_s for figures in facts.ranks if figures.steps_per_s is not None]
-    if rates:
-        details.append(f"{_rate_text(max(rates))} steps/s")
-    if facts.samples_per_s is not None:
-        details.append(f"{_rate_text(facts.samples_per_s)} samples/s")
-    names = facts.metric_names
-    if names:
-        last_values = [curve.values[-1] for curve in facts.curves if curve.name == names[0]]
-        details.append(f"{names[0]} {short_number(sum(last_values) / len(last_values))}")
-    return f"Run on {workers}", details
+    parts = [f"{ending}{format_seconds(facts.seconds)}", *_training_words(facts)]
+    if names := facts.metric_names:
+        curves = [curve for curve in facts.curves if curve.name == names[0]]
+        curve = f" {sparkline(curves[0].values)}" if with_curve else ""
+        loss = mean(curve.values[-1] for curve in curves)
+        parts.append(f"{plain_text(names[0], LABEL_CHARS)} {number_text(loss)}{curve}")
+    if facts.slowest is not None:
+        share = facts.slowest.waited_share * 100
+        parts.append(f"{share:.0f} % waited for rank {facts.slowest.rank}")
+    return [*parts, *_memory_words(facts)]
 
 
-def _rate_text(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+def _training_words(facts: RunFacts) -> list[str]:
+    """`step 280 of 840 (70/s)`, `560 samples/s`."""
+    leading = next((figures for figures in facts.ranks if figures.steps is not None), None)
+    if leading is None:
+        return []
+    parts = []
+    # 0 of a function that only has times to tell: it counts no steps.
+    if leading.steps:
+        is_cut = facts.ending and leading.steps_in_all not in (None, leading.steps)
+        of_words = f" of {leading.steps_in_all:,}" if is_cut else ""
+        rate = leading.steps_per_s
+        speed = f" ({rate_text(rate)}/s)" if rate is not None else ""
+        parts.append(f"step {leading.steps:,}{of_words}{speed}")
+        if facts.samples_per_s:
+            parts.append(f"{rate_text(facts.samples_per_s)} samples/s")
+    return [*parts, leading.compiled] if leading.compiled else parts
+
+
+def _memory_words(facts: RunFacts) -> list[str]:
+    """`up to 1 GiB each (on the device 3 GiB)`."""
+    most = max((figures.peak_host_bytes or 0 for figures in facts.ranks), default=0)
+    if not most:
+        return []
+    each = " each" if len(facts.ranks) > 1 else ""
+    on_device = max((figures.peak_device_bytes or 0 for figures in facts.ranks), default=0)
+    beside = f" (on the device {format_bytes(on_device)})" if on_device else ""
+    return [f"up to {format_bytes(most)}{each}{beside}"]
+
+
+def title_of(facts: RunFacts) -> str:
+    """What was run."""
+    return f"Run on {count_noun(facts.plan.num_processes, 'worker')}"
 
 
 def figure_rows(facts: RunFacts) -> list[list[str]]:
-    """Steps and memory as a table, its head first; columns without any value are left out."""
-    columns: list[list[str]] = [["rank", *(str(figures.rank) for figures in facts.ranks)]]
+    """What each rank has done and needed; columns without any value are left out."""
+    columns = [["rank", *(str(figures.rank) for figures in facts.ranks)]]
     for name, text_of in _FIGURE_COLUMNS.items():
-        cells = [text_of(figures) for figures in facts.ranks]
+        cells = [plain_text(text_of(figures), 2 * LABEL_CHARS) for figures in facts.ranks]
         if any(cells):
             columns.append([name, *(cell or "-" for cell in cells)])
+    if names := facts.metric_names:
+        cells = [_from_to(facts.curves_of(names[0]).get(figures.rank)) for figures in facts.ranks]
+        columns.append([plain_text(names[0], LABEL_CHARS), *cells])
     return [list(row) for row in zip(*columns, strict=True)] if len(columns) > 1 else []
 
 
+def _from_to(points: Sequence[tuple[float, float]] | None) -> str:
+    return f"{number_text(points[0][1])} → {number_text(points[-1][1])}" if points else "-"
+
+
 def _count_cell(count: int | None) -> str:
-    return "" if count is None else f"{count:,}"
+    return f"{count:,}" if count else ""
 
 
 def _rate_cell(rate: float | None) -> str:
-    return "" if rate is None else _rate_text(rate)
+    return "" if rate is None else rate_text(rate)
 
 
 def _bytes_cell(size: int | None) -> str:
@@ -75,6 +116,8 @@ def _bytes_cell(size: int | None) -> str:
 
 
 _FIGURE_COLUMNS: dict[str, Callable[[RankFigures], str]] = {
+    "state": lambda figures: figures.state,
+    "progress": lambda figures: figures.progress,
     "steps": lambda figures: _count_cell(figures.steps),
     "steps/s": lambda figures: _rate_cell(figures.steps_per_s),
     "samples": lambda figures: _count_cell(figures.samples),
@@ -96,16 +139,15 @@ def warning_lines(facts: RunFacts) -> list[str]:
 
 def report_lines(facts: RunFacts) -> list[str]:
     """The report for a terminal."""
-    title, details = headline_of(facts)
-    lines = [f"{title} · {' · '.join(details)}"]
-    timed_ranks = facts.timed_ranks
-    if timed_ranks:
-        lines += ["", "Time by rank", *_indented(_time_rows(timed_ranks))]
+    lines = [f"{title_of(facts)} · {' · '.join(finished_parts(facts))}"]
+    times = facts.timed_ranks
+    if times:
+        lines += ["", "Time by rank", *_indented(_time_rows(times))]
         key = ", ".join(f"{_BAR_LETTERS[kind]} {label}" for kind, label in TIME_KINDS.items())
         lines += [f"  {key}"]
-        if len(timed_ranks) > 1:
-            lines += [f"  {slowest_sentence(facts.slowest, timed_ranks)}"]
-        if left_out := starting_sentence(timed_ranks):
+        if len(times) > 1:
+            lines += [f"  {slowest_sentence(facts.slowest, times)}"]
+        if left_out := starting_sentence(times):
             lines += [f"  {left_out}"]
     else:
         lines += ["", "Time by rank: no loop over batches was seen."]

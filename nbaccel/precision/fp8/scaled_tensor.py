@@ -56,16 +56,16 @@ class ScaledTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, payload: torch.Tensor, inverse_scale: torch.Tensor, grad: bool = False
+        cls, payload: torch.Tensor, inverse_scale: torch.Tensor, requires_grad: bool = False
     ) -> Self:
         """A tensor of the payload's shape without a storage of its own."""
         wrapper: Self = torch_private.make_wrapper_tensor(
-            cls, payload, torch.float32, requires_grad=grad
+            cls, payload, torch.float32, requires_grad=requires_grad
         )
         return wrapper
 
     def __init__(
-        self, payload: torch.Tensor, inverse_scale: torch.Tensor, grad: bool = False
+        self, payload: torch.Tensor, inverse_scale: torch.Tensor, requires_grad: bool = False
     ) -> None:
         self.payload = payload
         self.inverse_scale = inverse_scale

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from nbaccel import ConfigError
-from nbaccel.output.dashboard.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.report_facts import (
+from nbaccel.output.panel.curves import metric_lines
+from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
+from nbaccel.output.report.report_html import report_document
+from nbaccel.output.report.run_facts import (
     MetricCurve,
     PlannedRun,
     RankFigures,
     RunFacts,
     SeenWarning,
 )
-from nbaccel.output.report.report_html import curve_lines, report_document
 from nbaccel.output.report.run_report import RunReport
 
 ODD = "<script>alert(1)</script> & \"'"
@@ -375,14 +376,13 @@ def test_an_ending_that_was_not_well_is_in_the_headline() -> None:
 # ------------------------------------------------------------------------- curves
 
 
-def curve(rank: int, *values: float, name: str = "loss") -> MetricCurve:
-    steps = tuple(map(float, range(len(values))))
-    return MetricCurve(name=name, rank=rank, steps=steps, values=values)
+def points(values: Sequence[float]) -> list[tuple[float, float]]:
+    return [(float(step), value) for step, value in enumerate(values)]
 
 
 def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
     noisy = [1.0 + (-1) ** place * 0.3 for place in range(60)]
-    raw, mean = curve_lines([curve(0, *noisy)])
+    raw, mean = metric_lines({0: points(noisy)})
     assert (raw.role, mean.role, mean.name) == ("raw", "mean", "rank 0, smoothed")
     late = [value for _, value in mean.points][30:]
     assert max(late) - min(late) < 0.3
@@ -390,13 +390,13 @@ def test_a_noisy_curve_is_smoothed_over_its_raw_values() -> None:
 
 def test_a_curve_without_noise_is_drawn_as_it_is() -> None:
     values = [0.01 * (100 - place) for place in range(100)]
-    (only,) = curve_lines([curve(0, *values, name="lr")])
+    (only,) = metric_lines({0: points(values)})
     assert only.role == "mean"
-    assert [value for _, value in only.points] == values
+    assert only.points == points(values)
 
 
 def test_ranks_are_thin_around_their_mean() -> None:
     values = [1.0 / (place + 1) for place in range(20)]
-    first, second, mean = curve_lines([curve(0, *values), curve(1, *(v + 2 for v in values))])
+    first, second, mean = metric_lines({0: points(values), 1: points([v + 2 for v in values])})
     assert (first.role, second.role, mean.role) == ("rank", "rank", "mean")
     assert mean.points[0][1] == pytest.approx(values[0] + 1)

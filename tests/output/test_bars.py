@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from nbaccel.output.tqdm_text import BarText, RankBars, read_bar, split_bar
+from nbaccel.output.bars import BarText, RankBars, read_bar, split_bar
 
 
 def drawn(count: int, total: int | None, **settings: Any) -> str:

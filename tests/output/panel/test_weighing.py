@@ -13,9 +13,9 @@ from nbaccel import Accelerator, notebook_launcher
 from nbaccel.devices.cpu import CpuDevice
 from nbaccel.devices.cuda import CudaDevice
 from nbaccel.devices.nvml import Meter, find_cards
-from nbaccel.output.dashboard.following import MemoryMeter
+from nbaccel.output.panel.following import MemoryMeter
 from nbaccel.workers.resource_use import process_use
-from tests.output.dashboard.conftest import Seen
+from tests.output.panel.conftest import Seen
 
 MIB = 2**20
 

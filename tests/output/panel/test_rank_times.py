@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nbaccel.base.spent_time import SpentTime
-from nbaccel.output.dashboard.rank_times import RankTimes, TimeComparison
+from nbaccel.output.panel.rank_times import RankTimes, TimeComparison
 
 
 def by_rank(comparison: TimeComparison) -> dict[int, RankTimes]:

@@ -11,7 +11,7 @@ import pytest
 
 from nbaccel import Pool, notebook_launcher
 from tests import worker_functions as workers
-from tests.output.dashboard.conftest import Seen
+from tests.output.panel.conftest import Seen
 
 BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbaccel.output.dashboard.board import (
+from nbaccel.output.bars import BarText
+from nbaccel.output.panel.facts import (
     MetricHistory,
     RankStatus,
     RunBoard,
@@ -18,8 +18,7 @@ from nbaccel.output.dashboard.board import (
     mean,
     mean_points,
 )
-from nbaccel.output.dashboard.time_left import TimeLeft, most_left
-from nbaccel.output.tqdm_text import BarText
+from nbaccel.output.panel.time_left import TimeLeft, most_left
 from nbaccel.workers.messaging import Metrics
 
 GIB = 2**30
@@ -38,16 +37,27 @@ def row(state: str = "running", **more: object) -> RankStatus:
 
 
 @given(st.integers(min_value=1, max_value=3000), st.integers(min_value=2, max_value=40))
-def test_a_history_is_bounded_even_and_spans_the_run(count: int, most: int) -> None:
+def test_a_history_is_bounded_and_spans_the_run(count: int, most: int) -> None:
     history = MetricHistory(most)
     for i in range(count):
         history.add(float(i))
     values = history.values()
-    assert len(values) <= most + 1
+    assert len(values) <= 2 * most + 2
     assert (values[0], values[-1]) == (0.0, count - 1.0)
-    gaps = {b - a for a, b in itertools.pairwise(values[:-1])}
-    assert len(gaps) <= 1, "thinned out evenly"
-    assert len(values) >= min(count, most // 2), "and not more than needed"
+    assert values == sorted(values)
+    if count <= most:
+        assert values == list(range(count)), "three hundred points are three hundred"
+    assert len(values) >= min(count, most), "and not more are left out than needed"
+
+
+@given(st.integers(0, 9_999), st.sampled_from([100.0, -100.0, math.nan, math.inf]))
+def test_a_spike_of_one_step_stays(place: int, spike: float) -> None:
+    history = MetricHistory(50)
+    for step in range(10_000):
+        history.add(spike if step == place else math.sin(step), float(step))
+    points = dict(history.points())
+    assert points[place] == spike or math.isnan(points[place])
+    assert len(points) < 160
 
 
 def test_an_empty_history_has_nothing() -> None:
@@ -160,7 +170,7 @@ def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readabl
     for epoch in range(1, 1001):
         board.receive(0, looping(float(epoch), 0, steps=(epoch - 1) * 50, epoch=epoch))
         board.receive(0, looping(epoch + 0.5, 50, steps=epoch * 50, epoch=epoch))
-    marks = board.ranks[0].epoch_marks
+    marks = board.ranks[0].loop.marks
     assert marks[:2] == [(0.0, "epoch 1"), (50.0, "epoch 2")]
     assert len(marks) <= 200
 
@@ -218,17 +228,17 @@ def test_peaks_stay_and_a_rank_that_has_gone_keeps_its_last_weight() -> None:
         board.see([row(rss_bytes=held * GIB, device_bytes=held * GIB)])
     board.see([row("done", rss_bytes=0, device_bytes=None)])
     facts = board.ranks[0]
-    assert (facts.rss_bytes, facts.peak_rss_bytes) == (2 * GIB, 4 * GIB)
-    assert (facts.device_bytes, facts.peak_device_bytes) == (2 * GIB, 4 * GIB)
+    assert (facts.memory.rss, facts.memory.peak_rss) == (2 * GIB, 4 * GIB)
+    assert (facts.memory.device, facts.memory.peak_device) == (2 * GIB, 4 * GIB)
 
 
 def test_the_driver_knows_better_than_the_worker() -> None:
     board = RunBoard([0], began_at=0.0)
     board.receive(0, metrics(0.5, 1, device_bytes=GIB))
-    assert board.ranks[0].device_bytes == GIB
+    assert board.ranks[0].memory.device == GIB
     board.see([row(device_bytes=3 * GIB)])
     board.receive(0, metrics(1.0, 2, device_bytes=GIB))
-    assert board.ranks[0].device_bytes == 3 * GIB
+    assert board.ranks[0].memory.device == 3 * GIB
 
 
 def test_a_state_is_as_old_as_when_it_was_first_seen() -> None:

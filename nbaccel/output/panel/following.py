@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nbaccel.output import publish
-from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.cell_place import CellPlace, WaitingLine
 from nbaccel.output.console import Console
-from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.dashboard.display import Dashboard
-from nbaccel.output.waiting_line import WaitingLine
+from nbaccel.output.panel.display import Dashboard
+from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.inventory import Inventory
@@ -62,7 +61,7 @@ class DashboardUpdater:
 
     def __init__(
         self,
-        worker_ranks: Sequence[int],
+        ranks: Sequence[int],
         *,
         plan: Plan,
         place: CellPlace | None = None,
@@ -71,15 +70,15 @@ class DashboardUpdater:
     ) -> None:
         is_wanted = always_shown or publish.has_cells() or publish.is_watched()
         self._dashboard = Dashboard(
-            worker_ranks,
-            stop_launch=self._interrupt,
-            say_line=self._say,
+            ranks,
+            plan=plan,
+            stop=self._interrupt,
+            say=self._say,
             place=place,
             is_wanted=is_wanted,
         )
-        self._ranks = frozenset(worker_ranks)
+        self._ranks = frozenset(ranks)
         self._plan = plan
-        self._dashboard.board.plan = plan
         self._scales: MemoryMeter | None = None
         self._watched: WatchedCall | None = None
         self._whereabouts = WaitingRanks()
@@ -96,9 +95,9 @@ class DashboardUpdater:
         waiting_s = float("inf") if self._waiting_line is None else self._waiting_line.due_in()
         return min(self._dashboard.due_in(), waiting_s)
 
-    def receive(self, worker_rank: int, worker_message: Metrics) -> None:
+    def receive(self, rank: int, message: Metrics) -> None:
         """A rank has reported metrics of its training."""
-        self._dashboard.receive(worker_rank, worker_message)
+        self._dashboard.receive(rank, message)
 
     def poll(self, call: WatchedCall) -> None:
         """Show what is due. Cheap to call often."""
@@ -124,27 +123,26 @@ class DashboardUpdater:
     def _rows(self, call: WatchedCall) -> list[RankStatus]:
         # A pool's workers that do not have the task are not shown.
         members = [member for member in call.members if member.rank in self._ranks]
-        output_console = call.console
+        console = call.console
         board = self._dashboard.board
-        board.library_messages = output_console.library_messages.lines()
-        board.num_library_messages = output_console.library_messages.count
-        board.recent_lines = output_console.recent_lines.by_rank()
-        board.num_lines = output_console.recent_lines.num_shown
-        board.warnings = output_console.warnings
-        tail_lines = output_console.last_lines()
-        bars = output_console.bars()
+        board.library_messages = console.library_messages.lines()
+        board.num_library_messages = console.library_messages.count
+        board.recent_lines = console.recent_lines.by_rank()
+        board.num_lines = console.recent_lines.num_shown
+        last_lines = console.last_lines()
+        bars = console.bars()
         if self._scales is None:
             # Not before: nearly all cells end before there is anything to show.
-            memory_device = registry.device(self._plan.device)
-            self._scales = MemoryMeter(memory_device)
-            _note_totals(self._dashboard.board, memory_device, self._plan.inventory)
+            device = registry.device(self._plan.device)
+            self._scales = MemoryMeter(device)
+            _note_totals(board, device, self._plan.inventory)
         on_gpus = self._scales.on_gpus([member.pid for member in members if not member.has_ended])
         return [
             replace(
                 self.row(
                     call,
                     member,
-                    last_line=tail_lines.get(member.rank, ""),
+                    last_line=last_lines.get(member.rank, ""),
                     device_bytes=on_gpus.get(member.pid),
                 ),
                 bars=bars.get(member.rank, ()),
@@ -187,6 +185,7 @@ class DashboardUpdater:
                 or call.console.has_bars
                 or any(ending_words.values())
             )
+            self.board.warnings = call.console.warnings
             rows = self._rows(call) if is_wanted else ()
             self._dashboard.finish(rows, **ending_words)
         finally:
@@ -218,12 +217,11 @@ def state_of(member: WorkerHandle) -> str:
 def _note_totals(board: RunBoard, device: Device, inventory: Inventory) -> None:
     """Note how much memory there is, on the host and on each rank's device."""
     board.host_total_bytes = inventory.host_total_bytes or None
-    device_units = device.units(inventory)
-    for rank, rank_facts in board.ranks.items():
-        if device_units:
+    units = device.units(inventory)
+    for rank, facts in board.ranks.items():
+        if units:
             # Workers beyond the number of devices share them in turn.
-            device_unit = device_units[rank % len(device_units)]
-            rank_facts.device_total_bytes = device_unit.total_bytes or None
+            facts.memory.device_total = units[rank % len(units)].total_bytes or None
 
 
 class MemoryMeter:
@@ -288,9 +286,9 @@ class WaitingRanks:
     def __init__(self) -> None:
         self._sights: dict[int, _MemberSight] = {}
 
-    def doing(self, worker_rank: int) -> str:
+    def doing(self, rank: int) -> str:
         """`waiting in barrier (Cell In[2], line 4)`; empty for one that is at work."""
-        sight = self._sights.get(worker_rank)
+        sight = self._sights.get(rank)
         return sight.doing if sight is not None else ""
 
     def poll(self, members: Iterable[WorkerHandle]) -> None:

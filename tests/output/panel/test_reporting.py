@@ -17,7 +17,7 @@ from torch import nn
 from nbaccel import Accelerator, Pool, WorkerFailed, notebook_launcher
 from nbaccel.devices.cpu import CpuDevice
 from nbaccel.workers import messaging, metrics_reporter
-from tests.output.dashboard.conftest import Seen
+from tests.output.panel.conftest import Seen
 
 Launch = Callable[..., Any]
 
@@ -140,11 +140,11 @@ def test_progress_tells_epochs_batches_and_samples_of_each_rank(launch: Launch, 
     launch(train)
     for rank in (0, 1):
         facts = seen.board.ranks[rank]
-        assert (facts.loop_label, facts.epoch) == ("check", 3)
-        assert (facts.batches, facts.total_batches) == (2, 2)
+        assert (facts.loop.label, facts.loop.epoch) == ("check", 3)
+        assert (facts.loop.batches, facts.loop.total_batches) == (2, 2)
         assert facts.samples == 3 * (4 * (5 + rank) + 2 * 2)
         assert facts.steps == 3 * (5 + rank + 2)
-        assert facts.epoch_marks == [
+        assert facts.loop.marks == [
             (float(epoch * (7 + rank) + offset), name)
             for epoch in range(3)
             for offset, name in ((0, f"epoch {epoch + 1}"), (5 + rank, "check"))
@@ -308,11 +308,15 @@ def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_
     for rank in (0, 1):
         facts = seen.board.ranks[rank]
         assert (facts.steps, facts.samples) == (18, 90)
-        assert facts.outer is not None
-        assert (facts.outer.done, facts.outer.total, facts.outer.done_steps) == (3, 3, 18)
+        assert facts.loop.outer is not None
+        assert (facts.loop.outer.done, facts.loop.outer.total, facts.loop.outer.done_steps) == (
+            3,
+            3,
+            18,
+        )
         first = next(message for message in seen.messages_of(rank) if message.outer is not None)
         assert (first.outer.done, first.outer.round_steps) == (0, 0)
-        marks = [step for step, _ in facts.epoch_marks]
+        marks = [step for step, _ in facts.loop.marks]
         assert marks == sorted(set(marks)), "the two loops that begin at step 0 have one mark"
 
 
@@ -329,9 +333,9 @@ def test_a_loop_that_is_left_early_ends_with_its_epoch(seen: Seen) -> None:
     notebook_launcher(train, (), 2)
     facts = seen.board.ranks[0]
     # A round that is left is no batch that was used.
-    assert (facts.steps, facts.epoch, facts.total_batches) == (3 * 4 + 7, 1, 7)
-    assert facts.outer is not None
-    assert (facts.outer.done, facts.outer.total) == (2, 3)
+    assert (facts.steps, facts.loop.epoch, facts.loop.total_batches) == (3 * 4 + 7, 1, 7)
+    assert facts.loop.outer is not None
+    assert (facts.loop.outer.done, facts.loop.outer.total) == (2, 3)
 
 
 @pytest.mark.slow

@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbaccel.base.spent_time import SpentTime
+from nbaccel.output.bars import BarText, read_bar
 from nbaccel.output.chart import ACCENT_COLOUR
-from nbaccel.output.dashboard import curves, drawing, panel_html
-from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.recent_lines import RecentLine
-from nbaccel.output.tqdm_text import BarText, read_bar
+from nbaccel.output.folded_lines import RecentLine
+from nbaccel.output.panel import curves, live_html, words
+from nbaccel.output.panel.facts import RankStatus, RunBoard
+from nbaccel.output.panel.rank_times import mean_time_html
 from nbaccel.workers.messaging import Metrics
+from tests.output.panel.finished import final_html, final_line
 
 GIB = 2**30
 NASTY = '</td><script>alert(1)</script> & \x1b[31mred\x1b[0m \x07"quoted"'
@@ -40,7 +42,7 @@ class Page(HTMLParser):
         assert self.open == []
         assert self.kinds <= {
             *("div", "span", "b", "br", "pre", "table", "thead", "tbody", "tr", "th", "td"),
-            *("details", "summary"),
+            *("details", "summary", "ul", "li"),
         }
         # A bar has a colour that is seen on light and on dark, and a grey that lets both through.
         for known in (f"background:{ACCENT_COLOUR}", "background:rgba(128,128,128,0.3)"):
@@ -53,7 +55,9 @@ class Page(HTMLParser):
         if tag != "br":
             self.open.append(tag)
         self.kinds.add(tag)
-        assert {name for name, _ in attrs} <= {"style", "scope", "colspan"}
+        assert {name for name, _ in attrs} <= {
+            *("style", "scope", "colspan", "role", "aria-level"),
+        }
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
@@ -89,7 +93,7 @@ def told(board: RunBoard, rank: int, steps: int, *losses: float, name: str = "lo
 
 
 def both(board: RunBoard) -> list[str]:
-    return [panel_html.live_html(board, by_hand=True), panel_html.final_html(board)]
+    return [live_html.live_html(board, by_hand=True), final_html(board)]
 
 
 # ------------------------------------------------------------------------- HTML
@@ -106,8 +110,8 @@ def test_whatever_a_worker_says_is_text(which: int) -> None:
     page = Page(text)
     assert "<script" not in text
     harmless = '</td><script>alert(1)</script> & red "quoted"'
-    assert harmless in page.column("progress")
-    assert page.column("last line" if which else "state")[0].startswith(harmless)
+    assert page.column("progress")[0].startswith(harmless)
+    assert which or page.column("state")[0].startswith(harmless)
     assert page.text.count(harmless) >= 4
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -115,14 +119,13 @@ def test_whatever_a_worker_says_is_text(which: int) -> None:
 
 @given(st.text(max_size=400))
 def test_no_line_breaks_the_table(line: str) -> None:
-    page = Page(panel_html.final_html(board_of(2, last_line=f"x{line}")))
+    page = Page(both(board_of(2, doing=f"x{line}"))[0])
     assert len(page.rows) == 3
-    assert all(len(cell) <= drawing.LINE_CHARS for cell in page.column("last line"))
 
 
 def test_a_long_line_is_cut_with_a_sign_of_it() -> None:
-    (found, _) = Page(both(board_of(2, last_line="y" * 500))[1]).column("last line")
-    assert found == "y" * (drawing.LINE_CHARS - 1) + "…"
+    (found, _) = Page(both(board_of(2, doing="y" * 500))[0]).column("state")
+    assert found == "y" * (words.LINE_CHARS - 1) + "…"
 
 
 def test_a_table_for_screen_readers() -> None:
@@ -161,7 +164,7 @@ def test_of_many_ranks_the_worst_have_rows_and_the_rest_share_one() -> None:
     board.see([RankStatus(rank=63, state="failed", seconds=0.0, rss_bytes=GIB)])
     page = Page(both(board)[0])
     assert [row[0] for row in page.rows[1:3]] == ["63", "40"]
-    assert len(page.rows) == 1 + drawing.MOST_ROWS + 1
+    assert len(page.rows) == 1 + words.MOST_ROWS + 1
     assert page.rows[-1] == ["and 56 more ranks: running · steps 500 to 502 · 1.0 GiB"]
 
 
@@ -172,13 +175,14 @@ def test_eight_ranks_have_a_row_each() -> None:
 def test_what_stays_opens_with_the_summary_and_a_curve() -> None:
     board = board_of(2, state="done", last_line="saved")
     told(board, 0, 1000, 4.0, 2.0, 1.0)
-    page = Page(panel_html.final_html(board))
-    words = "2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 · up to 1.0 GiB each"
-    assert page.text.startswith(f"✓ {words}")
+    page = Page(final_html(board))
+    assert page.text.startswith(
+        "✓ 2 ranks · 12.0 s · step 1,002 (1/s) · loss 1 · up to 1.0 GiB each"
+    )
     assert page.column("loss")[0] == "4 → 1"
     assert page.column("state") == ["done", "done"]
     assert {"details", "summary"} <= page.kinds
-    html = panel_html.final_html(board)
+    html = final_html(board)
     assert html.rindex("</details>") < html.rindex("<img"), "the chart is in sight"
     assert "<svg" not in html, "of an element in an untrusted notebook only the texts are left"
 
@@ -199,7 +203,7 @@ def test_all_metrics_that_ranks_report_are_saved() -> None:
     for step in (1, 2):
         values = tuple((f"m{number}", float(step)) for number in range(16))
         board.receive(0, Metrics(time=float(step), steps=step, values=values, device_bytes=None))
-    assert panel_html.final_html(board).count("<img") == 16
+    assert final_html(board).count("<img") == 16
 
 
 def test_metrics_beyond_those_that_are_reported_are_named() -> None:
@@ -215,13 +219,13 @@ def test_metrics_beyond_those_that_are_reported_are_named() -> None:
         left_out=("<b>",),
     )
     board.receive(0, message)
-    words = "1 more metric is not drawn (the first 1 are): <b>"
-    assert drawing.left_out_sentence(board) == words
-    assert all(words in Page(page).text for page in both(board))
+    said = "1 more metric is not drawn (the first 1 are): <b>"
+    assert words.left_out_sentence(board) == said
+    assert all(said in Page(page).text for page in both(board))
     board.receive(1, replace(message, num_left_out=1_200, left_out=("a", NASTY)))
-    words = "1,200 more metrics are not drawn (the first 1 are): a, </td><script>alert(1)</…, …"
-    assert drawing.left_out_sentence(board) == words
-    assert all(words in Page(page).text for page in both(board))
+    said = "1,200 more metrics are not drawn (the first 1 are): a, </td><script>alert(1)</…, …"
+    assert words.left_out_sentence(board) == said
+    assert all(said in Page(page).text for page in both(board))
 
 
 def test_losses_that_are_no_numbers_are_said_to_be() -> None:
@@ -237,12 +241,12 @@ def test_progress_is_a_bar_with_words() -> None:
     board = board_of(2)
     for rank, batches in ((0, 30), (1, 20)):
         board.receive(rank, loop_message(batches))
-    html = panel_html.live_html(board, by_hand=False)
+    html = live_html.live_html(board, by_hand=False)
     page = Page(html)
     assert page.column("progress") == ["75 %epoch 3, 30 of 40", "50 %epoch 3, 20 of 40"]
     assert "width:75.0%" in html
     assert "step" not in page.rows[0], "the words say how far it is"
-    assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in drawing.live_text(board)
+    assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in words.live_text(board)
 
 
 def loop_message(batches: int, **more: object) -> Metrics:
@@ -269,11 +273,11 @@ def test_a_loop_without_a_length_is_told_in_words() -> None:
 
 def test_memory_is_told_against_what_there_is() -> None:
     board = board_of(1, device_bytes=3 * GIB)
-    board.host_total_bytes, board.ranks[0].device_total_bytes = 24 * GIB, 15 * GIB
+    board.host_total_bytes, board.ranks[0].memory.device_total = 24 * GIB, 15 * GIB
     page = Page(both(board)[0])
     assert page.column("memory") == ["1.0 GiBof 24.0 GiB"]
     assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
-    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in drawing.live_text(board)
+    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
 
 
 def test_what_is_left_and_samples_per_second_are_in_the_first_line() -> None:
@@ -281,12 +285,11 @@ def test_what_is_left_and_samples_per_second_are_in_the_first_line() -> None:
     for rank in (0, 1):
         for batches in (0, 5, 10):
             board.receive(rank, loop_message(batches))
-    assert drawing.summary_line(board, is_live=True) == (
-        "2 ranks · 12.0 s · epoch 3, 30.0 s left in this epoch · step 10 (1/s) · 8 samples/s · "
-        "up to 1.0 GiB each"
+    assert words.live_line(board) == (
+        "2 ranks · 12.0 s · epoch 3, 30.0 s left in this epoch · step 10 (1/s) · 8 samples/s"
     )
     board.ending = "failed"
-    assert drawing.summary_line(board).startswith("2 ranks · failed after 12.0 s · step 10 (1/s)")
+    assert final_line(board).startswith("2 ranks · failed after 12.0 s · step 10 (1/s)")
 
 
 def test_a_rank_that_waits_is_told_with_its_line_of_code() -> None:
@@ -305,18 +308,18 @@ def with_lines(num_lines: int) -> RunBoard:
 
 
 def test_long_output_has_its_newest_lines_in_the_panel_by_rank() -> None:
-    text = Page(panel_html.lines_html(with_lines(120))).text
+    text = Page(live_html.lines_html(with_lines(120))).text
     assert text.endswith("[0]   line 59\n[1]   line 59"), "in the order in which they came"
     assert len(text.splitlines()) == 100
-    own = Page(panel_html.lines_html(with_lines(120), 1)).text
+    own = Page(live_html.lines_html(with_lines(120), 1)).text
     assert own.splitlines() == [f"  line {i}" for i in range(60)]
 
 
 def test_what_stays_of_long_output_is_by_rank_and_of_short_output_nothing() -> None:
-    saved = Page(panel_html.final_html(with_lines(120))).text
+    saved = Page(final_html(with_lines(120))).text
     assert "last lines of rank 0" in saved
     assert saved.count("line 59") == 2
-    short = Page(panel_html.final_html(with_lines(panel_html.LONG_OUTPUT_LINES))).text
+    short = Page(final_html(with_lines(live_html.LONG_OUTPUT_LINES))).text
     assert "line 59" not in short
 
 
@@ -350,12 +353,12 @@ def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
                     message, values=(("loss", 1 / step), ("lr", 0.1)), value_steps=(step, step)
                 ),
             )
-    html = panel_html.live_html(board, by_hand=False)
+    html = live_html.live_html(board, by_hand=False)
     assert html.count("<svg") == 2
     assert "1 other metric" in Page(html).text
     chart = curves.metric_chart(board, "loss")
-    for words in ("epoch 2", "rank 0", "rank 1", "mean, smoothed", "step"):
-        assert words in chart
+    for text in ("epoch 2", "rank 0", "rank 1", "mean of ranks", "step"):
+        assert text in chart
     assert curves.metric_chart(board, "unknown") == ""
     assert curves.is_logarithmic(board, "loss")
     assert not curves.is_logarithmic(board, "lr")
@@ -378,7 +381,7 @@ def test_the_mean_loss_is_of_ranks_that_mean_the_same() -> None:
     told(board, 0, 1, 1.0)
     told(board, 1, 1, 3.0)
     told(board, 2, 1, 100.0, name="eval_loss")
-    assert "loss 2 " in drawing.summary_line(board)
+    assert "loss 2 " in final_line(board)
 
 
 @pytest.mark.parametrize(
@@ -389,37 +392,37 @@ def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> 
     board = board_of(1)
     for time, count in ((0.0, 0), (seconds, steps)):
         board.receive(0, Metrics(time=time, steps=count, values=(), device_bytes=None))
-    assert f"step {steps:,} ({words})" in drawing.summary_line(board)
+    assert f"step {steps:,} ({words})" in final_line(board)
 
 
 # ------------------------------------------------------------------------- curves
 
 
 def test_a_curve_has_a_block_for_each_value() -> None:
-    assert drawing.sparkline([11, 12, 13, 14, 15, 16, 17, 18]) == "▁▂▃▄▅▆▇█"
-    assert drawing.sparkline([]) == ""
-    assert drawing.sparkline([3.0, 3.0]) == "▄▄"
+    assert words.sparkline([11, 12, 13, 14, 15, 16, 17, 18]) == "▁▂▃▄▅▆▇█"
+    assert words.sparkline([]) == ""
+    assert words.sparkline([3.0, 3.0]) == "▄▄"
 
 
 def test_a_long_curve_is_of_groups_and_spans_all() -> None:
-    curve = drawing.sparkline([10.0] * 500 + [20.0] * 500)
-    assert curve == "▁" * (drawing.CURVE_CHARS // 2) + "█" * (drawing.CURVE_CHARS // 2)
+    curve = words.sparkline([10.0] * 500 + [20.0] * 500)
+    assert curve == "▁" * (words.CURVE_CHARS // 2) + "█" * (words.CURVE_CHARS // 2)
 
 
 def test_a_loss_that_falls_by_factors_is_a_slope_and_not_a_cliff() -> None:
-    curve = drawing.sparkline([1000.0, 100.0, 10.0, 1.0])
+    curve = words.sparkline([1000.0, 100.0, 10.0, 1.0])
     assert len(set(curve)) == 4
 
 
 def test_what_is_no_number_is_marked() -> None:
-    assert drawing.sparkline([1.0, math.nan, 2.0, math.inf]) == "▁!█!"
-    assert drawing.sparkline([math.nan]) == "!"
+    assert words.sparkline([1.0, math.nan, 2.0, math.inf]) == "▁!█!"
+    assert words.sparkline([math.nan]) == "!"
 
 
 @given(st.lists(st.floats(), max_size=200))
 def test_any_values_have_a_curve(values: list[float]) -> None:
-    curve = drawing.sparkline(values)
-    assert len(curve) == min(len(values), drawing.CURVE_CHARS)
+    curve = words.sparkline(values)
+    assert len(curve) == min(len(values), words.CURVE_CHARS)
     assert set(curve) <= set("▁▂▃▄▅▆▇█!")
     assert html_module.escape(curve) == curve
 
@@ -445,9 +448,9 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> 
     assert "computing 75 %" in live
     assert "waiting for others 25 %" in live
     assert "Rank 1 holds the others up" in final, "what stays has the times rank by rank"
-    assert "waited for rank 1" in drawing.summary_line(board)
-    assert "waited for rank" not in drawing.summary_line(board, is_live=True)
+    assert "waited for rank 1" in final_line(board)
+    assert "waited for rank" not in words.live_line(board)
 
 
 def test_without_such_a_report_there_is_no_bar_of_times() -> None:
-    assert panel_html.time_html(board_of(2)) == ""
+    assert mean_time_html(board_of(2).times.by_rank()) == ""

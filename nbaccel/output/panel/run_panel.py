@@ -22,10 +22,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbaccel.base import ipython_private
-from nbaccel.output.dashboard import panel_html
-from nbaccel.output.dashboard.board import RunBoard
-from nbaccel.output.dashboard.curves import is_logarithmic, metric_chart, smoothed_value
-from nbaccel.output.dashboard.drawing import number_text, plain_text
+from nbaccel.output.panel import live_html
+from nbaccel.output.panel.curves import is_logarithmic, metric_chart, smoothed_value
+from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.panel.rank_times import mean_time_html
+from nbaccel.output.panel.words import number_text, plain_text
 
 __all__ = ["RunPanel", "may_take_clicks"]
 
@@ -75,7 +76,7 @@ class RunPanel:
 
     def __init__(
         self,
-        worker_ranks: Sequence[int],
+        ranks: Sequence[int],
         on_stop: Callable[[], None],
         on_choice: Callable[[], None],
     ) -> None:
@@ -93,8 +94,8 @@ class RunPanel:
         self._log = library.ToggleButton(description=_LOG_LABEL, tooltip=_LOG_TOOLTIP)
         self._metrics = self._choice([], "nbaccel-metrics")
         rank_options = [(_ALL_RANKS, -1)]
-        if len(worker_ranks) > 1:
-            rank_options += [(f"rank {rank}", rank) for rank in worker_ranks[:_MAX_RANK_BUTTONS]]
+        if len(ranks) > 1:
+            rank_options += [(f"rank {rank}", rank) for rank in ranks[:_MAX_RANK_BUTTONS]]
         self._ranks = self._choice(rank_options, "nbaccel-ranks")
         self._metric_names: list[str] = []
         self._log_chosen: bool | None = None
@@ -170,16 +171,16 @@ class RunPanel:
 
     def show(self, board: RunBoard, *, is_stopping: bool) -> None:
         """Change what it shows."""
-        self._head.value = panel_html.headline_html(board)
-        self._table.value = panel_html.ranks_html(board, with_metrics=False) + panel_html.time_html(
-            board
+        self._head.value = live_html.headline_html(board)
+        self._table.value = live_html.ranks_html(board, with_metrics=False) + mean_time_html(
+            board.times.by_rank()
         )
-        self._notes.value = panel_html.left_out_html(board) + panel_html.library_html(board)
+        self._notes.value = live_html.left_out_html(board) + live_html.library_html(board)
         self._button.description = _STOPPING_LABEL if is_stopping else _STOP_LABEL
         self._show_chart(board)
-        if panel_html.is_long(board):
+        if live_html.is_long(board):
             rank = self._ranks.value
-            self._lines.value = panel_html.lines_html(board, None if rank in (None, -1) else rank)
+            self._lines.value = live_html.lines_html(board, None if rank in (None, -1) else rank)
             self._lines_part.layout.display = None
 
     def _show_chart(self, board: RunBoard) -> None:

@@ -32,16 +32,20 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base import env
 from nbaccel.output import publish
 from nbaccel.output.cell_place import VIEW_MIME, CellPlace
-from nbaccel.output.dashboard import drawing, panel_html
-from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.dashboard.run_panel import RunPanel, may_take_clicks
+from nbaccel.output.panel.facts import RankStatus, RunBoard
+from nbaccel.output.panel.live_html import live_html
+from nbaccel.output.panel.run_panel import RunPanel, may_take_clicks
+from nbaccel.output.panel.words import live_text, progress_of
+from nbaccel.output.report.report_html import summary_html
+from nbaccel.output.report.report_text import finished_line
+from nbaccel.output.report.run_facts import facts_of
+from nbaccel.output.report.run_report import note_latest
 
 if TYPE_CHECKING:
+    from nbaccel.plan import Plan
     from nbaccel.workers.messaging import Metrics
 
-
 __all__ = ["Dashboard"]
-
 
 FIRST_S = 1.0
 REDRAW_INTERVAL_S = 1.0
@@ -53,34 +57,38 @@ _IN_A_TERMINAL_S = (1.0, 5.0, 15.0, 60.0)
 
 
 class Dashboard:
-    """Shows what ranks do while they run, and a summary afterwards."""
+    """Shows what ranks do while they run, and a summary afterwards.
+
+    Attributes:
+        board: What is known of them.
+        was_shown: Whether something has been shown, so that there will be a summary.
+    """
 
     def __init__(
         self,
-        worker_ranks: Sequence[int],
+        ranks: Sequence[int],
         *,
-        stop_launch: Callable[[], None] | None = None,
-        say_line: Callable[[str], None] | None = None,
+        plan: Plan,
+        stop: Callable[[], None] | None = None,
+        say: Callable[[str], None] | None = None,
         place: CellPlace | None = None,
         is_wanted: bool = True,
         read_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = read_clock
-        self.board = RunBoard(worker_ranks, began_at=read_clock())
-        self._stop = stop_launch
-        self._say = say_line or _say
+        self.board = RunBoard(ranks, began_at=read_clock(), plan=plan)
+        self.was_shown = False
+        self._plan = plan
+        self._say = say or _say
         self._place = place or CellPlace()
-        self._in_place = self._place.is_there
-        if self._place.is_widget:
-            # What stands there cannot become a panel with a button of its own.
-            self._stop = None
+        # A widget that stands there cannot become a panel with a button of its own.
+        self._stop = None if self._place.is_widget else stop
         self._is_wanted = is_wanted and env.flag("NBACCEL_DASHBOARD") is not False
         self._next = self.board.began + FIRST_S
-        self._lines = _less_and_less()
-        self._next_line = next(self._lines)
+        self._line_times = _less_and_less()
+        self._next_line = next(self._line_times)
         self._panel: RunPanel | None = None
         self._shows_panel = False
-        self._was_shown = False  # whether something has been shown
         self._view_stands = False  # whether the panel is what stands in the place
         self._has_news = False
         self._drawn_at = 0.0
@@ -98,14 +106,9 @@ class Dashboard:
         return self._clock() >= self._next
 
     @property
-    def was_shown(self) -> bool:
-        """Whether something has been shown, so that there will be a summary."""
-        return self._was_shown
-
-    @property
     def has_progress(self) -> bool:
         """Whether a loop has been seen: its bars are nowhere else, however short it was."""
-        return any(map(drawing.progress_of, self.board.ranks.values()))
+        return any(map(progress_of, self.board.ranks.values()))
 
     def _news_due(self) -> float:
         """Only a panel is updated early; an output that is replaced as a whole may flicker."""
@@ -115,41 +118,41 @@ class Dashboard:
 
     # ---- what is known
 
-    def receive(self, worker_rank: int, message: Metrics) -> None:
+    def receive(self, rank: int, message: Metrics) -> None:
         """Take in what a rank has reported of its training."""
-        self.board.receive(worker_rank, message)
+        self.board.receive(rank, message)
         self._has_news = True
 
-    def update(self, rank_rows: Sequence[RankStatus]) -> None:
+    def update(self, rows: Sequence[RankStatus]) -> None:
         """Show the ranks, if it is time."""
-        current_time = self._clock()
-        if current_time < self._next:
+        now = self._clock()
+        if now < self._next:
             return
         # Whole intervals are skipped: looks that were missed are not made up for.
-        self._next += REDRAW_INTERVAL_S * (1 + (current_time - self._next) // REDRAW_INTERVAL_S)
-        self.board.now = current_time
-        self.board.see(rank_rows)
+        self._next += REDRAW_INTERVAL_S * (1 + (now - self._next) // REDRAW_INTERVAL_S)
+        self.board.now = now
+        self.board.see(rows)
         if not self._is_wanted:
             return
-        if self._in_place:
+        if self._place.is_there:
             self._draw()
         else:
             self._add_line()
-        self._was_shown = True
+        self.was_shown = True
 
     def _add_line(self) -> None:
         if self.board.seconds < self._next_line:
             return
         # Several times that have passed since the last look make one line.
         while self._next_line <= self.board.seconds:
-            self._next_line = next(self._lines)
-        self._say(_with_prefix(drawing.live_text(self.board)))
+            self._next_line = next(self._line_times)
+        self._say(_with_prefix(live_text(self.board)))
 
     def refresh(self) -> None:
         """Show what has been reported since the last look, if it is time."""
-        current_time = self._clock()
-        if current_time >= self._news_due():
-            self.board.now = current_time
+        now = self._clock()
+        if now >= self._news_due():
+            self.board.now = now
             self._draw()
 
     # ---- the place
@@ -158,21 +161,20 @@ class Dashboard:
         self._has_news = False
         self._drawn_at = self._clock()
         self._watch_panel()
-        if self._panel is None or not self._shows_panel:
-            self._show_in_place(panel_html.live_html(self.board, by_hand=True))
-            return
-        self._panel.show(self.board, is_stopping=self._clicked)
-        if not self._view_stands:
-            # The HTML is for who cannot show widgets.
+        if self._panel is not None and self._shows_panel:
+            self._panel.show(self.board, is_stopping=self._clicked)
+            if self._view_stands:
+                return
             self._view_stands = True
-            self._show_in_place(panel_html.live_html(self.board, by_hand=True))
+        # Beside a panel, the HTML is for who cannot show widgets.
+        self._show_in_place(live_html(self.board, by_hand=True), live_text(self.board))
 
     def _watch_panel(self) -> None:
         """Make the panel at first; show it once its button has an effect."""
         if self._stop is None or self._shows_panel:
             return
         if self._panel is None:
-            if not self._was_shown and may_take_clicks():
+            if not self.was_shown and may_take_clicks():
                 self._panel = self._new_panel()
         elif self._panel.takes_clicks:
             self._shows_panel = True
@@ -195,17 +197,17 @@ class Dashboard:
     def _on_choice(self) -> None:
         self._has_news = True
 
-    def _show_in_place(self, html: str, text: str = "") -> None:
-        display_data = _as_data(html, text or drawing.live_text(self.board))
+    def _show_in_place(self, html: str, text: str) -> None:
+        data = _as_data(html, text)
         if self._panel is not None and self._shows_panel:
-            display_data[VIEW_MIME] = self._panel.view
-        self._place.show(display_data)
+            data[VIEW_MIME] = self._panel.view
+        self._place.show(data)
 
     # ---- the end
 
     def finish(
         self,
-        rank_rows: Sequence[RankStatus] = (),
+        rows: Sequence[RankStatus] = (),
         *,
         has_failed: bool = False,
         was_interrupted: bool = False,
@@ -213,31 +215,36 @@ class Dashboard:
     ) -> None:
         """Leave the summary, if there has been anything to see."""
         # First: a click from here on must not interrupt what follows the call.
-        stop_panel = self._panel
+        panel = self._panel
         self._panel = None
         self._stop = None
         board = self.board
         board.now = self._clock()
-        board.see(rank_rows)
+        board.see(rows)
         if was_interrupted:
             board.ending = "stopped"
         elif timed_out:
             board.ending = "timed out"
         else:
             board.ending = "failed" if has_failed else ""
-        text = drawing.summary_line(board, with_curve=True)
-        if not self._in_place:
-            if self._was_shown:
-                self._say(_with_prefix(text))
-        elif self._is_wanted and (self._was_shown or self.has_progress):
-            self._show_in_place(panel_html.final_html(board), text)
-            folded_html = panel_html.final_html(board, folds_chart=True)
-            _fold_earlier(self._place, _as_data(folded_html, text))
-        else:
+        note_latest(board)
+        if self._is_wanted and (self.was_shown or self.has_progress):
+            self._show_summary()
+        elif self._place.is_there:
             # What was waited for may still be there.
             self._place.show({})
-        if stop_panel is not None:
-            stop_panel.close()
+        if panel is not None:
+            panel.close()
+
+    def _show_summary(self) -> None:
+        facts = facts_of(self.board, self._plan)
+        line = finished_line(facts)
+        if self._place.is_there:
+            self._show_in_place(summary_html(self.board, facts), line)
+            folded_html = summary_html(self.board, facts, folds_chart=True)
+            _fold_earlier(self._place, _as_data(folded_html, line))
+        elif self.was_shown:
+            self._say(_with_prefix(line))
 
 
 def _as_data(html: str, text: str) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from nbaccel.base.outer_loop import OuterLoop
-from nbaccel.output.dashboard import drawing, panel_html
-from nbaccel.output.dashboard.board import RankStatus, RunBoard
-from nbaccel.output.dashboard.time_left import most_left
-from nbaccel.output.tqdm_text import BarText, read_bar
+from nbaccel.output.bars import BarText, read_bar
+from nbaccel.output.panel import live_html, words
+from nbaccel.output.panel.facts import RankStatus, RunBoard
+from nbaccel.output.panel.time_left import most_left
 from nbaccel.workers.messaging import Metrics
 from nbaccel.workers.training_loops import TrainingLoops
+from tests.output.panel.finished import final_html, final_line
 
 BATCH_S = 0.5
 EVALUATION_S = 4.0
@@ -136,11 +137,11 @@ def test_where_the_epochs_are_known_the_whole_training_is_told(
     assert left is not None
     assert left.of_what == ""
     assert left.seconds == pytest.approx(training.truly_left, rel=0.02, abs=1.0)
-    line = drawing.summary_line(training.board, is_live=True)
+    line = words.live_line(training.board)
     assert f"epoch {epochs + 1} of 14, " in line
     assert " left · " in line
     assert f"step {epochs * BATCHES + batches} of {EPOCHS * BATCHES} (" in line
-    assert f"epoch {epochs + 1} of 14, {batches} of 20" in panel_html.ranks_html(training.board)
+    assert f"epoch {epochs + 1} of 14, {batches} of 20" in live_html.ranks_html(training.board)
 
 
 @pytest.mark.parametrize("way", list(WAYS)[:2])
@@ -151,7 +152,7 @@ def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way: str)
     assert left is not None
     assert left.seconds == pytest.approx(training.truly_left, rel=0.02)
     steps = EPOCHS * (BATCHES + EVALUATED)
-    assert f"step 85 of {steps} (" in drawing.summary_line(training.board, is_live=True)
+    assert f"step 85 of {steps} (" in words.live_line(training.board)
 
 
 def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that() -> None:
@@ -160,18 +161,18 @@ def test_an_epoch_that_takes_longer_than_those_before_is_not_over_for_that() -> 
     training.board.now += 60.0
     left = most_left(training.board.ranks.values(), training.board.now)
     assert left is None or left.seconds >= 0
-    assert "-" not in drawing.summary_line(training.board, is_live=True)
+    assert "-" not in words.live_line(training.board)
 
 
 def test_without_a_number_of_epochs_it_says_what_is_left_of_what() -> None:
     training = Training()
     training.run(2, 5)
-    line = drawing.summary_line(training.board, is_live=True)
+    line = words.live_line(training.board)
     assert "epoch 3, 8.0 s left in this epoch · step 45 (" in line
     named = Training(evaluates=True)
     named.run(1)
     named._loop("evaluation", EVALUATED, 2, 1.0)
-    line = drawing.summary_line(named.board, is_live=True)
+    line = words.live_line(named.board)
     assert "evaluation, " in line
     assert " left in this loop" in line
 
@@ -179,7 +180,7 @@ def test_without_a_number_of_epochs_it_says_what_is_left_of_what() -> None:
 def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs() -> None:
     training = Training(bars=[drawn(40, 9.0, total=100)] * 3)
     training.run(1, 5)
-    assert "epoch 2, 8.0 s left in this epoch" in drawing.summary_line(training.board, is_live=True)
+    assert "epoch 2, 8.0 s left in this epoch" in words.live_line(training.board)
 
 
 def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name() -> None:
@@ -191,7 +192,7 @@ def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_
         found = tuple(bar for text in bars if (bar := read_bar(text)))
         assert len(found) == len(bars)
         board.see([RankStatus(rank=0, state="running", seconds=0.0, rss_bytes=0, bars=found)])
-        return drawing.summary_line(board, is_live=True)
+        return words.live_line(board)
 
     inner = " 50%|##  | 10/20 [00:05<00:05, 2.00it/s]"
     assert "epoch 3 of 14, 2 min 0 s left" in line(drawn(2, 20.0, description="epochs"), inner)
@@ -205,11 +206,11 @@ def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not() -
     stopped = Training(epochs=EPOCHS)
     stopped.run(2, 10)
     stopped.board.ending = "stopped"
-    assert " · step 50 of 280 (" in drawing.summary_line(stopped.board)
+    assert " · step 50 of 280 (" in final_line(stopped.board)
     finished = Training(epochs=EPOCHS)
     finished.run(EPOCHS)
-    assert " · step 280 (" in drawing.summary_line(finished.board)
-    assert "epoch 14 of 14, 20 of 20" in panel_html.final_html(finished.board)
+    assert " · step 280 (" in final_line(finished.board)
+    assert "epoch 14 of 14, 100 % (20 of 20)" in final_html(finished.board)
 
 
 def test_a_second_training_counts_its_own_epochs() -> None:
@@ -217,14 +218,14 @@ def test_a_second_training_counts_its_own_epochs() -> None:
     training = Training(epochs=2)
     training.run(2)
     training.run(1, 3)
-    around = training.board.ranks[0].outer
+    around = training.board.ranks[0].loop.outer
     assert isinstance(around, OuterLoop)
     assert (around.done, around.total, around.round_steps) == (1, 2, 3)
     other = Training(epochs=3)
     other.run(3)
     other._loop("finetune", 7, 7, 1.0, 5)
     other._loop("finetune", 7, 2, 1.0, 5)
-    around = other.board.ranks[0].outer
+    around = other.board.ranks[0].loop.outer
     assert around is not None
     assert (around.done, around.total, around.done_steps) == (1, 5, 7)
 
@@ -233,8 +234,8 @@ def test_a_loop_whose_name_counts_is_the_same_loop() -> None:
     training = Training()
     for epoch in range(3):
         training._loop(f"epoch {epoch}", BATCHES, BATCHES, BATCH_S, EPOCHS)
-    assert "epoch 3 of 14" in drawing.summary_line(training.board, is_live=True)
-    assert training.board.ranks[0].loop_label == "epoch 2", "the row has the user's own name"
+    assert "epoch 3 of 14" in words.live_line(training.board)
+    assert training.board.ranks[0].loop.label == "epoch 2", "the row has the user's own name"
 
 
 def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
@@ -257,7 +258,7 @@ def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
     settled = {"state": "running", "seconds": 0.0, "rss_bytes": 0}
     board.see([RankStatus(rank=0, **settled), RankStatus(rank=1, bars=(bar,), **settled)])  # type: ignore[arg-type]
     board.now = 5.0
-    line = drawing.summary_line(board, is_live=True)
+    line = words.live_line(board)
     assert "epoch 3 of 14, " in line
     assert "in this" not in line
 
@@ -291,7 +292,7 @@ class Nested:
 
     @property
     def marks(self) -> list[float]:
-        return [step for step, _ in self._board.ranks[0].epoch_marks]
+        return [step for step, _ in self._board.ranks[0].loop.marks]
 
     def least_and_most(self, *, after: float, of_what: str = "") -> tuple[float, float]:
         """The least and the most that was said, as shares of what was really left."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.output.dashboard.board import RunBoard
-from nbaccel.output.dashboard.following import DashboardUpdater, WatchedCall
+from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.panel.following import DashboardUpdater, WatchedCall
 from nbaccel.workers import messaging
 
 

@@ -1,0 +1,148 @@
+"""Lines that are folded away and counted, and the newest lines of each rank.
+
+A run of transformers' Trainer on two ranks was seen to begin with a dozen lines of warnings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nbaccel.base.units import number_ranges, shorten_text
+
+__all__ = ["LibraryMessages", "RecentLine", "RecentLines", "SeenLine", "SeenWarnings"]
+
+# `[rank1]:[W1125 10:15:30.123456789 socket.cpp:767] `, in all versions of torch since 2.0.
+_TORCH_HEAD = r"(?:\[rank\d+\]:)?\[W[^\]]*\] "
+_HARMLESS_LINES = (
+    # From each rank for every group, in the torch of Colab (2.9): sgl-project/sglang#9652
+    # has pages of it. Where the two numbers differ somebody is missing, which is worth knowing.
+    r"\[Gloo\] Rank \d+ is connected to (?P<peers>\d+) peer ranks\. "
+    r"Expected number of connected peer ranks is : (?P=peers)",
+    # A host whose address has no name, as in containers: pytorch/pytorch#159007.
+    _TORCH_HEAD + r"\[c10d\] The (?:hostname|remote address) of the client socket cannot be "
+    r"retrieved\. err=.*",
+    # The process ends, and its groups with it: pytorch/pytorch#126275, "the wall of warning text".
+    _TORCH_HEAD + r"Warning: WARNING: (?:destroy_process_group\(\) was not called before program "
+    r"exit|process group has NOT been destroyed before we destruct ProcessGroupNCCL).*",
+    # A worker uses the device of its local rank, which is what NCCL guesses: pytorch/pytorch#60752.
+    _TORCH_HEAD + r"(?:Warning: )?(?:Guessing device ID based on global rank|.*using GPU \d+ (?:to "
+    r"perform barrier )?as devices? used by this process (?:is|are) currently unknown).*",
+)
+_IS_HARMLESS = re.compile("|".join(_HARMLESS_LINES))
+# As `warnings` writes one, "file:line: Category: text", and as loggers and C++ code imitate it.
+_WARNING_LINE = re.compile(r"(?:^|[\s:\[(])(?P<text>[A-Z]\w*Warning: .*)")
+
+
+@dataclass(slots=True)
+class SeenLine:
+    """How often a line was seen, and on which ranks."""
+
+    count: int = 0
+    ranks: set[int] = field(default_factory=set)
+
+
+class SeenLines:
+    """Counts lines by their text, in bounded memory.
+
+    Attributes:
+        by_text: Text → how often it was seen, in the order of the first time.
+        num_left_out: Lines that were not kept, because there were too many different ones.
+        count: How many there were, of all ranks.
+    """
+
+    max_texts = 200
+    max_chars = 500
+
+    def __init__(self) -> None:
+        self.by_text: dict[str, SeenLine] = {}
+        self.num_left_out = 0
+        self.count = 0
+
+    def note(self, rank: int, line: str) -> None:
+        """Count a line."""
+        self.count += 1
+        text = shorten_text(line, self.max_chars)
+        if text not in self.by_text and len(self.by_text) >= self.max_texts:
+            self.num_left_out += 1
+            return
+        seen = self.by_text.setdefault(text, SeenLine())
+        seen.count += 1
+        seen.ranks.add(rank)
+
+
+class SeenWarnings(SeenLines):
+    """Warnings in the output of workers: a report tells each once."""
+
+    max_texts = 50
+    max_chars = 400
+
+    def take_in(self, rank: int, lines: Sequence[str]) -> None:
+        """Count the warnings among lines that a rank has written."""
+        for line in lines:
+            # First what nearly all lines lack: thousands of lines a second are asked.
+            if "Warning: " in line and (found := _WARNING_LINE.search(line)):
+                self.note(rank, found["text"].strip())
+
+
+class LibraryMessages(SeenLines):
+    """Lines that libraries print when all is well, which say nothing to who trains a model.
+
+    They are told in full where something has failed. Only lines that are known are taken, each as a
+    whole: a line that says something else is shown as ever.
+    """
+
+    def take_from(self, rank: int, lines: Sequence[str]) -> Sequence[str]:
+        """Take out the harmless lines; returns the others."""
+        # First what nearly all lines lack: thousands of lines a second are asked.
+        if not any(text[:1] == "[" for text in lines):
+            return lines
+        others = []
+        for text in lines:
+            if text[:1] == "[" and _IS_HARMLESS.fullmatch(text):
+                self.note(rank, text)
+            else:
+                others.append(text)
+        return others
+
+    def lines(self) -> list[str]:
+        """`[0-1] text`, each different one once."""
+        return [f"[{number_ranges(seen.ranks)}] {text}" for text, seen in self.by_text.items()]
+
+
+class RecentLine(NamedTuple):
+    """A line that has been shown."""
+
+    number: int
+    """How many were shown before it."""
+    ranks: tuple[int, ...]
+    text: str
+
+
+class RecentLines:
+    """The newest lines of each rank: a panel shows them when the cell's end is out of sight.
+
+    Attributes:
+        num_shown: How many lines have been shown in all.
+    """
+
+    def __init__(self, max_lines: int = 200, max_chars: int = 400) -> None:
+        self.num_shown = 0
+        self._max_chars = max_chars
+        self._lines: defaultdict[int, deque[RecentLine]] = defaultdict(
+            lambda: deque(maxlen=max_lines)
+        )
+
+    def add(self, ranks: Sequence[int], text: str) -> None:
+        """A line is shown."""
+        line = RecentLine(self.num_shown, tuple(ranks), shorten_text(text, self._max_chars))
+        self.num_shown += 1
+        for rank in ranks:
+            self._lines[rank].append(line)
+
+    def by_rank(self) -> dict[int, list[RecentLine]]:
+        """The newest lines of each rank that has printed some."""
+        return {rank: list(lines) for rank, lines in self._lines.items()}

@@ -1,0 +1,285 @@
+"""From facts to text: the panel of a terminal, and the words that all forms share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
+from nbaccel.output.bars import BATCH_UNIT
+from nbaccel.output.chart import LOGARITHMIC_RATIO
+from nbaccel.output.panel.facts import RankFacts, RunBoard, mean
+from nbaccel.output.panel.time_left import epochs_around, is_over_epochs, most_left, steps_in_all
+
+__all__ = [
+    "ShownProgress",
+    "compile_words",
+    "left_out_sentence",
+    "live_line",
+    "live_parts",
+    "live_text",
+    "memory_range",
+    "number_text",
+    "plain_text",
+    "progress_of",
+    "rate_text",
+    "sparkline",
+]
+
+MOST_ROWS = 8  # more rows of ranks are not readable
+CURVE_CHARS = 20
+LINE_CHARS = 72
+LABEL_CHARS = 24
+_SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
+_NO_NUMBER = "!"
+NO_VALUE = "-"
+# Terminal sequences mean nothing in HTML and would count as characters of the width.
+_CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
+
+
+# ------------------------------------------------------------------------- one line
+
+
+def live_line(board: RunBoard) -> str:
+    """All ranks in one line: `2 ranks · 12.0 s · epoch 3 of 14 · step 840 (70/s) · loss 0.41`."""
+    return " · ".join([count_noun(len(board.ranks), "rank"), *live_parts(board)])
+
+
+def live_parts(board: RunBoard) -> list[str]:
+    """The parts of the line but for the first, which says how many ranks there are."""
+    return [format_seconds(board.seconds), *_loop_words(board), *_training_words(board)]
+
+
+def _loop_words(board: RunBoard) -> list[str]:
+    """`epoch 3 of 14, 29.0 s left`, or `epoch 3, 2.0 s left in this epoch`."""
+    words = _epoch_words(board)
+    if (left := most_left(board.ranks.values(), board.now)) is not None:
+        of_words = f" in this {left.of_what}" if left.of_what else ""
+        words.append(f"{format_seconds(max(1.0, round(left.seconds)))} left{of_words}")
+    return [", ".join(words)] if words else []
+
+
+def _epoch_words(board: RunBoard) -> list[str]:
+    """`epoch 3 of 14` and what the loop is called, as far as there is either."""
+    in_loops = [facts for facts in board.ranks.values() if facts.loop.epoch or facts.bars]
+    # Often a single rank draws the bar around the loop.
+    facts = next(
+        (facts for facts in in_loops if epochs_around(facts, board.now) is not None),
+        board.leading_rank,
+    )
+    if facts is None:
+        return []
+    label = plain_text(facts.loop.label, LABEL_CHARS)
+    epoch = epoch_of(facts, board.now)
+    if not epoch:
+        return [label] if label else []
+    # A name such as "epoch 3" would say it twice.
+    is_told = not facts.loop.name or "epoch" in facts.loop.name.lower()
+    return [epoch] if is_told else [epoch, label]
+
+
+def epoch_of(facts: RankFacts, now: float) -> str:
+    """`epoch 3 of 14`; empty where it is not known how many there are."""
+    around = epochs_around(facts, now)
+    if around is None or not is_over_epochs(facts):
+        return ""
+    return f"epoch {min(around.done + 1, around.total):,} of {around.total:,}"
+
+
+def _training_words(board: RunBoard) -> list[str]:
+    parts = []
+    leading = board.leading_rank
+    if leading is not None and leading.steps:
+        in_all = steps_in_all(leading, board.now)
+        of_words = f" of {in_all:,}" if in_all is not None else ""
+        rate = leading.pace.overall
+        speed = f" ({rate_text(rate)}/s)" if rate is not None else ""
+        parts.append(f"step {leading.steps:,}{of_words}{speed}")
+        if rate := board.samples_per_s:
+            parts.append(f"{rate_text(rate)} samples/s")
+    if leading is not None and (words := compile_words(leading)):
+        parts.append(words)
+    with_loss = [facts for facts in board.ranks.values() if facts.loss.last is not None]
+    if with_loss:
+        # Ranks may log different metrics, and only equal ones have a mean.
+        name = with_loss[0].loss_name
+        losses = [facts.loss.last for facts in with_loss if facts.loss_name == name]
+        loss = mean(value for value in losses if value is not None)
+        parts.append(f"{plain_text(name, LABEL_CHARS)} {number_text(loss)}")
+    return parts
+
+
+def compile_words(facts: RankFacts) -> str:
+    """What a device's compiler is doing, or has done; empty for nothing."""
+    if facts.phase or not facts.programs:
+        return facts.phase
+    programs = count_noun(facts.programs, "program")
+    return f"{programs} compiled in {format_seconds(facts.compile_s)}"
+
+
+def left_out_sentence(board: RunBoard) -> str:
+    """Which metrics are not drawn because there are too many; empty where all are."""
+    most = max(board.ranks.values(), key=lambda facts: facts.num_left_out, default=None)
+    if most is None or not most.num_left_out:
+        return ""
+    names = [plain_text(name, LABEL_CHARS) for name in most.left_out]
+    if most.num_left_out > len(names):
+        names.append("…")
+    is_one = most.num_left_out == 1
+    subject = "1 more metric is" if is_one else f"{most.num_left_out:,} more metrics are"
+    return f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names)}"
+
+
+# ------------------------------------------------------------------------- text
+
+
+def live_text(board: RunBoard) -> str:
+    """The run as lines: the summary, and one for each thing that some rank does."""
+    groups: dict[str, list[RankFacts]] = {}
+    for facts in board.ranks.values():
+        if facts.state:  # else it has not been looked at yet
+            groups.setdefault(facts.doing or facts.state, []).append(facts)
+    lines = [
+        f"[{number_ranges([facts.rank for facts in group])}] {activity} · "
+        f"{_progress_words(group)}{_held_words(group, board)}"
+        for activity, group in groups.items()
+    ]
+    if len(lines) > MOST_ROWS:
+        lines = [*lines[:MOST_ROWS], f"… and {len(lines) - MOST_ROWS} more"]
+    return "\n".join([live_line(board), *lines])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownProgress:
+    """How far a loop of a rank is."""
+
+    label: str
+    fraction: float | None
+    """From 0 to 1; None where the total is not known."""
+    done: str
+    """`412 of 650`, `12`, or the text of a line that is rewritten in place."""
+
+    def __str__(self) -> str:
+        """`epoch 3, 63 % (412 of 650)`."""
+        words = f"{self.label}, " if self.label else ""
+        if self.fraction is None:
+            return f"{words}{self.done}"
+        return f"{words}{self.fraction * 100:.0f} % ({self.done})"
+
+
+def progress_of(facts: RankFacts) -> list[ShownProgress]:
+    """How far a rank's loops are: those that it reports, and other bars."""
+    loops = []
+    loop = facts.loop
+    if loop.epoch:
+        total = loop.total_batches
+        loops.append(
+            ShownProgress(
+                label=_loop_label(facts),
+                fraction=min(1.0, loop.batches / total) if total else None,
+                done=f"{loop.batches:,}" + (f" of {total:,}" if total else ""),
+            )
+        )
+    for bar in facts.bars:
+        # The bar of `accelerator.progress`, which is there already.
+        if bar.is_elsewhere or (loop.epoch and BATCH_UNIT in bar.rate):
+            continue
+        words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
+        loops.append(
+            ShownProgress(
+                label=plain_text(bar.description, LABEL_CHARS),
+                fraction=bar.fraction,
+                done=plain_text(words, LINE_CHARS),
+            )
+        )
+    return loops
+
+
+def _loop_label(facts: RankFacts) -> str:
+    """`epoch 3 of 14`, or what the loop is called."""
+    words = "" if facts.loop.name else epoch_of(facts, facts.received_at)
+    return words or plain_text(facts.loop.label, LABEL_CHARS)
+
+
+def _progress_words(ranks: Sequence[RankFacts]) -> str:
+    """`epoch 3, 63 % (412 of 650) · `, of the rank that is least far; empty for no loop."""
+    loops_of_ranks = [loops for facts in ranks if (loops := progress_of(facts))]
+    least_far = min(loops_of_ranks, key=lambda loops: loops[0].fraction or 0.0, default=[])
+    return "".join(f"{loop} · " for loop in least_far)
+
+
+def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:
+    """`1.0 GiB`, or from least to most: `0.9 GiB to 1.2 GiB`; the device's behind it."""
+    words = memory_range([facts.memory.rss for facts in ranks])
+    if board.host_total_bytes:
+        words += f" of {format_bytes(board.host_total_bytes)}"
+    on_device = [held for facts in ranks if (held := facts.memory.device) is not None]
+    if not on_device:
+        return words
+    totals = [total for facts in ranks if (total := facts.memory.device_total)]
+    of_words = f" of {memory_range(totals)}" if totals else ""
+    return f"{words}, on the device {memory_range(on_device)}{of_words}"
+
+
+def memory_range(sizes: Sequence[int]) -> str:
+    """From least to most: `0.9 GiB to 1.2 GiB`, or `1.0 GiB` where they are alike."""
+    least = format_bytes(min(sizes))
+    most = format_bytes(max(sizes))
+    return most if least == most else f"{least} to {most}"
+
+
+# ------------------------------------------------------------------------- pieces
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in block characters, over all of the values."""
+    points = list(values)
+    if len(points) > CURVE_CHARS:
+        edges = [place * len(points) // CURVE_CHARS for place in range(CURVE_CHARS + 1)]
+        # `mean` lets a value that is not finite win, so that the curve shows it.
+        points = [mean(points[first:last]) or 0.0 for first, last in itertools.pairwise(edges)]
+    finite = [value for value in points if math.isfinite(value)]
+    low = min(finite, default=0.0)
+    high = max(finite, default=0.0)
+    if low > 0 and high / low >= LOGARITHMIC_RATIO:
+        points = [math.log(value) if math.isfinite(value) else value for value in points]
+        low = math.log(low)
+        high = math.log(high)
+    return "".join(_spark_block(value, low, high) for value in points)
+
+
+def _spark_block(value: float, low: float, high: float) -> str:
+    if not math.isfinite(value):
+        return _NO_NUMBER
+    if high <= low:
+        return _SPARK_BLOCKS[3]
+    # Halves first: high - low of two huge numbers would be infinite.
+    share = (value / 2 - low / 2) / (high / 2 - low / 2)
+    return _SPARK_BLOCKS[min(int(share * len(_SPARK_BLOCKS)), len(_SPARK_BLOCKS) - 1)]
+
+
+def plain_text(text: str, max_chars: int, *, keeps_start: bool = False) -> str:
+    """A text without control characters, cut to a width."""
+    # Cut first: a line may have megabytes, and control characters take few of them.
+    text = _CONTROL_CHARACTERS.sub("", text[: 8 * max_chars].replace("\t", "    "))
+    text = text.rstrip() if keeps_start else text.strip()
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+def rate_text(rate: float) -> str:
+    """A speed, to be read at a glance."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def number_text(value: float | None) -> str:
+    """A metric's value in few characters."""
+    if value is None:
+        return NO_VALUE
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) < 10_000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"

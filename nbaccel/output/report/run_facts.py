@@ -1,0 +1,307 @@
+"""The facts of a finished run, and their form as JSON.
+
+[Note: the JSON form] `format` is `"nbaccel.report"` and `version` is 1; a later version may add
+keys, and gets another number where a key changes its meaning or goes. Times are in seconds, sizes
+in bytes, what is not known is null. JSON has no numbers beside finite ones: a metric that was none
+is `"nan"`, `"inf"` or `"-inf"`.
+
+    began        when the run began: ISO 8601, in UTC
+    seconds      how long it took
+    ending       "" if it ended well; else `failed`, `stopped` or `timed out`
+    plan         text (as `plan.explain()`), headline, device, num_processes, world_size, warnings
+    ranks        per rank: rank, state, progress (of its loops, as text), steps, steps_in_all,
+                 steps_per_s, samples, samples_per_s, peak_host_bytes, peak_device_bytes,
+                 compiled (programs of a compiling device, as text), times (or null): total_s,
+                 computing_s, communicating_s, data_s, waiting_s, is_partial, starting_s (the first
+                 step's start, in no other part)
+    slowest      the rank that the others wait for (or null): rank, waited_s, waited_share
+    curves       per metric and rank: name, rank, steps, values (all, or the extremes of stretches)
+    marks        on the curves: step, text
+    warnings     per text: text, count, ranks
+    notes        what was not measured, and why
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, TypeAdapter
+
+from nbaccel.base.errors import ConfigError
+from nbaccel.config.capabilities import device_row
+from nbaccel.output.panel.facts import Point, RankFacts, RunBoard, loss_name
+from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
+from nbaccel.output.panel.time_left import steps_in_all
+from nbaccel.output.panel.words import compile_words, left_out_sentence, progress_of
+from nbaccel.plan import Plan
+
+__all__ = [
+    "FORMAT_NAME",
+    "FORMAT_VERSION",
+    "MetricCurve",
+    "PlannedRun",
+    "RankFigures",
+    "RunFacts",
+    "SeenWarning",
+    "facts_as_json",
+    "facts_from_json",
+    "facts_of",
+]
+
+FORMAT_NAME = "nbaccel.report"
+FORMAT_VERSION = 1
+
+
+def _as_number(value: Any) -> Any:
+    """What `_as_plain` wrote for a number that JSON does not have."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """What was planned."""
+
+    text: str
+    headline: str
+    device: str
+    num_processes: int
+    world_size: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """What one rank has done and needed."""
+
+    rank: int
+    state: str = ""
+    progress: str = ""
+    steps: int | None = None
+    steps_in_all: int | None = None
+    """How many it would have taken in the end."""
+    steps_per_s: float | None = None
+    samples: int | None = None
+    samples_per_s: float | None = None
+    peak_host_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    compiled: str = ""
+    """What its device's compiler has done, in words."""
+    times: RankTimes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricCurve:
+    """The values of a metric that one rank has logged."""
+
+    name: str
+    rank: int
+    steps: tuple[float, ...]
+    values: tuple[Annotated[float, BeforeValidator(_as_number)], ...]
+
+    @property
+    def points(self) -> list[Point]:
+        """Pairs of step and value."""
+        return list(zip(self.steps, self.values, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenWarning:
+    """A warning in the output of workers."""
+
+    text: str
+    count: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """All that a report tells; see [Note: the JSON form]."""
+
+    nbaccel_version: str
+    began: str
+    seconds: float
+    ending: str
+    plan: PlannedRun
+    ranks: tuple[RankFigures, ...]
+    slowest: SlowestRank | None = None
+    curves: tuple[MetricCurve, ...] = ()
+    marks: tuple[tuple[float, str], ...] = ()
+    warnings: tuple[SeenWarning, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def timed_ranks(self) -> list[RankTimes]:
+        """The times of ranks of which they are known."""
+        return [figures.times for figures in self.ranks if figures.times is not None]
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all ranks together; None where none counts samples."""
+        known = [figures.samples_per_s for figures in self.ranks]
+        return sum(rate for rate in known if rate is not None) if any(known) else None
+
+    @property
+    def metric_names(self) -> list[str]:
+        """In the order in which they were logged, the one that is shown first in front."""
+        names = list(dict.fromkeys(curve.name for curve in self.curves))
+        first = loss_name(dict.fromkeys(names, 0.0))
+        return sorted(names, key=lambda name: name != first)
+
+    def curves_of(self, name: str) -> dict[int, list[Point]]:
+        """Rank → the points of a metric."""
+        return {curve.rank: curve.points for curve in self.curves if curve.name == name}
+
+
+# ------------------------------------------------------------------------- of a board
+
+
+def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
+    """The facts of a run that has ended."""
+    times = {times.rank: times for times in board.times.by_rank()}
+    leading = board.leading_rank
+    return RunFacts(
+        nbaccel_version=sys.modules["nbaccel"].__version__,
+        began=board.began_on.isoformat(timespec="seconds"),
+        seconds=board.seconds,
+        ending=board.ending,
+        plan=PlannedRun(
+            text=plan.explain(),
+            headline=plan.headline(),
+            device=plan.device,
+            num_processes=plan.num_processes,
+            world_size=plan.world_size,
+            warnings=plan.warnings,
+        ),
+        ranks=tuple(
+            _figures_of(facts, times.get(rank), board.now) for rank, facts in board.ranks.items()
+        ),
+        slowest=board.times.slowest(),
+        curves=tuple(
+            MetricCurve(
+                name=name,
+                rank=rank,
+                steps=tuple(step for step, _ in points),
+                values=tuple(value for _, value in points),
+            )
+            for name in board.metric_names()
+            for rank, points in board.curves(name).items()
+        ),
+        # The other ranks' loops are in step with those of the first that has some.
+        marks=() if leading is None else tuple(leading.loop.marks),
+        warnings=tuple(
+            SeenWarning(text=text, count=seen.count, ranks=tuple(sorted(seen.ranks)))
+            for text, seen in board.warnings.by_text.items()
+        ),
+        notes=tuple(_notes_of(board, plan, list(times.values()))),
+    )
+
+
+def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFigures:
+    return RankFigures(
+        rank=facts.rank,
+        state=facts.phase or facts.state,
+        progress=", ".join(map(str, progress_of(facts))),
+        steps=facts.steps,
+        steps_in_all=steps_in_all(facts, now),
+        steps_per_s=facts.pace.overall,
+        samples=facts.samples or None,
+        samples_per_s=facts.samples_pace.overall if facts.samples else None,
+        peak_host_bytes=facts.memory.peak_rss or None,
+        peak_device_bytes=facts.memory.peak_device,
+        compiled=compile_words(facts),
+        times=times,
+    )
+
+
+def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[str]:
+    """What was measured how, and what was not."""
+    if times:
+        yield (
+            "Times begin with a rank's first loop over batches. Waiting for data is known of "
+            "prepared loaders and of accelerator.progress; computing is what is left."
+        )
+    else:
+        yield (
+            "No times: no rank has gone through a prepared loader or accelerator.progress, or "
+            "called accelerator.log."
+        )
+    if len(times) > 1:
+        yield (
+            "Waiting for others is what a rank spent in collectives beyond the rank that spent "
+            "least there, compared over two seconds each."
+        )
+    if times and not device_row(plan.device).in_host_memory:
+        yield (
+            f"On {plan.device}, collectives run beside the program. Counted are those of nbaccel "
+            "and what torch measures of DDP's exchange of gradients; others are in computing."
+        )
+    if any(rank_times.is_partial for rank_times in times):
+        yield (
+            "This torch does not tell how long DDP's exchange of gradients takes: it is in "
+            "computing, and so is waiting for others there."
+        )
+    has_memory = any(facts.memory.peak_rss for facts in board.ranks.values())
+    yield (
+        "Memory was looked at once a second; what was taken for less may not show."
+        if has_memory
+        else "Memory is looked at once a second, and the run had ended before."
+    )
+    if sentence := left_out_sentence(board):
+        yield f"{sentence}."
+    if board.warnings.num_left_out:
+        yield f"{board.warnings.num_left_out:,} more warnings with other texts were not kept."
+
+
+# ------------------------------------------------------------------------- as JSON
+
+
+def facts_as_json(facts: RunFacts) -> dict[str, Any]:
+    """The facts in plain containers; see [Note: the JSON form]."""
+    document: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION}
+    document |= _as_plain(dataclasses.asdict(facts))
+    document["marks"] = [{"step": step, "text": text} for step, text in document["marks"]]
+    for figures in document["ranks"]:
+        if figures["times"] is not None:
+            # It is that of the figures.
+            del figures["times"]["rank"]
+    return document
+
+
+def facts_from_json(document: Mapping[str, Any]) -> RunFacts:
+    """What `facts_as_json` has made."""
+    kind = (document.get("format"), document.get("version"))
+    if kind != (FORMAT_NAME, FORMAT_VERSION):
+        raise ConfigError(
+            f"This is no report that can be read: format and version are {kind[0]!r} and "
+            f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
+            "RunReport.to_dict returned."
+        )
+    try:
+        plain = json.loads(json.dumps({**document}))
+        for figures in plain["ranks"]:
+            if figures["times"] is not None:
+                figures["times"]["rank"] = figures["rank"]
+        plain["marks"] = [(mark["step"], mark["text"]) for mark in plain["marks"]]
+        # As JSON, for which strict types take lists as tuples and whole numbers as others.
+        return TypeAdapter(RunFacts).validate_json(json.dumps(plain), strict=True)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"This report cannot be read: {error}. It was changed, or is not whole: what it says "
+            "would be shown as a page. Give what RunReport.to_dict returned."
+        ) from error
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_plain(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_plain(held) for held in value]
+    return value
