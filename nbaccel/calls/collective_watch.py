@@ -109,4 +109,4 @@ def _state_words(member: WorkerHandle) -> str:
 def _forget_answer(member: WorkerHandle) -> None:
     # What is written at a crash belongs to the report of the death.
     if not member.has_crashed:
-        member.forget_stack()
+        member.stack_text = ""

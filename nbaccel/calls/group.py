@@ -1,4 +1,4 @@
-"""The workers of a launch or of a pool: started, given calls, asked where they are, and let go.
+"""The workers of a launch or of a pool: started, given calls, asked where they are, and ended.
 
 A launch's are given one call; a pool's stay, and are given one task after the other.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from nbaccel.base import process_death
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
 from nbaccel.calls import outcome
 from nbaccel.calls.launch_hosts import LaunchHosts
@@ -26,27 +26,49 @@ from nbaccel.output.cell_place import CellPlace, WaitingLine
 from nbaccel.output.console import Console
 from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
-from nbaccel.plan import Plan
+from nbaccel.plan import Plan, shared_memory_files
+from nbaccel.plan.topology import Topology
+from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template, time_limits, worker
+from nbaccel.workers.assignments import MeetingPlace, assignments, places
 from nbaccel.workers.fork import ForkStarter
 from nbaccel.workers.start_method import Starter
 from nbaccel.workers.template_starter import TemplateStarter
-from nbaccel.workers.worker_group import MeetingPlace, WorkerGroup
-from nbaccel.workers.worker_handle import WorkerHandle
+from nbaccel.workers.worker_handle import WorkerHandle, connect
 
 __all__ = ["Group"]
 
+_REPORT_PAUSE_S = 0.001  # between the end of a process and the template's report of it
 
-class Group(WorkerGroup):
-    """Workers that are started together, and watched while they do what they are given."""
 
-    def __init__(self, plan: Plan, worker_starter: Starter, **options: Any) -> None:
-        super().__init__(plan, worker_starter, **options)
-        self._sentinels: dict[int, int] = {}
-        """Rank → descriptor that becomes readable when that worker has ended; of a pool's alone.
-        The template's report of that may be read by a launch that runs between two tasks."""
+class Group:
+    """Workers that are started together, watched while they do what they are given, and ended.
+
+    Attributes:
+        plan: What was planned.
+        members: The workers that have been started, by rank.
+        stays: Whether they take one task after the other, as a pool's do, or make a single call.
+        oom_kills: How often the system had run out of memory before.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        starter: Starter,
+        *,
+        stays: bool = False,
+        after_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.plan = plan
+        self.stays = stays
+        self.members: list[WorkerHandle] = []
+        self.oom_kills = process_death.oom_kills()
+        self._starter = starter
+        self._on_end = contextlib.ExitStack()
+        self._on_end.callback(after_end)
+        # Before all others, so that it runs after them: workers are reaped through the starter.
+        self._on_end.callback(starter.close)
         self._numbers = itertools.count(1)
-        self._on_end.callback(self._close_sentinels)
         self._rank_logs: RankLogs | None = None
         self._task: Supervisor | None = None
         self._answers: dict[int, messaging.Whereabouts] = {}
@@ -84,7 +106,7 @@ class Group(WorkerGroup):
             after_end=launch_hosts.close if stays else launch_hosts.close_store,
         )
         clean_up.callback(group.end)
-        group.start(meeting_place, variables)
+        group._start(meeting_place, variables or {})
         # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
         launch_hosts.close_store()
         return group
@@ -110,26 +132,54 @@ class Group(WorkerGroup):
             undo_start.pop_all()
         return group
 
-    def start(
-        self, meeting_place: MeetingPlace, environment_variables: Mapping[str, str] | None = None
-    ) -> None:
+    def _start(self, meeting_place: MeetingPlace, variables: Mapping[str, str]) -> None:
         """Start all workers and tell each its place; they then wait for a task."""
+        shares = self._starter.shares
         first_rank = self.plan.num_processes * meeting_place.node_rank
         self._rank_logs = self._on_end.enter_context(logs_of_run(self.plan, first_rank=first_rank))
-        group_size = {"GROUP_WORLD_SIZE": str(meeting_place.num_nodes)}
-        super().start(meeting_place, {**group_size, **(environment_variables or {})})
-
-    def let_exit(self) -> None:
-        """Let idle workers do what libraries do at the end of a process, before they are ended."""
-        with contextlib.suppress(StartupFailed):  # the template has ended, with all of them
-            self._let_all_exit(time_limits.UNWIND_S)
+        worker_places = places(self.plan, shares, meeting_place)
+        # Shared memory that libraries make in workers: what is there before, and theirs.
+        _forget_memory(worker_places)
+        self._on_end.callback(_forget_memory, worker_places)
+        # Before the first start: a failed start of one worker must end those started before it.
+        self._on_end.callback(self._end_workers)
+        for place in worker_places:
+            self._start_worker(place.rank)
+        told = assignments(self.plan, shares, meeting_place, variables, stays=self.stays)
+        for member, assignment in zip(self.members, told, strict=True):
+            with contextlib.ExitStack() as sent:
+                fds = []
+                if assignment.serves_store and meeting_place.store_socket is not None:
+                    fds.append(meeting_place.store_socket.fileno())
+                if self.stays:
+                    member.control, worker_end = messaging.Channel.pair()
+                    sent.enter_context(contextlib.closing(worker_end))
+                    fds.append(worker_end.fileno())
+                # If it has died already, its sentinel says so.
+                with messaging.unless_gone():
+                    member.channel.send(assignment, fds)
 
     def _start_worker(self, rank: int) -> WorkerHandle:
-        member = super()._start_worker(rank)
-        if self.stays:
-            self._sentinels[rank] = self._starter.sentinel(member.pid)
+        channel, pipes, worker_ends = connect()
+        starter = self._starter
+        with memfd.closing_files(*worker_ends.all()):
+            if isinstance(starter, ForkStarter):
+                starter.ours += (channel.fileno(), *pipes)
+            pid = starter.start(worker_ends)
+        member = WorkerHandle(
+            rank=rank,
+            channel=channel,
+            pipes=pipes,
+            pid=pid,
+            sentinel=starter.sentinel(pid),
+            starter=starter,
+            is_fork=isinstance(starter, ForkStarter),
+        )
+        # At once, so that it is ended whatever happens next.
+        self.members.append(member)
+        if isinstance(starter, ForkStarter):
             # A fork of the next worker would inherit this descriptor and keep it open.
-            self._keep_from_children(self._sentinels[rank])
+            starter.ours.append(member.sentinel)
         return member
 
     def await_start(self) -> None:
@@ -143,26 +193,62 @@ class Group(WorkerGroup):
         if start_error is not None:
             raise start_error
 
-    def sentinels(self) -> Sequence[int]:
-        """Descriptors that become readable when a worker may have ended."""
-        if not self.stays:
-            return super().sentinels()
-        return [self._sentinels[member.rank] for member in self.members if not member.has_ended]
-
     def collect(self) -> Sequence[messaging.Ended]:
-        """Workers that have ended; all of a pool's, if the process they came from has."""
+        """Workers that have ended since the last call; all of a pool's, if their template has."""
         try:
-            return super().collect()
+            ended = self._starter.collect()
         except StartupFailed as error:
             if not self.stays:
                 raise
-            end_reason = str(error).partition("\n")[0]
-            exit_status = self._starter.status or 0
-            running_ids = [member.pid for member in self.members if not member.has_ended]
-            return [
-                messaging.Ended(process_id, exit_status, 0, end_reason)
-                for process_id in running_ids
-            ]
+            reason = str(error).partition("\n")[0]
+            status = self._starter.status or 0
+            return [messaging.Ended(member.pid, status, 0, reason) for member in self._living()]
+        if not ended:
+            # A process that has ended is seen a moment before the template reports it.
+            time.sleep(_REPORT_PAUSE_S)
+        return ended
+
+    # ---- ending
+
+    def let_exit(self) -> None:
+        """Let idle workers do what libraries do at the end of a process, before they are ended."""
+        for member in self._living():
+            member.let_exit()
+        with contextlib.suppress(StartupFailed):  # the template has ended, with all of them
+            self._wait_for_ends(time_limits.UNWIND_S)
+
+    def end(self) -> None:
+        """End what is left of the workers, wait until they are reaped, close all connections."""
+        self._on_end.close()
+
+    def _end_workers(self) -> None:
+        for member in self._living():
+            member.kill()
+        try:
+            # With a limit: a process that hangs in a driver cannot be killed.
+            self._wait_for_ends(time_limits.KILL_S)
+        # The template has ended and has taken its workers along; the channel cannot say more.
+        except StartupFailed:
+            for member in self.members:
+                member.end()
+        for member in self.members:
+            for folders in member.leftovers:
+                folders.remove()
+            member.close()
+
+    def _living(self) -> list[WorkerHandle]:
+        return [member for member in self.members if not member.has_ended]
+
+    def _wait_for_ends(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while (living := self._living()) and (left_s := deadline - time.monotonic()) > 0:
+            _wait([member.sentinel for member in living], left_s)
+            ended = {one.pid for one in self._starter.collect()}
+            for member in living:
+                if member.pid in ended:
+                    member.end()
+            if not ended:
+                time.sleep(_REPORT_PAUSE_S)
 
     # ---- tasks
 
@@ -274,43 +360,45 @@ class Group(WorkerGroup):
 
     def _ended_ranks(self) -> frozenset[int]:
         """Ranks whose process is gone, though no task has noticed it yet."""
-        sentinel_poll = select.poll()
-        rank_of = {
-            self._sentinels[member.rank]: member.rank
-            for member in self.members
-            if not member.has_ended
-        }
-        for sentinel in rank_of:
-            sentinel_poll.register(sentinel, select.POLLIN)
-        return frozenset(rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0))
+        rank_of = {member.sentinel: member.rank for member in self._living()}
+        return frozenset(rank_of[sentinel] for sentinel in _wait(rank_of, 0.0))
 
     def ask_whereabouts(self) -> None:
         """Ask all workers where they are; of those that do not answer at once nothing is known."""
-        whereabouts_by_rank: dict[int, messaging.Whereabouts] = {}
-        waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}
-        for member in waiting_members.values():
+        answers: dict[int, messaging.Whereabouts] = {}
+        waiting = {m.channel.fileno(): m for m in self.members if not m.hung_up}
+        for member in waiting.values():
             member.ask_where()
-        look_deadline = time.monotonic() + time_limits.ASK_STATUS_S
-        while waiting_members and (time_left := look_deadline - time.monotonic()) > 0:
-            for ready_fd in select.select(list(waiting_members), [], [], time_left)[0]:
+        deadline = time.monotonic() + time_limits.ASK_STATUS_S
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for fd in _wait(waiting, left_s):
                 try:
-                    look_answer, _ = waiting_members[ready_fd].channel.receive()
+                    answer, _ = waiting[fd].channel.receive()
                 # The worker has ended; the next task reports why.
                 except EOFError:
-                    del waiting_members[ready_fd]
+                    del waiting[fd]
                     continue
-                if isinstance(look_answer, messaging.Whereabouts):
-                    whereabouts_by_rank[waiting_members.pop(ready_fd).rank] = look_answer
-                elif isinstance(look_answer, messaging.Leaves):
-                    waiting_members[ready_fd].note(look_answer)
-                elif isinstance(look_answer, (messaging.Display, messaging.ClearOutput)):
+                if isinstance(answer, messaging.Whereabouts):
+                    answers[waiting.pop(fd).rank] = answer
+                elif isinstance(answer, messaging.Leaves):
+                    waiting[fd].note(answer)
+                elif isinstance(answer, (messaging.Display, messaging.ClearOutput)):
                     # Displayed by a thread that a cell has left running.
-                    publish.show_message(look_answer)
-        self._answers = whereabouts_by_rank
+                    publish.show_message(answer)
+        self._answers = answers
 
-    def _close_sentinels(self) -> None:
-        while self._sentinels:
-            os.close(self._sentinels.popitem()[1])
+
+def _wait(descriptors: Iterable[int], limit_s: float) -> list[int]:
+    """Wait until some can be read; returns these."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(limit_s * 1000)]
+
+
+def _forget_memory(worker_places: Sequence[Topology]) -> None:
+    shared_memory_files.remove(worker_places)
+    shared_memory_files.remove_orphans()
 
 
 def _local_starter(

@@ -10,8 +10,8 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import engine_row
 from nbaccel.hosts.host_session import HostSession
 from nbaccel.plan import Plan
+from nbaccel.workers.assignments import MeetingPlace
 from nbaccel.workers.start_method import Starter
-from nbaccel.workers.worker_group import MeetingPlace
 
 __all__ = ["LaunchHosts"]
 

@@ -187,7 +187,7 @@ class _CellWorker:
         values, fd = self._names.pack(task.names)
         self._busy = False
         with memfd.closing_files(fd):
-            self._channel.send(messaging.Returned(time.monotonic(), values, None, None), [fd])
+            self._channel.send(messaging.Returned(values), [fd])
 
     def _write_weights(self, task: pool_messages.WriteWeights, file_descriptors: list[int]) -> None:
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
@@ -246,7 +246,7 @@ class _CellWorker:
             self._times_put_off += 1
             self._put_off.put(None)
             return
-        self._channel.send(messaging.Interrupting(time.monotonic()))
+        self._channel.send(messaging.Interrupting())
         raise KeyboardInterrupt
 
     # ---- the third thread

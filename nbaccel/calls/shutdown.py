@@ -317,7 +317,7 @@ class ExitBarrier:
         elif not self._are_asked:
             for member in busy_members:
                 # Or the old dump would be taken for the answer.
-                member.forget_stack()
+                member.stack_text = ""
                 member.ask_stack()
             self._are_asked = True
             self._next_poll = current_time + limits.ANSWER_S

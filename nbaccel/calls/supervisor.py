@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from nbaccel.base import process_death
 from nbaccel.calls import pool_messages
@@ -39,9 +39,9 @@ from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.plan import Plan
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template_starter, time_limits
-from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
 __all__ = ["RankTasks", "Supervisor"]
@@ -53,12 +53,24 @@ _READ_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle._enlarge`
 
 
+class WatchedGroup(Protocol):
+    """What this needs to know of a `Group`, which is above it."""
+
+    plan: Plan
+    stays: bool
+    members: list[WorkerHandle]
+    oom_kills: int
+
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Workers that have ended since the last call."""
+
+
 class Supervisor:
     """Watches the workers of a group during one call."""
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: WatchedGroup,
         ranks: Iterable[int],
         rank_tasks: RankTasks,
         *,
@@ -178,10 +190,7 @@ class Supervisor:
         )
 
     def _listen(self) -> None:
-        with self._listening(self._group.sentinels()):
-            if not self._group.stays:
-                # Some may have died while the others were started.
-                self._on_sentinel()
+        with self._listening():
             while not self._is_over() and self._do_what_is_due():
                 self._receive(self._patience())
             # What living workers print later belongs to no call.
@@ -210,7 +219,7 @@ class Supervisor:
                     _, file_descriptors = self._tasks[member.rank]
                     # The worker may have ended meanwhile; its sentinel says so.
                     with contextlib.suppress(OSError):
-                        member.channel.send_packed(packet_bytes, [*file_descriptors, *files])
+                        member.channel.send_packet(packet_bytes, [*file_descriptors, *files])
         if self._make_show is not None:
             self._show = self._make_show()
 
@@ -300,17 +309,16 @@ class Supervisor:
     # ---- listening
 
     @contextlib.contextmanager
-    def _listening(self, sentinels: Sequence[int]) -> Iterator[None]:
+    def _listening(self) -> Iterator[None]:
         """Listen within this block, with interrupts caught."""
         with self._wake.open() as wake_pipe:
             self._send_tasks()
             register_input = self._selector.register
             register_input(wake_pipe, selectors.EVENT_READ, wake_pipe)
-            for file_descriptor in sentinels:
-                register_input(file_descriptor, selectors.EVENT_READ, None)
             for member in self.members:
                 if member.has_ended:
                     continue
+                register_input(member.sentinel, selectors.EVENT_READ, None)
                 if not member.hung_up:
                     register_input(member.channel, selectors.EVENT_READ, member)
                 for file_descriptor in member.pipes:
@@ -328,9 +336,10 @@ class Supervisor:
         if self._show is not None:
             due_time = self._show.due_in()
             patience_s = due_time if patience_s is None else min(patience_s, due_time)
+        has_ended = False
         for selector_key, _ in self._selector.select(patience_s):
             if selector_key.data is None:
-                self._on_sentinel()
+                has_ended = True
             elif not isinstance(selector_key.data, WorkerHandle):
                 # All of it: several presses of Stop within one wait are one interrupt.
                 os.read(selector_key.data, 4096)
@@ -340,9 +349,11 @@ class Supervisor:
             elif selector_key.fileobj is selector_key.data.channel:
                 if not selector_key.data.hung_up:
                     self._receive_message(selector_key.data)
-            # An exit earlier in this batch may have closed the pipe.
+            # A message earlier in this batch may have let its pipes be read to their end.
             elif selector_key.fd in self._selector.get_map():
                 self._read_output(selector_key.data, selector_key.fd)
+        if has_ended:
+            self._on_sentinel()
         self._console.tick()
         self._resume()
         if self._show is not None:
@@ -423,7 +434,7 @@ class Supervisor:
             os.close(file_descriptor)
             return False
         if stream_name == "stack":
-            member.note_stack(output_bytes)
+            member.stack_text += output_bytes.decode(errors="replace")
         else:
             self._console.feed(member.rank, stream_name, output_bytes)
             if file_descriptor not in self._paused and self._console.is_full(member.rank):
@@ -445,7 +456,7 @@ class Supervisor:
 
     def _hang_up(self, member: WorkerHandle) -> None:
         if not member.hung_up:
-            member.hang_up()
+            member.hung_up = True
             self._selector.unregister(member.channel)
 
     # ---- messages
@@ -456,9 +467,9 @@ class Supervisor:
         """A worker has said how far it is."""
         match worker_message:
             case messaging.Alive():
-                member.come_alive()
+                member.state = HandleState.ALIVE
             case messaging.Started():
-                member.begin_work()
+                member.state = HandleState.RUNNING
             case messaging.Returned():
                 member.take_result(worker_message, file_descriptors)
                 self._on_handed_over(member)
@@ -468,7 +479,7 @@ class Supervisor:
             case messaging.Interrupting() if self._ladder is not None:
                 self._ladder.unwinds(member)
             case messaging.Whereabouts():
-                member.note_whereabouts(worker_message)
+                member.whereabouts = worker_message
                 if self._ladder is not None:
                     self._ladder.answered(member)
             case pool_messages.Idle():
@@ -491,7 +502,7 @@ class Supervisor:
             member.is_stopped
             and self._ladder is not None
             # Compared by the time of the failure: one from before the stop is a failure of its own.
-            and worker_message.time > self._ladder.began
+            and worker_message.record.time > self._ladder.began
         ):
             # Its stack may still be in the pipe, and the record needs it.
             self.drain_output(member)
@@ -562,6 +573,7 @@ class Supervisor:
             if (member := by_pid.get(exit_status.pid)) is not None:
                 # Before the end is noted: its last messages say whether it had returned.
                 self._drain(member)
+                self._selector.unregister(member.sentinel)
                 self._console.close(member.rank)
                 if self._ladder is not None:
                     self._ladder.ended(member)
@@ -595,7 +607,7 @@ class Supervisor:
             other_members = [m for m in self.members if not m.has_ended]
             for other_member in other_members:
                 # An answer of up to a second ago would be taken for the place of the failure.
-                other_member.note_whereabouts(None)
+                other_member.whereabouts = None
             self._start_ladder(ShutdownLadder(other_members, AFTER_LOSS))
 
 

@@ -26,8 +26,8 @@ from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
+from nbaccel.workers.assignments import MeetingPlace
 from nbaccel.workers.start_method import HostShare
-from nbaccel.workers.worker_group import MeetingPlace
 
 __all__ = ["HostSession"]
 

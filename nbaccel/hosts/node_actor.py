@@ -37,7 +37,7 @@ from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template
 from nbaccel.workers.messaging import Ended
-from nbaccel.workers.resource_use import ProcessUse, process_use
+from nbaccel.workers.start_method import ProcessUse, process_use
 from nbaccel.workers.template_starter import TemplateStarter
 from nbaccel.workers.worker_handle import connect
 
@@ -50,7 +50,7 @@ _OUTBOX_BYTES = 16 << 20
 """What the notebook has not fetched yet: workers wait beyond that."""
 _PIPE_BYTES = 1 << 20  # as `connect` makes them
 _PIECE_BYTES = 8 << 20
-_END_LOOK_S = 0.1
+_END_LOOK_S = 0.002
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which torch's process groups are told over which network to meet."""
 # Ray sets them in its workers, for its own sake.
@@ -166,8 +166,8 @@ class NodeActor:
             except Exception as error:  # the template has ended, and took its workers along
                 return Ended(process_id, -signal.SIGKILL, 0, str(error).partition("\n")[0])
             if process_id not in self._ends:
-                # Another worker's thread may have read the report.
-                select.select(starter.sentinels(), [], [], _END_LOOK_S)
+                # The template is about to report it, or another worker's thread has read that.
+                time.sleep(_END_LOOK_S)
         return self._ends[process_id]
 
     # ---- to the notebook
@@ -228,7 +228,7 @@ class NodeActor:
         descriptors = [self._descriptor(one) for one in packet.attached]
         # It may have ended: its end is told elsewhere.
         with memfd.closing_files(*descriptors), contextlib.suppress(OSError):
-            channel.send_packed(packet.content, descriptors)
+            channel.send_packet(packet.content, descriptors)
 
     def _descriptor(
         self,

@@ -32,7 +32,7 @@ from nbaccel.hosts.shared_files import MESSAGE, SharedFiles, file_kind
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.resource_use import ProcessUse
+from nbaccel.workers.start_method import ProcessUse
 
 __all__ = ["NodeLink", "NodeLinks", "error_line"]
 
@@ -50,14 +50,7 @@ _LOST_REMEDY = (
     "this one is gone. Launch again without it, or with max_restarts, which goes on with the hosts "
     "that are left."
 )
-_TIMED_MESSAGES = (
-    messaging.Alive,
-    messaging.Started,
-    messaging.Metrics,
-    messaging.Interrupting,
-    messaging.Returned,
-    messaging.Failed,
-)
+_TIMED_MESSAGES = (messaging.Metrics, messaging.Failed)
 
 
 class _RemoteWorker:
@@ -65,7 +58,7 @@ class _RemoteWorker:
 
     def __init__(self, number: int, ends: WorkerEnds) -> None:
         self.number = number
-        self.channel = messaging.Channel.unwaiting(os.dup(ends.channel))
+        self.channel = messaging.Channel.from_fd(os.dup(ends.channel), waits=False)
         self.pipes = {
             name: os.dup(pipe_end)
             for name, pipe_end in (
@@ -291,13 +284,15 @@ class NodeLink:
 
     def _in_own_time(self, message: Any, content: bytes, file_descriptors: list[int]) -> bytes:
         """The packet of a message with its time in this machine's clock."""
-        changes: dict[str, Any] = {"time": message.time - self._ahead_s}
         if isinstance(message, messaging.Failed):
             record = message.record
-            changes["record"] = dataclasses.replace(record, time=record.time - self._ahead_s)
+            changed_record = dataclasses.replace(record, time=record.time - self._ahead_s)
+            timed: Any = dataclasses.replace(message, record=changed_record)
+        else:
+            timed = dataclasses.replace(message, time=message.time - self._ahead_s)
         if content[:1] == messaging.IN_FILE:
             os.close(file_descriptors.pop())
-        changed, files = messaging.pack_message(dataclasses.replace(message, **changes))
+        changed, files = messaging.pack_message(timed)
         file_descriptors += files
         return changed
 
@@ -525,7 +520,7 @@ class NodeLinks:
         with socket.socket(fileno=os.dup(file_descriptor)) as attached_socket:
             if attached_socket.family != socket.AF_UNIX:
                 return node_messages.StoreListener()
-            channel = messaging.Channel.unwaiting(attached_socket.detach())
+            channel = messaging.Channel.from_fd(attached_socket.detach(), waits=False)
         number = next(self._numbers)
         worker.second_channels.append(channel)
         self._listen_to(channel, link, worker, number)

@@ -7,17 +7,13 @@ from collections.abc import Sequence
 
 from nbaccel.hosts.node_links import NodeLink, NodeLinks
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.resource_use import ProcessUse
-from nbaccel.workers.start_method import HostShare
+from nbaccel.workers.start_method import HostShare, ProcessUse, Starter
 
 __all__ = ["RemoteStarter"]
 
 
-class RemoteStarter:
-    """Starts workers on hosts that have joined. See `start_method.Starter`."""
-
-    name = "hosts"
-    status: int | None = None
+class RemoteStarter(Starter):
+    """Starts workers on hosts that have joined."""
 
     def __init__(self, links: NodeLinks, shares: Sequence[HostShare]) -> None:
         self.shares = shares
@@ -26,37 +22,30 @@ class RemoteStarter:
         self._link_of: dict[int, NodeLink] = {}
 
     def start(self, ends: WorkerEnds) -> int:
-        """See :meth:`Starter.start`."""
+        """Start a worker on the next host that has room; returns a number for it."""
         link = self._links.named(self._places[len(self._link_of)])
         number = self._links.start_worker(link, ends)
         self._link_of[number] = link
         return number
 
-    def sentinels(self) -> Sequence[int]:
-        """A descriptor that is readable when a worker has ended."""
-        return [self._links.fileno()]
-
-    def sentinel(self, process_id: int) -> int:
-        """See :meth:`Starter.sentinel`: readable when any worker has ended."""
-        return os.dup(self._links.fileno())
-
     def collect(self) -> Sequence[Ended]:
-        """See :meth:`Starter.collect`."""
+        """Workers that have ended since the last call."""
         return [ended for ended in self._links.collect() if ended.pid in self._link_of]
 
-    def signal(self, process_id: int, signal_number: int) -> None:
-        """See :meth:`Starter.signal`."""
-        self._link_of[process_id].signal(process_id, signal_number)
+    def sentinel(self, pid: int) -> int:
+        """A descriptor that is readable when any worker has ended."""
+        return os.dup(self._links.fileno())
 
-    def kill(self, process_id: int) -> None:
-        """See :meth:`Starter.kill`."""
-        self._link_of[process_id].kill(process_id)
+    def signal(self, pid: int, number: int) -> None:
+        """Have its host send a worker a signal."""
+        self._link_of[pid].signal(pid, number)
 
-    def use_of(self, process_id: int) -> ProcessUse | None:
-        """See :meth:`Starter.use_of`."""
-        link = self._link_of[process_id]
+    def kill(self, pid: int) -> None:
+        """Have its host end a worker."""
+        self._link_of[pid].kill(pid)
+
+    def use_of(self, pid: int) -> ProcessUse | None:
+        """Its host's last answer."""
+        link = self._link_of[pid]
         link.ask_use()
-        return link.uses.get(process_id)
-
-    def close(self) -> None:
-        """All have ended; the connections stay their session's."""
+        return link.uses.get(pid)

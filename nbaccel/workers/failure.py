@@ -10,15 +10,12 @@ from __future__ import annotations
 import builtins
 import re
 import signal
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from nbaccel.base import frames
-from nbaccel.base.frames import Frame, place, user_frame
-from nbaccel.base.process_death import explain_kill
+from nbaccel.base.frames import Frame, of_traceback, place, source, user_frame, within_worker
 from nbaccel.base.units import format_bytes, mark_left_out, shorten_text
 from nbaccel.plan import registry
 from nbaccel.workers.library_texts import tells_of_a_lost_connection
@@ -26,14 +23,17 @@ from nbaccel.workers.wrapped_errors import unwrap_error
 
 # nbaccel's own error; where its cause is a lost connection, it is a consequence too.
 _CONSEQUENCE_TYPE = "CollectiveTimeout"
-_OUTPUT_LINE_CHARS = 140
 _LINES_AROUND = 2  # source lines shown before and after the failing one
 _MESSAGE_CHARS = 20_000  # of a longer message only head and tail are sent
 _HEADLINE_CHARS = 1_000
 _TEXT_CHARS = 300
+_ONE_LINE_CHARS = 140
+_OUTPUT_CHARS = 160
+_OUTPUT_LINES = 4
 _MOST_CAUSES = 20
 _MOST_NOTES = 20
 _MOST_PARTS = 6
+_MOST_RANKS = 8
 _GROUP_TYPES: type[BaseException] | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
 
 
@@ -57,22 +57,23 @@ class RaisedError:
     @property
     def first_line(self) -> str:
         """Of the message, not too long."""
-        first_text, *words = self.message.strip().split("\n", 1)
-        half_chars = _HEADLINE_CHARS // 2
-        if len(first_text) <= 2 * half_chars:
-            return first_text
-        missing_chars = (
-            len(first_text) if words else max(len(first_text), self.num_chars)
-        ) - 2 * half_chars
-        return mark_left_out(first_text[:half_chars], missing_chars, first_text[-half_chars:])
+        line, *rest = self.message.strip().split("\n", 1)
+        if len(line) <= _HEADLINE_CHARS:
+            return line
+        num_chars = len(line) if rest else max(len(line), self.num_chars)
+        half = _HEADLINE_CHARS // 2
+        return mark_left_out(line[:half], num_chars - 2 * half, line[-half:])
+
+    @property
+    def at(self) -> Frame | None:
+        """The innermost frame of the user's own code."""
+        return user_frame(reversed(self.frames))
 
     def leaves(self) -> list[RaisedError]:
         """The exceptions in a group, and in the groups in it."""
-        return (
-            [error for group_part in self.parts for error in group_part.leaves()]
-            if self.parts
-            else [self]
-        )
+        if not self.parts:
+            return [self]
+        return [leaf for part in self.parts for leaf in part.leaves()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,49 +98,9 @@ class FailureRecord:
     """What to do, where the status does not tell: a signal says nothing of a host that is lost."""
 
     @classmethod
-    def of_error(
-        cls, worker_rank: int, raised_error: BaseException, *, failure_time: float
-    ) -> FailureRecord:
+    def of_error(cls, rank: int, error: BaseException, *, failure_time: float) -> FailureRecord:
         """The record of a rank whose function has raised."""
-        return cls(rank=worker_rank, time=failure_time, raised=describe_error(raised_error))
-
-    @classmethod
-    def of_death(
-        cls,
-        worker_rank: int,
-        exit_status: int,
-        *,
-        max_rss_bytes: int,
-        stack_dump: str,
-        oom_kills: int,
-        death_reason: str,
-        remedy: str = "",
-    ) -> FailureRecord:
-        """The record of a rank whose process has just ended by itself."""
-        return cls(
-            rank=worker_rank,
-            time=time.monotonic(),
-            exit_status=exit_status,
-            stack=parse_stack(stack_dump),
-            max_rss_bytes=max_rss_bytes,
-            evidence=explain_kill(exit_status, oom_kills),
-            doing=f"ended: {as_clause(death_reason)}" if death_reason else "",
-            remedy=remedy,
-        )
-
-    @classmethod
-    def of_stop(
-        cls, worker_rank: int, stack_frames: Sequence[Frame], *, had_started: bool
-    ) -> FailureRecord:
-        """The record of a rank that did nothing wrong, and was stopped for something else."""
-        rank_activity = f"was {RankActivity.of_stack(stack_frames)} when nbaccel stopped it"
-        return cls(
-            rank=worker_rank,
-            # Never the first failure: it was stopped because of another one.
-            time=float("inf"),
-            doing=rank_activity if had_started else "had not started",
-            stack=tuple(stack_frames),
-        )
+        return cls(rank=rank, time=failure_time, raised=describe_error(error))
 
     @property
     def was_stopped(self) -> bool:
@@ -160,81 +121,72 @@ class FailureRecord:
     def headline(self) -> str:
         """One line: what happened to this rank."""
         if self.raised is not None:
-            first_text = self.raised.first_line
-            return f"raised {self.raised.type_name}" + (f": {first_text}" if first_text else "")
+            line = self.raised.first_line
+            return f"raised {self.raised.type_name}" + (f": {line}" if line else "")
         if self.doing or self.exit_status is None:
             return self.doing
         return name_exit(self.exit_status)
 
 
-def first_cause(failure_records: Sequence[FailureRecord]) -> FailureRecord:
+def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
     """The failure to look at: the earliest that is not a lost connection."""
-    ordered_records = sorted(failure_records, key=lambda failure_record: failure_record.time)
-    return next(
-        (failure_record for failure_record in ordered_records if not failure_record.is_consequence),
-        # All are consequences; the earliest is the closest to the cause.
-        ordered_records[0],
-    )
+    by_time = sorted(records, key=lambda record: record.time)
+    # Where all are consequences, the earliest is the closest to the cause.
+    return next((record for record in by_time if not record.is_consequence), by_time[0])
 
 
-def describe_error(raised_error: BaseException) -> RaisedError:
+# ------------------------------------------------------------------------- an exception
+
+
+def describe_error(error: BaseException) -> RaisedError:
     """Describe an exception for another process. Outermost frames of nbaccel are dropped."""
-    seen_errors: set[int] = set()
-    return _describe_part(raised_error, seen_errors)
+    return _describe(error, set())
 
 
-def _describe_part(raised_error: BaseException, seen_errors: set[int]) -> RaisedError:
-    seen_errors.add(id(raised_error))
+def _describe(error: BaseException, seen: set[int]) -> RaisedError:
+    seen.add(id(error))
+    cause = error.__cause__
     # As in Python's own tracebacks: `raise … from None` hides the context.
-    cause_error = raised_error.__cause__ or (
-        None if raised_error.__suppress_context__ else raised_error.__context__
-    )
+    if cause is None and not error.__suppress_context__:
+        cause = error.__context__
+    described_cause = None
     # Causes may form a cycle, and a retry loop may build an endless chain.
-    has_cause = (
-        cause_error is not None
-        and id(cause_error) not in seen_errors
-        and len(seen_errors) < _MOST_CAUSES
-    )
-    error_notes = [str(error_note) for error_note in getattr(raised_error, "__notes__", ())][
-        -_MOST_NOTES:
-    ]
-    error_frames = _error_frames(raised_error.__traceback__) + _unparsed_place(raised_error)
-    original_error = unwrap_error(raised_error)
-    if original_error is not None:
-        error_frames += original_error.frames
-        error_notes.append(f"It was raised {original_error.where}.")
-    error_text = _error_text(raised_error) if original_error is None else original_error.message
+    if cause is not None and id(cause) not in seen and len(seen) < _MOST_CAUSES:
+        described_cause = _describe(cause, seen)
+    parts: Sequence[BaseException] = ()
+    if isinstance(error, _GROUP_TYPES):
+        parts = error.exceptions[:_MOST_PARTS]  # type: ignore[attr-defined]
+    notes = [str(note) for note in getattr(error, "__notes__", ())][-_MOST_NOTES:]
+    frames = _frames_of(error.__traceback__) + _unparsed_place(error)
+    kind = type(error)
+    original = unwrap_error(error)
+    if original is None:
+        text = _text_of(error)
+    else:
+        kind = original.kind
+        text = original.message
+        frames += original.frames
+        notes.append(f"It was raised {original.where}.")
     return RaisedError(
-        type_name=kind_name(type(raised_error) if original_error is None else original_error.kind),
-        message=shorten_text(error_text, _MESSAGE_CHARS),
-        num_chars=len(error_text),
-        frames=error_frames,
-        missing_name=getattr(raised_error, "name", None) or ""
-        if isinstance(raised_error, NameError)
-        else "",
-        cause=_describe_part(cause_error, seen_errors)
-        if cause_error is not None and has_cause
-        else None,
-        notes=tuple(shorten_text(error_note, _MESSAGE_CHARS) for error_note in error_notes),
-        parts=tuple(
-            _describe_part(group_part, seen_errors)
-            for group_part in getattr(raised_error, "exceptions", ())[:_MOST_PARTS]
-            if isinstance(raised_error, _GROUP_TYPES) and len(seen_errors) < _MOST_CAUSES
-        ),
+        type_name=kind_name(kind),
+        message=shorten_text(text, _MESSAGE_CHARS),
+        num_chars=len(text),
+        frames=frames,
+        missing_name=(error.name or "") if isinstance(error, NameError) else "",
+        cause=described_cause,
+        notes=tuple(shorten_text(note, _MESSAGE_CHARS) for note in notes),
+        parts=tuple(_describe(part, seen) for part in parts if len(seen) < _MOST_CAUSES),
     )
 
 
-def kind_name(error_class: type) -> str:
+def kind_name(kind: type) -> str:
     """A class as a reader knows it: with its module, except for built-in and own classes."""
-    plain_name = error_class.__module__ in ("builtins", "__main__", "nbaccel.errors")
-    return (
-        error_class.__qualname__
-        if plain_name
-        else f"{error_class.__module__}.{error_class.__qualname__}"
-    )
+    if kind.__module__ in ("builtins", "__main__", "nbaccel.errors"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _error_text(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     try:
         # str() of a SyntaxError repeats file and line, which the frame shows.
         return error.msg if _unparsed_place(error) else str(error)  # type: ignore[attr-defined]
@@ -249,46 +201,46 @@ def _unparsed_place(error: BaseException) -> tuple[Frame, ...]:
     return (Frame(file=error.filename, line=error.lineno, function="<module>"),)
 
 
-def _error_frames(entry: TracebackType | None) -> tuple[Frame, ...]:
-    found_frames = list(frames.of_traceback(entry))
+def _frames_of(traceback: TracebackType | None) -> tuple[Frame, ...]:
+    frames = of_traceback(traceback)
     # One frame stays, or an error raised by nbaccel itself would have no place.
-    while len(found_frames) > 1 and found_frames[0].is_house:
-        found_frames.pop(0)
-    return tuple(found_frames)
+    while len(frames) > 1 and frames[0].is_house:
+        frames = frames[1:]
+    return frames
 
+
+# ------------------------------------------------------------------------- a stack
 
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 _WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")
 # Names of files, because this is below what trains.
 _COLLECTIVES_FILE = str(_PACKAGE_FOLDER / "train" / "collectives.py")
 _CHECK_FILE = str(_PACKAGE_FOLDER / "train" / "call_check.py")
+_THREAD_HEADING = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
 _STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$')
 
 
-def parse_stack(stack_dump: str) -> tuple[Frame, ...]:
+def parse_stack(dump: str) -> tuple[Frame, ...]:
     """The main thread's stack from a faulthandler dump, innermost call first.
 
     The main thread is the one that came through nbaccel's worker. Threads that have begun later
     stand before it in the dump.
     """
-    longest_stack: list[Frame] = []
-    for stack_block in re.split(r"^(?=(?:Current thread|Thread) )", stack_dump, flags=re.MULTILINE):
-        frame_matches = filter(None, map(_STACK_LINE.match, stack_block.splitlines()))
-        found_frames = [
+    stack: list[Frame] = []
+    for block in _THREAD_HEADING.split(dump):
+        frames = [
             Frame(
-                file=frame_match["file"],
+                file=match["file"],
                 # faulthandler writes question marks where it cannot read the line.
-                line=int(frame_match["line"].strip("?") or 0),
-                function=frame_match["function"],
+                line=int(match["line"].strip("?") or 0),
+                function=match["function"],
             )
-            for frame_match in frame_matches
+            for match in map(_STACK_LINE.match, block.splitlines())
+            if match
         ]
-        if found_frames and (
-            not longest_stack
-            or any(stack_frame.file == _WORKER_FILE for stack_frame in found_frames)
-        ):
-            longest_stack = found_frames
-    return frames.within_worker(longest_stack)
+        if frames and (not stack or any(frame.file == _WORKER_FILE for frame in frames)):
+            stack = frames
+    return within_worker(stack)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,43 +258,24 @@ class RankActivity:
     """Where in its own code it was, if in any."""
 
     @classmethod
-    def of_stack(cls, stack_frames: Sequence[Frame]) -> RankActivity:
+    def of_stack(cls, stack: Sequence[Frame]) -> RankActivity:
         """What a stack says, innermost call first."""
-        frame = user_frame(stack_frames)
-        own_calls = [
-            stack_frame.function
-            for stack_frame in stack_frames
-            if stack_frame.file == _COLLECTIVES_FILE and not stack_frame.function.startswith("_")
-        ]
-        if own_calls:
+        at = user_frame(stack)
+        # The outermost ones, because collectives call each other and the user called this one.
+        own_call = _outermost(frame for frame in stack if frame.file == _COLLECTIVES_FILE)
+        if own_call:
             return cls(
-                collective=_called_name(stack_frames, frame) if frame else own_calls[-1],
+                collective=_called_name(stack, at) if at else own_call,
                 is_comparing=any(
-                    stack_frame.function == "compare" and stack_frame.file == _CHECK_FILE
-                    for stack_frame in stack_frames
+                    frame.function == "compare" and frame.file == _CHECK_FILE for frame in stack
                 ),
-                at=frame,
+                at=at,
             )
-        names = [
-            stack_frame.function
-            for stack_frame in stack_frames
-            if "/torch/distributed/" in stack_frame.file
-        ]
-        # torch wraps its collectives in functions called `wrapper`, which say nothing.
-        public_calls = [
-            function_name
-            for function_name in names
-            if not function_name.startswith("_") and function_name != "wrapper"
-        ]
-        # The outermost one, because collectives call each other and the user called this one.
-        if public_calls:
-            return cls(collective=public_calls[-1], at=frame)
-        return cls(
-            called=_called_name(stack_frames, frame)
-            if stack_frames and stack_frames[0] != frame
-            else "",
-            at=frame,
-        )
+        torch_call = _outermost(frame for frame in stack if "/torch/distributed/" in frame.file)
+        if torch_call:
+            return cls(collective=torch_call, at=at)
+        has_called = bool(stack) and stack[0] != at
+        return cls(called=_called_name(stack, at) if has_called else "", at=at)
 
     def __str__(self) -> str:
         words = f"in {self.called}" if self.called else "running"
@@ -353,20 +286,26 @@ class RankActivity:
         return f"{words} ({place(self.at)})" if self.at else words
 
 
-def _called_name(stack_frames: Sequence[Frame], own_frame: Frame | None) -> str:
+def _outermost(stack: Iterable[Frame]) -> str:
+    """The outermost function whose name is public; empty if there is none."""
+    name = ""
+    for frame in stack:
+        # torch wraps its collectives in functions called `wrapper`, which say nothing.
+        if not frame.function.startswith("_") and frame.function != "wrapper":
+            name = frame.function
+    return name
+
+
+def _called_name(stack: Sequence[Frame], at: Frame | None) -> str:
     """What the user's frame called, by the outermost name that is not private."""
-    inner_frames = stack_frames[: stack_frames.index(own_frame)] if own_frame else stack_frames
-    function_names = [
-        stack_frame.function
-        for stack_frame in reversed(inner_frames)
-        if not stack_frame.function.startswith("_")
-    ]
-    return function_names[0] if function_names else stack_frames[0].function
+    inner = stack[: stack.index(at)] if at else stack
+    public = [frame.function for frame in inner if not frame.function.startswith("_")]
+    return public[-1] if public else stack[0].function
 
 
-def as_clause(message_sentence: str) -> str:
+def as_clause(sentence: str) -> str:
     """`It has ended.` → `it has ended`, to go on in another sentence."""
-    return message_sentence[:1].lower() + message_sentence[1:].rstrip(".")
+    return sentence[:1].lower() + sentence[1:].rstrip(".")
 
 
 # ------------------------------------------------------------------------- exits
@@ -410,46 +349,34 @@ def _signal_name(number: int) -> str:
         return ""
 
 
-def name_exit(exit_status: int) -> str:
+def name_exit(status: int) -> str:
     """`-9` → `was killed by SIGKILL (signal 9)`."""
-    if exit_status >= 0:
-        return f"left with exit code {exit_status} before the function returned"
-    signal_name = _signal_name(-exit_status)
-    return (
-        f"was killed by {signal_name} (signal {-exit_status})"
-        if signal_name
-        else f"was killed by signal {-exit_status}"
-    )
+    if status >= 0:
+        return f"left with exit code {status} before the function returned"
+    name = _signal_name(-status)
+    return f"was killed by {name} (signal {-status})" if name else f"was killed by signal {-status}"
 
 
-def explain_exit(failure_record: FailureRecord) -> list[str]:
+def explain_exit(record: FailureRecord) -> list[str]:
     """Likely cause and remedy of a death without an exception."""
-    exit_status = failure_record.exit_status
-    if exit_status is None or (failure_record.doing and exit_status >= 0):
+    status = record.exit_status
+    if status is None or (record.doing and status >= 0):
         # All that is known is in the headline.
         return []
-    if failure_record.remedy:
-        return [failure_record.remedy]
-    if exit_status >= 0:
+    if record.remedy:
+        return [record.remedy]
+    if status >= 0:
         return [
             "The process ended itself (os._exit, or a library that exits), so neither results "
             "nor weights came back. Let the function return instead."
         ]
-    signal_name = _signal_name(-exit_status)
-    functions = [stack_frame.function for stack_frame in failure_record.stack]
-    likely_cause, remedy_text = registry.explain_signal(signal_name, functions) or (
-        _SIGNAL_MEANINGS.get(signal_name, ("", ""))
-    )
-    used_memory = (
-        f"It had used up to {format_bytes(failure_record.max_rss_bytes)}."
-        if failure_record.max_rss_bytes
-        else ""
-    )
-    return [
-        text_line
-        for text_line in (failure_record.evidence or likely_cause, used_memory, remedy_text)
-        if text_line
-    ]
+    name = _signal_name(-status)
+    functions = [frame.function for frame in record.stack]
+    of_device = registry.explain_signal(name, functions)
+    cause, remedy = of_device or _SIGNAL_MEANINGS.get(name, ("", ""))
+    memory = f"It had used up to {format_bytes(record.max_rss_bytes)}."
+    lines = (record.evidence or cause, memory if record.max_rss_bytes else "", remedy)
+    return [line for line in lines if line]
 
 
 # ------------------------------------------------------------------------- telling it
@@ -477,155 +404,99 @@ class FailureReport:
     def lines(self) -> list[str]:
         """The text, at most about thirty lines."""
         cause = self.cause
-        report_lines = [f"rank {cause.rank} of {self.world_size} {self.headline or cause.headline}"]
-        report_lines += [self.advice] if self.advice else []
-        if cause.raised is not None:
-            report_lines += [] if self.headline else _more_message(cause.raised)
-            report_lines += _tell_raised(cause.raised)
+        lines = [f"rank {cause.rank} of {self.world_size} {self.headline or cause.headline}"]
+        if self.advice:
+            lines.append(self.advice)
+        if cause.raised is None:
+            lines += _tell_stack(cause.stack)
+            lines += explain_exit(cause)
         else:
-            report_lines += _tell_stack(cause.stack)
-            report_lines += explain_exit(cause)
-        report_lines += self._output(cause.rank)
-        report_lines += self._others(cause)
+            if not self.headline:
+                lines += _more_message(cause.raised)
+            lines += _tell_raised(cause.raised)
+        if output := self.last_output.get(cause.rank, [])[-_OUTPUT_LINES:]:
+            lines.append(f"Last output of rank {cause.rank}:")
+            lines += [f"  {line[:_OUTPUT_CHARS]}" for line in output]
+        lines += self._others(cause)
         if self.library_messages:
-            report_lines += ["Messages of libraries:", *(f"  {m}" for m in self.library_messages)]
-        return [*report_lines, self.closing] if self.closing else report_lines
+            lines += ["Messages of libraries:", *(f"  {line}" for line in self.library_messages)]
+        return [*lines, self.closing] if self.closing else lines
 
-    def _output(self, rank: int) -> list[str]:
-        output_tail = self.last_output.get(rank, [])[-4:]
-        return (
-            [
-                f"Last output of rank {rank}:",
-                *(f"  {line[:160]}" for line in output_tail),
-            ]
-            if output_tail
-            else []
-        )
-
-    def _others(self, cause_record: FailureRecord) -> list[str]:
-        other_records = sorted(
-            (
-                failure_record
-                for failure_record in self.records
-                if failure_record is not cause_record
-            ),
-            key=lambda failure_record: failure_record.rank,
-        )
-        if not other_records:
+    def _others(self, cause: FailureRecord) -> list[str]:
+        others = [record for record in self.records if record is not cause]
+        others.sort(key=lambda record: record.rank)
+        if not others:
             return []
-        records = [
-            f"  rank {failure_record.rank}: {_one_line(failure_record, cause_record)}"
-            for failure_record in other_records[:8]
-        ]
-        words = [f"  … and {len(other_records) - 8} more ranks"] if len(other_records) > 8 else []
-        return ["The other ranks:", *records, *words]
+        lines = ["The other ranks:"]
+        lines += [f"  rank {one.rank}: {_one_line(one, cause)}" for one in others[:_MOST_RANKS]]
+        if len(others) > _MOST_RANKS:
+            lines.append(f"  … and {len(others) - _MOST_RANKS} more ranks")
+        return lines
 
 
-def _one_line(failure_record: FailureRecord, cause_record: FailureRecord) -> str:
-    if failure_record.is_consequence and failure_record.raised is not None:
-        frame = user_frame(reversed(failure_record.raised.frames))
-        place_words = f" at {place(frame)}" if frame else ""
-        return f"lost its connection{place_words} (a consequence)"
-    if (
-        failure_record.exit_status is not None
-        and failure_record.doing
-        and failure_record.doing == cause_record.doing
-    ):
-        return "ended with it, too"
-    error_text = _cut_line(failure_record.headline)
-    if failure_record.raised is not None:
-        frame = user_frame(reversed(failure_record.raised.frames))
-        place_words = f" at {place(frame)}" if frame else ""
-        if (
-            cause_record.raised is not None
-            and cause_record.raised.type_name == failure_record.raised.type_name
-        ):
-            return (
-                f"raised {failure_record.raised.type_name}, "
-                f"too{',' if place_words else ''}{place_words}"
-            )
-        error_text += place_words
-    return error_text
+def _one_line(record: FailureRecord, cause: FailureRecord) -> str:
+    raised = record.raised
+    if raised is None:
+        if record.exit_status is not None and record.doing and record.doing == cause.doing:
+            return "ended with it, too"
+        return _cut(record.headline)
+    at = _at(raised)
+    if record.is_consequence:
+        return f"lost its connection{at} (a consequence)"
+    if cause.raised is not None and cause.raised.type_name == raised.type_name:
+        return f"raised {raised.type_name}, too{',' if at else ''}{at}"
+    return _cut(record.headline) + at
 
 
-def _cut_line(error_text: str) -> str:
-    return (
-        error_text
-        if len(error_text) <= _OUTPUT_LINE_CHARS
-        else error_text[: _OUTPUT_LINE_CHARS - 2] + " …"
-    )
+def _at(error: RaisedError) -> str:
+    frame = error.at
+    return f" at {place(frame)}" if frame else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _ONE_LINE_CHARS else text[: _ONE_LINE_CHARS - 2] + " …"
 
 
 def _more_message(error: RaisedError) -> list[str]:
     """What follows the first line, shortened in the middle: what matters may be at the end."""
-    rest_lines = error.message.strip().splitlines()[1:]
-    if len(rest_lines) > 11:
-        rest_lines = [*rest_lines[:4], f"… {len(rest_lines) - 10} more lines", *rest_lines[-6:]]
-    error_notes = [text_line for error_note in error.notes for text_line in error_note.splitlines()]
-    return [
-        f"  {shorten_text(text_line, _TEXT_CHARS)}" for text_line in [*rest_lines, *error_notes]
-    ]
+    rest = error.message.strip().splitlines()[1:]
+    if len(rest) > 11:
+        rest = [*rest[:4], f"… {len(rest) - 10} more lines", *rest[-6:]]
+    notes = [line for note in error.notes for line in note.splitlines()]
+    return [f"  {shorten_text(line, _TEXT_CHARS)}" for line in [*rest, *notes]]
 
 
-def _tell_raised(described_error: RaisedError) -> list[str]:
+def _tell_raised(error: RaisedError) -> list[str]:
     """The user's own frames with source around the failing line; libraries in one line each."""
-    user_frames = [
-        stack_frame for stack_frame in described_error.frames if not stack_frame.is_library
-    ]
-    report_lines: list[str] = []
-    for shown_frame in user_frames[-3:-1]:
-        report_lines += [
-            f"  {place(shown_frame)}, in {shown_frame.function}",
-            *frames.source(shown_frame, num_around=0),
-        ]
-    if user_frames:
-        report_lines += [
-            f"  {place(user_frames[-1])}, in {user_frames[-1].function}",
-            *frames.source(
-                user_frames[-1], num_around=0 if described_error.parts else _LINES_AROUND
-            ),
-        ]
-    if (
-        described_error.frames
-        and described_error.frames[-1].is_library
-        and not described_error.frames[-1].is_house
-    ):
-        innermost_frame = described_error.frames[-1]
-        report_lines.append(
-            f"  raised inside {innermost_frame.function} ({place(innermost_frame)})"
-        )
-    if described_error.cause is not None:
-        cause_frame = user_frame(reversed(described_error.cause.frames))
-        place_words = f" at {place(cause_frame)}" if cause_frame else ""
-        report_lines.append(
-            f"  which came from {described_error.cause.type_name}: "
-            f"{described_error.cause.first_line}{place_words}"
-        )
-    return report_lines + _tell_parts(described_error)
-
-
-def _tell_parts(error: RaisedError) -> list[str]:
-    """The exceptions of a group: each with the user's own frame."""
-    lines = []
-    for part_number, group_part in enumerate(error.leaves() if error.parts else (), 1):
-        lines.append(f"  {part_number}. {group_part.type_name}: {group_part.first_line}")
-        frame = user_frame(reversed(group_part.frames))
-        if frame is not None:
-            lines += [
-                f"  {place(frame)}, in {frame.function}",
-                *frames.source(frame, num_around=0),
-            ]
+    own = [frame for frame in error.frames if not frame.is_library]
+    lines: list[str] = []
+    for frame in own[-3:-1]:
+        lines += _tell_frame(frame)
+    if own:
+        lines += _tell_frame(own[-1], num_around=0 if error.parts else _LINES_AROUND)
+    if error.frames and error.frames[-1].is_library and not error.frames[-1].is_house:
+        innermost = error.frames[-1]
+        lines.append(f"  raised inside {innermost.function} ({place(innermost)})")
+    if error.cause is not None:
+        cause = f"{error.cause.type_name}: {error.cause.first_line}{_at(error.cause)}"
+        lines.append(f"  which came from {cause}")
+    if error.parts:
+        for number, part in enumerate(error.leaves(), 1):
+            lines.append(f"  {number}. {part.type_name}: {part.first_line}")
+            lines += _tell_frame(part.at)
     return lines
 
 
-def _tell_stack(stack_frames: Sequence[Frame]) -> list[str]:
-    frame = user_frame(stack_frames)
+def _tell_stack(stack: Sequence[Frame]) -> list[str]:
+    frame = user_frame(stack)
+    lines = _tell_frame(frame, num_around=_LINES_AROUND)
+    if frame is not None and stack[0] != frame:
+        lines.append(f"  inside {stack[0].function} ({place(stack[0])})")
+    return lines
+
+
+def _tell_frame(frame: Frame | None, *, num_around: int = 0) -> list[str]:
+    """A frame, with its source lines."""
     if frame is None:
         return []
-    lines = [
-        f"  {place(frame)}, in {frame.function}",
-        *frames.source(frame, num_around=_LINES_AROUND),
-    ]
-    if stack_frames[0] != frame:
-        lines.append(f"  inside {stack_frames[0].function} ({place(stack_frames[0])})")
-    return lines
+    return [f"  {place(frame)}, in {frame.function}", *source(frame, num_around=num_around)]

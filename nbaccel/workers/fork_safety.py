@@ -60,9 +60,9 @@ def hazards() -> tuple[Hazard, ...]:
 
 
 def _find_hazards() -> Iterator[Hazard]:
-    for known_device in registry.possible_devices():
-        for hazard_fact in known_device.hazards():
-            yield Hazard(fact=hazard_fact, consequence=known_device.after_fork, is_fatal=True)
+    for device in registry.possible_devices():
+        for fact in device.hazards():
+            yield Hazard(fact=fact, consequence=device.after_fork, is_fatal=True)
     if _has_process_group():
         yield Hazard(
             fact="a torch.distributed process group is alive in the notebook",
@@ -70,28 +70,18 @@ def _find_hazards() -> Iterator[Hazard]:
             "torch.distributed.destroy_process_group()",
             is_fatal=True,
         )
-    for library_path in pools_that_stay():
+    for path in pools_that_stay():
         yield Hazard(
-            fact=(
-                f"threads of {os.path.basename(library_path)}, an OpenMP runtime that cannot give "
-                "them up"
-            ),
+            fact=f"threads of {os.path.basename(path)}, an OpenMP runtime that cannot give them up",
             consequence="a forked worker hangs in its first parallel operation; a newer torch "
             "brings a runtime that can",
             is_fatal=True,
         )
     # Not fatal: whether a lock is held at the moment of the fork cannot be known.
-    thread_names = [
-        foreign_thread.name
-        for foreign_thread in threading.enumerate()
-        if _is_foreign(foreign_thread)
-    ]
-    if thread_names:
+    names = [thread.name for thread in threading.enumerate() if _is_foreign(thread)]
+    if names:
         yield Hazard(
-            fact=(
-                f"{len(thread_names)} thread(s) of yours are running "
-                f"({', '.join(thread_names[:4])})"
-            ),
+            fact=f"{len(names)} thread(s) of yours are running ({', '.join(names[:4])})",
             consequence="a lock that one of them holds at the fork stays locked for ever in the "
             "worker",
             is_fatal=False,
@@ -104,8 +94,7 @@ def has_native_threads() -> bool:
     OpenMP's are ended for it.
     """
     pause_pools()
-    python_ids = [live_thread.native_id or 0 for live_thread in threading.enumerate()]
-    return bool(lasting_threads(python_ids))
+    return bool(lasting_threads([thread.native_id or 0 for thread in threading.enumerate()]))
 
 
 def end_bar_monitors() -> None:
@@ -114,34 +103,30 @@ def end_bar_monitors() -> None:
     It takes the lock of all bars from time to time, and a fork would inherit the lock taken. The
     next bar starts a new monitor.
     """
-    for live_thread in threading.enumerate():
-        if _is_bar_monitor(live_thread):
-            live_thread.exit()  # type: ignore[attr-defined]
+    for thread in threading.enumerate():
+        if _is_bar_monitor(thread):
+            thread.exit()  # type: ignore[attr-defined]
 
 
 def _has_process_group() -> bool:
-    torch_distributed = sys.modules.get("torch.distributed")
-    return bool(
-        torch_distributed
-        and torch_distributed.is_available()
-        and torch_distributed.is_initialized()
-    )
+    dist = sys.modules.get("torch.distributed")
+    return bool(dist and dist.is_available() and dist.is_initialized())
 
 
-def _is_foreign(live_thread: threading.Thread) -> bool:
+def _is_foreign(thread: threading.Thread) -> bool:
     """Whether it is a thread of the user's, not of the kernel or the one that launches."""
-    if live_thread in (threading.main_thread(), threading.current_thread()):
+    if thread in (threading.main_thread(), threading.current_thread()) or _is_bar_monitor(thread):
         return False
-    if live_thread.name.startswith(_KERNEL_NAMES) or live_thread.name.endswith(_KERNEL_TARGETS):
+    if thread.name.startswith(_KERNEL_NAMES) or thread.name.endswith(_KERNEL_TARGETS):
         return False
-    if _is_bar_monitor(live_thread):
-        return False
-    return not type(live_thread).__module__.startswith(_KERNEL_MODULES)
+    return not type(thread).__module__.startswith(_KERNEL_MODULES)
 
 
-def _is_bar_monitor(live_thread: threading.Thread) -> bool:
-    return type(live_thread).__module__ == "tqdm._monitor"
+def _is_bar_monitor(thread: threading.Thread) -> bool:
+    return type(thread).__module__ == "tqdm._monitor"
 
+
+# ------------------------------------------------------------------------- OpenMP
 
 _PAUSE_HARD = 2  # omp_pause_hard: give up everything
 _POOL_SETTLE_S = 0.3  # a pool's threads spin for some milliseconds before they sleep
@@ -150,17 +135,16 @@ _PAUSE_FUNCTION = "omp_pause_resource_all"
 _RUNTIME_PATH = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
-def loaded_runtimes() -> list[str]:
-    """Paths of the OpenMP libraries mapped into this process."""
+def _loaded_runtimes() -> dict[str, list[tuple[int, int]]]:
+    """OpenMP libraries mapped into this process → the addresses at which they are mapped."""
+    runtimes: dict[str, list[tuple[int, int]]] = {}
     with open("/proc/self/maps") as memory_maps:
-        library_paths = {
-            line.split(maxsplit=5)[5].strip()
-            for line in memory_maps
-            if line.count(" ") > 4 and "/" in line
-        }
-    return sorted(
-        library_path for library_path in library_paths if _RUNTIME_PATH.search(library_path)
-    )
+        for line in memory_maps:
+            addresses, *_, path = line.rstrip("\n").split(maxsplit=5)
+            if _RUNTIME_PATH.search(path):
+                first, end = addresses.split("-")
+                runtimes.setdefault(path, []).append((int(first, 16), int(end, 16)))
+    return runtimes
 
 
 def pools_that_stay() -> list[str]:
@@ -169,62 +153,43 @@ def pools_that_stay() -> list[str]:
     The libgomp that torch 2.6 brings is from before OpenMP 5.0. A thread of its pool sleeps in its
     code, and the system tells where each thread of this process sleeps.
     """
-    unpausable_paths = [
-        library_path
-        for library_path in loaded_runtimes()
-        if not hasattr(ctypes.CDLL(library_path), _PAUSE_FUNCTION)
+    return [
+        path
+        for path, ranges in _loaded_runtimes().items()
+        if not hasattr(ctypes.CDLL(path), _PAUSE_FUNCTION) and _has_threads(ranges)
     ]
-    return [library_path for library_path in unpausable_paths if _has_threads(library_path)]
 
 
-def pause_pools() -> list[str]:
-    """Give up the thread pools of all OpenMP runtimes; returns those that refused.
+def pause_pools() -> None:
+    """Give up the thread pools of all OpenMP runtimes that can.
 
     Call it in the thread that ran parallel code (in a notebook, the main one), right before a fork.
     """
-    refused_paths = []
-    for library_path in loaded_runtimes():
-        function = getattr(ctypes.CDLL(library_path), _PAUSE_FUNCTION, None)
-        if function is None or function(_PAUSE_HARD) != 0:
-            refused_paths.append(library_path)
-    return refused_paths
+    for path in _loaded_runtimes():
+        pause = getattr(ctypes.CDLL(path), _PAUSE_FUNCTION, None)
+        if pause is not None:
+            pause(_PAUSE_HARD)
 
 
-def _has_threads(path: str) -> bool:
-    code_ranges = _code_of(path)
+def _has_threads(code_ranges: Collection[tuple[int, int]]) -> bool:
     deadline = time.monotonic() + _POOL_SETTLE_S
     while True:
         # A sleeping thread of a pool waits in the runtime's code; a running one is looked at again.
-        sleep_addresses = [
-            _sleep_address(int(thread_id)) for thread_id in os.listdir("/proc/self/task")
-        ]
-        if any(
-            range_start <= sleep_address < range_end
-            for sleep_address in sleep_addresses
-            if sleep_address
-            for range_start, range_end in code_ranges
-        ):
+        addresses = [_sleep_address(int(thread)) for thread in os.listdir("/proc/self/task")]
+        asleep = [address for address in addresses if address]
+        if any(first <= address < end for address in asleep for first, end in code_ranges):
             return True
-        if None not in sleep_addresses or time.monotonic() > deadline:
+        if None not in addresses or time.monotonic() > deadline:
             return False
         time.sleep(_SLEEP_POLL_S)
 
 
-def _code_of(path: str) -> list[tuple[int, int]]:
-    """The addresses at which a library is mapped."""
-    with open("/proc/self/maps") as memory_maps:
-        address_ranges = [
-            line.split()[0].split("-") for line in memory_maps if line.rstrip().endswith(path)
-        ]
-    return [(int(range_start, 16), int(range_end, 16)) for range_start, range_end in address_ranges]
-
-
-def _sleep_address(thread_id: int) -> int | None:
+def _sleep_address(thread: int) -> int | None:
     """The address at which a thread sleeps; 0 for this one and those gone, None if it runs."""
-    if thread_id == threading.get_native_id():
+    if thread == threading.get_native_id():
         return 0
     try:
-        with open(f"/proc/self/task/{thread_id}/syscall") as file:
+        with open(f"/proc/self/task/{thread}/syscall") as file:
             words = file.read().split()
     # The thread has ended, or the system has no such file.
     except OSError:
@@ -272,9 +237,7 @@ class ProcessState:
             descriptors=dict(_shared_descriptors()),
             children=frozenset(child_processes(os.getpid())),
             device_facts=frozenset(
-                hazard_fact
-                for device in registry.known_devices()
-                for hazard_fact in device.hazards()
+                fact for device in registry.known_devices() for fact in device.hazards()
             ),
         )
 
@@ -300,18 +263,13 @@ def native_threads() -> list[int]:
     Without jemalloc's (pyarrow brings it), which it ends before a fork and starts anew at once, and
     a kernel's ZeroMQ, which workers do not use.
     """
-    return [
-        int(thread_id)
-        for thread_id in os.listdir("/proc/self/task")
-        if not _name_of_thread(thread_id).startswith(_WITHOUT_HARM)
-    ]
-
-
-def _name_of_thread(thread_id: str) -> str:
-    # Empty for one that has ended.
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread_id}/comm") as file:
-        return file.read().strip()
-    return ""
+    threads = []
+    for thread in os.listdir("/proc/self/task"):
+        # It may have ended.
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            if not file.read().startswith(_WITHOUT_HARM):
+                threads.append(int(thread))
+    return threads
 
 
 def open_descriptors() -> Iterator[tuple[int, str]]:
@@ -332,12 +290,12 @@ def _trial_fork() -> None:
     with warnings.catch_warnings():
         # Python 3.12 warns of every fork with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
-        child_id = os.fork()
-    if child_id == 0:
+        child = os.fork()
+    if child == 0:
         os._exit(0)
     # Other code of this process may have waited for it.
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(child_id, 0)
+        os.waitpid(child, 0)
 
 
 def lasting_threads(own_ids: Collection[int]) -> set[int]:
@@ -346,9 +304,9 @@ def lasting_threads(own_ids: Collection[int]) -> set[int]:
         _trial_fork()
     # A thread that has been joined is still listed until the system has removed it.
     deadline = time.monotonic() + _SETTLE_S
-    while (other_ids := set(native_threads()) - set(own_ids)) and time.monotonic() < deadline:
+    while (others := set(native_threads()) - set(own_ids)) and time.monotonic() < deadline:
         time.sleep(_SETTLE_STEP_S)
-    return other_ids
+    return others
 
 
 def _signal_masks() -> tuple[int, ...]:
@@ -358,12 +316,12 @@ def _signal_masks() -> tuple[int, ...]:
 
 
 def _shared_descriptors() -> Iterator[tuple[str, str]]:
-    for file_descriptor, target in open_descriptors():
-        key = f"{file_descriptor} {target}"
+    for descriptor, target in open_descriptors():
+        key = f"{descriptor} {target}"
         if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]")):
             yield key, "a socket, a pipe or an event loop"
         elif not target.startswith(_IN_MEMORY):
             with contextlib.suppress(OSError):
                 # Each process would read on from where another one is.
-                if stat.S_ISREG(os.fstat(file_descriptor).st_mode):
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
                     yield key, target

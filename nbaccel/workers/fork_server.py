@@ -14,8 +14,6 @@ from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, thread_limits, worker
 from nbaccel.workers.reaping import end_descendants, reap
 
-__all__ = ["ForkServer"]
-
 
 class ForkServer:
     """Forks this process, which has one thread, until the notebook is gone."""
@@ -25,9 +23,9 @@ class ForkServer:
         self._parent = parent
         self._workers: set[int] = set()
         self._woken, self._waker = socket.socketpair()
-        for wakeup_end in (self._woken, self._waker):
+        for end in (self._woken, self._waker):
             # `set_wakeup_fd` refuses a blocking end, and `_collect` empties the other one.
-            wakeup_end.setblocking(False)
+            end.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno())
         # Any handler: Python writes to the wakeup descriptor only for signals that have one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -43,45 +41,43 @@ class ForkServer:
             os._exit(0)
 
     def _loop(self) -> None:
-        watched_sockets = [self._channel.fileno(), self._woken.fileno(), *self._parent]
+        watched = [self._channel.fileno(), self._woken.fileno(), *self._parent]
         while True:
-            readable_sockets, _, _ = select.select(watched_sockets, [], [])
-            if self._woken.fileno() in readable_sockets:
+            readable, _, _ = select.select(watched, [], [])
+            if self._woken.fileno() in readable:
                 self._collect()
-            if self._channel.fileno() in readable_sockets and not self._serve_one():
+            if self._channel.fileno() in readable and not self._serve_one():
                 return
-            if any(file_descriptor in readable_sockets for file_descriptor in self._parent):
+            if any(descriptor in readable for descriptor in self._parent):
                 return
 
     def _serve_one(self) -> bool:
         try:
-            message, file_descriptors = self._channel.receive()
+            message, descriptors = self._channel.receive()
         except EOFError:
             return False
         if isinstance(message, messaging.Fork):
             thread_limits.set_before_fork(message.threads)
-            process_id = self._fork(file_descriptors)
-            self._workers.add(process_id)
-            self._channel.send(messaging.Forked(message.ticket, process_id))
+            pid = self._fork(descriptors)
+            self._workers.add(pid)
+            self._channel.send(messaging.Forked(pid))
         # Those of `Dispose`, too.
-        memfd.close_all(file_descriptors)
+        memfd.close_all(descriptors)
         return True
 
-    def _fork(self, file_descriptors: list[int]) -> int:
-        template_id = os.getpid()
-        process_id = os.fork()
-        if process_id:
-            return process_id
+    def _fork(self, descriptors: list[int]) -> int:
+        template = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
         signal.set_wakeup_fd(-1)
         # A child that held this end would hide the end of the template from the notebook.
         for own_end in (self._channel, self._woken, self._waker):
             own_end.close()
         memfd.close_all(self._parent)
-        channel, stdout, stderr, file = file_descriptors
-        return worker.run_worker(
-            messaging.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=file),
-            template_id,
-        )
+        channel, stdout, stderr, stack = descriptors
+        ends = messaging.WorkerEnds(channel=channel, stdout=stdout, stderr=stderr, stack=stack)
+        return worker.run_worker(ends, template)
 
     def _collect(self) -> None:
         # Emptied before reaping: a child that ends in between writes again and is found next time.
@@ -89,12 +85,12 @@ class ForkServer:
             while self._woken.recv(4096):
                 continue
         # All are looked at, because several SIGCHLD may be merged into one.
-        for process_id in tuple(self._workers):
-            exit_status = reap(process_id)
-            if exit_status is not None:
-                self._workers.discard(process_id)
+        for pid in tuple(self._workers):
+            ended = reap(pid)
+            if ended is not None:
+                self._workers.discard(pid)
                 # Before the report: the notebook takes it as the end of all the worker had started.
                 end_descendants(kept_ids=self._workers)
                 # The notebook is gone: the loop is about to return.
                 with contextlib.suppress(OSError):
-                    self._channel.send(exit_status)
+                    self._channel.send(ended)

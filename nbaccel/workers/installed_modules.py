@@ -9,17 +9,8 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-__all__ = [
-    "FileStamp",
-    "by_package",
-    "installed_modules",
-    "local_modules",
-    "stamps_of",
-]
-
 
 # A kernel's own: its threads, sockets and tracing are the notebook's, and no worker uses them.
 _OF_THE_KERNEL = frozenset(
@@ -34,9 +25,7 @@ _OF_LAUNCHES = tuple(
 )
 _OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"
 """It puts its own folder on the path, so that its modules have names of their own."""
-_PURE = ".py"
-_COMPILED = (".so", ".pyd")
-
+_SUFFIXES = (".py", ".so", ".pyd")
 
 FileStamp = tuple[int, int]
 """What tells versions of a file apart: when it was changed (ns), and its size in bytes."""
@@ -52,54 +41,51 @@ def local_modules() -> frozenset[str]:
     return _sorted_out(len(sys.modules), next(reversed(sys.modules)))[1]
 
 
-def by_package(module_names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def by_package(module_names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The same by top-level package, that of the last one first.
 
     A package is imported after those that it imports have begun, so that the last ones depend on no
     others: what is at fault is found by itself, before those that import it.
     """
-    names_by_package: dict[str, list[str]] = {}
-    for module_name in module_names:
-        names_by_package.setdefault(module_name.partition(".")[0], []).append(module_name)
-    return {
-        package_name: tuple(names_by_package[package_name])
-        for package_name in reversed(names_by_package)
-    }
+    packages: dict[str, list[str]] = {}
+    for name in module_names:
+        packages.setdefault(name.partition(".")[0], []).append(name)
+    return {package: tuple(packages[package]) for package in reversed(packages)}
 
 
 def stamps_of(files: Mapping[str, str]) -> dict[str, FileStamp | None]:
     """The present version of each file; None for one that is gone."""
-    return {module_name: _version_of(path) for module_name, path in files.items()}
+    return {name: _version_of(path) for name, path in files.items()}
 
 
 @functools.lru_cache(maxsize=1)
-def _sorted_out(name_count: int, last_name: str) -> tuple[Mapping[str, str], frozenset[str]]:
+def _sorted_out(_num_names: int, _last_name: str) -> tuple[Mapping[str, str], frozenset[str]]:
     """Installed modules and local ones; found anew when modules were imported or removed.
 
     A thousand modules take a millisecond, which every cell would wait for.
     """
-    installed_files: dict[str, str] = {}
-    local_names = set()
-    for module_name in tuple(sys.modules):
+    installed: dict[str, str] = {}
+    local = set()
+    for name in tuple(sys.modules):
         # Not by getattr: a module may import another one when it is asked for what it lacks.
-        attributes = getattr(sys.modules.get(module_name), "__dict__", {})
-        file_path = attributes.get("__file__")
-        package_name = module_name.partition(".")[0]
+        attributes = getattr(sys.modules.get(name), "__dict__", {})
+        file = attributes.get("__file__")
+        package = name.partition(".")[0]
         if (
-            not isinstance(file_path, str)
-            or not file_path.endswith((_PURE, *_COMPILED))
-            or package_name in _OF_THE_KERNEL
-            or _OF_THE_DEBUGGER in file_path
-            or module_name.startswith(_OF_LAUNCHES)
-            or package_name in {"__main__", "__mp_main__"}
+            not isinstance(file, str)
+            or not file.endswith(_SUFFIXES)
+            or package in _OF_THE_KERNEL
+            or _OF_THE_DEBUGGER in file
+            or name.startswith(_OF_LAUNCHES)
+            or package in {"__main__", "__mp_main__"}
         ):
             continue
-        if package_name == "nbaccel" or _is_installed(os.path.dirname(file_path)):
-            if getattr(attributes.get("__spec__"), "name", None) == module_name:
-                installed_files[module_name] = file_path
-        elif not file_path.startswith(_standard_folders()):
-            local_names.add(module_name)
-    return installed_files, frozenset(local_names)
+        if package == "nbaccel" or _is_installed(os.path.dirname(file)):
+            if getattr(attributes.get("__spec__"), "name", None) == name:
+                installed[name] = file
+        elif not file.startswith(_standard_folders()):
+            local.add(name)
+    return installed, frozenset(local)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,26 +95,25 @@ def _is_installed(folder: str) -> bool:
     if folder.startswith(_standard_folders()):
         return False
     # pip install --target: the folder of packages has their metadata beside them.
-    import_folders = {os.path.normpath(entry) for entry in sys.path if entry}
+    entries = {os.path.normpath(entry) for entry in sys.path if entry}
     return any(
-        folder.startswith(import_folder) and any(Path(import_folder).glob("*.dist-info"))
-        for import_folder in import_folders
+        folder.startswith(entry) and any(Path(entry).glob("*.dist-info")) for entry in entries
     )
 
 
 @functools.lru_cache(maxsize=1)
 def _package_folders() -> tuple[str, ...]:
-    return tuple(sysconfig.get_path(path_name) for path_name in ("purelib", "platlib"))
+    return tuple(map(sysconfig.get_path, ("purelib", "platlib")))
 
 
 @functools.lru_cache(maxsize=1)
 def _standard_folders() -> tuple[str, ...]:
-    return tuple(sysconfig.get_path(path_name) for path_name in ("stdlib", "platstdlib"))
+    return tuple(map(sysconfig.get_path, ("stdlib", "platstdlib")))
 
 
 def _version_of(path: str) -> FileStamp | None:
     try:
-        file_status = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return file_status.st_mtime_ns, file_status.st_size
+    return status.st_mtime_ns, status.st_size

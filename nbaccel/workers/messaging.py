@@ -26,6 +26,7 @@ from nbaccel.base.outer_loop import OuterLoop
 from nbaccel.base.spent_time import SpentTime
 from nbaccel.transfer import memfd
 from nbaccel.transfer.memfd import PackedObject
+from nbaccel.workers.failure import FailureRecord
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # macOS has none, and no workers either
 """Makes a worker write its stack; user code is unlikely to use this signal."""
@@ -39,93 +40,87 @@ IN_FILE = b"f"
 class Channel:
     """One end of a two-way connection that carries messages and descriptors."""
 
-    def __init__(self, channel_socket: socket.socket) -> None:
-        self._sock = channel_socket
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Two connected ends."""
-        first_end, second_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(first_end), cls(second_end)
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(one), cls(other)
 
     @classmethod
-    def from_fd(cls, socket_fd: int) -> Channel:
+    def from_fd(cls, fd: int, *, waits: bool = True) -> Channel:
         """Take over an end that came from another process."""
-        return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=socket_fd))
-
-    @classmethod
-    def unwaiting(cls, socket_fd: int) -> Channel:
-        """Take over an end, whose packets this process passes on without ever waiting."""
-        channel_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=socket_fd)
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fd)
         # By the socket: `send_fds` and `recv_fds` of Python 3.11 ignore their flags.
-        channel_socket.setblocking(False)
-        return cls(channel_socket)
+        end.setblocking(waits)
+        return cls(end)
 
     def fileno(self) -> int:
         """The descriptor, for `select`."""
-        return self._sock.fileno()
+        return self._socket.fileno()
 
     def detach(self) -> int:
         """Give the descriptor away; the channel cannot be used any more."""
-        return self._sock.detach()
+        return self._socket.detach()
 
-    def send(self, message: Any, file_descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send a message with copies of the descriptors; they may be closed right after."""
-        packet_bytes, files = pack_message(message)
+        packet, files = pack_message(message)
         with memfd.closing_files(*files):
-            self.send_packed(packet_bytes, [*file_descriptors, *files])
+            self.send_packet(packet, [*descriptors, *files])
 
-    def send_packed(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> None:
-        """Send what `pack_message` made of a message, which several ends may get."""
-        if len(file_descriptors) > _MAX_FDS + 1:
+    def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> bool:
+        """Send what `pack_message` made of a message; False where this end would have to wait."""
+        if len(descriptors) > _MAX_FDS + 1:
             raise ValueError(
-                f"{len(file_descriptors)} descriptors in one message; {_MAX_FDS} is the most"
+                f"{len(descriptors)} descriptors in one message; {_MAX_FDS} is the most"
             )
-        socket.send_fds(self._sock, [packet_bytes], file_descriptors)
+        try:
+            socket.send_fds(self._socket, [packet], list(descriptors))
+        except BlockingIOError:
+            return False
+        return True
 
     def try_send(self, message: Any) -> bool:
         """Send a short message unless that would mean to wait."""
-        message_bytes = _IN_PACKET + pickle.dumps(message, protocol=5)
+        packet = _IN_PACKET + pickle.dumps(message, protocol=5)
         try:
-            self._sock.send(message_bytes, socket.MSG_DONTWAIT)
+            self._socket.send(packet, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         return True
 
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for the next message; the descriptors are the caller's to close."""
-        packet_bytes, file_descriptors = self.receive_packet()
-        return open_packet(packet_bytes, file_descriptors), file_descriptors
+        packet, descriptors = self.receive_packet()
+        files = descriptors[-1:] if packet == IN_FILE else []
+        with memfd.closing_files(*files):
+            message = peek_packet(packet, descriptors)
+        return message, descriptors[: len(descriptors) - len(files)]
 
     def receive_packet(self) -> tuple[bytes, list[int]]:
         """The next message, packed as a process leaves it that passes it on."""
         try:
-            packet_bytes, file_descriptors, _, _ = socket.recv_fds(
-                self._sock, _PACKET_BYTES + 1, _MAX_FDS + 1
+            packet, descriptors, _, _ = socket.recv_fds(
+                self._socket, _PACKET_BYTES + 1, _MAX_FDS + 1
             )
         # How the kernel reports a peer that died with unread messages: an end like any other.
         except ConnectionResetError:
-            packet_bytes = b""
-            file_descriptors = []
-        if not packet_bytes:
+            packet = b""
+            descriptors = []
+        if not packet:
             raise EOFError("the other process closed its end")
-        return packet_bytes, file_descriptors
-
-    def send_packet(self, packet_bytes: bytes, file_descriptors: Sequence[int]) -> bool:
-        """Pass a packed message on, by an end that does not wait."""
-        try:
-            socket.send_fds(self._sock, [packet_bytes], list(file_descriptors))
-        except BlockingIOError:
-            return False
-        return True
+        return packet, descriptors
 
     def shut_down(self) -> None:
         """Let the other end read an end of file; what it says can still be received."""
-        self._sock.shutdown(socket.SHUT_WR)
+        self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close this end; the other one reads an end of file."""
-        self._sock.close()
+        self._socket.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,26 +137,13 @@ class WorkerEnds:
         return (self.channel, self.stdout, self.stderr, self.stack)
 
 
-def open_packet(packet_bytes: bytes, file_descriptors: list[int]) -> Any:
-    """The message in a packet."""
-    if packet_bytes[:1] == _IN_PACKET:
-        return pickle.loads(packet_bytes[1:])
-    file = file_descriptors.pop()
-    with memfd.closing_files(file):
-        return _read_spilled(file)
-
-
-def peek_packet(packet_bytes: bytes, file_descriptors: Sequence[int]) -> Any:
-    """The message in a packet that will be passed on: nothing is taken off or closed."""
-    if packet_bytes[:1] == _IN_PACKET:
-        return pickle.loads(packet_bytes[1:])
-    return _read_spilled(file_descriptors[-1])
-
-
-def _read_spilled(file: int) -> Any:
+def peek_packet(packet: bytes, descriptors: Sequence[int]) -> Any:
+    """The message in a packet: nothing is taken off or closed."""
+    if packet[:1] == _IN_PACKET:
+        return pickle.loads(packet[1:])
     # From a mapping and not by reading: the file's offset is shared with whoever reads it next.
-    with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as spilled_bytes:
-        return pickle.loads(spilled_bytes)
+    with mmap.mmap(descriptors[-1], 0, access=mmap.ACCESS_READ) as content:
+        return pickle.loads(content)
 
 
 def pack_message(message: Any) -> tuple[bytes, list[int]]:
@@ -169,12 +151,12 @@ def pack_message(message: Any) -> tuple[bytes, list[int]]:
 
     The descriptor travels after all others, and is the caller's to close.
     """
-    message_bytes = pickle.dumps(message, protocol=5)
-    if len(message_bytes) <= _PACKET_BYTES:
-        return _IN_PACKET + message_bytes, []
-    file = memfd.create_file("message", len(message_bytes))
+    content = pickle.dumps(message, protocol=5)
+    if len(content) <= _PACKET_BYTES:
+        return _IN_PACKET + content, []
+    file = memfd.create_file("message", len(content))
     try:
-        memfd.write_at(file, memoryview(message_bytes), 0)
+        memfd.write_at(file, memoryview(content), 0)
     except BaseException:  # an interrupt must not leak the descriptor either
         os.close(file)
         raise
@@ -191,15 +173,10 @@ def unless_gone() -> contextlib.suppress:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork a worker. Descriptors: its channel, stdout, stderr and stack pipe.
+    """Fork a worker. Descriptors: those of its `WorkerEnds`."""
 
-    Attributes:
-        ticket: Comes back with its process id.
-        threads: How many it will compute with; 0: not known yet.
-    """
-
-    ticket: int
     threads: int
+    """How many it will compute with; 0: not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +206,6 @@ class Ready:
 class Forked:
     """A worker has been forked."""
 
-    ticket: int
     pid: int
 
 
@@ -321,8 +297,8 @@ class Job:
 
     def file_hints(self) -> FileHints:
         """What it means for memory files."""
-        arena_keys = tuple(arena_key for arena_key, _ in self.arenas)
-        return FileHints(staging=arena_keys, arenas=arena_keys, reads_arenas=True)
+        keys = tuple(key for key, _ in self.arenas)
+        return FileHints(staging=keys, arenas=keys, reads_arenas=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,21 +334,17 @@ class Break:
     """Cut the connections, which ends a collective that would never complete."""
 
 
-# ---- worker → notebook. Times are seconds of CLOCK_MONOTONIC, the same for all processes.
+# ---- worker → notebook
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
     """The worker runs Python code and listens to signals."""
 
-    time: float
-
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """The user's function is about to be called."""
-
-    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +366,7 @@ class Metrics:
     """What the training loop has reported; see `metrics_reporter`."""
 
     time: float
+    """Seconds of CLOCK_MONOTONIC, the same for all processes."""
     steps: int
     values: tuple[tuple[str, float], ...]
     """The latest value of each metric, in the order in which they were first reported."""
@@ -433,8 +406,6 @@ class Metrics:
 class Interrupting:
     """The worker has raised KeyboardInterrupt and is unwinding: give it time."""
 
-    time: float
-
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
@@ -449,11 +420,10 @@ class Leaves:
 class Returned:
     """The function returned. Descriptor: the payload with the value, or none."""
 
-    time: float
-    payload: PackedObject | None
-    unsendable: str | None
+    payload: PackedObject | None = None
+    unsendable: str | None = None
     """Why the value could not be sent, if so."""
-    weight_report: Any
+    weight_report: Any = None
     """`WeightReport`: which trained weights lie in the staging files."""
 
 
@@ -461,9 +431,7 @@ class Returned:
 class Failed:
     """The function raised. Descriptor: the payload with the exception, if it could be sent."""
 
-    time: float
-    record: Any
-    """`failure.FailureRecord`"""
+    record: FailureRecord
     payload: PackedObject | None
 
 

@@ -26,9 +26,6 @@ from nbaccel.plan.contracts.device import Device
 from nbaccel.workers import messaging
 from nbaccel.workers.training_loops import RunningLoop, TrainingLoops
 
-__all__ = ["begin", "current", "drawing_whole_bar", "flush", "reporting_to", "reserved"]
-
-
 REPORT_INTERVAL_S = 0.25
 _MAX_METRICS = 16
 """Metrics that are shown; a loop that logs a thousand has a tracker for them."""
@@ -80,11 +77,11 @@ class Reporter:
             self._steps = self._steps + 1 if step is None else int(step)
         for name, value in _finite_numbers(values):
             # Known names always: a full table must still show new values.
+            if name not in self._values and len(self._values) == _MAX_METRICS:
+                if len(self._left_out) < _MAX_COUNTED:
+                    self._left_out[name] = None
+                continue
             if name not in self._values:
-                if len(self._values) == _MAX_METRICS:
-                    if len(self._left_out) < _MAX_COUNTED:
-                        self._left_out[name] = None
-                    continue
                 # Sent at once: it begins a curve, and is what "1 → 0.02" begins with.
                 self._next = 0.0
             self._values[name] = value
@@ -92,25 +89,18 @@ class Reporter:
             self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
         self._tell()
 
-    def loop_begins(
-        self, loop_name: str, total_batches: int | None, epochs: int | None
-    ) -> RunningLoop:
+    def loop_begins(self, name: str, total_batches: int | None, epochs: int | None) -> RunningLoop:
         """A loop over batches begins: from now on a step is a batch."""
         spent_time.begin_account()
         if not self._counts_batches:
             self._counts_batches = True
             self._steps = 0
-        new_loop = self._loops.begin(
-            loop_name,
-            total_batches,
-            epochs=epochs,
-            current_time=time.monotonic(),
-            steps=self._steps,
+        loop = self._loops.begin(
+            name, total_batches, epochs=epochs, current_time=time.monotonic(), steps=self._steps
         )
-        # Sent at once: the notebook computes the speed from the first message of a loop.
-        self._next = 0.0
-        self._tell()
-        return new_loop
+        # The notebook computes the speed from the first message of a loop.
+        self._tell_now()
+        return loop
 
     def step_done(self, num_samples: int, loop: RunningLoop | None) -> None:
         """A batch was used, or an epoch is over."""
@@ -126,8 +116,7 @@ class Reporter:
     def note_whole_bar(self, is_drawn: bool) -> None:
         """From now on the bar that is drawn is that of the whole training, or it is not."""
         self._bar_is_whole = is_drawn
-        self._next = 0.0
-        self._tell()
+        self._tell_now()
 
     def loss_is(self, value: float) -> None:
         """Take in the loss that the progress bar shows, unless the loop logs one by itself."""
@@ -138,28 +127,30 @@ class Reporter:
 
     def note_phase(self, phase: str) -> None:
         """What the step that begins will do beside training; empty for nothing."""
-        if phase == self._phase:
-            return
-        self._phase = phase
-        # At once: the step may take minutes, and that is what it is said for.
-        self._next = 0.0
-        self._tell()
+        if phase != self._phase:
+            self._phase = phase
+            # The step may take minutes, and that is what it is said for.
+            self._tell_now()
 
     def note_compiled(self, programs: int, seconds: float) -> None:
         """What the device's compiler has done so far."""
         self._programs = programs
         self._compile_s = seconds
 
+    def _tell_now(self) -> None:
+        self._next = 0.0
+        self._tell()
+
     def _tell(self) -> None:
         self._is_news = True
-        sent_at = time.monotonic()
+        now = time.monotonic()
         # A forked DataLoader worker inherits this object, and is not the rank.
-        if sent_at < self._next or os.getpid() != self._pid:
+        if now < self._next or os.getpid() != self._pid:
             return
-        self._next = sent_at + REPORT_INTERVAL_S
+        self._next = now + REPORT_INTERVAL_S
         # The notebook is gone: this process ends soon.
         with contextlib.suppress(OSError):
-            self._is_news = not self._channel.try_send(self._message(sent_at))
+            self._is_news = not self._channel.try_send(self._message(now))
 
     def flush(self) -> None:
         """The function has returned: send what has not been sent yet, even if that means to wait.
@@ -175,9 +166,10 @@ class Reporter:
                 self._channel.send(self._message(time.monotonic()))
         spent_time.use_account(None)
 
-    def _message(self, current_time: float) -> messaging.Metrics:
+    def _message(self, now: float) -> messaging.Metrics:
+        loop = self._loops.latest
         return messaging.Metrics(
-            time=current_time,
+            time=now,
             steps=self._steps,
             values=tuple(self._values.items()),
             device_bytes=reserved(self._hardware, self._device),
@@ -186,12 +178,12 @@ class Reporter:
             compile_s=self._compile_s,
             spent=spent_time.present_spent(),
             value_steps=tuple(self._value_steps[name] for name in self._values),
-            loop_name=self._loops.latest.name[:_NAME_CHARS],
-            epoch=self._loops.latest.epoch,
-            batches=self._loops.latest.batches,
-            total_batches=self._loops.latest.total_batches,
+            loop_name=loop.name[:_NAME_CHARS],
+            epoch=loop.epoch,
+            batches=loop.batches,
+            total_batches=loop.total_batches,
             samples=self._samples,
-            outer=self._loops.around(current_time, self._steps),
+            outer=self._loops.around(now, self._steps),
             bar_is_whole=self._bar_is_whole,
             num_left_out=len(self._left_out),
             left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
@@ -219,14 +211,14 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
 def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iterator[None]:
     """A block in which loops of this process, which is no worker, report."""
     global _process_reporter  # noqa: PLW0603 - see `begin`
-    reporter_before = _process_reporter
+    before = _process_reporter
     account_before = spent_time.present_account()
     reporter = _process_reporter = Reporter(channel, hardware, device)
     try:
         yield
     finally:
         reporter.flush()
-        _process_reporter = reporter_before
+        _process_reporter = before
         spent_time.use_account(account_before)
 
 

@@ -35,53 +35,42 @@ class PortableException:
     def in_reserve(self) -> Iterator[PortableException]:
         """This, and what can be sent in its place if it cannot be pickled, in decreasing detail."""
         yield self
-        for error_class in self.kind.__mro__:
-            if issubclass(error_class, Exception) and error_class is not Exception:
-                yield PortableException(error_class, (), {}, {})
+        for kind in self.kind.__mro__:
+            if issubclass(kind, Exception) and kind is not Exception:
+                yield PortableException(kind, (), {}, {})
 
-    def revive(self, base_class: type[BaseException], class_names: dict[str, Any]) -> BaseException:
-        """A new exception that is of this type and of `base_class`."""
-        class_name = f"{base_class.__name__}[{self.kind.__name__}]"
-        joined_class = type(class_name, (base_class, self.kind), class_names)
-        # The `__new__` that the joined type inherits is that of `base_class`, which Python refuses
-        # where the other type has a memory layout of its own (OSError, UnicodeError,
-        # ExceptionGroup).
-        native_class = next(
-            parent_class
-            for parent_class in self.kind.__mro__
-            if not parent_class.__flags__ & _HEAP_TYPE
-        )
+    def revive(self, base: type[BaseException], names: dict[str, Any]) -> BaseException:
+        """A new exception that is of this type and of `base`."""
+        joined = type(f"{base.__name__}[{self.kind.__name__}]", (base, self.kind), names)
+        # The `__new__` that the joined type inherits is that of `base`, which Python refuses where
+        # the other type has a memory layout of its own (OSError, UnicodeError, ExceptionGroup).
+        native = next(kind for kind in self.kind.__mro__ if not kind.__flags__ & _HEAP_TYPE)
         try:
-            revived_error: BaseException = native_class.__new__(joined_class, *self.args)
+            revived: BaseException = native.__new__(joined, *self.args)
         # MemoryError has a `__new__` of its own, but the common layout.
         except TypeError:
-            revived_error = base_class.__new__(joined_class, *self.args)
-        revived_error.__dict__.update(self.attributes)
-        for slot_name, attribute_value in self.slots.items():
+            revived = base.__new__(joined, *self.args)
+        revived.__dict__.update(self.attributes)
+        for name, value in self.slots.items():
             # Some slots are read-only.
             with contextlib.suppress(AttributeError, TypeError):
-                setattr(revived_error, slot_name, attribute_value)
-        return revived_error
+                setattr(revived, name, value)
+        return revived
 
 
-def take_error(taken_error: BaseException) -> PortableException:
+def take_error(error: BaseException) -> PortableException:
     """Take an exception apart; traceback, causes and notes are described elsewhere."""
-    original_error = unwrap_error(taken_error)
+    original = unwrap_error(error)
     # Of an error that torch has raised again, the parts have stayed in the process it came from.
-    if original_error is not None:
-        return PortableException(original_error.kind, (), {}, {})
-    kept_attributes = {
-        attribute_name: _shortened(attribute_value)
-        for attribute_name, attribute_value in vars(taken_error).items()
-        # Notes are part of the failure record, which shows them.
-        if attribute_name != "__notes__"
-    }
-    slot_values = {
-        attribute_name: _shortened(attribute_value)
-        for attribute_name, attribute_value in _slot_names(taken_error)
-    }
+    if original is not None:
+        return PortableException(original.kind, (), {}, {})
+    # Notes are part of the failure record, which shows them.
+    attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
     return PortableException(
-        type(taken_error), tuple(map(_shortened, taken_error.args)), kept_attributes, slot_values
+        type(error),
+        tuple(map(_shortened, error.args)),
+        {name: _shortened(value) for name, value in attributes.items()},
+        {name: _shortened(value) for name, value in _slots_of(error)},
     )
 
 
@@ -90,14 +79,10 @@ def _shortened(value: Any) -> Any:
     return shorten_text(value, _MOST_CHARS) if type(value) is str else value
 
 
-def _slot_names(error: BaseException) -> Iterator[tuple[str, Any]]:
-    for owner_class in type(error).__mro__:
-        for attribute_name, class_attribute in vars(owner_class).items():
-            if (
-                isinstance(class_attribute, _SLOT_TYPES)
-                and not attribute_name.startswith("_")
-                and attribute_name != "args"
-            ):
+def _slots_of(error: BaseException) -> Iterator[tuple[str, Any]]:
+    for owner in type(error).__mro__:
+        for name, attribute in vars(owner).items():
+            if isinstance(attribute, _SLOT_TYPES) and not name.startswith("_") and name != "args":
                 # A slot that was never set raises.
                 with contextlib.suppress(AttributeError):
-                    yield attribute_name, getattr(error, attribute_name)
+                    yield name, getattr(error, name)

@@ -28,44 +28,41 @@ def note(precision: str) -> None:
     _IN_USE[:] = [precision]
 
 
-def watch(asked_precision: str) -> Callable[[], None]:
-    """Raise in the first optimizer step if training does not use `asked_precision`."""
-    if asked_precision == "no":
+def watch(asked: str) -> Callable[[], None]:
+    """Raise in the first optimizer step if training does not use the precision `asked` for."""
+    if asked == "no":
         return lambda: None
-    seen_dtypes: set[torch.dtype] = set()
+    seen: set[torch.dtype] = set()
     only_torch_layers = True
     was_judged = False
 
-    def after_layer(called_layer: nn.Module, args: Any, layer_output: Any) -> None:
+    def after_layer(layer: nn.Module, _args: Any, _output: Any) -> None:
         nonlocal only_torch_layers
-        layer_weights = list(called_layer.parameters(recurse=False))
+        weights = list(layer.parameters(recurse=False))
         # Layers without weights have no dtype of their own; evaluation may use another precision.
-        if layer_weights and torch.is_grad_enabled():
-            only_torch_layers = only_torch_layers and type(called_layer).__module__.startswith(
-                "torch.nn."
-            )
-            device_type = layer_weights[0].device.type
-            is_autocasting = torch.is_autocast_enabled(device_type)
-            seen_dtypes.add(
-                torch.get_autocast_dtype(device_type) if is_autocasting else layer_weights[0].dtype
-            )
+        if weights and torch.is_grad_enabled():
+            is_torchs = type(layer).__module__.startswith("torch.nn.")
+            only_torch_layers = only_torch_layers and is_torchs
+            kind = weights[0].device.type
+            is_autocasting = torch.is_autocast_enabled(kind)
+            seen.add(torch.get_autocast_dtype(kind) if is_autocasting else weights[0].dtype)
 
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(_optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal was_judged
         # Not removed instead: torch iterates over its hooks while it calls them.
         if was_judged:
             return
         was_judged = True
         layer_hook.remove()
-        found_precision = accelerate_library.mixed_precision() or _observed(
-            seen_dtypes, asked_precision, only_torch_layers=only_torch_layers
+        found = accelerate_library.mixed_precision() or _observed(
+            seen, asked, only_torch_layers=only_torch_layers
         )
-        if found_precision is not None and found_precision != asked_precision:
+        if found is not None and found != asked:
             raise PrecisionMismatch(
-                f"mixed_precision={asked_precision!r} was asked for, but the first optimizer step "
-                f"runs in {_precision_words(found_precision)}: nothing in the function reads the "
-                "request. Use Accelerator() without its own mixed_precision, or torch.autocast, or "
-                "drop the argument."
+                f"mixed_precision={asked!r} was asked for, but the first optimizer step runs in "
+                f"{'fp32' if found == 'no' else found}: nothing in the function reads the request. "
+                "Use Accelerator() without its own mixed_precision, or torch.autocast, or drop the "
+                "argument."
             )
 
     step_hook = register_optimizer_step_pre_hook(before_step)
@@ -78,23 +75,17 @@ def watch(asked_precision: str) -> Callable[[], None]:
     return end
 
 
-def _observed(
-    seen_dtypes: set[torch.dtype], precision: str, *, only_torch_layers: bool
-) -> str | None:
+def _observed(seen: set[torch.dtype], asked: str, *, only_torch_layers: bool) -> str | None:
     """The precision that layers have shown; None where they leave it open."""
     # No layer ran, so there is nothing to judge.
-    if not seen_dtypes:
+    if not seen:
         return None
-    dtype = precision_row(precision).dtype
+    dtype = precision_row(asked).dtype
+    if dtype:
+        return asked if getattr(torch, dtype) in seen else _of_dtypes(seen)
     # Such as fp8, which is a property of the layers and not a dtype that can be seen here.
-    if not dtype:
-        return _of_dtypes(seen_dtypes) if only_torch_layers and precision not in _IN_USE else None
-    return precision if getattr(torch, dtype) in seen_dtypes else _of_dtypes(seen_dtypes)
+    return _of_dtypes(seen) if only_torch_layers and asked not in _IN_USE else None
 
 
-def _of_dtypes(seen_dtypes: set[torch.dtype]) -> str:
-    return "no" if torch.float32 in seen_dtypes else str(next(iter(seen_dtypes)))
-
-
-def _precision_words(precision: str) -> str:
-    return "fp32" if precision == "no" else precision
+def _of_dtypes(seen: set[torch.dtype]) -> str:
+    return "no" if torch.float32 in seen else str(next(iter(seen)))

@@ -30,15 +30,14 @@ WORKER_NAME = "nbaccel-worker"
 _REAP_PAUSE_S = 0.002
 
 
-def take_name(process_name: str) -> None:
+def take_name(name: str) -> None:
     """Be shown under this name by `ps` and `top`, also in a fork of a process with another one."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, process_name.encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def end_with_parent(*, is_wanted: bool = True) -> None:
+def end_with_parent() -> None:
     """Have this process killed when the thread that forked it ends."""
-    death_signal = signal.SIGKILL if is_wanted else 0
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -48,96 +47,83 @@ def adopt_orphans() -> None:
 
 def end_descendants(kept_ids: Collection[int] = ()) -> list[str]:
     """Kill and collect everything that this process has started, or adopted."""
-    commands_by_id: dict[int, str] = {}
-    kill_deadline = time.monotonic() + time_limits.DESCENDANTS_S
+    commands: dict[int, str] = {}
+    deadline = time.monotonic() + time_limits.DESCENDANTS_S
     # Repeated, because a process may start another before it dies, and orphans become children.
-    while processes_left := [
-        descendant_id
-        for child_id in child_processes(os.getpid(), kept_ids)
-        for descendant_id in _with_children(child_id)
+    while pids := [
+        pid
+        for child in child_processes(os.getpid())
+        if child not in kept_ids
+        for pid in _with_children(child)
     ]:
-        for process_id in processes_left:
+        for pid in pids:
             # Before the kill: a dead process has no command line.
-            commands_by_id.setdefault(process_id, _stray_process(process_id))
+            commands.setdefault(pid, _stray_process(pid))
             # It has ended already, or runs as another user (sudo).
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process_id, signal.SIGKILL)
-        for process_id in processes_left:
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
             # A grandchild is not waited for here; it becomes a child once its parent is gone.
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(process_id, os.WNOHANG)
-        if time.monotonic() > kill_deadline:
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
             break
         time.sleep(_REAP_PAUSE_S)
-    return [process_name for process_name in commands_by_id.values() if process_name]
+    return [command for command in commands.values() if command]
 
 
-def _with_children(process_id: int) -> Iterator[int]:
-    for child_id in child_processes(process_id):
-        yield from _with_children(child_id)
-    yield process_id
+def _with_children(pid: int) -> Iterator[int]:
+    for child in child_processes(pid):
+        yield from _with_children(child)
+    yield pid
 
 
-def child_processes(process_id: int, kept_ids: Collection[int] = ()) -> list[int]:
+def child_processes(pid: int) -> list[int]:
     """Children of a process, those that have ended and were not waited for included."""
     try:
         # psutil would read about every process of the machine to find them.
-        task_folders = list(Path(f"/proc/{process_id}/task").iterdir())
-        children = [
-            int(child_number)
-            for task_folder in task_folders
-            for child_number in (task_folder / "children").read_text().split()
+        return [
+            int(child)
+            for folder in list(Path(f"/proc/{pid}/task").iterdir())
+            for child in (folder / "children").read_text().split()
         ]
     # It has ended, or this kernel is built without /proc/…/children.
     except OSError:
         with contextlib.suppress(psutil.Error):
-            return [
-                child.pid
-                for child in psutil.Process(process_id).children()
-                if child.pid not in kept_ids
-            ]
+            return [child.pid for child in psutil.Process(pid).children()]
         return []
-    return [child_id for child_id in children if child_id not in kept_ids]
 
 
-def _stray_process(process_id: int) -> str:
+def _stray_process(pid: int) -> str:
     """The command of a living process outside this one's group; empty for any other."""
     with contextlib.suppress(psutil.Error, ProcessLookupError):
-        stray_process = psutil.Process(process_id)
-        if (
-            os.getpgid(process_id) != os.getpgid(0)
-            and stray_process.status() != psutil.STATUS_ZOMBIE
-        ):
-            return (
-                f"{' '.join(stray_process.cmdline())[:60] or stray_process.name()} (process "
-                f"{process_id})"
-            )
+        process = psutil.Process(pid)
+        if os.getpgid(pid) != os.getpgid(0) and process.status() != psutil.STATUS_ZOMBIE:
+            return f"{' '.join(process.cmdline())[:60] or process.name()} (process {pid})"
     return ""
 
 
-def reap(process_id: int) -> Ended | None:
+def reap(pid: int) -> Ended | None:
     """Collect a child that has ended, with everything it started; None if it still runs.
 
     Its process group goes first, while the dead leader still holds the number: DataLoader workers
     and subprocesses of a killed worker would live on otherwise.
     """
     try:
-        result = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         # Other code of this process has waited for it: its status is lost.
-        return Ended(process_id, -signal.SIGKILL, 0)
+        return Ended(pid, -signal.SIGKILL, 0)
     if result is None:
         return None
-    end_group(process_id)
-    _, exit_status, resource_usage = os.wait4(process_id, 0)
-    return Ended(
-        process_id, os.waitstatus_to_exitcode(exit_status), resource_usage.ru_maxrss * 1024
-    )
+    end_group(pid)
+    _, status, usage = os.wait4(pid, 0)
+    return Ended(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
 
 
-def end_group(process_id: int) -> None:
+def end_group(pid: int) -> None:
     """Kill a worker and everything it started that has not left its process group."""
     # The process too: one that was just forked may not have made its group yet.
-    for function in (os.killpg, os.kill):
+    for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            function(process_id, signal.SIGKILL)
+            kill(pid, signal.SIGKILL)

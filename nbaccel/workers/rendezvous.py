@@ -24,85 +24,73 @@ from nbaccel.base import env, ports, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
-__all__ = [
-    "RETURNED_KEY",
-    "group_names",
-    "join_store",
-    "keep_groups_alive",
-    "say_returned",
-    "serve_store",
-]
-
-
 RETURNED_KEY = "nbaccel/returned"
 """Under it the store of a group has the numbers of ranks that will call no collective any more."""
 
-_CreateStore = Callable[..., Any]
 
-
-def join_store(own_place: Topology, next_name: Callable[[], str]) -> None:
+def join_store(place: Topology, next_name: Callable[[], str]) -> None:
     """Let each default group meet in the launch's store, under a prefix of its own.
 
     The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,
     whose ranks then wait for addresses of the first for ever (torch 2.13, `torchrun` too).
     """
-    torch_private.replace_rendezvous_store(functools.partial(_LaunchStore, own_place, next_name))
+    torch_private.replace_rendezvous_store(functools.partial(_LaunchStore, place, next_name))
 
 
 class _LaunchStore:
     """Takes the place of the function of torch that creates a rendezvous store."""
 
     def __init__(
-        self, own_place: Topology, next_name: Callable[[], str], create_store: _CreateStore
+        self, place: Topology, next_name: Callable[[], str], create: Callable[..., Any]
     ) -> None:
-        self._place = own_place
-        self._name = next_name
-        self._create = create_store
+        self._place = place
+        self._next_name = next_name
+        self._create = create
         self._pid = os.getpid()
-        self._was_reported = False
+        self._was_told = False
 
     def __call__(
-        self, host_name: str, store_port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+        self, host: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
     ) -> Any:
         place = self._place
-        prefix = self._name()
+        prefix = self._next_name()
         # A process that a worker has started, or code that unset the variable, serves its own.
         if os.getpid() == self._pid and env.snapshot().get("TORCHELASTIC_USE_AGENT_STORE"):
             _check_rank(place, rank, world_size)
-            if store_port != place.master_port:
-                self._tell(host_name, store_port)
+            if port != place.master_port:
+                self._tell(host, port)
                 # A group of some of the ranks: only its address tells it from others of that kind.
                 if world_size != place.world_size:
-                    prefix = f"{prefix}/{host_name}:{store_port}"
-            host_name = place.master_addr
-            store_port = place.master_port
-        rendezvous_store = self._create(host_name, store_port, rank, world_size, *args, **kwargs)
-        return dist.PrefixStore(prefix, rendezvous_store)  # type: ignore[attr-defined]
+                    prefix = f"{prefix}/{host}:{port}"
+            host = place.master_addr
+            port = place.master_port
+        store = self._create(host, port, rank, world_size, *args, **kwargs)
+        return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
-    def _tell(self, name: str, store_port: int) -> None:
-        # Once and from one rank: every rank is told the same address.
-        if self._was_reported or self._place.rank != 0:
-            return
-        self._was_reported = True
+    def _tell(self, host: str, port: int) -> None:
         place = self._place
+        # Once and from one rank: every rank is told the same address.
+        if self._was_told or place.rank != 0:
+            return
+        self._was_told = True
         sys.stderr.write(
-            f"nbaccel: init_process_group was told to meet at {name}:{store_port}; the ranks "
+            f"nbaccel: init_process_group was told to meet at {host}:{port}; the ranks "
             f"meet at {place.master_addr}:{place.master_port} instead, where their launch "
             "serves the store.\n"
         )
 
 
-def _check_rank(own_place: Topology, rank: int, world_size: int) -> None:
+def _check_rank(place: Topology, rank: int, world_size: int) -> None:
     """Refuse what would wait for ranks that never come."""
-    if world_size > own_place.world_size:
+    if world_size > place.world_size:
         raise ConfigError(
-            f"init_process_group got world_size={world_size}, but there are {own_place.world_size} "
+            f"init_process_group got world_size={world_size}, but there are {place.world_size} "
             "workers: it would wait for the others for ever. Leave rank and world_size out (they "
             f"are in the environment), or launch with num_processes={world_size}."
         )
-    if world_size == own_place.world_size and rank != own_place.rank:
+    if world_size == place.world_size and rank != place.rank:
         raise ConfigError(
-            f"init_process_group got rank={rank} in the worker of rank {own_place.rank}: two "
+            f"init_process_group got rank={rank} in the worker of rank {place.rank}: two "
             "ranks of one number would wait for each other for ever. Leave rank and world_size "
             "out (they are in the environment), or read the rank there: "
             'rank = int(os.environ["RANK"]).'
@@ -121,12 +109,12 @@ def keep_groups_alive() -> None:
     torch_private.keep_process_groups()
 
 
-def say_returned(own_rank: int) -> None:
+def say_returned(rank: int) -> None:
     """Tell ranks that still wait for this one that its function has returned."""
     if dist.is_initialized():
         # The store is gone where the rank that serves it has left.
         with contextlib.suppress(RuntimeError):
-            torch_private.default_store().append(RETURNED_KEY, f"{own_rank} ")
+            torch_private.default_store().append(RETURNED_KEY, f"{rank} ")
 
 
 def group_names() -> Callable[[], str]:
@@ -135,15 +123,15 @@ def group_names() -> Callable[[], str]:
     return lambda: f"group_{next(numbers)}"
 
 
-def serve_store(own_place: Topology, listening_socket: int) -> Any:
+def serve_store(place: Topology, listening_socket: int) -> Any:
     """Serve the rendezvous store on the socket that the notebook bound.
 
     So it listens on loopback only, and no port is ever chosen first and bound later. All ranks,
     this one too, join it as clients (TORCHELASTIC_USE_AGENT_STORE).
     """
     return dist.TCPStore(  # type: ignore[attr-defined]
-        own_place.master_addr,
-        own_place.master_port,
+        place.master_addr,
+        place.master_port,
         is_master=True,
         # Rank 0 joins as a client later; waiting here would wait for this very process.
         wait_for_workers=False,

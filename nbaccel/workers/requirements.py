@@ -14,9 +14,6 @@ from nbaccel.base import ports
 from nbaccel.base.errors import PlatformUnsupported, UnsafeMoment
 from nbaccel.plan import Plan, registry
 
-__all__ = ["check_requirements"]
-
-
 _CONNECT_S = 2.0
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _DESCRIPTORS_OF_NOTEBOOK = 8
@@ -27,26 +24,20 @@ _DESCRIPTORS_OF_A_WORKER = 5
 
 def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
     """The plan as it can be carried out here."""
-    missing_lines = _missing_requirements(is_live=is_live) or _too_few_descriptors(
-        plan.num_processes
-    )
-    if missing_lines:
+    missing = _missing_requirements(is_live=is_live) or _too_few_descriptors(plan.num_processes)
+    if missing:
         raise PlatformUnsupported(
-            f"Several workers need {missing_lines}. Use num_processes=1, which runs in the "
-            "notebook itself."
+            f"Several workers need {missing}. Use num_processes=1, which runs in the notebook "
+            "itself."
         )
     if busy_reason := registry.device(plan.device).busy_reason(plan):
         raise UnsafeMoment(busy_reason)
     if plan.config.num_nodes > 1:
         return plan
-    store_address = ports.loopback(plan.master_addr)
-    if store_address in ports.LOOPBACK_ADDRESSES:
-        _try_to_connect(store_address)
-    return (
-        plan
-        if store_address == plan.master_addr
-        else dataclasses.replace(plan, master_addr=store_address)
-    )
+    address = ports.loopback(plan.master_addr)
+    if address in ports.LOOPBACK_ADDRESSES:
+        _try_to_connect(address)
+    return dataclasses.replace(plan, master_addr=address)
 
 
 def _missing_requirements(*, is_live: bool) -> str:

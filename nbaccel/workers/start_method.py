@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+import psutil
 
 from nbaccel.plan.inventory import Inventory
 from nbaccel.workers.messaging import Ended, WorkerEnds
 from nbaccel.workers.reaping import end_group
-from nbaccel.workers.resource_use import ProcessUse, process_use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,68 +32,71 @@ class HostShare:
     devices: tuple[int, ...] = ()
 
 
-class Starter(Protocol):
-    """Starts workers and learns of their end."""
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What a process uses: bytes in its machine's memory, and seconds of processor time so far."""
 
-    name: str
-    status: int | None
-    """How the process that starts them has ended, if it is not this one and did so by itself."""
+    rss_bytes: int
+    cpu_s: float
 
-    shares: Sequence[HostShare]
-    """The hosts that the workers run on, in the order of ranks; empty for this machine alone."""
 
+def process_use(pid: int) -> ProcessUse | None:
+    """What a process of this machine uses now; None for one that has gone."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return ProcessUse(
+                rss_bytes=int(process.memory_info().rss), cpu_s=float(times.user + times.system)
+            )
+    return None
+
+
+class Starter(abc.ABC):
+    """Starts workers and learns of their end. What is not abstract is that of this machine.
+
+    Attributes:
+        shares: The hosts that the workers run on, in the order of ranks; empty for this machine.
+        status: How the process that starts them has ended, if it is not this one and did so by
+            itself.
+    """
+
+    shares: Sequence[HostShare] = ()
+    status: int | None = None
+
+    @abc.abstractmethod
     def start(self, ends: WorkerEnds) -> int:
-        """Start a worker that owns these ends, in the order of ranks."""
+        """Start a worker that owns these ends, in the order of ranks; returns its process id."""
 
-    def signal(self, process_id: int, signal_number: int) -> None:
-        """Send a worker a signal, unless it has ended."""
-
-    def kill(self, process_id: int) -> None:
-        """End a worker, with everything it has started that has not left its process group."""
-
-    def use_of(self, process_id: int) -> ProcessUse | None:
-        """What a worker uses, as far as it is known; None where nothing is, or it has gone.
-
-        Never waits: for a worker on another host this is its host's last answer, and asks it.
-        """
-
-    def sentinel(self, process_id: int) -> int:
-        """A new descriptor, readable once this worker may have ended; the caller closes it."""
-
-    def sentinels(self) -> Sequence[int]:
-        """Descriptors that become readable when a worker may have ended."""
-
+    @abc.abstractmethod
     def collect(self) -> Sequence[Ended]:
         """Workers that have ended since the last call, reaped."""
 
-    def close(self) -> None:
-        """No more workers will be started and all have ended."""
-
-
-class LocalProcesses:
-    """What starters of processes on this machine have in common."""
-
-    shares: Sequence[HostShare] = ()
-
-    def signal(self, process_id: int, signal_number: int) -> None:
-        """See :meth:`Starter.signal`."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, signal_number)
-
-    def kill(self, process_id: int) -> None:
-        """See :meth:`Starter.kill`."""
-        end_group(process_id)
-
-    def use_of(self, process_id: int) -> ProcessUse | None:
-        """See :meth:`Starter.use_of`."""
-        return process_use(process_id)
-
-    def sentinel(self, process_id: int) -> int:
-        """See :meth:`Starter.sentinel`."""
+    def sentinel(self, pid: int) -> int:
+        """A new descriptor, readable once this worker may have ended; the caller closes it."""
         try:
-            return os.pidfd_open(process_id)
+            return os.pidfd_open(pid)
         except ProcessLookupError:
             # A pipe without a writer reads as ended, like the pidfd of a process that has ended.
             read_end, write_end = os.pipe()
             os.close(write_end)
             return read_end
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a worker a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def kill(self, pid: int) -> None:
+        """End a worker, with everything it has started that has not left its process group."""
+        end_group(pid)
+
+    def use_of(self, pid: int) -> ProcessUse | None:
+        """What a worker uses, as far as it is known; None where nothing is, or it has gone.
+
+        Never waits: for a worker on another host this is its host's last answer, and asks it.
+        """
+        return process_use(pid)
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """No more workers will be started and all have ended."""

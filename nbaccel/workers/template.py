@@ -37,9 +37,6 @@ from nbaccel.plan import Choice, Plan, registry
 from nbaccel.workers import time_limits, working_folder
 from nbaccel.workers.installed_modules import FileStamp, by_package, installed_modules, stamps_of
 
-__all__ = ["Template", "TemplateProcess", "follow_cells", "stop", "template_for"]
-
-
 SAY_EVERY_S = 0.1
 _SWITCH = "NBACCEL_TEMPLATE_IMPORTS"
 """Environment variable: with 0, templates import torch only."""
@@ -102,74 +99,71 @@ class TemplateProcess:
     ) -> TemplateProcess:
         """Start one; returns at once."""
         files = installed_modules() if _follows_notebook() else {}
-        own_socket, template_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = {
+            "parent_id": os.getpid(),
+            "device": device,
+            "in_notebook": "IPython" in sys.modules if runs_cells is None else runs_cells,
+            "extends_torch": env.read(_AUTOLOAD_VARIABLE) != "0",
+            "packages": by_package(files),
+            "left_out": dict(left_out),
+            "import_limit_s": time_limits.IMPORT_S,
+            "in_background": in_background,
+        }
+        own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A file, not a pipe: it is read only after the end, and a full pipe would block.
         errors = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
-        with template_socket, open(os.memfd_create("nbaccel-template-request"), "w+") as request:
-            json.dump(
-                {
-                    "parent_id": os.getpid(),
-                    "device": device,
-                    "in_notebook": "IPython" in sys.modules if runs_cells is None else runs_cells,
-                    "extends_torch": env.read(_AUTOLOAD_VARIABLE) != "0",
-                    "packages": by_package(files),
-                    "left_out": dict(left_out),
-                    "import_limit_s": time_limits.IMPORT_S,
-                    "in_background": in_background,
-                },
-                request,
-            )
-            request.seek(0)
-            program = _PROGRAM.format(
-                path=working_folder.installed_first(), fd=template_socket.fileno()
-            )
+        with its_end, open(os.memfd_create("nbaccel-template-request"), "w+") as request_file:
+            json.dump(request, request_file)
+            request_file.seek(0)
+            program = _PROGRAM.format(path=working_folder.installed_first(), fd=its_end.fileno())
             process = subprocess.Popen(
                 [sys.executable, "-c", program],
-                stdin=request,
+                stdin=request_file,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env=env.snapshot() | {_AUTOLOAD_VARIABLE: "0"},
                 # Where the own one has been deleted, MKL ends a process that imports torch.
                 cwd=working_folder.current_folder(),
-                pass_fds=[template_socket.fileno()],
+                pass_fds=[its_end.fileno()],
                 # Ctrl-C in a terminal must reach the notebook process only.
                 start_new_session=True,
             )
         return cls(
             process=process,
-            socket=own_socket,
+            socket=own_end,
             errors=errors,
             stamps=stamps_of(files),
             in_background=in_background,
         )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it belongs to this very process, which has not hung up."""
+        return self.owner == os.getpid() and self.socket.fileno() >= 0
+
     def is_running(self) -> bool:
         """Whether it runs and belongs to this very process."""
-        return (
-            self.owner == os.getpid() and self.socket.fileno() >= 0 and self.process.poll() is None
-        )
+        return self.is_open and self.process.poll() is None
 
     def lacked_packages(self, left_out: Mapping[str, str]) -> tuple[str, ...]:
         """Packages of which the notebook has imported more; empty where that is not worth much."""
         if not _follows_notebook():
             return ()
+        # nbaccel's own alone are not worth it.
         names = [
             name
             for name in installed_modules().keys() - self.stamps.keys()
-            # nbaccel's own alone are not worth it.
-            if (package := name.partition(".")[0]) not in left_out and package != "nbaccel"
+            if _package_of(name) not in left_out and _package_of(name) != "nbaccel"
         ]
-        lacked = {name.partition(".")[0] for name in names}
-        has_new = not lacked <= {name.partition(".")[0] for name in self.stamps}
+        lacked = {_package_of(name) for name in names}
+        has_new = not lacked <= {_package_of(name) for name in self.stamps}
         return tuple(sorted(lacked)) if has_new or len(names) > _FEW_MODULES else ()
 
     def changed_packages(self) -> set[str]:
         """Packages of which a file is another one now than when it was told to import them."""
         files = installed_modules()
         stamps = stamps_of({name: files[name] for name in self.stamps if name in files})
-        return {
-            name.partition(".")[0] for name, stamp in stamps.items() if self.stamps[name] != stamp
-        }
+        return {_package_of(name) for name, stamp in stamps.items() if self.stamps[name] != stamp}
 
     def is_starved(self) -> bool:
         """Whether it has got little of the processor since this was last asked, some seconds ago.
@@ -178,15 +172,17 @@ class TemplateProcess:
         """
         import psutil
 
-        with contextlib.suppress(psutil.Error):
+        try:
             times = psutil.Process(self.process.pid).cpu_times()
-            now = (time.monotonic(), times.user + times.system)
-            before = self.looked_at or now
-            if self.looked_at is not None and now[0] - before[0] < _STARVED_AFTER_S:
-                return False
-            self.looked_at = now
-            return self.in_background and now[1] - before[1] < (now[0] - before[0]) / 2
-        return False
+        except psutil.Error:
+            return False
+        now = (time.monotonic(), times.user + times.system)
+        before = self.looked_at or now
+        passed_s = now[0] - before[0]
+        if self.looked_at is not None and passed_s < _STARVED_AFTER_S:
+            return False
+        self.looked_at = now
+        return self.in_background and now[1] - before[1] < passed_s / 2
 
     def let_continue(self) -> None:
         """Let it continue if it was stopped (SIGSTOP)."""
@@ -200,8 +196,8 @@ class TemplateProcess:
     def release(self) -> None:
         """Undo one :meth:`use`."""
         self.users -= 1
-        if self.is_replaced and self.users <= 0:
-            self.end()
+        if self.is_replaced:
+            self.replace()
 
     def replace(self) -> None:
         """Let it end as soon as nothing uses it."""
@@ -211,8 +207,7 @@ class TemplateProcess:
 
     def end(self) -> None:
         """Hang up, wait for it to leave, kill it if it does not."""
-        # A fork inherits the object, and must not end its parent's template.
-        if self.socket.fileno() < 0 or self.owner != os.getpid():
+        if not self.is_open:
             return
         # Before hanging up: afterwards it ends because of this process, not by itself.
         self.status = self.process.poll()
@@ -243,11 +238,15 @@ class TemplateProcess:
         reason = "was ended on request (nbaccel.shutdown, or the end of this process)"
         if self.status is not None:
             reason = failure.name_exit(self.status).removesuffix(" before the function returned")
+        said = f"It said: {self.said[-_MESSAGE_CHARS:]}\n" if self.said else ""
         return StartupFailed(
             f"The process that workers are forked from {reason}, and its workers ended with it.\n"
-            + (f"It said: {self.said[-_MESSAGE_CHARS:]}\n" if self.said else "")
-            + "Run the cell again: the next launch starts a new one."
+            f"{said}Run the cell again: the next launch starts a new one."
         )
+
+
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _follows_notebook() -> bool:
@@ -269,8 +268,8 @@ class Template:
     def __init__(self, device: str = "", *, runs_cells: bool | None = None) -> None:
         self._device = device
         self._runs_cells = runs_cells
-        self._current: TemplateProcess | None = None
-        self._next: TemplateProcess | None = None
+        self._processes: list[TemplateProcess] = []
+        """The one that is used, and one in the making that is to take its place."""
         # A launch may run in a thread of the user's while a cell ends.
         self._lock = threading.RLock()
         self.left_out: dict[str, str] = {}
@@ -287,31 +286,25 @@ class Template:
     def start(self, *, in_background: bool = True) -> TemplateProcess:
         """The running process, or a new one that is not ready yet; returns at once."""
         with self._lock:
-            if self._current is not None and not self._current.is_running():
+            if self._processes and not self._processes[0].is_running():
                 # An import may have ended it: then another one is made here.
-                self._read(self._current)
-            if self._current is not None and not self._current.is_running():
-                self._current.replace()
-                self._current, self._next = self._next, None
-            if self._current is None or not self._current.is_running():
-                self._current = self._start_process(in_background=in_background)
+                self._read(self._processes[0])
+            while self._processes and not self._processes[0].is_running():
+                self._processes.pop(0).replace()
+            if not self._processes:
+                self._processes.append(self._start_process(in_background=in_background))
                 atexit.register(stop)
-            return self._current
+            return self._processes[0]
 
     def processes(self) -> list[TemplateProcess]:
         """Those that run, the one that is used first."""
-        return [
-            process
-            for process in (self._current, self._next)
-            if process is not None and process.is_running()
-        ]
+        return [process for process in self._processes if process.is_running()]
 
     def stop(self) -> None:
         """End them."""
-        for process in (self._current, self._next):
-            if process is not None:
-                process.end()
-        self._current = self._next = None
+        for process in self._processes:
+            process.end()
+        self._processes.clear()
 
     def after_cell(self) -> None:
         """Have what the last cell has imported imported in the background."""
@@ -336,37 +329,35 @@ class Template:
     def drop_outdated(self) -> bool:
         """Make it anew where an installed file has been changed since; whether that was so."""
         with self._lock:
-            newest = self._next or self._current
-            if newest is None or not (changed_packages := newest.changed_packages()):
+            changed = self._processes[-1].changed_packages() if self._processes else set()
+            if not changed:
                 return False
-            for package in changed_packages:
+            for package in changed:
                 self.left_out.pop(package, None)
-            for process in (self._current, self._next):
-                if process is not None:
-                    process.replace()
-            self._current = self._next = None
+            while self._processes:
+                self._processes.pop().replace()
             self.start()
             return True
 
     def wait(
-        self, say: Callable[[str], None], needs: Callable[[str], bool] | None = None
+        self, say: Callable[[str], None], needs: Callable[[str], bool] = lambda _package: False
     ) -> TemplateProcess:
-        """A process that is ready."""
+        """A process that is ready, and has imported the packages that are needed."""
         with self._lock:
             began_at = time.monotonic()
-            current = self._current
+            current = self._processes[0] if self._processes else None
             started_here = None
             while True:
                 if self.start(in_background=False) is not current:
                     # One that was there may have been killed; a new one that cannot start says why.
                     if started_here is not None and started_here.has_failed:
                         raise started_here.explain_end()
-                    current = started_here = self._current
+                    current = started_here = self._processes[0]
                 self._follow()
                 waited_s = time.monotonic() - began_at
-                if waited_s > time_limits.PACKAGES_S:
-                    needs = None
-                if self._serves(needs or (lambda _package: False)):
+                if self._serves(needs) or (
+                    waited_s > time_limits.PACKAGES_S and self._serves(lambda _package: False)
+                ):
                     return self.start()
                 if waited_s > time_limits.TEMPLATE_S:
                     self.drop(self.start())
@@ -376,22 +367,19 @@ class Template:
     def drop(self, process: TemplateProcess) -> None:
         """Use a process no more: it has ended, or it does not answer."""
         with self._lock:
-            if self._current is process:
-                self._current = None
+            if process in self._processes:
+                self._processes.remove(process)
             process.end()
 
     def told_in(self, plan: Plan) -> Plan:
         """The plan with what each worker imports itself, though the notebook has it."""
         if not self.left_out:
             return plan
-        stamps = self._current.stamps if self._current is not None else {}
-        packages = {name.partition(".")[0] for name in stamps} - self.left_out.keys()
-        reasons = [
-            f"{package} is left out: {why}" for package, why in sorted(self.left_out.items())
-        ]
-        choice = Choice(
-            "template_imports", count_noun(len(packages), "package"), "; ".join(reasons)
-        )
+        stamps = self._processes[0].stamps if self._processes else {}
+        packages = set(map(_package_of, stamps)) - self.left_out.keys()
+        left_out = sorted(self.left_out.items())
+        reason = "; ".join(f"{package} is left out: {why}" for package, why in left_out)
+        choice = Choice("template_imports", count_noun(len(packages), "package"), reason)
         return dataclasses.replace(plan, choices=(*plan.choices, choice))
 
     def left_out_text(self) -> str:
@@ -405,47 +393,38 @@ class Template:
 
     def _follow(self) -> None:
         """Read what those in the making have said, and begin one with what they lack."""
-        if self._current is None:
+        for process in tuple(self._processes):
+            self._read(process)
+        if len(self._processes) > 1 and self._processes[1].ready:
+            self._processes.pop(0).replace()
+        elif len(self._processes) > 1 and self._processes[1].has_failed:
+            self._processes.pop().end()
+        if not self._processes:
             return
-        self._read(self._current)
-        if self._next is not None:
-            self._read(self._next)
-            if self._next.ready:
-                self._current.replace()
-                self._current, self._next = self._next, None
-            elif self._next.has_failed:
-                self._next.end()
-                self._next = None
-        newest = self._next or self._current
+        newest = self._processes[-1]
         if newest.has_failed or not newest.lacked_packages(self.left_out):
             return
         if newest.ready:
-            self._next = self._start_process(in_background=True)
+            self._processes.append(self._start_process(in_background=True))
         else:
             self._make_again(newest, in_background=newest.in_background)
 
     def _start_process(self, *, in_background: bool) -> TemplateProcess:
         return TemplateProcess.start(
-            self._device,
-            self.left_out,
-            in_background=in_background,
-            runs_cells=self._runs_cells,
+            self._device, self.left_out, in_background=in_background, runs_cells=self._runs_cells
         )
 
     def _make_again(self, process: TemplateProcess, *, in_background: bool) -> None:
         """Start another one in place of one that is not ready."""
         process.end()
-        anew = self._start_process(in_background=in_background)
-        if process is self._current:
-            self._current = anew
-        else:
-            self._next = anew
+        position = self._processes.index(process)
+        self._processes[position] = self._start_process(in_background=in_background)
 
     def _read(self, process: TemplateProcess) -> None:
         """Read what one has said while it was made; where an import has ended it, make another."""
         from nbaccel.workers import failure, messaging
 
-        while not process.ready and process.owner == os.getpid() and process.socket.fileno() >= 0:
+        while not process.ready and process.is_open:
             if not select.select([process.socket], [], [], 0.0)[0]:
                 return
             with contextlib.closing(messaging.Channel(process.socket.dup())) as channel:
@@ -467,13 +446,11 @@ class Template:
 
     def _serves(self, needs: Callable[[str], bool]) -> bool:
         """Whether workers can be forked at once, with all packages that are needed."""
-        current = self._current
-        return (
-            current is not None
-            and current.ready
-            and current.is_running()
-            and not any(needs(package) for package in current.lacked_packages(self.left_out))
-        )
+        if not self._processes:
+            return False
+        used = self._processes[0]
+        lacked = used.lacked_packages(self.left_out)
+        return used.ready and used.is_running() and not any(map(needs, lacked))
 
     def _wait_a_moment(self, say: Callable[[str], None]) -> None:
         in_making = [process for process in self.processes() if not process.ready]

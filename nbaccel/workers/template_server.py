@@ -116,8 +116,9 @@ class _Imports:
         thread = threading.Thread(target=self.context.run, args=(self._import_all,), daemon=True)
         thread.start()
         threading.stack_size(former_size)
-        looked_at = ("", 0.0)
-        got_on_at = time.monotonic()
+        limit_s = self.request["import_limit_s"]
+        seen = ("", 0.0)
+        seen_at = time.monotonic()
         while thread.is_alive() and not self.unclean:
             thread.join(_LOOK_S)
             if select.select(parent, [], [], 0.0)[0]:
@@ -125,11 +126,10 @@ class _Imports:
             # Processor time counts as getting on: at the lowest priority an import may take minutes
             # beside a cell that computes.
             used_s = time.process_time()
-            if self.importing != looked_at[0] or used_s > looked_at[1] + _PROGRESS_S:
-                looked_at = (self.importing, used_s)
-                got_on_at = time.monotonic()
-            elif self.importing and time.monotonic() - got_on_at > self.request["import_limit_s"]:
-                limit_s = self.request["import_limit_s"]
+            if self.importing != seen[0] or used_s > seen[1] + _PROGRESS_S:
+                seen = (self.importing, used_s)
+                seen_at = time.monotonic()
+            elif self.importing and time.monotonic() - seen_at > limit_s:
                 self.unclean[self.importing] = f"its import does nothing for {limit_s:.0f} s"
         if self.errors:
             raise self.errors[0]
@@ -164,27 +164,27 @@ class _Imports:
         from nbaccel.workers.fork_safety import ProcessState
 
         self.left_out = dict(self.request["left_out"])
-        failed_names: dict[str, list[str]] = {}
+        failed: dict[str, list[str]] = {}
         channel = messaging.Channel.from_fd(os.dup(self.channel_fd))
         state = ProcessState.now()
-        for package, module_names in self.request["packages"].items():
-            missing_names = [name for name in module_names if name not in sys.modules]
-            if package in self.left_out or not missing_names:
+        for package, modules in self.request["packages"].items():
+            missing = [name for name in modules if name not in sys.modules]
+            if package in self.left_out or not missing:
                 continue
             with messaging.unless_gone():
                 channel.send(messaging.Importing(package))
             self.importing = package
-            import_error = _first_error(missing_names)
-            state_before, state = state, ProcessState.now()
-            if changes := state.changes_since(state_before):
+            error = _first_error(missing)
+            before, state = state, ProcessState.now()
+            if changes := state.changes_since(before):
                 self.unclean[package] = " and ".join(changes)
                 return
-            if import_error is not None and package not in sys.modules:
-                failed_names[package] = missing_names
-                reason = f"its import fails ({type(import_error).__name__}: {import_error})"
+            if error is not None and package not in sys.modules:
+                failed[package] = missing
+                reason = f"its import fails ({type(error).__name__}: {error})"
                 self.left_out[package] = reason[:_REASON_CHARS]
         self.importing = ""
-        for package, names in failed_names.items():
+        for package, names in failed.items():
             # One of two that import each other may fail first, and succeed with the other.
             if all(name in sys.modules for name in names):
                 del self.left_out[package]
@@ -192,16 +192,17 @@ class _Imports:
         sharded_tensors.load_readers()
 
 
-def _first_error(module_names: Sequence[str]) -> BaseException | None:
+def _first_error(modules: Sequence[str]) -> BaseException | None:
     """Import modules; returns the first error, if there was one."""
-    import_errors: list[BaseException] = []
-    for module_name in module_names:
+    first_error: BaseException | None = None
+    for name in modules:
         try:
-            importlib.import_module(module_name)
+            importlib.import_module(name)
         # Workers that need the module meet the same error, with its traceback.
         except BaseException as error:  # code of other packages, which may call sys.exit()
-            import_errors.append(error)
-    return import_errors[0] if import_errors else None
+            if first_error is None:
+                first_error = error
+    return first_error
 
 
 def _begin_anew(request: dict[str, Any], channel_fd: int, environment: dict[str, str]) -> NoReturn:
@@ -210,19 +211,19 @@ def _begin_anew(request: dict[str, Any], channel_fd: int, environment: dict[str,
     from nbaccel.workers.reaping import end_descendants
 
     end_descendants()
-    for file_descriptor, _ in tuple(open_descriptors()):
+    for descriptor, _ in tuple(open_descriptors()):
         # The descriptor of the listing is gone already.
         with contextlib.suppress(OSError):
-            os.set_inheritable(file_descriptor, file_descriptor in (0, 1, 2, channel_fd))
+            os.set_inheritable(descriptor, descriptor in (0, 1, 2, channel_fd))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # The others are reset by exec.
     for number in signal.valid_signals():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    request_file = os.memfd_create("nbaccel-template-request")
-    os.write(request_file, json.dumps(request).encode())
-    os.lseek(request_file, 0, os.SEEK_SET)
-    os.dup2(request_file, 0)
+    file = os.memfd_create("nbaccel-template-request")
+    os.write(file, json.dumps(request).encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    os.dup2(file, 0)
     os.execve(sys.executable, sys.orig_argv, environment)  # noqa: S606 - this very program
 
 
@@ -271,25 +272,18 @@ def _rehearse_transfer() -> None:
 
     from nbaccel.transfer import arena, memfd, pickling, weight_sync
 
-    sample_model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    sample_sharing = arena.share_modules([("model", sample_model)])
-    sample_sender = pickling.Sender.create()
-    (sample_arena,) = sample_sharing.arenas()
-    packed_object, file_descriptor = pickling.pack(
-        (sample_model, weight_sync.Manifest.of("model", sample_sharing.modules[0].slots)),
-        sample_sender,
-    )
-    sample_mappings = {
-        sample_arena.key: memfd.Mapping(sample_arena.fd, sample_arena.nbytes, is_private=True)
-    }
-    with memfd.closing_files(file_descriptor):
-        received_copy, sample_manifest = pickling.unpack(
-            packed_object, file_descriptor, sample_mappings
-        )
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    sharing = arena.share_modules([("model", model)])
+    manifest = weight_sync.Manifest.of("model", sharing.modules[0].slots)
+    (shared,) = sharing.arenas()
+    packed, fd = pickling.pack((model, manifest), pickling.Sender.create())
+    mappings = {shared.key: memfd.Mapping(shared.fd, shared.nbytes, is_private=True)}
+    with memfd.closing_files(fd):
+        received, manifest = pickling.unpack(packed, fd, mappings)
     weight_sync.WeightWriter(
         own_rank=0,
-        shared_modules=[(sample_manifest, received_copy)],
-        arena_mappings=sample_mappings,
+        shared_modules=[(manifest, received)],
+        arena_mappings=mappings,
         staging_files={},
     ).write()
 

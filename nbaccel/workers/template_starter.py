@@ -11,7 +11,7 @@ from nbaccel.base.errors import StartupFailed
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template, time_limits
 from nbaccel.workers.messaging import WorkerEnds
-from nbaccel.workers.start_method import LocalProcesses
+from nbaccel.workers.start_method import Starter
 
 
 def dispose(fds: Sequence[int]) -> None:
@@ -36,24 +36,15 @@ def go_on() -> None:
         process.let_continue()
 
 
-def say_nothing(waited_for: str) -> None:
-    """For starters that nobody waits for in front of a screen."""
-
-
-class TemplateStarter(LocalProcesses):
-    """Starts workers by asking a template process to fork. See `start_method.Starter`."""
-
-    name = "template"
+class TemplateStarter(Starter):
+    """Starts workers by asking a template process to fork."""
 
     def __init__(
-        self, device: str, *, threads: int = 0, say: Callable[[str], None] = say_nothing
+        self, device: str, *, threads: int = 0, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self._template = template.template_for(device)
         self._threads = threads
         self._say = say
-        self.status: int | None = None
-        """How the template process ended, if it did so by itself."""
-        self._tickets = 0
         self._pids: set[int] = set()
         self._connect()
 
@@ -69,6 +60,23 @@ class TemplateStarter(LocalProcesses):
             self._connect()
             return self._fork(ends)
 
+    def collect(self) -> Sequence[messaging.Ended]:
+        """Workers of this starter that have ended since the last call."""
+        with self._process.hearing:
+            while self._readable(0.0):
+                self._note(self._next())
+            reports = self._process.ended
+            ended = [reports[pid] for pid in self._pids if reports[pid] is not None]
+            self._forget(one.pid for one in ended)
+        return ended
+
+    def close(self) -> None:
+        """Close this copy of the channel; the template stays."""
+        if self._channel.fileno() >= 0:
+            self._forget(tuple(self._pids))
+            self._channel.close()
+            self._process.release()
+
     def _connect(self) -> None:
         self._process = self._template.wait(self._say)
         # A copy of the descriptor: closing this starter must not hang up on the template.
@@ -78,70 +86,45 @@ class TemplateStarter(LocalProcesses):
         self._process.let_continue()
 
     def _fork(self, ends: WorkerEnds) -> int:
-        self._tickets += 1
         # Only one starter reads at a time, and keeps what it reads of the other's workers.
         with self._process.hearing:
             try:
-                self._channel.send(messaging.Fork(self._tickets, self._threads), ends.all())
+                self._channel.send(messaging.Fork(self._threads), ends.all())
             except OSError as error:
                 raise self._gone() from error
-            process_id = self._forked().pid
-            self._pids.add(process_id)
+            pid = self._forked()
+            self._pids.add(pid)
             # An entry marks a worker as waited for; see `_note`.
-            self._process.ended[process_id] = None
-        return process_id
+            self._process.ended[pid] = None
+        return pid
 
-    def sentinels(self) -> Sequence[int]:
-        """The channel on which the template reports ended workers."""
-        return [self._channel.fileno()]
+    def _forked(self) -> int:
+        """The process id of the worker; reports of ended ones are kept for `collect`."""
+        deadline = time.monotonic() + time_limits.FORK_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not self._readable(min(left_s, template.SAY_EVERY_S)):
+                self._say("a new process")
+                continue
+            message = self._next()
+            if isinstance(message, messaging.Forked):
+                return message.pid
+            self._note(message)
+        self._template.drop(self._process)
+        raise template.no_answer(time_limits.FORK_S)
 
-    def collect(self) -> Sequence[messaging.Ended]:
-        """Workers of this starter that have ended since the last call."""
-        with self._process.hearing:
-            while self._readable(0.0):
-                self._note(self._next())
-            exit_statuses = [
-                self._process.ended[process_id]
-                for process_id in self._pids
-                if self._process.ended[process_id]
-            ]
-            self._forget(status.pid for status in exit_statuses)
-        return exit_statuses
-
-    def close(self) -> None:
-        """Close this copy of the channel; the template stays."""
-        if self._channel.fileno() >= 0:
-            self._forget(tuple(self._pids))
-            self._channel.close()
-            self._process.release()
-
-    def _forget(self, process_ids: Iterable[int]) -> None:
-        for process_id in process_ids:
-            self._pids.discard(process_id)
-            self._process.ended.pop(process_id, None)
+    def _forget(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self._pids.discard(pid)
+            self._process.ended.pop(pid, None)
 
     def _note(self, message: object) -> None:
         """Keep a report about a worker that a starter still waits for; drop any other."""
         if isinstance(message, messaging.Ended) and message.pid in self._process.ended:
             self._process.ended[message.pid] = message
 
-    def _forked(self) -> messaging.Forked:
-        """The next message of this kind; reports of ended workers are kept for `collect`."""
-        deadline = time.monotonic() + time_limits.FORK_S
-        while (patience_s := deadline - time.monotonic()) > 0:
-            if not self._readable(min(patience_s, template.SAY_EVERY_S)):
-                self._say("a new process")
-                continue
-            message = self._next()
-            if isinstance(message, messaging.Forked):
-                return message
-            self._note(message)
-        self._template.drop(self._process)
-        raise template.no_answer(time_limits.FORK_S)
-
     def _readable(self, timeout_s: float) -> bool:
-        readable_sockets, _, _ = select.select([self._channel.fileno()], [], [], timeout_s)
-        return bool(readable_sockets)
+        readable, _, _ = select.select([self._channel.fileno()], [], [], timeout_s)
+        return bool(readable)
 
     def _next(self) -> object:
         try:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from nbaccel.base.outer_loop import OuterLoop
 
-__all__ = ["RunningLoop", "TrainingLoops"]
-
 _MOST_LOOPS = 2
 """Other loops that an epoch may have beside its first one."""
 _DIGITS = re.compile(r"\d+")
+
+
+_LoopKey = tuple[int, str, "int | None"]
+"""At which depth a loop is, its name without numbers, and its length."""
 
 
 class EpochCount:
@@ -92,10 +94,10 @@ class TrainingLoops:
         self.latest = RunningLoop()
         """The loop over batches that is under way, or was last."""
         self._open: list[RunningLoop] = []
-        self._begun: dict[tuple[int, str, int | None], int] = {}
+        self._begun: dict[_LoopKey, int] = {}
         self._around: EpochCount | None = None
         """What counts the epochs of the training, if that is known."""
-        self._given_key: tuple[int, str, int | None] | None = None
+        self._given_key: _LoopKey | None = None
         """The loop whose number of epochs was given, if that is where it is known from."""
         self._since_given = 0
         """Other loops since that one has begun last."""
@@ -117,26 +119,26 @@ class TrainingLoops:
         )
         # By its place and length, not by the loader, of which there may be a new one for each
         # epoch; `epoch 1` and `epoch 2` are the same loop.
-        loop_key = (len(self._open), _DIGITS.sub("#", name), total_batches)
-        self._begun[loop_key] = self._begun.get(loop_key, 0) + 1
+        key = (len(self._open), _DIGITS.sub("#", name), total_batches)
+        self._begun[key] = self._begun.get(key, 0) + 1
         if outermost is not None:
             self._around = outermost
             self._given_key = None
         elif epochs:
-            self._count_given(loop_key, epochs, current_time, steps)
-        elif self._given_key is not None and loop_key[0] == self._given_key[0]:
+            self._count_given(key, epochs, current_time, steps)
+        elif self._given_key is not None and key[0] == self._given_key[0]:
             self._since_given += 1
         elif self._given_key is None and not self._open:
             self._around = None  # an earlier loop over epochs is over
-        new_loop = RunningLoop(
+        loop = RunningLoop(
             name=name,
-            epoch=self._begun[loop_key],
+            epoch=self._begun[key],
             total_batches=total_batches,
             epochs=EpochCount(total_batches, current_time, steps) if total_batches else None,
         )
-        self._open.append(new_loop)
-        self.latest = new_loop
-        return new_loop
+        self._open.append(loop)
+        self.latest = loop
+        return loop
 
     def _note_within(self, current_time: float, steps: int) -> None:
         """Another loop begins within the innermost one."""
@@ -154,59 +156,55 @@ class TrainingLoops:
             if self._open[-2].holds_loops and around_parent is not None:
                 around_parent.within = parent.epochs
 
-    def _count_given(
-        self, loop_key: tuple[int, str, int | None], epochs: int, current_time: float, steps: int
-    ) -> None:
+    def _count_given(self, key: _LoopKey, epochs: int, current_time: float, steps: int) -> None:
         """Count the epochs of a loop of which it was said how many there are."""
         self._since_given += 1
-        is_resumed = (
-            self._begun[loop_key] == 2 and self._given_key and self._begun[self._given_key] == 1
-        )
+        is_resumed = self._begun[key] == 2 and self._given_key and self._begun[self._given_key] == 1
         if is_resumed and self._around is not None:
             # The first one was the rest of an epoch, and shorter.
-            self._given_key = loop_key
+            self._given_key = key
             self._around.done = 1
-        if loop_key == self._given_key and self._around is not None:
+        if key == self._given_key and self._around is not None:
             self._since_given = 0
             self._around.note_done(current_time, steps)
             is_over = self._around.done >= epochs
         else:
             # A loop for validation says the same number, and begins as often as the first one.
             is_over = self._given_key is None or (
-                self._begun[loop_key] == 1
+                self._begun[key] == 1
                 and self._around is not None
                 and self._around.done + 1 >= self._around.total
                 and self._around.total > 1
             )
         if is_over:
-            self._begun[loop_key] = 1
-            self._given_key = loop_key
+            self._begun[key] = 1
+            self._given_key = key
             self._since_given = 0
             self._around = EpochCount(epochs, current_time, steps)
 
     def round_done(self, loop: RunningLoop | None, current_time: float, steps: int) -> bool:
         """A round of a loop is over."""
-        done_loop = loop or self.latest
-        had_loops = done_loop.had_loops
-        done_loop.had_loops = False
-        if self._is_beside_another(done_loop):
-            self._let_be_over_batches(done_loop)
+        done = loop or self.latest
+        had_loops = done.had_loops
+        done.had_loops = False
+        if self._is_beside_another(done):
+            self._let_be_over_batches(done)
             return False
-        if done_loop.holds_loops and had_loops:
-            done_loop.uncounted += 1
-            if done_loop.epochs is not None:
-                done_loop.epochs.note_done(current_time, steps)
+        if done.holds_loops and had_loops:
+            done.uncounted += 1
+            if done.epochs is not None:
+                done.epochs.note_done(current_time, steps)
             return False
         if had_loops:
             # One with a validation now and then, or one over epochs of which some were skipped.
-            done_loop.holds_loops = True
-            if done_loop.epochs is not None:
-                done_loop.epochs.note_done(current_time, steps)
-        elif done_loop.holds_loops:
-            self._let_be_over_batches(done_loop)
-        done_loop.batches += 1
+            done.holds_loops = True
+            if done.epochs is not None:
+                done.epochs.note_done(current_time, steps)
+        elif done.holds_loops:
+            self._let_be_over_batches(done)
+        done.batches += 1
         if loop in self._open:
-            self.latest = done_loop
+            self.latest = done
         return True
 
     def _is_beside_another(self, loop: RunningLoop) -> bool:

@@ -69,8 +69,6 @@ from nbaccel.workers.reaping import (
     take_name,
 )
 
-__all__ = ["own_process", "send_notebook_classes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCall:
@@ -86,8 +84,8 @@ class WorkerCall:
 
 
 def run_worker(
-    worker_ends: messaging.WorkerEnds,
-    parent_id: int,
+    ends: messaging.WorkerEnds,
+    parent: int,
     *,
     is_fork: bool = False,
     forked_call: WorkerCall | None = None,
@@ -95,28 +93,27 @@ def run_worker(
     """Do what the notebook asks for, and leave.
 
     Args:
-        worker_ends: Its connections.
-        parent_id: The process it was forked from.
+        ends: Its connections.
+        parent: The process it was forked from.
         is_fork: Whether that was the notebook itself.
         forked_call: The call that it then has in memory already, if it is a launch's.
     """
     exit_status = 1
     try:
-        _set_up_worker(worker_ends, parent_id)
+        _set_up_worker(ends, parent)
         if is_fork:
             # Accelerate's forked state says that this process is the only one.
             accelerate_library.forget()
-        notebook_channel = messaging.Channel.from_fd(worker_ends.channel)
-        notebook_channel.send(messaging.Alive(time.monotonic()))
+        channel = messaging.Channel.from_fd(ends.channel)
+        channel.send(messaging.Alive())
         if is_fork:
             # Shared after the fork: training would change the notebook's models at once.
             arena.make_arenas_private()
-        assignment, file_descriptors = notebook_channel.receive()
+        assignment, descriptors = channel.receive()
         # By name, because this module must not import the pool.
-        named_module, _, function = assignment.handler.partition(":")
-        getattr(importlib.import_module(named_module), function)(
-            notebook_channel, assignment, file_descriptors, forked_call
-        )
+        module, _, function = assignment.handler.partition(":")
+        handler = getattr(importlib.import_module(module), function)
+        handler(channel, assignment, descriptors, forked_call)
         exit_status = 0
     # The notebook has ended this launch.
     except EOFError:
@@ -138,22 +135,20 @@ def run_worker(
 
 
 def _end_what_it_started() -> None:
-    processes_left = end_descendants()
-    if processes_left:
+    if left := end_descendants():
         sys.stderr.write(
-            f"nbaccel: ended what this rank had started and left running: "
-            f"{', '.join(processes_left)}. Start what is to outlive the workers from the notebook "
-            "itself.\n"
+            f"nbaccel: ended what this rank had started and left running: {', '.join(left)}. "
+            "Start what is to outlive the workers from the notebook itself.\n"
         )
 
 
-def _set_up_worker(worker_ends: messaging.WorkerEnds, parent_id: int) -> None:
+def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
     """Set up session, streams and signals of a new process, before anything can print or hang."""
     # Ctrl-C in a terminal must reach the notebook only, and the group can then be killed as one.
     os.setsid()
     end_with_parent()
     # The parent may have died before the line above took effect: no signal would ever come.
-    if os.getppid() != parent_id:
+    if os.getppid() != parent:
         os._exit(1)
     adopt_orphans()
     take_name(WORKER_NAME)
@@ -163,13 +158,11 @@ def _set_up_worker(worker_ends: messaging.WorkerEnds, parent_id: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.dup2(worker_ends.stdout, 1)
-    os.dup2(worker_ends.stderr, 2)
     # So that reading standard input ends at once instead of taking the notebook's.
     null_device = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null_device, 0)
-    for file_descriptor in (worker_ends.stdout, worker_ends.stderr, null_device):
-        os.close(file_descriptor)
+    for number, descriptor in enumerate((null_device, ends.stdout, ends.stderr)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     # New objects: those of a forked kernel are ipykernel's, which send to the browser.
     sys.stdin = open(0, closefd=False)
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -179,12 +172,12 @@ def _set_up_worker(worker_ends: messaging.WorkerEnds, parent_id: int) -> None:
         )
         setattr(sys, name, stream)
     # Some libraries print to the "real" streams.
-    for variable_name in ("stdin", "stdout", "stderr"):
-        setattr(sys, f"__{variable_name}__", getattr(sys, variable_name))
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
     sys.excepthook = sys.__excepthook__
     worker_output.forget_prompts()
-    faulthandler.enable(file=worker_ends.stack, all_threads=True)
-    faulthandler.register(messaging.STACK_SIGNAL, file=worker_ends.stack, all_threads=True)
+    faulthandler.enable(file=ends.stack, all_threads=True)
+    faulthandler.register(messaging.STACK_SIGNAL, file=ends.stack, all_threads=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,23 +209,28 @@ class WorkerContext:
                 )
 
 
-def set_up_process(
-    worker_assignment: messaging.WorkerAssignment, file_descriptors: list[int]
-) -> WorkerContext:
+def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int]) -> WorkerContext:
     """Take on an assignment: surroundings, device, process groups. Once per worker."""
-    place = Topology.from_json(worker_assignment.topology)
+    place = Topology.from_json(assignment.topology)
     # Before the device: its libraries read variables such as CUDA_VISIBLE_DEVICES when they start.
-    if worker_assignment.on_other_host:
-        _move_into(worker_assignment)
+    if assignment.on_other_host:
+        # Laid over those of this host.
+        env.update(dict(assignment.environment))
+        # Behind the host's own: it may have another Python's packages under the same path.
+        sys.path += [
+            entry
+            for entry in assignment.import_path
+            if os.path.exists(entry) and entry not in sys.path
+        ]
     else:
-        env.replace_all(worker_assignment.environment)
-        os.chdir(worker_assignment.working_directory)
+        env.replace_all(assignment.environment)
+        os.chdir(assignment.working_directory)
         # In place, because other modules hold a reference to this list.
-        sys.path[:] = worker_assignment.import_path
-    thread_limits.limit_threads(worker_assignment.threads)
-    hardware_device = registry.device(worker_assignment.device)
-    hardware_device.enter_worker(place.local_rank)
-    registry.enter_worker(worker_assignment.device)
+        sys.path[:] = assignment.import_path
+    thread_limits.limit_threads(assignment.threads)
+    hardware = registry.device(assignment.device)
+    hardware.enter_worker(place.local_rank)
+    registry.enter_worker(assignment.device)
     # Before any user code can create a process group.
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
@@ -242,62 +240,46 @@ def set_up_process(
     transformers_library.run_notebook_trainers(metrics_reporter.drawing_whole_bar)
     lightning_library.guard_trainers()
     lightning_library.tell_of_worker(place.rank)
-    rendezvous_store = (
-        rendezvous.serve_store(place, file_descriptors.pop())
-        if worker_assignment.serves_store
-        else None
-    )
-    worker_context = WorkerContext(
-        assignment=worker_assignment,
+    serves_store = assignment.serves_store
+    context = WorkerContext(
+        assignment=assignment,
         place=place,
-        hardware=hardware_device,
-        device=str(hardware_device.torch_device(place.local_rank)),
-        store=rendezvous_store,
+        hardware=hardware,
+        device=str(hardware.torch_device(place.local_rank)),
+        store=rendezvous.serve_store(place, descriptors.pop()) if serves_store else None,
     )
-    if worker_assignment.on_other_host:
-        worker_context.go_to(worker_assignment.working_directory)
-    return worker_context
-
-
-def _move_into(worker_assignment: messaging.WorkerAssignment) -> None:
-    """Lay the notebook's variables and folders of modules over those of this host."""
-    env.update(dict(worker_assignment.environment))
-    folders = [
-        entry
-        for entry in worker_assignment.import_path
-        if os.path.exists(entry) and entry not in sys.path
-    ]
-    # Behind the host's own: it may have another Python's packages under the same path.
-    sys.path.extend(folders)
+    if assignment.on_other_host:
+        context.go_to(assignment.working_directory)
+    return context
 
 
 def serve_call(
-    notebook_channel: messaging.Channel,
+    channel: messaging.Channel,
     assignment: messaging.WorkerAssignment,
-    file_descriptors: list[int],
+    descriptors: list[int],
     forked_call: WorkerCall | None,
 ) -> None:
     """Make one call as a launch's worker, and stay until the notebook lets it leave."""
-    task, job_fds = notebook_channel.receive()
+    task, job_descriptors = channel.receive()
     try:
-        worker_context = set_up_process(assignment, file_descriptors)
-        worker_output.forward_displays(notebook_channel.send)
-        metrics_reporter.begin(notebook_channel, worker_context.hardware, worker_context.device)
-        rendezvous.join_store(worker_context.place, rendezvous.group_names())
-    except BaseException as raised_error:  # the notebook waits for a report, whatever it is
-        report(notebook_channel, raised_error, Topology.from_json(assignment.topology).rank)
+        context = set_up_process(assignment, descriptors)
+        worker_output.forward_displays(channel.send)
+        metrics_reporter.begin(channel, context.hardware, context.device)
+        rendezvous.join_store(context.place, rendezvous.group_names())
+    except BaseException as error:  # the notebook waits for a report, whatever it is
+        report(channel, error, Topology.from_json(assignment.topology).rank)
     else:
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
-        signal.signal(signal.SIGINT, _interrupt(notebook_channel))
-        Work(notebook_channel, worker_context, task.body, job_fds, forked_call).run()
+        signal.signal(signal.SIGINT, _interrupt(channel))
+        Work(channel, context, task.body, job_descriptors, forked_call).run()
     # Waits for Leave: until then this worker may serve the store, which slower ranks need.
-    notebook_channel.receive()
+    channel.receive()
 
 
 def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
-    def on_interrupt(signal_number: int, current_frame: Any) -> NoReturn:
+    def on_interrupt(_number: int, _frame: Any) -> NoReturn:
         # One packet per message, so this cannot tear a message that the interrupted code sends.
-        channel.send(messaging.Interrupting(time.monotonic()))
+        channel.send(messaging.Interrupting())
         raise KeyboardInterrupt
 
     return on_interrupt
@@ -308,23 +290,23 @@ class Work:
 
     def __init__(
         self,
-        notebook_channel: messaging.Channel,
-        worker_context: WorkerContext,
+        channel: messaging.Channel,
+        context: WorkerContext,
         job: messaging.Job,
-        file_descriptors: Sequence[int],
+        descriptors: Sequence[int],
         forked_call: WorkerCall | None = None,
     ) -> None:
-        self._channel = notebook_channel
+        self._channel = channel
         self._job = job
-        self._worker_context = worker_context
-        self._rank = worker_context.place.rank
+        self._context = context
+        self._rank = context.place.rank
         self._forked_call = forked_call
-        arena_keys = [arena_key for arena_key, _ in job.arenas]
-        other_fds = list(file_descriptors)
         # The order of the descriptors is that of `messaging.Job`: arenas, staging files, payload.
-        self._payload_fd = other_fds.pop() if job.payload is not None else None
-        self._arena_fds = other_fds[: len(arena_keys)]
-        self._staging = dict(zip(arena_keys, other_fds[len(arena_keys) :], strict=False))
+        keys = [key for key, _ in job.arenas]
+        files = list(descriptors)
+        self._payload_fd = files.pop() if job.payload is not None else None
+        self._arena_fds = files[: len(keys)]
+        self._staging = dict(zip(keys, files[len(keys) :], strict=False))
 
     def run(self) -> None:
         """Make the call and hand over what it returns or raises."""
@@ -332,14 +314,14 @@ class Work:
             weight_report = None
             with contextlib.ExitStack() as clean_up:
                 call, weight_writer = self._prepare(clean_up)
-                self._channel.send(messaging.Started(time.monotonic()))
+                self._channel.send(messaging.Started())
                 value = _call(call)
                 worker_output.show_figures()
                 flush_streams()
-                if self._worker_context.assignment.share_back:
+                if self._context.assignment.share_back:
                     weight_report = weight_writer.write()
-        except BaseException as raised_error:  # an interrupt too: the notebook waits for a report
-            report(self._channel, raised_error, self._rank, self._pack)
+        except BaseException as error:  # an interrupt too: the notebook waits for a report
+            report(self._channel, error, self._rank, self._pack)
         else:
             self._hand_over(value, weight_report)
             # Only now: a rank that fails by it must find that this one has returned.
@@ -347,26 +329,21 @@ class Work:
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
         job = self._job
-        assignment = self._worker_context.assignment
-        for file_name, source_lines in job.sources.items():
+        assignment = self._context.assignment
+        for name, lines in job.sources.items():
             # Without a modification time, or linecache would look for the file and drop the lines.
-            linecache.cache[file_name] = (
-                sum(map(len, source_lines)),
-                None,
-                source_lines,
-                file_name,
-            )
-        call, arena_mappings = self._open()
-        self._worker_context.changes.follow(call.changes)
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        call, mappings = self._open()
+        self._context.changes.follow(call.changes)
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
-        self._worker_context.logging.follow(job.logging)
-        self._worker_context.settings.follow(job.settings)
+        self._context.logging.follow(job.logging)
+        self._context.settings.follow(job.settings)
         weight_writer = WeightWriter(
             own_rank=assignment.staging_rank,
             shared_modules=call.modules,
-            arena_mappings=arena_mappings,
+            arena_mappings=mappings,
             staging_files=self._staging,
             num_nodes=assignment.num_notebooks,
             arena_files=dict(zip(self._staging, self._arena_fds, strict=False)),
@@ -385,46 +362,37 @@ class Work:
                 "nothing to run. Please report this."
             )
         mappings = {
-            key: memfd.Mapping(file_descriptor, num_bytes, is_private=True)
-            for (key, num_bytes), file_descriptor in zip(
-                self._job.arenas, self._arena_fds, strict=True
-            )
+            key: memfd.Mapping(fd, num_bytes, is_private=True)
+            for (key, num_bytes), fd in zip(self._job.arenas, self._arena_fds, strict=True)
         }
-        device = self._worker_context.device
-        call = pickling.unpack(self._job.payload, self._payload_fd, mappings, target_device=device)
+        call = pickling.unpack(
+            self._job.payload, self._payload_fd, mappings, target_device=self._context.device
+        )
         return call, mappings
 
-    def _hand_over(self, returned_value: Any, weight_report: Any) -> None:
+    def _hand_over(self, value: Any, weight_report: Any) -> None:
         # The work is done: an interrupt must not lose the result.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            packed_value, file_descriptor = self._pack(returned_value)
-        except BaseException as raised_error:  # the user's own __reduce__ may raise anything
-            value_type = type(returned_value)
-            unsendable_reason = (
-                f"rank {self._rank} returned a {failure.kind_name(value_type)}, which cannot be "
-                f"sent to the notebook "
-                f"({shorten_text(f'{type(raised_error).__name__}: {raised_error}', 2_000)})"
+            packed, fd = self._pack(value)
+        except BaseException as error:  # the user's own __reduce__ may raise anything
+            reason = shorten_text(f"{type(error).__name__}: {error}", 2_000)
+            unsendable = (
+                f"rank {self._rank} returned a {failure.kind_name(type(value))}, which cannot be "
+                f"sent to the notebook ({reason})"
             )
-            self._channel.send(
-                messaging.Returned(time.monotonic(), None, unsendable_reason, weight_report)
-            )
+            self._channel.send(messaging.Returned(None, unsendable, weight_report))
             return
-        with memfd.closing_files(file_descriptor):
-            self._channel.send(
-                messaging.Returned(time.monotonic(), packed_value, None, weight_report),
-                [file_descriptor],
-            )
+        with memfd.closing_files(fd):
+            self._channel.send(messaging.Returned(packed, None, weight_report), [fd])
 
     def _pack(self, value: Any) -> tuple[memfd.PackedObject, int]:
         """Pack for the notebook; what came by fork goes back by name where it can."""
-        if self._forked_call is not None:
-            try:
+        # What plain pickle raises for what has no importable name; cloudpickle may take it.
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+            if self._forked_call is not None:
                 return pickling.pack_plain(value, pickling.Sender.create())
-            # What plain pickle raises for what has no importable name; cloudpickle may take it.
-            except (pickle.PicklingError, AttributeError, TypeError):
-                return pickling.pack(value, pickling.Sender.create())
-        return pickling.pack(value, pickling.Sender.create())
+        return _pack_for_notebook(value)
 
 
 def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -441,31 +409,28 @@ def _pack_for_notebook(value: Any) -> tuple[memfd.PackedObject, int]:
 
 
 def report(
-    notebook_channel: messaging.Channel,
-    raised_error: BaseException,
-    own_rank: int,
-    pack_value: Callable[[Any], tuple[memfd.PackedObject, int]] = _pack_for_notebook,
+    channel: messaging.Channel,
+    error: BaseException,
+    rank: int,
+    pack: Callable[[Any], tuple[memfd.PackedObject, int]] = _pack_for_notebook,
 ) -> None:
     """Report an exception: its description always, its parts if they can be pickled."""
     # A second interrupt must not lose the report of the first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Taken first: the earliest failure is the cause, and packing below takes time.
-    failed_at = time.monotonic()
-    failure_record = failure.FailureRecord.of_error(own_rank, raised_error, failure_time=failed_at)
-    for value_part in portable_exception.take_error(raised_error).in_reserve():
+    record = failure.FailureRecord.of_error(rank, error, failure_time=time.monotonic())
+    for part in portable_exception.take_error(error).in_reserve():
         try:
-            packed_value, file_descriptor = pack_value(value_part)
+            packed, fd = pack(part)
         # BaseException: the user's own __reduce__ may raise anything.
         except BaseException:  # noqa: S112
             continue
-        with memfd.closing_files(file_descriptor):
-            notebook_channel.send(
-                messaging.Failed(failed_at, failure_record, packed_value), [file_descriptor]
-            )
+        with memfd.closing_files(fd):
+            channel.send(messaging.Failed(record, packed), [fd])
         break
     else:
         # Without the exception itself: the record describes it.
-        notebook_channel.send(messaging.Failed(failed_at, failure_record, None))
+        channel.send(messaging.Failed(record, None))
     # Not before: flushing may have to wait until the notebook has read what was printed.
     flush_streams()
 
@@ -474,24 +439,24 @@ def _call(call: WorkerCall) -> Any:
     try:
         with own_process():
             return _looked_up(call.function)(*call.args)
-    except SystemExit as raised_error:
+    except SystemExit as error:
         # sys.exit() is how a script ends well.
-        if raised_error.code not in (None, 0):
+        if error.code not in (None, 0):
             raise
         return None
 
 
-def _refuse_questions(own_rank: int) -> None:
+def _refuse_questions(rank: int) -> None:
     def refuse(prompt: object = "") -> NoReturn:
         raise InputRefused(
-            f"input({str(prompt)!r}) in worker {own_rank} cannot be answered: workers have no "
+            f"input({str(prompt)!r}) in worker {rank} cannot be answered: workers have no "
             f"keyboard, and waiting would hang for ever. Ask in an ordinary cell before, and "
             "hand the answer over."
         )
 
     def no_debugger(*args: Any, **kwargs: Any) -> NoReturn:
         raise InputRefused(
-            f"breakpoint() in worker {own_rank} has no keyboard to listen to. Debug in the "
+            f"breakpoint() in worker {rank} has no keyboard to listen to. Debug in the "
             "notebook itself: a launch with num_processes=1, or an ordinary cell."
         )
 
@@ -502,20 +467,20 @@ def _refuse_questions(own_rank: int) -> None:
 
 def seeded_states() -> bytes:
     """State of the random generators of Python, torch and (if loaded) numpy."""
-    module = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     return pickle.dumps(
         (
             random.getstate(),
             torch.get_rng_state().numpy().tobytes(),
-            module.random.get_state() if module is not None else None,
+            numpy.random.get_state() if numpy is not None else None,
             torch.get_default_dtype(),
         )
     )
 
 
-def restore_random_states(saved_states: bytes) -> None:
+def restore_random_states(states: bytes) -> None:
     """Let this worker draw the numbers that a fork of the notebook would draw."""
-    python_state, torch_bytes, numpy_state, default_dtype = pickle.loads(saved_states)
+    python_state, torch_bytes, numpy_state, default_dtype = pickle.loads(states)
     random.setstate(python_state)
     torch.set_rng_state(torch.frombuffer(bytearray(torch_bytes), dtype=torch.uint8))
     torch.set_default_dtype(default_dtype)
@@ -528,12 +493,7 @@ def restore_random_states(saved_states: bytes) -> None:
 def flush_streams() -> None:
     """Send what has been printed, and reported of the training, so far."""
     metrics_reporter.flush()
-    for output_stream in (sys.stdout, sys.stderr):
-        try:
-            output_stream.flush()
-        # The reader is gone, or user code has closed the stream: nothing is left to save.
-        except (OSError, ValueError):
-            continue
+    worker_output.flush_streams()
 
 
 def send_notebook_classes() -> None:
@@ -541,19 +501,16 @@ def send_notebook_classes() -> None:
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
 
 
-def _reduce(pickler: ForkingPickler, pickled_object: Any) -> Any:
-    if (
-        not isinstance(pickled_object, (type, FunctionType))
-        or pickled_object.__module__ != "__main__"
-    ):
+def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
+    if not isinstance(value, (type, FunctionType)) or value.__module__ != "__main__":
         return NotImplemented
-    is_found = getattr(sys.modules["__main__"], pickled_object.__qualname__, None) is pickled_object
+    is_found = getattr(sys.modules["__main__"], value.__qualname__, None) is value
     # What has arrived here is not in the `__main__` of a process that starts anew.
-    if is_found and not main_names.has_received(pickled_object):
+    if is_found and not main_names.has_received(value):
         return NotImplemented
     # cloudpickle returns the same class if it has made it in this process or in the one it was
     # forked from, so `isinstance` holds on the other side.
-    return cloudpickle.loads, (pickling.dumps_with_lines(pickled_object),)
+    return cloudpickle.loads, (pickling.dumps_with_lines(value),)
 
 
 @contextlib.contextmanager
@@ -562,14 +519,14 @@ def own_process() -> Iterator[None]:
 
     A child that returns from it, or raises, ends as a script would: what it raised is printed.
     """
-    process_id = os.getpid()
+    entered_by = os.getpid()
     try:
         yield
-    except BaseException as raised_error:  # a child must end here whatever it raises
-        if os.getpid() == process_id:
+    except BaseException as error:  # a child must end here whatever it raises
+        if os.getpid() == entered_by:
             raise
-        _exit_process(raised_error)
-    if os.getpid() != process_id:
+        _exit_process(error)
+    if os.getpid() != entered_by:
         _exit_process(None)
 
 
@@ -580,8 +537,5 @@ def _exit_process(error: BaseException | None) -> None:
     elif error is not None:
         exit_status = 1
         sys.excepthook(type(error), error, error.__traceback__)
-    for output_stream in (sys.stdout, sys.stderr):
-        # User code has closed the stream, or its reader is gone.
-        with contextlib.suppress(OSError, ValueError):
-            output_stream.flush()
+    worker_output.flush_streams()
     os._exit(exit_status)

@@ -9,11 +9,13 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from nbaccel.base import frames
+from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.process_death import explain_kill
 from nbaccel.transfer import memfd
 from nbaccel.workers import failure, messaging
-from nbaccel.workers.messaging import STACK_SIGNAL, WorkerEnds
+from nbaccel.workers.failure import FailureRecord
+from nbaccel.workers.messaging import STACK_SIGNAL, Channel, WorkerEnds
 from nbaccel.workers.start_method import Starter
 
 _CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a crash
@@ -30,23 +32,22 @@ class HandleState(enum.Enum):
     GONE = "has ended and been reaped"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class WorkerHandle:
-    """A worker's connections, and everything known of it and of its current call.
-
-    Other code reads the attributes; only this class's methods change them.
-    """
+    """A worker's connections, and everything known of it and of its current call."""
 
     rank: int
-    channel: messaging.Channel
+    channel: Channel
     pipes: dict[int, str]
     """The notebook's reading ends → `stdout`, `stderr` or `stack`."""
     pid: int
+    sentinel: int
+    """Descriptor that can be read once the process may have ended."""
     starter: Starter
     """Who started it, and reaches it with signals."""
-    tells_its_stack: bool = False
-    """It handles `STACK_SIGNAL`; a process that does not would be killed by it."""
-    control: messaging.Channel | None = None
+    is_fork: bool
+    """It comes from the notebook's process, and handles `STACK_SIGNAL` from its start."""
+    control: Channel | None = None
     """A second channel, to a worker of a pool, whose second thread answers while a cell runs."""
     state: HandleState = HandleState.FORKED
     forked_at: float = field(default_factory=time.monotonic)
@@ -54,7 +55,7 @@ class WorkerHandle:
     """When its latest call began, or ended."""
     returned: messaging.Returned | None = None
     result_fd: int | None = None
-    record: failure.FailureRecord | None = None
+    record: FailureRecord | None = None
     error: tuple[messaging.Failed, int | None] | None = None
     """The message and the descriptor of its exception's payload."""
     whereabouts: messaging.Whereabouts | None = None
@@ -62,7 +63,7 @@ class WorkerHandle:
     stack_text: str = ""
     """What faulthandler has written since it was last read."""
     hung_up: bool = False
-    """Its end of the channel is closed, or it is gone."""
+    """Its end of the channel is closed, or it is gone: no further messages."""
     leftovers: set[LeftoverFolders] = field(default_factory=set)
     """What it would leave on disk if it were killed."""
     is_stopped: bool = False
@@ -79,7 +80,12 @@ class WorkerHandle:
         return self.state in (HandleState.FORKED, HandleState.ALIVE, HandleState.RUNNING)
 
     @property
-    def stack(self) -> tuple[frames.Frame, ...]:
+    def tells_its_stack(self) -> bool:
+        """Whether it handles `STACK_SIGNAL`; a process that does not would be killed by it."""
+        return self.is_fork or self.state is not HandleState.FORKED
+
+    @property
+    def stack(self) -> tuple[Frame, ...]:
         """Its main thread's stack by its latest answer, innermost call first."""
         if self.whereabouts is not None:
             return self.whereabouts.stack
@@ -99,31 +105,6 @@ class WorkerHandle:
         else:
             self.leftovers.discard(message.leftover)
 
-    def note_stack(self, stack_bytes: bytes) -> None:
-        """Note a part of what faulthandler writes."""
-        self.stack_text += stack_bytes.decode(errors="replace")
-
-    def forget_stack(self) -> None:
-        """Drop what faulthandler has written, before it is asked again."""
-        self.stack_text = ""
-
-    def note_whereabouts(self, message: messaging.Whereabouts | None) -> None:
-        """Note where it says that it is; None to drop its earlier answer."""
-        self.whereabouts = message
-
-    def hang_up(self) -> None:
-        """Note that it will send no further messages."""
-        self.hung_up = True
-
-    def come_alive(self) -> None:
-        """It runs Python, and answers signals."""
-        self.state = HandleState.ALIVE
-        self.tells_its_stack = True
-
-    def begin_work(self) -> None:
-        """It is about to call the user's function."""
-        self.state = HandleState.RUNNING
-
     def forget_call(self) -> None:
         """Drop what is known of its last call."""
         self._close_payloads()
@@ -137,60 +118,59 @@ class WorkerHandle:
         if self.state is not HandleState.FORKED and not self.has_ended:
             self.state = HandleState.RUNNING
 
-    def take_result(self, message: messaging.Returned, file_descriptors: list[int]) -> None:
+    def take_result(self, message: messaging.Returned, descriptors: list[int]) -> None:
         """It has handed over what its function returned."""
         self.returned = message
-        self.result_fd = file_descriptors[0] if file_descriptors else None
+        self.result_fd = descriptors[0] if descriptors else None
 
     def take_failure(
-        self, message: messaging.Failed, file_descriptors: list[int], record: failure.FailureRecord
+        self, message: messaging.Failed, descriptors: list[int], record: FailureRecord
     ) -> None:
         """It has handed over what its function raised."""
-        self.error = (message, file_descriptors[0] if file_descriptors else None)
+        self.error = (message, descriptors[0] if descriptors else None)
         self.record = record
 
     def finish_call(self) -> None:
         """Its call has ended; one that has handed over nothing has no value."""
         self.state = HandleState.RETURNED if self.error is None else HandleState.FAILED
         if self.error is None and self.returned is None:
-            self.returned = messaging.Returned(time.monotonic(), None, None, None)
+            self.returned = messaging.Returned()
         self.since = time.monotonic()
 
-    def end(
-        self, record: failure.FailureRecord | None = None, *, loses_result: bool = False
-    ) -> None:
+    def end(self, record: FailureRecord | None = None, *, loses_result: bool = False) -> None:
         """It is gone and reaped."""
         self.state = HandleState.GONE
         self.record = record or self.record
         if loses_result:
             self.returned = None
 
-    def record_of_death(
-        self, exit_status: messaging.Ended, oom_kills: int
-    ) -> failure.FailureRecord:
-        """The record of it if it has ended by itself."""
-        _, crash_heading, stack_dump = self.stack_text.rpartition(_CRASH_HEADING)
-        return failure.FailureRecord.of_death(
-            self.rank,
-            exit_status.status,
-            max_rss_bytes=exit_status.max_rss_bytes,
-            stack_dump=stack_dump if crash_heading else "",
-            oom_kills=oom_kills,
-            death_reason=exit_status.because,
-            remedy=exit_status.remedy,
+    def record_of_death(self, ended: messaging.Ended, oom_kills: int) -> FailureRecord:
+        """The record of it if it has just ended by itself."""
+        _, heading, dump = self.stack_text.rpartition(_CRASH_HEADING)
+        return FailureRecord(
+            rank=self.rank,
+            time=time.monotonic(),
+            exit_status=ended.status,
+            stack=failure.parse_stack(dump) if heading else (),
+            max_rss_bytes=ended.max_rss_bytes,
+            evidence=explain_kill(ended.status, oom_kills),
+            doing=f"ended: {failure.as_clause(ended.because)}" if ended.because else "",
+            remedy=ended.remedy,
         )
 
-    def record_of_stop(self) -> failure.FailureRecord:
-        """The record of it if it was stopped because of something else."""
+    def record_of_stop(self) -> FailureRecord:
+        """The record of it if it did nothing wrong, and was stopped for something else."""
         had_started = self.control is not None or bool(self.stack_text)
-        return failure.FailureRecord.of_stop(self.rank, self.stack, had_started=had_started)
+        doing = f"was {failure.RankActivity.of_stack(self.stack)} when nbaccel stopped it"
+        return FailureRecord(
+            rank=self.rank,
+            # Never the first failure: it was stopped because of another one.
+            time=float("inf"),
+            doing=doing if had_started else "had not started",
+            stack=self.stack,
+        )
 
     # ---- what is done to it
-
-    def open_control(self) -> messaging.Channel:
-        """Make the second channel; returns the worker's end of it."""
-        self.control, worker_end = messaging.Channel.pair()
-        return worker_end
 
     def ask_where(self) -> bool:
         """Ask where it is; returns whether it can answer."""
@@ -242,14 +222,13 @@ class WorkerHandle:
         self.channel.close()
         if self.control is not None:
             self.control.close()
-        for file_descriptor in self.pipes:
-            os.close(file_descriptor)
+        memfd.close_all([self.sentinel, *self.pipes])
         self.pipes.clear()
         self._close_payloads()
 
     def _close_payloads(self) -> None:
         fds = (self.result_fd, self.error[1] if self.error else None)
-        memfd.close_all([file_descriptor for file_descriptor in fds if file_descriptor is not None])
+        memfd.close_all([fd for fd in fds if fd is not None])
         self.result_fd = self.error = None
 
     def _signal(self, number: int) -> None:
@@ -262,30 +241,27 @@ class WorkerHandle:
                 self.control.send(message)
 
 
-def connect() -> tuple[messaging.Channel, dict[int, str], WorkerEnds]:
+def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
     """Make a worker's connections: the notebook's ends, and the worker's.
 
     The worker's ends are plain descriptors that the caller closes once the worker exists.
     """
-    end, worker_end = messaging.Channel.pair()
-    output_pipes: dict[int, str] = {}
+    channel, worker_end = Channel.pair()
+    pipes: dict[int, str] = {}
     worker_ends = {}
     for name in ("stdout", "stderr", "stack"):
-        read_end, write_end = os.pipe()
+        read_end, worker_ends[name] = os.pipe()
         # The notebook reads until a pipe is empty; a blocking read would stop all other work.
         os.set_blocking(read_end, False)
         _enlarge(read_end)
-        output_pipes[read_end] = name
-        worker_ends[name] = write_end
-    return end, output_pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
+        pipes[read_end] = name
+    return channel, pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
 
 
-def _enlarge(file_descriptor: int) -> None:
+def _enlarge(pipe: int) -> None:
     """Enlarge a pipe to a megabyte, so that a worker that prints a lot seldom has to wait."""
     import fcntl  # Windows has none, where nbaccel can be imported, too
 
-    try:
-        fcntl.fcntl(file_descriptor, fcntl.F_SETPIPE_SZ, 1 << 20)
     # The user's quota of pipe memory is used up: the default of 64 KiB stays.
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)

@@ -33,9 +33,6 @@ import cloudpickle
 from nbaccel.base.frames import Frame
 from nbaccel.workers.messaging import ClearOutput, Display
 
-__all__ = ["LoggingSettings", "as_configured"]
-
-
 SendMessage = Callable[[Any], None]
 
 _INLINE_BACKEND = "matplotlib_inline.backend_inline"
@@ -45,6 +42,9 @@ _WIDGET_BAR = (
     *("status_printer", "colour"),
 )
 """What tqdm's widget bar overrides of the text bar that it inherits from."""
+
+
+# ------------------------------------------------------------------------- displays
 
 
 def forward_displays(send_message: SendMessage) -> None:
@@ -74,11 +74,11 @@ def publisher_class(send_message: SendMessage) -> type[Any]:
         ) -> None:
             content = {"data": without_widgets(data), "metadata": metadata or {}}
             content |= {k: more[k] for k in ("transient", "update") if more.get(k)}
-            _flush_streams()
+            flush_streams()
             send_message(Display(content))
 
         def clear_output(self, wait: bool = False) -> None:
-            _flush_streams()
+            flush_streams()
             send_message(ClearOutput(wait))
 
     return Publisher
@@ -99,10 +99,10 @@ def show_figures() -> None:
             sys.stderr.write(f"nbaccel: a figure cannot be shown: {error!r}\n")
 
 
-def _flush_streams() -> None:
-    """Send printed text first: text and displays take different ways to the notebook."""
+def flush_streams() -> None:
+    """Send printed text: before a display, as both take different ways to the notebook."""
     for stream in (sys.stdout, sys.stderr):
-        # User code has closed the stream: nothing is left in it.
+        # User code has closed the stream, or the reader is gone: nothing is left to save.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
@@ -186,8 +186,7 @@ class _TextBars(MetaPathFinder, Loader):
         )
 
 
-_STANDARD_ERROR = "stderr"
-_STANDARD_OUTPUT = "stdout"
+# ------------------------------------------------------------------------- logging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,17 +203,17 @@ class _HandlerSettings:
 
     def made(self) -> logging.Handler:
         """The same in this process."""
-        handler: logging.Handler = (
-            logging.StreamHandler(getattr(sys, self.stream))
-            if self.stream
+        handler: logging.Handler
+        if self.stream:
+            handler = logging.StreamHandler(getattr(sys, self.stream))
+        else:
             # delay: a worker that logs nothing must not create or touch the file.
-            else logging.FileHandler(self.file, "a", self.encoding, delay=True)
-        )
+            handler = logging.FileHandler(self.file, "a", self.encoding, delay=True)
         handler.setLevel(self.level)
         handler.setFormatter(_unpickled(self.formatter))
         for log_filter in _unpickled(self.filters) or ():
             handler.addFilter(log_filter)
-        handler.is_from_nbaccel = True  # type: ignore[attr-defined]
+        handler.is_from_nbaccel = True  # type: ignore[union-attr]
         return handler
 
 
@@ -222,13 +221,11 @@ class _HandlerSettings:
 class _LoggerSettings:
     """What was set at one logger."""
 
-    level: int
+    level: int = logging.NOTSET
     propagate: bool = True
     disabled: bool = False
     handlers: tuple[_HandlerSettings, ...] = ()
 
-
-_AS_MADE = _LoggerSettings(level=logging.NOTSET)
 
 # Where an installed package lies does not change in the life of a process, and a cell asks for all.
 _LIBRARY_LOGGERS: set[str] = set()
@@ -236,58 +233,56 @@ _LIBRARY_LOGGERS: set[str] = set()
 
 def as_configured() -> bytes:
     """How logging is configured in this process."""
-    carried_loggers: dict[str | None, _LoggerSettings | int] = {None: _describe(logging.root)}
+    carried: dict[str | None, _LoggerSettings] = {None: _describe(logging.root)}
     # A copy, because another thread may make a logger meanwhile.
-    for name, python_logger in list(logging.root.manager.loggerDict.items()):
+    for name, logger in list(logging.root.manager.loggerDict.items()):
         # Libraries make hundreds, most of which nobody has configured.
-        if not isinstance(python_logger, logging.Logger) or not (
-            python_logger.level
-            or python_logger.handlers
-            or python_logger.disabled
-            or not python_logger.propagate
+        if not isinstance(logger, logging.Logger) or not (
+            logger.level or logger.handlers or logger.disabled or not logger.propagate
         ):
             continue
         if name not in _LIBRARY_LOGGERS and not _is_librarys(name):
-            carried_loggers[name] = _describe(python_logger)
-        elif python_logger.level:
-            carried_loggers[name] = python_logger.level
+            carried[name] = _describe(logger)
+        elif logger.level:
+            carried[name] = _LoggerSettings(level=logger.level)
     # Pickled here, so that workers can compare it as bytes and skip what has not changed.
-    return pickle.dumps((logging.root.manager.disable, carried_loggers))
+    return pickle.dumps((logging.root.manager.disable, carried))
 
 
-def _describe(python_logger: logging.Logger) -> _LoggerSettings:
+def _describe(logger: logging.Logger) -> _LoggerSettings:
     return _LoggerSettings(
-        level=python_logger.level,
-        propagate=python_logger.propagate,
-        disabled=python_logger.disabled,
-        handlers=tuple(_handler_settings(python_logger)),
+        level=logger.level,
+        propagate=logger.propagate,
+        disabled=logger.disabled,
+        handlers=tuple(_handler_settings(logger)),
     )
 
 
 def _is_librarys(name: str) -> bool:
     """Whether a logger has the name of an installed package that is in use."""
-    package_name = name.partition(".")[0]
-    module = sys.modules.get(package_name) or sys.modules.get(package_name.lower())
+    package = name.partition(".")[0]
+    module = sys.modules.get(package) or sys.modules.get(package.lower())
     file = getattr(module, "__file__", None) or ""
-    is_library = (
-        package_name != "__main__"
-        and file != ""
-        and Frame(file=file, line=0, function="").is_library
-    )
+    if package == "__main__" or not file:
+        return False
+    is_library = Frame(file=file, line=0, function="").is_library
     if is_library:
         _LIBRARY_LOGGERS.add(name)
     return is_library
 
 
-def _handler_settings(python_logger: logging.Logger) -> Iterator[_HandlerSettings]:
-    for handler in python_logger.handlers:
-        if not _is_carried(handler):
+def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
+    for handler in logger.handlers:
+        if not _is_notebook_handler(handler):
             continue
         file = getattr(handler, "baseFilename", "")
+        stream = "" if file else _stream_of(handler)
         if file:
             _append_only(handler)
+        elif not stream:
+            continue
         yield _HandlerSettings(
-            stream="" if file else _stream_of(handler),
+            stream=stream,
             file=file,
             encoding=getattr(handler, "encoding", None),
             level=handler.level,
@@ -296,16 +291,15 @@ def _handler_settings(python_logger: logging.Logger) -> Iterator[_HandlerSetting
         )
 
 
-def _is_carried(handler: logging.Handler) -> bool:
-    if isinstance(handler, logging.FileHandler):
-        return True
-    return type(handler) is logging.StreamHandler and bool(_stream_of(handler))
+def _is_notebook_handler(handler: logging.Handler) -> bool:
+    """Whether it is of a kind that workers are given."""
+    return isinstance(handler, logging.FileHandler) or type(handler) is logging.StreamHandler
 
 
 def _stream_of(handler: Any) -> str:
     """Which stream of this process a handler writes to; empty if none of them."""
     stream = getattr(handler, "stream", None)
-    for name in (_STANDARD_ERROR, _STANDARD_OUTPUT):
+    for name in ("stderr", "stdout"):
         if stream is not None and stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
             return name
     return ""
@@ -319,8 +313,8 @@ def _append_only(handler: Any) -> None:
     if stream is not None:
         # The stream is closed, or has no descriptor.
         with contextlib.suppress(OSError, ValueError):
-            open_flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
-            fcntl.fcntl(stream.fileno(), fcntl.F_SETFL, open_flags | os.O_APPEND)
+            flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
+            fcntl.fcntl(stream.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
 
 
 def _pickled_or_empty(value: Any) -> bytes:
@@ -350,43 +344,31 @@ class LoggingSettings:
         self._given = b""
         self._names: set[str | None] = set()
 
-    def follow(self, given_settings: bytes) -> None:
+    def follow(self, given: bytes) -> None:
         """Configure this process as the notebook is, unless that has not changed since."""
-        if given_settings == self._given:
+        if given == self._given:
             return
-        self._given = given_settings
-        logging.root.manager.disable, settings = pickle.loads(given_settings)
+        self._given = given
+        logging.root.manager.disable, settings = pickle.loads(given)
         for name in self._names - settings.keys():
-            _configure(logging.getLogger(name), _AS_MADE)
-        for name, logger_settings in settings.items():
-            # Of a library's logger there is the level only.
-            _configure(
-                logging.getLogger(name),
-                _LoggerSettings(level=logger_settings)
-                if isinstance(logger_settings, int)
-                else logger_settings,
-            )
+            _configure(logging.getLogger(name), _LoggerSettings())
+        for name, wanted in settings.items():
+            _configure(logging.getLogger(name), wanted)
         self._names = set(settings)
 
 
-def _configure(python_logger: logging.Logger, wanted_settings: _LoggerSettings) -> None:
+def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
     # A copy, because the loop removes handlers.
-    for log_handler in tuple(python_logger.handlers):
+    for handler in tuple(logger.handlers):
         # A fork has the notebook's handlers already: without this, each line would be logged twice.
-        if getattr(log_handler, "is_from_nbaccel", False) or (
-            wanted_settings.handlers and _is_notebook_handler(log_handler)
+        if getattr(handler, "is_from_nbaccel", False) or (
+            wanted.handlers and _is_notebook_handler(handler)
         ):
-            python_logger.removeHandler(log_handler)
-    python_logger.setLevel(wanted_settings.level)
+            logger.removeHandler(handler)
+    logger.setLevel(wanted.level)
     # A logger that a library has configured here keeps its own handlers and propagation.
-    if wanted_settings.handlers or not python_logger.handlers:
-        python_logger.propagate = wanted_settings.propagate
-        python_logger.disabled = wanted_settings.disabled
-    for handler_settings in wanted_settings.handlers:
-        python_logger.addHandler(handler_settings.made())
-
-
-def _is_notebook_handler(log_handler: logging.Handler) -> bool:
-    return (
-        isinstance(log_handler, logging.FileHandler) or type(log_handler) is logging.StreamHandler
-    )
+    if wanted.handlers or not logger.handlers:
+        logger.propagate = wanted.propagate
+        logger.disabled = wanted.disabled
+    for handler_settings in wanted.handlers:
+        logger.addHandler(handler_settings.made())

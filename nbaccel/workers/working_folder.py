@@ -9,9 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["current_folder", "explain_here", "import_path", "installed_first"]
-
-
 _IMPORTED_BY_THE_TEMPLATE = ("nbaccel", "torch", "numpy", "IPython")
 _STANDARD_LIBRARY_FOLDERS = os.path.dirname(os.__file__)
 
@@ -21,13 +18,8 @@ def current_folder() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        deleted_folder = Path(_deleted_folder())
-        return str(
-            next(
-                (folder for folder in deleted_folder.parents if folder.is_dir()),
-                Path.home(),
-            )
-        )
+        above = (folder for folder in Path(_deleted_folder()).parents if folder.is_dir())
+        return str(next(above, Path.home()))
 
 
 def explain_here() -> str:
@@ -46,8 +38,8 @@ def explain_here() -> str:
 
 def import_path() -> list[str]:
     """`sys.path` for a process that works elsewhere: without relative entries."""
-    working_folder = current_folder()
-    return [os.path.normpath(os.path.join(working_folder, entry)) for entry in sys.path]
+    here = current_folder()
+    return [os.path.normpath(os.path.join(here, entry)) for entry in sys.path]
 
 
 def installed_first() -> list[str]:
@@ -56,24 +48,22 @@ def installed_first() -> list[str]:
     A `random.py` or a `torch.py` beside the notebook hides the real one from every process that
     starts there, also where the notebook imported the real one before it went there.
     """
+    imported_from = _folders_of_packages()
+
+    def is_users(entry: str) -> bool:
+        is_pythons = entry.startswith(_STANDARD_LIBRARY_FOLDERS) or entry.endswith(".zip")
+        if is_pythons or "-packages" in entry or entry in imported_from:
+            return False
+        return not any(Path(entry).glob("*.dist-info"))  # pip install --target
+
     # A stable sort: within both groups the order of the notebook is kept.
-    return sorted(import_path(), key=lambda path_entry: not _has_packages(path_entry))
-
-
-def _has_packages(entry: str) -> bool:
-    """Whether a folder is the standard library's, or one that packages are installed in."""
-    in_library = entry.startswith(_STANDARD_LIBRARY_FOLDERS) or entry.endswith(".zip")
-    if in_library or "-packages" in entry or entry in _folders_of_packages():
-        return True
-    return any(Path(entry).glob("*.dist-info"))  # pip install --target
+    return sorted(import_path(), key=is_users)
 
 
 def _folders_of_packages() -> set[str]:
     """Where this process has imported them from, which may be a folder of sources."""
-    package_files = (
-        getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE
-    )
-    return {str(Path(package_file).parent.parent) for package_file in package_files if package_file}
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE]
+    return {str(Path(file).parent.parent) for file in files if file}
 
 
 def _deleted_folder() -> str:

@@ -18,9 +18,6 @@ from typing import Any
 from nbaccel.base.frames import Frame
 from nbaccel.workers import library_texts
 
-__all__ = ["WrappedError", "unwrap_error"]
-
-
 _TRACEBACK_BLOCK = re.compile(r"^Traceback \(most recent call last\):\n", re.MULTILINE)
 _TRACEBACK_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
 
@@ -36,61 +33,43 @@ class WrappedError:
     """Such as `in DataLoader worker process 0`."""
 
 
-def unwrap_error(raised_error: BaseException) -> WrappedError | None:
+def unwrap_error(error: BaseException) -> WrappedError | None:
     """Take apart what torch has raised for another process or thread."""
-    torch_wrapper = _torch_wrapper(raised_error.__traceback__)
-    if torch_wrapper is None or not library_texts.was_reraised_by_torch(
-        raised_error, torch_wrapper.exc_type
-    ):
+    wrapper = _torch_wrapper(error.__traceback__)
+    if wrapper is None or not library_texts.was_reraised_by_torch(error, wrapper.exc_type):
         return None
-    traceback_blocks = _TRACEBACK_BLOCK.split(torch_wrapper.exc_msg)
-    if len(traceback_blocks) < 2:
+    blocks = _TRACEBACK_BLOCK.split(wrapper.exc_msg)
+    if len(blocks) < 2:
         return None
     # The last block, because the causes of an error come before it.
-    original_lines = traceback_blocks[-1].rstrip("\n").split("\n")
-    frames_end = next(
-        (
-            line_index
-            for line_index, text_line in enumerate(original_lines)
-            if not text_line.startswith("  ")
-        ),
-        len(original_lines),
-    )
-    frame_matches = (_TRACEBACK_FRAME.match(text_line) for text_line in original_lines[:frames_end])
+    lines = blocks[-1].rstrip("\n").split("\n")
+    end = next((i for i, line in enumerate(lines) if not line.startswith("  ")), len(lines))
     return WrappedError(
-        kind=torch_wrapper.exc_type,
-        message=_without_type("\n".join(original_lines[frames_end:]), torch_wrapper.exc_type),
+        kind=wrapper.exc_type,
+        message=_without_type("\n".join(lines[end:]), wrapper.exc_type),
         frames=tuple(
-            Frame(
-                file=frame_match["file"],
-                line=int(frame_match["line"]),
-                function=frame_match["function"],
-            )
-            for frame_match in frame_matches
-            if frame_match
+            Frame(file=match["file"], line=int(match["line"]), function=match["function"])
+            for match in map(_TRACEBACK_FRAME.match, lines[:end])
+            if match
         ),
-        where=torch_wrapper.where,
+        where=wrapper.where,
     )
 
 
-def _torch_wrapper(entry: TracebackType | None) -> Any:
+def _torch_wrapper(traceback: TracebackType | None) -> Any:
     """The wrapper whose `reraise` is the innermost call."""
     # Without torch there is no wrapper to find, and importing it takes seconds.
-    if entry is None or "torch" not in sys.modules:
+    if traceback is None or "torch" not in sys.modules:
         return None
     from nbaccel.base import torch_private
 
-    while entry.tb_next is not None:
-        entry = entry.tb_next
-    holder = entry.tb_frame.f_locals.get("self")
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    holder = traceback.tb_frame.f_locals.get("self")
     return holder if torch_private.is_exception_wrapper(holder) else None
 
 
-def _without_type(error_text: str, error_class: type[BaseException]) -> str:
+def _without_type(text: str, kind: type[BaseException]) -> str:
     """`ValueError: bad` → `bad`."""
-    name, _, message = error_text.partition(": ")
-    return (
-        message
-        if name.rpartition(".")[2] == error_class.__name__
-        else error_text.removeprefix(name)
-    )
+    name, _, message = text.partition(": ")
+    return message if name.rpartition(".")[2] == kind.__name__ else text.removeprefix(name)

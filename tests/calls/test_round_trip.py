@@ -32,7 +32,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     found = Counts()
     for owner, name in (
         (messaging, "pack_message"),
-        (messaging.Channel, "send_packed"),
+        (messaging.Channel, "send_packet"),
         (messaging.Channel, "receive"),
         (start_method, "process_use"),
         (following.MemoryMeter, "__init__"),
@@ -49,7 +49,7 @@ def test_a_cell_is_one_message_there_and_one_back_per_rank(
     pool.run(code)
     counts.clear()
     pool.run(code)
-    assert counts == {"pack_message": 1, "send_packed": 2, "receive": 2}, (
+    assert counts == {"pack_message": 1, "send_packet": 2, "receive": 2}, (
         "pickled once for both; no thread, and no look at the workers' memory"
     )
 
@@ -58,13 +58,13 @@ def test_a_long_cell_is_kept_in_one_file_for_all_ranks(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[bytes, list[int]]] = []
-    send = messaging.Channel.send_packed
+    send = messaging.Channel.send_packet
 
     def noted(self: messaging.Channel, packet: bytes, fds: list[int]) -> None:
         sent.append((packet, list(fds)))
         send(self, packet, fds)
 
-    monkeypatch.setattr(messaging.Channel, "send_packed", noted)
+    monkeypatch.setattr(messaging.Channel, "send_packet", noted)
     text = "x" * 100_000
     assert pool.run(f"len({text!r})").shown[1] == pool.run("100_000").shown[0]
     assert [packet == messaging.IN_FILE for packet, _ in sent] == [True, True, False, False]
@@ -75,7 +75,7 @@ def test_the_workers_have_their_task_before_the_notebook_gets_ready_to_hear_them
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    send, select = messaging.Channel.send_packed, supervisor.selectors.DefaultSelector
+    send, select = messaging.Channel.send_packet, supervisor.selectors.DefaultSelector
 
     class Noted(select):  # type: ignore[misc, valid-type]
         def register(self, *args: Any) -> Any:
@@ -87,7 +87,7 @@ def test_the_workers_have_their_task_before_the_notebook_gets_ready_to_hear_them
         send(*args)
 
     monkeypatch.setattr(supervisor.selectors, "DefaultSelector", Noted)
-    monkeypatch.setattr(messaging.Channel, "send_packed", noted)
+    monkeypatch.setattr(messaging.Channel, "send_packet", noted)
     pool.run("1")
     assert events[:2] == ["send", "send"]
     assert events.count("register") == 2 * 4 + 2 + 1, "channels and pipes, sentinels, interrupts"
@@ -165,4 +165,5 @@ def test_a_change_of_any_kind_is_seen_at_the_next_cell(loggers: list[str]) -> No
     finally:
         logging.getLogger("torch.distributed").setLevel(level)
     assert len(set(seen)) == len(changes) + 1
-    assert isinstance(pickle.loads(seen[-1])[1]["torch.distributed"], int)
+    of_library = pickle.loads(seen[-1])[1]["torch.distributed"]
+    assert of_library == worker_output._LoggerSettings(level=of_library.level), "nothing else"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nbaccel import Pool, WorkerDied, notebook_launcher
+from nbaccel.calls.group import Group
 from nbaccel.workers import template
-from nbaccel.workers.worker_group import WorkerGroup
 from nbaccel.workers.worker_handle import WorkerHandle
 from tests import worker_functions as workers
 from tests.kernel.kernel import wait_for
@@ -23,16 +23,16 @@ pytestmark = pytest.mark.slow
 def dying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
     """Ranks that are killed as soon as they have been forked, and are gone a moment later."""
     ranks: tuple[int, ...] = request.param
-    start = WorkerGroup._start_worker
+    start = Group._start_worker
 
-    def start_and_kill(group: WorkerGroup, rank: int) -> WorkerHandle:
+    def start_and_kill(group: Group, rank: int) -> WorkerHandle:
         member = start(group, rank)
         if rank in ranks:
             os.kill(member.pid, signal.SIGKILL)
-            assert wait_for(lambda: group._starter.name == "fork" or not lives(member.pid))
+            assert wait_for(lambda: member.is_fork or not lives(member.pid))
         return member
 
-    monkeypatch.setattr(WorkerGroup, "_start_worker", start_and_kill)
+    monkeypatch.setattr(Group, "_start_worker", start_and_kill)
     return ranks
 
 
