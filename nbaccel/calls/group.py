@@ -87,13 +87,8 @@ class Group:
     ) -> Group:
         """Start the workers of a plan, which are set up while this returns.
 
-        Args:
-            clean_up: Ends them; also if the start fails.
-            launch_hosts: Where they run.
-            waiting_line: Says what is waited for.
-            forked_call: The call of workers that are forked from this process for it.
-            variables: Further environment variables.
-            stays: Whether they are a pool's.
+        They are ended by `clean_up`, also if the start fails. Workers that are forked from this
+        process for one call have `forked_call`; the `variables` are further ones of theirs.
         """
         plan = launch_hosts.prepare()
         clean_up.callback(launch_hosts.close_store)

@@ -13,6 +13,7 @@ method's arguments may come before those of an earlier call, as they are fetched
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import select
@@ -90,7 +91,11 @@ class NodeActor:
         env.update(dict.fromkeys(_RAYS_OWN_VARIABLES) | interfaces)
         self._device = device
         _unblock_interrupts()
-        template.template_for(device, runs_cells=runs_cells).start(in_background=False)
+        if runs_cells:
+            # Then its template has it, too; without it, the first cell says so.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("IPython")
+        template.template_for(device).start(in_background=False)
         return {
             "address": address,
             "versions": own_versions(),

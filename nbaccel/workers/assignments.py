@@ -69,15 +69,7 @@ def assignments(
     *,
     stays: bool,
 ) -> list[WorkerAssignment]:
-    """What each worker is told, by rank.
-
-    Args:
-        plan: What was planned.
-        shares: The hosts; empty for this machine.
-        meeting_place: Where workers meet.
-        variables: Further environment variables.
-        stays: Whether they are a pool's.
-    """
+    """What each worker is told, by rank: those of a pool if it stays, else of a launch."""
     host_plans = [_plan_of_host(plan, share) for share in shares] or [plan]
     # Found once: the workers of a launch have to agree on their addresses.
     device_variables = [one for host_plan in host_plans for one in _device_variables(host_plan)]

@@ -90,19 +90,14 @@ class TemplateProcess:
 
     @classmethod
     def start(
-        cls,
-        device: str,
-        left_out: Mapping[str, str],
-        *,
-        in_background: bool,
-        runs_cells: bool | None = None,
+        cls, device: str, left_out: Mapping[str, str], *, in_background: bool
     ) -> TemplateProcess:
         """Start one; returns at once."""
         files = installed_modules() if _follows_notebook() else {}
         request = {
             "parent_id": os.getpid(),
             "device": device,
-            "in_notebook": "IPython" in sys.modules if runs_cells is None else runs_cells,
+            "in_notebook": "IPython" in sys.modules,
             "extends_torch": env.read(_AUTOLOAD_VARIABLE) != "0",
             "packages": by_package(files),
             "left_out": dict(left_out),
@@ -265,9 +260,8 @@ class Template:
         left_out: Package → why the template does not import it, so that each worker does.
     """
 
-    def __init__(self, device: str = "", *, runs_cells: bool | None = None) -> None:
+    def __init__(self, device: str = "") -> None:
         self._device = device
-        self._runs_cells = runs_cells
         self._processes: list[TemplateProcess] = []
         """The one that is used, and one in the making that is to take its place."""
         # A launch may run in a thread of the user's while a cell ends.
@@ -410,9 +404,7 @@ class Template:
             self._make_again(newest, in_background=newest.in_background)
 
     def _start_process(self, *, in_background: bool) -> TemplateProcess:
-        return TemplateProcess.start(
-            self._device, self.left_out, in_background=in_background, runs_cells=self._runs_cells
-        )
+        return TemplateProcess.start(self._device, self.left_out, in_background=in_background)
 
     def _make_again(self, process: TemplateProcess, *, in_background: bool) -> None:
         """Start another one in place of one that is not ready."""
@@ -478,17 +470,11 @@ def no_answer(limit_s: float) -> StartupFailed:
 _TEMPLATES: dict[str, Template] = {}
 
 
-def template_for(device: str = "", *, runs_cells: bool | None = None) -> Template:
-    """The template of this process for a device.
-
-    Args:
-        device: The device.
-        runs_cells: Whether its workers run cells of a notebook, where this process is none; None:
-            whether this process is one.
-    """
+def template_for(device: str = "") -> Template:
+    """The template of this process for a device."""
     has_own = bool(device) and registry.known_device(device).own_template
     name = device if has_own else ""
-    return _TEMPLATES.setdefault(name, Template(name, runs_cells=runs_cells))
+    return _TEMPLATES.setdefault(name, Template(name))
 
 
 def uses_template(plan: Plan) -> bool:

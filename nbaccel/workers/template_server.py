@@ -74,15 +74,11 @@ def serve(channel_fd: int) -> NoReturn:
     if imports.unclean:
         request["left_out"] |= imports.unclean
         _begin_anew(request, channel_fd, environment)
-    freeze_memory()
-    # In the same context: decimal's, and how NumPy treats errors, as packages have set them.
-    imports.context.run(_serve_forks, channel_fd, parent, imports.left_out)
-
-
-def _serve_forks(channel_fd: int, parent: Sequence[int], left_out: dict[str, str]) -> NoReturn:
+    _freeze_memory()
     from nbaccel.workers.fork_server import ForkServer
 
-    ForkServer(channel_fd, parent).serve(left_out)
+    # In the same context: decimal's, and how NumPy treats errors, as packages have set them.
+    imports.context.run(ForkServer(channel_fd, parent).serve, imports.left_out)
 
 
 @dataclass
@@ -142,11 +138,7 @@ class _Imports:
         if self.request["in_background"]:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
-            import_for_workers(
-                self.request["device"],
-                in_notebook=self.request["in_notebook"],
-                extends_torch=self.request["extends_torch"],
-            )
+            _import_for_workers(self.request)
             self._import_packages()
         except BaseException as error:  # raised in the main thread, which ends the process
             self.errors.append(error)
@@ -227,24 +219,24 @@ def _begin_anew(request: dict[str, Any], channel_fd: int, environment: dict[str,
     os.execve(sys.executable, sys.orig_argv, environment)  # noqa: S606 - this very program
 
 
-def import_for_workers(device: str, *, in_notebook: bool, extends_torch: bool) -> None:
+def _import_for_workers(request: dict[str, Any]) -> None:
     """Import what workers will need, and run the code once that all of them run first."""
-    for name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if in_notebook else ()):
+    for name in _PREIMPORTED_MODULES + (_FOR_NOTEBOOKS if request["in_notebook"] else ()):
         importlib.import_module(name)
     from nbaccel.plan import registry
     from nbaccel.workers.reaping import adopt_orphans
 
     # Imports the devices once, for all workers.
     devices = registry.known_devices()
-    if device:
-        registry.known_device(device).prepare_template()
-    if extends_torch:
-        _load_extensions({known_device.extension for known_device in devices})
+    if request["device"]:
+        registry.known_device(request["device"]).prepare_template()
+    if request["extends_torch"]:
+        _load_extensions({device.extension for device in devices})
     adopt_orphans()
     _rehearse_transfer()
 
 
-def freeze_memory() -> None:
+def _freeze_memory() -> None:
     """Take what there is out of the garbage collector's sight, before workers are forked.
 
     A collection in a worker would write to every page shared with this process. Collected before,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -69,6 +70,13 @@ class TemplateStarter(Starter):
             ended = [reports[pid] for pid in self._pids if reports[pid] is not None]
             self._forget(one.pid for one in ended)
         return ended
+
+    def sentinel(self, pid: int) -> int:
+        """A pidfd; where a sandbox forbids them, the channel by which the template reports ends."""
+        try:
+            return super().sentinel(pid)
+        except (AttributeError, OSError):
+            return os.dup(self._channel.fileno())
 
     def close(self) -> None:
         """Close this copy of the channel; the template stays."""

@@ -92,11 +92,7 @@ def run_worker(
 ) -> NoReturn:
     """Do what the notebook asks for, and leave.
 
-    Args:
-        ends: Its connections.
-        parent: The process it was forked from.
-        is_fork: Whether that was the notebook itself.
-        forked_call: The call that it then has in memory already, if it is a launch's.
+    A fork of the notebook itself has its call in memory already, if it is a launch's.
     """
     exit_status = 1
     try:

@@ -23,14 +23,13 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
 from nbaccel.base.frames import Frame
+from nbaccel.base.import_patches import patch_module
 from nbaccel.workers.messaging import ClearOutput, Display
 
 SendMessage = Callable[[Any], None]
@@ -162,28 +161,14 @@ def mute_comms() -> None:
 
 
 def text_bars() -> None:
-    """Let `tqdm.notebook` and `tqdm.auto` draw text bars."""
-    module = sys.modules.get("tqdm.notebook")
-    # Forked from a notebook: user code may hold the class, so the class itself is changed.
-    if module is not None:
-        for name in set(vars(module.tqdm_notebook)) & set(_WIDGET_BAR):
-            delattr(module.tqdm_notebook, name)
-    elif not any(isinstance(meta_finder, _TextBars) for meta_finder in sys.meta_path):
-        sys.meta_path.insert(0, _TextBars())
+    """Let `tqdm.notebook` draw text bars."""
+    patch_module("tqdm.notebook", _without_widgets)
 
 
-class _TextBars(MetaPathFinder, Loader):
-    """Finder that gives `tqdm.notebook` text bars; tqdm is imported only then."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name == "tqdm.notebook" else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        from tqdm import std
-
-        vars(module).update(
-            tqdm=std.tqdm, tqdm_notebook=std.tqdm, trange=std.trange, tnrange=std.trange
-        )
+def _without_widgets(module: ModuleType) -> None:
+    # The class itself is changed: user code may hold it.
+    for name in set(vars(module.tqdm_notebook)) & set(_WIDGET_BAR):
+        delattr(module.tqdm_notebook, name)
 
 
 # ------------------------------------------------------------------------- logging
