@@ -33,7 +33,7 @@ from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.plan import Plan, registry
-from nbaccel.workers.start_method import process_use
+from nbaccel.workers.resource_use import process_use
 
 __all__ = ["InlineBars", "observing_here", "taking_bar_text"]
 

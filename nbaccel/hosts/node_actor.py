@@ -38,7 +38,7 @@ from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template
 from nbaccel.workers.messaging import Ended
-from nbaccel.workers.start_method import ProcessUse, process_use
+from nbaccel.workers.resource_use import ProcessUse, process_use
 from nbaccel.workers.template_starter import TemplateStarter
 from nbaccel.workers.worker_handle import connect
 

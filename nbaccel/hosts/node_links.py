@@ -32,7 +32,7 @@ from nbaccel.hosts.shared_files import MESSAGE, SharedFiles, file_kind
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.start_method import ProcessUse
+from nbaccel.workers.resource_use import ProcessUse
 
 __all__ = ["NodeLink", "NodeLinks", "error_line"]
 

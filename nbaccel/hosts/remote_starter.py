@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from nbaccel.hosts.node_links import NodeLink, NodeLinks
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.start_method import HostShare, ProcessUse, Starter
+from nbaccel.workers.resource_use import ProcessUse
+from nbaccel.workers.start_method import HostShare, Starter
 
 __all__ = ["RemoteStarter"]
 

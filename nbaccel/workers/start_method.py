@@ -8,11 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
-
 from nbaccel.plan.inventory import Inventory
 from nbaccel.workers.messaging import Ended, WorkerEnds
 from nbaccel.workers.reaping import end_group
+from nbaccel.workers.resource_use import ProcessUse, process_use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,26 +29,6 @@ class HostShare:
     num_workers: int
     inventory: Inventory
     devices: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessUse:
-    """What a process uses: bytes in its machine's memory, and seconds of processor time so far."""
-
-    rss_bytes: int
-    cpu_s: float
-
-
-def process_use(pid: int) -> ProcessUse | None:
-    """What a process of this machine uses now; None for one that has gone."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        with process.oneshot():
-            times = process.cpu_times()
-            return ProcessUse(
-                rss_bytes=int(process.memory_info().rss), cpu_s=float(times.user + times.system)
-            )
-    return None
 
 
 class Starter(abc.ABC):

@@ -25,7 +25,7 @@ from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.inventory import Inventory
 from nbaccel.workers.failure import RankActivity
 from nbaccel.workers.messaging import Metrics
-from nbaccel.workers.start_method import ProcessUse
+from nbaccel.workers.resource_use import ProcessUse
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
 __all__ = ["DashboardUpdater", "MemoryMeter", "WaitingRanks", "WatchedCall", "resident"]

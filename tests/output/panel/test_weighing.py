@@ -14,7 +14,7 @@ from nbaccel.devices.cpu import CpuDevice
 from nbaccel.devices.cuda import CudaDevice
 from nbaccel.devices.nvml import Meter, find_cards
 from nbaccel.output.panel.following import MemoryMeter
-from nbaccel.workers.start_method import process_use
+from nbaccel.workers.resource_use import process_use
 from tests.output.panel.conftest import Seen
 
 MIB = 2**20
