@@ -15,6 +15,7 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.prepared_optimizer import PreparedOptimizer
+from nbaccel.workers import loop_watch
 
 __all__ = ["GradientSteps"]
 
@@ -39,6 +40,7 @@ class GradientSteps:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients of a 0-d loss, scaled for accumulation and fp16."""
+        loop_watch.note_loss(loss)
         state = self._gradient_state
         if state.num_steps != 1:
             # Gradients of a group add up; the division makes their sum the mean over the group.
@@ -46,7 +48,8 @@ class GradientSteps:
         scaler = self._run.precision.scaler
         if scaler is not None:
             loss = scaler.scale(loss)
-        self._run.strategy.backward(loss, sync=state.sync_gradients, **options)
+        with loop_watch.telling():
+            self._run.strategy.backward(loss, sync=state.sync_gradients, **options)
 
     def fused_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         """Backward and step in one, of optimizers that have it; see `Accelerator.lomo_backward`."""

@@ -36,7 +36,8 @@ from nbaccel.train.sampling import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
-from nbaccel.train.trees import leaves, map_tensors, send_to_device
+from nbaccel.train.trees import find_batch_size, leaves, map_tensors, send_to_device
+from nbaccel.workers import loop_watch
 
 __all__ = ["LoaderPosition", "LoaderSettings", "PreparedLoader", "chain_of_samplers"]
 
@@ -394,23 +395,29 @@ class PreparedLoader(DataLoader[Any]):
         was_at_end = self.end_of_dataloader
         self.gradient_state.enter_loader(self)
         spent_time.begin_account()
+        loop = loop_watch.begin_loop(self, self.dataset)
         try:
-            yield from self._iterate_epoch()
+            for batch in self._iterate_epoch():
+                yield batch
+                if loop is not None:
+                    loop.note_done(find_batch_size(batch) or 0)
         finally:
+            if loop is not None:
+                loop.end()
             self.gradient_state.end_loader(self)
             self.end_of_dataloader = was_at_end
 
     def _iterate_epoch(self) -> Iterator[Any]:
         position = self.position
         settings = self.settings
-        with spent_time.reading_data:
+        with spent_time.reading_data, loop_watch.telling():
             batch_source, current_batch = self._begin_epoch()
         batches_seen = position.batches_seen
         must_move = self._must_move(current_batch)
         device = registry.device_runtime(settings.place.device_name)
         watch = self.gradient_state.compile_watch(device)
         while current_batch is not _END_OF_EPOCH:
-            with spent_time.reading_data:
+            with spent_time.reading_data, loop_watch.telling():
                 if must_move:
                     current_batch = self._moved(current_batch)
                 # Taken before the next batch is read: a state saved in the loop's body must

@@ -23,7 +23,7 @@ from nbaccel.output.bars import BATCH_UNIT
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size
-from nbaccel.workers import metrics_reporter
+from nbaccel.workers import loop_watch, metrics_reporter
 
 __all__ = ["Progress"]
 
@@ -104,18 +104,18 @@ class Progress(Generic[_LoaderBatch]):
     def _batches(self) -> Iterator[_LoaderBatch]:
         """The loader's batches, counting the time that it takes to get each."""
         # A prepared one counts by itself, and has work of the step to do in between.
-        if isinstance(self._loader, PreparedLoader):
-            yield from self._loader
-            return
-        with spent_time.reading_data:
+        is_prepared = isinstance(self._loader, PreparedLoader)
+        reading = contextlib.nullcontext() if is_prepared else spent_time.reading_data
+        with reading, loop_watch.telling():
             source = iter(self._loader)
         while True:
-            with spent_time.reading_data:
+            with reading, loop_watch.telling():
                 batch = next(source, _NO_BATCH)
             if batch is _NO_BATCH:
                 return
             yield batch  # type: ignore[misc]
-            spent_time.end_step()
+            if not is_prepared:
+                spent_time.end_step()
 
     def _show_phase(self) -> None:
         """Say why this step takes long, where a device compiles in it."""
@@ -133,8 +133,6 @@ class Progress(Generic[_LoaderBatch]):
         self._last_post_s = time.monotonic()
         # Reading the loss waits for the device, which is why it is done this seldom.
         last_loss = None if self._last_loss is None else float(self._last_loss.float().mean())
-        if last_loss is not None and (reporter := metrics_reporter.current()):
-            reporter.loss_is(last_loss)
         own_numbers: dict[str, Any] = {
             "samples": self.samples,
             "loss": last_loss,

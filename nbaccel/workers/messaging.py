@@ -22,6 +22,7 @@ from typing import Any
 
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.metric_history import Point
 from nbaccel.base.outer_loop import OuterLoop
 from nbaccel.base.spent_time import SpentTime
 from nbaccel.transfer import memfd
@@ -367,10 +368,13 @@ class Metrics:
 
     time: float
     """Seconds of CLOCK_MONOTONIC, the same for all processes."""
-    steps: int
-    values: tuple[tuple[str, float], ...]
-    """The latest value of each metric, in the order in which they were first reported."""
-    device_bytes: int | None
+    steps: int | None
+    """None where nothing counts them."""
+    points: tuple[tuple[str, tuple[Point, ...]], ...] = ()
+    """Metric → pairs of step and value since the last message."""
+    replaced: tuple[str, ...] = ()
+    """Metrics whose earlier points were nbaccel's own: the function logs them itself."""
+    device_bytes: int | None = None
     """What torch holds on this worker's device; None on a CPU."""
     phase: str = ""
     """What the step under way is doing beside training: `compiling, step 2 of about 3`."""
@@ -380,8 +384,6 @@ class Metrics:
     """Time that took, in seconds."""
     spent: SpentTime | None = None
     """Where the time has gone; None before the first loop over batches."""
-    value_steps: tuple[int, ...] = ()
-    """The step at which each of `values` was reported; empty where that is not known."""
     loop_name: str = ""
     """What the loop over batches is called; empty for no name."""
     epoch: int = 0
@@ -390,6 +392,11 @@ class Metrics:
     """Batches used in that loop."""
     total_batches: int | None = None
     """Batches that it has; None where that is not known."""
+    loop_began_at_step: int = 0
+    loop_is_seen: bool = False
+    """Whether the loop was seen from outside, and did not say itself that it begins."""
+    batches_in_all: int = 0
+    """Batches that this rank has used in all its loops."""
     samples: int = 0
     """Samples that this rank has used in all its loops."""
     outer: OuterLoop | None = None
@@ -397,7 +404,7 @@ class Metrics:
     bar_is_whole: bool = False
     """Whether the bar that its code draws is that of the whole training."""
     num_left_out: int = 0
-    """Metrics that it has logged beside those in `values`."""
+    """Metrics that it has logged beside those that it reports."""
     left_out: tuple[str, ...] = ()
     """The first of these by name."""
 

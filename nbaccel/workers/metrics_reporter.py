@@ -14,6 +14,7 @@ import functools
 import itertools
 import numbers
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -22,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base import leftovers, spent_time
+from nbaccel.base.metric_history import MetricHistory
 from nbaccel.plan.contracts.device import Device
 from nbaccel.workers import messaging
+from nbaccel.workers.loop_watch import watch_loops, watching_loops
 from nbaccel.workers.training_loops import RunningLoop, TrainingLoops
 
 REPORT_INTERVAL_S = 0.25
@@ -32,6 +35,14 @@ _MAX_METRICS = 16
 _MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
 _MAX_NAMED = 8
 _NAME_CHARS = 60
+_MAX_UNREAD = 256
+_RATE = "learning rate"
+_SEEN_WORDS = {
+    # That of an evaluation is another one.
+    "loss": re.compile(r"^(?!.*(?:val|test)).*loss"),
+    _RATE: re.compile(r"\blr\b|learning.rate|_lr\b|\blr_"),
+}
+"""What is seen → names under which functions log the same."""
 
 
 class MetricsChannel(Protocol):
@@ -45,58 +56,88 @@ class MetricsChannel(Protocol):
 
 
 class Reporter:
-    """Collects what the loop reports, and sends it at intervals."""
+    """Collects what the loop reports, and sends it at intervals.
+
+    Attributes:
+        process_id: The process that it reports of; a forked DataLoader worker inherits it.
+        draws_bars: Whether loops are shown in a panel, so that they need no bar of their own.
+    """
 
     def __init__(self, channel: MetricsChannel, hardware: Device, device: str) -> None:
         self._channel = channel
         self.draws_bars = getattr(channel, "draws_bars", False)
         self._hardware = hardware
         self._device = device
-        self._pid = os.getpid()
+        self.process_id = os.getpid()
         spent_time.open_account()
-        self._values: dict[str, float] = {}
-        self._value_steps: dict[str, int] = {}
+        self._new_points: dict[str, MetricHistory] = {}
+        self._names: dict[str, None] = {}
+        """Metrics that are reported, in the order in which they came."""
+        self._logged: set[str] = set()
+        """What could be seen, and the function logs by itself."""
+        self._unread: list[tuple[str, float, torch.Tensor]] = []
+        """Metric, step, and value on its device."""
+        self._num_older = 0
+        """How many of these were there at the last message: their device has computed them."""
+        self._replaced: set[str] = set()
         self._left_out: dict[str, None] = {}
-        self._steps = 0
         self._loops = TrainingLoops()
         self._bar_is_whole = False
         self._samples = 0
+        self._batches = 0
+        self._told_steps: int | None = None
+        """Batches of loops that say when they begin, or the latest step that was logged."""
         self._counts_batches = False
-        self._logs_a_loss = False
+        self._optimizer_steps: dict[int, int] = {}
+        self._learning_rate: float | None = None
         self._is_news = False
         self._phase = ""
         self._programs: int | None = None
         self._compile_s = 0.0
         self._next = 0.0
 
+    @property
+    def steps(self) -> int | None:
+        """Batches of loops that say when they begin; else steps of an optimizer, or of the log."""
+        if self._counts_batches or not self._optimizer_steps:
+            return self._told_steps if self._told_steps is not None else self._batches or None
+        return max(self._optimizer_steps.values())
+
+    # ---- what the function says
+
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Take in what `accelerator.log` was given."""
-        # A loop over batches that is not nbaccel's has begun at its first log at the latest.
+        # A loop over batches that nobody has seen has begun at its first log at the latest.
         spent_time.begin_account()
         if not self._counts_batches:
-            self._steps = self._steps + 1 if step is None else int(step)
-        for name, value in _finite_numbers(values):
-            # Known names always: a full table must still show new values.
-            if name not in self._values and len(self._values) == _MAX_METRICS:
-                if len(self._left_out) < _MAX_COUNTED:
-                    self._left_out[name] = None
-                continue
-            if name not in self._values:
-                # Sent at once: it begins a curve, and is what "1 → 0.02" begins with.
-                self._next = 0.0
-            self._values[name] = value
-            self._value_steps[name] = self._steps
-            self._logs_a_loss = self._logs_a_loss or "loss" in name.lower()
+            self._told_steps = (self._told_steps or 0) + 1 if step is None else int(step)
+        at_step = self.steps if step is None else int(step)
+        for name, value in values.items():
+            # It is what the curves are drawn over.
+            if str(name).lower() != "epoch":
+                self._replace_seen(str(name))
+                self._note(str(name)[:_NAME_CHARS], value, at_step or 0)
         self._tell()
 
-    def loop_begins(self, name: str, total_batches: int | None, epochs: int | None) -> RunningLoop:
-        """A loop over batches begins: from now on a step is a batch."""
+    def loop_begins(
+        self,
+        name: str,
+        total_batches: int | None,
+        epochs: int | None,
+        source: str | None = None,
+    ) -> RunningLoop:
+        """A loop over batches begins: a step is a batch, unless it was only seen."""
         spent_time.begin_account()
-        if not self._counts_batches:
+        if source is None and not self._counts_batches:
             self._counts_batches = True
-            self._steps = 0
+            self._told_steps = 0
         loop = self._loops.begin(
-            name, total_batches, epochs=epochs, current_time=time.monotonic(), steps=self._steps
+            name,
+            total_batches,
+            epochs=epochs,
+            current_time=time.monotonic(),
+            steps=self.steps or 0,
+            source=source,
         )
         # The notebook computes the speed from the first message of a loop.
         self._tell_now()
@@ -104,9 +145,11 @@ class Reporter:
 
     def step_done(self, num_samples: int, loop: RunningLoop | None) -> None:
         """A batch was used, or an epoch is over."""
-        if self._loops.round_done(loop, time.monotonic(), self._steps):
-            self._steps += 1
+        if self._loops.round_done(loop, time.monotonic(), self.steps or 0):
+            self._batches += 1
             self._samples += num_samples
+            if self._counts_batches and (loop is None or not loop.is_seen):
+                self._told_steps = (self._told_steps or 0) + 1
         self._tell()
 
     def loop_ends(self, loop: RunningLoop) -> None:
@@ -117,13 +160,6 @@ class Reporter:
         """From now on the bar that is drawn is that of the whole training, or it is not."""
         self._bar_is_whole = is_drawn
         self._tell_now()
-
-    def loss_is(self, value: float) -> None:
-        """Take in the loss that the progress bar shows, unless the loop logs one by itself."""
-        if not self._logs_a_loss:
-            self._values["loss"] = value
-            self._value_steps["loss"] = self._steps
-            self._tell()
 
     def note_phase(self, phase: str) -> None:
         """What the step that begins will do beside training; empty for nothing."""
@@ -137,6 +173,72 @@ class Reporter:
         self._programs = programs
         self._compile_s = seconds
 
+    # ---- what is seen of it
+
+    def loss_seen(self, loss: torch.Tensor) -> None:
+        """A backward pass begins from this 0-d tensor."""
+        if "loss" not in self._logged:
+            self._note("loss", loss, (self.steps or 0) + 1)
+
+    def stepped(self, optimizer_id: int, learning_rate: Any) -> None:
+        """An optimizer has stepped, with this rate."""
+        spent_time.begin_account()
+        self._optimizer_steps[optimizer_id] = self._optimizer_steps.get(optimizer_id, 0) + 1
+        # One that stays as it is makes no curve; one on a device is a setting of few.
+        if isinstance(learning_rate, float) and learning_rate != self._learning_rate:
+            if self._learning_rate is not None and _RATE not in self._logged:
+                self._note(_RATE, learning_rate, self.steps or 0)
+            self._learning_rate = learning_rate
+        self._tell()
+
+    # ---- points
+
+    def _note(self, name: str, value: Any, step: float) -> None:
+        if type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta:
+            value = value.detach()
+        elif not isinstance(value, numbers.Real):
+            return
+        # Known names always: a full table must still show new values.
+        if name not in self._names and len(self._names) == _MAX_METRICS:
+            if len(self._left_out) < _MAX_COUNTED:
+                self._left_out[name] = None
+            return
+        if name not in self._names:
+            # It begins a curve, and is what "1 → 0.02" begins with.
+            self._next = 0.0
+            self._names[name] = None
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            # Reading it now would wait for the device.
+            self._unread.append((name, step, value))
+            if len(self._unread) > _MAX_UNREAD:
+                del self._unread[::2]
+                self._num_older //= 2
+        else:
+            self._new_points.setdefault(name, MetricHistory()).add(float(value), step)
+
+    def _replace_seen(self, name: str) -> None:
+        """The function logs this by itself: what was seen of the same is not drawn beside it."""
+        for seen, words in _SEEN_WORDS.items():
+            if seen in self._logged or not words.search(name.lower()):
+                continue
+            self._logged.add(seen)
+            if seen in self._names:
+                del self._names[seen]
+                self._new_points.pop(seen, None)
+                self._unread = [point for point in self._unread if point[0] != seen]
+                self._num_older = 0
+                self._replaced.add(seen)
+
+    def _read_values(self, *, is_last: bool) -> None:
+        """Read what devices have computed: what was there at the last message, or all."""
+        num_read = len(self._unread) if is_last else self._num_older
+        for name, step, value in self._unread[:num_read]:
+            self._new_points.setdefault(name, MetricHistory()).add(float(value), step)
+        del self._unread[:num_read]
+        self._num_older = len(self._unread)
+
+    # ---- messages
+
     def _tell_now(self) -> None:
         self._next = 0.0
         self._tell()
@@ -145,45 +247,59 @@ class Reporter:
         self._is_news = True
         now = time.monotonic()
         # A forked DataLoader worker inherits this object, and is not the rank.
-        if now < self._next or os.getpid() != self._pid:
+        if now < self._next or os.getpid() != self.process_id:
             return
         self._next = now + REPORT_INTERVAL_S
         # The notebook is gone: this process ends soon.
         with contextlib.suppress(OSError):
-            self._is_news = not self._channel.try_send(self._message(now))
+            if self._channel.try_send(self._message(now)):
+                self._note_sent()
+
+    def _note_sent(self) -> None:
+        self._is_news = False
+        self._new_points = {}
+        self._replaced = set()
 
     def flush(self) -> None:
         """The function has returned: send what has not been sent yet, even if that means to wait.
 
         What follows, until the worker leaves or has another task, is no time of the function's.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self.process_id:
             return
-        if self._is_news or spent_time.present_spent() is not None:
-            self._is_news = False
+        if self._is_news or self._unread or spent_time.present_spent() is not None:
             # The notebook is gone: this process ends soon.
             with contextlib.suppress(OSError):
-                self._channel.send(self._message(time.monotonic()))
+                self._channel.send(self._message(time.monotonic(), is_last=True))
+            self._note_sent()
         spent_time.use_account(None)
 
-    def _message(self, now: float) -> messaging.Metrics:
+    def _message(self, now: float, *, is_last: bool = False) -> messaging.Metrics:
+        self._read_values(is_last=is_last)
         loop = self._loops.latest
         return messaging.Metrics(
             time=now,
-            steps=self._steps,
-            values=tuple(self._values.items()),
+            steps=self.steps,
+            points=tuple(
+                (name, tuple(self._new_points[name].points()))
+                for name in self._names
+                if name in self._new_points
+            ),
+            replaced=tuple(self._replaced),
             device_bytes=reserved(self._hardware, self._device),
             phase=self._phase,
             programs=self._programs,
             compile_s=self._compile_s,
             spent=spent_time.present_spent(),
-            value_steps=tuple(self._value_steps[name] for name in self._values),
             loop_name=loop.name[:_NAME_CHARS],
+            loop_began_at_step=loop.began_at_step,
+            loop_is_seen=loop.is_seen,
             epoch=loop.epoch,
             batches=loop.batches,
             total_batches=loop.total_batches,
+            batches_in_all=self._batches,
             samples=self._samples,
-            outer=self._loops.around(now, self._steps),
+            outer=self._loops.around(now, self.steps or 0),
             bar_is_whole=self._bar_is_whole,
             num_left_out=len(self._left_out),
             left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
@@ -198,6 +314,7 @@ def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
     global _process_reporter  # noqa: PLW0603 - a worker has one notebook, and user code has no handle on it
     _process_reporter = Reporter(channel, hardware, device)
     _count_waits()
+    watch_loops(current)
 
     def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
         # The notebook is gone, so there is no reader.
@@ -215,7 +332,8 @@ def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iter
     account_before = spent_time.present_account()
     reporter = _process_reporter = Reporter(channel, hardware, device)
     try:
-        yield
+        with watching_loops(current):
+            yield
     finally:
         reporter.flush()
         _process_reporter = before
@@ -267,12 +385,3 @@ def flush() -> None:
 def reserved(hardware: Device, device: str) -> int | None:
     """Bytes of the device that this process's allocator holds."""
     return hardware.reserved_bytes(torch.device(device))
-
-
-def _finite_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, numbers.Real):
-            yield str(name)[:_NAME_CHARS], float(value)
-        # Reading a tensor of a GPU would wait for the GPU.
-        elif type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
-            yield str(name)[:_NAME_CHARS], float(value.detach())

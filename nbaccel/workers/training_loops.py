@@ -16,8 +16,8 @@ _MOST_LOOPS = 2
 _DIGITS = re.compile(r"\d+")
 
 
-_LoopKey = tuple[int, str, "int | None"]
-"""At which depth a loop is, its name without numbers, and its length."""
+_LoopKey = tuple[int, str, "int | None", "str | None"]
+"""Depth, name without numbers, length, and of one that was only seen what it reads from."""
 
 
 class EpochCount:
@@ -73,6 +73,9 @@ class RunningLoop:
     """A loop that is under way, or was last."""
 
     name: str = ""
+    is_seen: bool = False
+    """Whether it was seen from outside, and did not say itself that it begins."""
+    began_at_step: int = 0
     epoch: int = 0
     """How many of its kind have begun, this one included."""
     batches: int = 0
@@ -110,8 +113,9 @@ class TrainingLoops:
         epochs: int | None,
         current_time: float,
         steps: int,
+        source: str | None = None,
     ) -> RunningLoop:
-        """A loop begins."""
+        """A loop begins; one that was only seen is told by what it reads from."""
         self._note_within(current_time, steps)
         outermost = next(
             (loop.epochs for loop in self._open if loop.holds_loops and loop.epochs is not None),
@@ -119,7 +123,7 @@ class TrainingLoops:
         )
         # By its place and length, not by the loader, of which there may be a new one for each
         # epoch; `epoch 1` and `epoch 2` are the same loop.
-        key = (len(self._open), _DIGITS.sub("#", name), total_batches)
+        key = (len(self._open), _DIGITS.sub("#", name), total_batches, source)
         self._begun[key] = self._begun.get(key, 0) + 1
         if outermost is not None:
             self._around = outermost
@@ -132,6 +136,8 @@ class TrainingLoops:
             self._around = None  # an earlier loop over epochs is over
         loop = RunningLoop(
             name=name,
+            is_seen=source is not None,
+            began_at_step=steps,
             epoch=self._begun[key],
             total_batches=total_batches,
             epochs=EpochCount(total_batches, current_time, steps) if total_batches else None,

@@ -68,9 +68,9 @@ def test_the_panel_of_any_ipywidgets_is_made_changed_and_closed(kernel: Kernel) 
         for step in range(1, 30):
             for rank in (0, 1):
                 board.now = float(step)
-                values = (("lr", 0.5), ("loss", 1 / step))
-                board.receive(rank, Metrics(time=float(step), steps=step, values=values,
-                                         device_bytes=None))
+                points = tuple((name, ((float(step), value),))
+                               for name, value in (("lr", 0.5), ("loss", 1 / step)))
+                board.receive(rank, Metrics(time=float(step), steps=step, points=points))
         board.num_lines, said = 1000, []
         board.recent_lines = {r: [RecentLine(r, (r,), f"line of {r}")] for r in (0, 1)}
         panel = RunPanel([0, 1], lambda: said.append("stop"), lambda: said.append("choice"))

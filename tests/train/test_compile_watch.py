@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.abc.device import CompileCounts, UnlistedDevice
-from nbaccel.output.panel.words import live_line
 from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.panel.words import live_line
 from nbaccel.train.compile_watch import CompileWatch
 from nbaccel.workers.messaging import Metrics
 
@@ -92,12 +92,8 @@ def test_the_dashboard_says_what_compiles_and_what_that_took():
     board = RunBoard([0], began_at=0.0)
     board.receive(
         0,
-        Metrics(
-            time=1.0, steps=1, values=(), device_bytes=None, phase="compiling, step 2 of about 3"
-        ),
+        Metrics(time=1.0, steps=1, phase="compiling, step 2 of about 3"),
     )
     assert "compiling, step 2 of about 3" in live_line(board)
-    board.receive(
-        0, Metrics(time=9.0, steps=90, values=(), device_bytes=None, programs=14, compile_s=21.0)
-    )
+    board.receive(0, Metrics(time=9.0, steps=90, programs=14, compile_s=21.0))
     assert "14 programs compiled in 21.0 s" in live_line(board)

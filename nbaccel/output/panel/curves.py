@@ -6,8 +6,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from nbaccel.base.metric_history import Point
 from nbaccel.output.chart import LOGARITHMIC_RATIO, ChartLine, line_chart, smoothed
-from nbaccel.output.panel.facts import Point, RunBoard, mean_points
+from nbaccel.output.panel.facts import RunBoard, mean_points
 from nbaccel.output.panel.words import plain_text
 
 __all__ = ["is_logarithmic", "metric_chart", "metric_lines", "smoothed_value"]

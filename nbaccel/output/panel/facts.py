@@ -7,10 +7,11 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbaccel.base.metric_history import MetricHistory, Point
 from nbaccel.output.bars import BarText, SeenBar, note_outer_bar
 from nbaccel.output.folded_lines import SeenWarnings
 from nbaccel.output.panel.rank_times import TimeComparison
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from nbaccel.workers.messaging import Metrics
 
 __all__ = [
-    "MetricHistory",
-    "Point",
     "RankFacts",
     "RankStatus",
     "RunBoard",
@@ -33,10 +32,6 @@ __all__ = [
     "mean_points",
 ]
 
-Point = tuple[float, float]
-"""Step and value."""
-
-_HISTORY_BUCKETS = 400
 _MEAN_POINTS = 120
 _MAX_EPOCH_MARKS = 200
 _WINDOW_S = 10.0
@@ -64,79 +59,6 @@ class RankStatus:
     """Of a live worker: names that it holds."""
     group: str = ""
     """Of a live worker: the process group that it has joined."""
-
-
-class MetricHistory:
-    """All values of a run while they are few; of many the lowest and the highest of each stretch.
-
-    A spike of one step stays, however long the run: stretches become longer, and are as many.
-    """
-
-    def __init__(self, max_buckets: int = _HISTORY_BUCKETS) -> None:
-        self._max_buckets = max_buckets
-        self._buckets: list[list[Point]] = []
-        self._values_each = 1
-        self._num_values = 0
-        self.first_point: Point | None = None
-        self.last_point: Point | None = None
-
-    def add(self, value: float, step: float | None = None) -> None:
-        """Take in the next value."""
-        if step is None:
-            step = 0.0 if self.last_point is None else self.last_point[0] + 1
-        self.last_point = (step, value)
-        self.first_point = self.first_point or self.last_point
-        if self._num_values % self._values_each == 0:
-            self._buckets.append([self.last_point])
-        else:
-            self._buckets[-1] = _extremes([*self._buckets[-1], self.last_point])
-        self._num_values += 1
-        if len(self._buckets) > self._max_buckets:
-            # An odd one stays alone: it goes on growing.
-            buckets = [*self._buckets, *([[]] * (len(self._buckets) % 2))]
-            self._buckets = [
-                _extremes([*first, *second])
-                for first, second in zip(buckets[::2], buckets[1::2], strict=True)
-            ]
-            self._values_each *= 2
-
-    @property
-    def first(self) -> float | None:
-        """The first value of all."""
-        return None if self.first_point is None else self.first_point[1]
-
-    @property
-    def last(self) -> float | None:
-        """The latest value."""
-        return None if self.last_point is None else self.last_point[1]
-
-    def points(self) -> list[Point]:
-        """Step and value, from the first to the latest."""
-        if self.first_point is None or self.last_point is None:
-            return []
-        points = [point for bucket in self._buckets for point in bucket]
-        begin = [self.first_point] if points[0] is not self.first_point else []
-        end = [self.last_point] if points[-1] is not self.last_point else []
-        return [*begin, *points, *end]
-
-    def values(self) -> list[float]:
-        """The values of `points`."""
-        return [value for _, value in self.points()]
-
-
-def _extremes(points: list[Point]) -> list[Point]:
-    """The lowest and the highest point of a stretch, and one that is no number, in their order."""
-    if len(points) <= 2:
-        return points
-    finite = [point for point in points if math.isfinite(point[1])]
-    kept = [point for point in points if not math.isfinite(point[1])][:1]
-    if finite:
-        kept += {min(finite, key=_value_of), max(finite, key=_value_of)}
-    return sorted(kept, key=points.index)
-
-
-def _value_of(point: Point) -> float:
-    return point[1]
 
 
 class StepPace:
@@ -213,6 +135,9 @@ class LoopFacts:
     """The loop over epochs around it, if the rank reports one."""
     bar_is_whole: bool = False
     """Whether the outer bar that is drawn is that of the whole training."""
+    began_at_step: int = 0
+    is_seen: bool = False
+    """Whether it was seen from outside: its own code may draw a bar of it."""
     marks: list[tuple[float, str]] = field(default_factory=list)
     """The step at which each loop over batches began, and the loop's name."""
     known: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -233,12 +158,14 @@ class LoopFacts:
         self.total_batches = message.total_batches
         self.bar_is_whole = message.bar_is_whole
         self.outer = message.outer
+        self.is_seen = message.loop_is_seen
+        self.began_at_step = message.loop_began_at_step
         loop = (self.name, self.epoch, self.total_batches)
         # One that holds a validation now and then goes on after it.
         goes_on = message.batches > 0 and loop in self.known - {before}
         self.known.add(loop)
         if self.epoch and (began_anew or loop != before) and not goes_on:
-            self._mark(float(message.steps - message.batches))
+            self._mark(float(self.began_at_step))
 
     def _mark(self, step: float) -> None:
         # A loop over epochs and the first loop within it begin at one step.
@@ -263,6 +190,8 @@ class RankFacts:
     steps: int | None = None
     """None of a rank that reports none."""
     pace: StepPace = field(default_factory=StepPace)
+    batch_pace: StepPace = field(default_factory=StepPace)
+    """Of batches: a step may take several."""
     samples: int = 0
     """Samples that it has used in loops over batches."""
     samples_pace: StepPace = field(default_factory=StepPace)
@@ -270,12 +199,8 @@ class RankFacts:
     """When it has reported last, by the clock of the rank."""
     loop: LoopFacts = field(default_factory=LoopFacts)
 
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The latest value of each."""
     histories: dict[str, MetricHistory] = field(default_factory=dict)
     """Each metric over the whole run."""
-    loss_name: str = ""
-    """The metric that is shown first."""
     left_out: tuple[str, ...] = ()
     """The first metrics by name that it has logged and that are not known here."""
     num_left_out: int = 0
@@ -291,6 +216,17 @@ class RankFacts:
     programs: int | None = None
     """Programs that its device's compiler has made; None where there is none."""
     compile_s: float = 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The latest value of each metric."""
+        last = {name: history.last for name, history in self.histories.items()}
+        return {name: value for name, value in last.items() if value is not None}
+
+    @property
+    def loss_name(self) -> str:
+        """The metric that is shown first; empty where there is none."""
+        return loss_name(self.histories) or ""
 
     @property
     def loss(self) -> MetricHistory:
@@ -321,7 +257,9 @@ class RankFacts:
         self.loop.receive(message)
         self.received_at = message.time
         self.steps = message.steps
-        self.pace.add(message.time, message.steps)
+        if message.steps is not None:
+            self.pace.add(message.time, message.steps)
+        self.batch_pace.add(message.time, message.batches_in_all)
         self.samples = message.samples
         self.samples_pace.add(message.time, message.samples)
         self.phase = message.phase
@@ -329,16 +267,14 @@ class RankFacts:
         self.compile_s = message.compile_s
         if not self.memory.is_weighed:
             self.memory.note_device(message.device_bytes)
-        self.metrics = dict(message.values)
-        self.loss_name = loss_name(self.metrics) or ""
         self.left_out = message.left_out
         self.num_left_out = message.num_left_out
-        steps = message.value_steps or [message.steps] * len(message.values)
-        for (name, value), step in zip(message.values, steps, strict=True):
+        for name in message.replaced:
+            self.histories.pop(name, None)
+        for name, points in message.points:
             history = self.histories.setdefault(name, MetricHistory())
-            # Values that were reported before come with each message: those are no new points.
-            if not message.value_steps or (float(step), value) != history.last_point:
-                history.add(value, float(step))
+            for step, value in points:
+                history.add(value, step)
 
 
 class RunBoard:
@@ -398,7 +334,7 @@ class RunBoard:
     def metric_names(self) -> list[str]:
         """All metrics that some rank has reported, the one that is shown first in front."""
         names = dict.fromkeys(name for facts in self.ranks.values() for name in facts.histories)
-        first = loss_name(dict.fromkeys(names, 0.0))
+        first = loss_name(names)
         return sorted(names, key=lambda name: name != first)
 
     def curves(self, name: str) -> dict[int, list[Point]]:
@@ -441,7 +377,7 @@ def mean_points(curves: Iterable[Sequence[Point]], max_points: int = _MEAN_POINT
     return means
 
 
-def loss_name(metrics: Mapping[str, float]) -> str | None:
+def loss_name(metrics: Iterable[str]) -> str | None:
     """The metric to draw: `loss`, or what has that in its name, or the first one there is."""
     return min(metrics, key=_how_far_from_loss, default=None)
 

@@ -61,6 +61,8 @@ def epochs_around(facts: RankFacts, now: float) -> OuterLoop | None:
 
 def _is_around(bar: BarText, facts: RankFacts) -> bool:
     """Whether a bar is that of a loop around another one, and not one that was left half done."""
+    if facts.loop.is_seen and bar.total == str(facts.loop.total_batches):
+        return False  # it is the bar of that loop
     if facts.loop.epoch:
         # An epoch's loop may be over before the bar around it is drawn again.
         return facts.loop.epoch - 1 <= int(bar.done) <= facts.loop.epoch
@@ -78,17 +80,22 @@ def is_over_epochs(facts: RankFacts) -> bool:
 def steps_in_all(facts: RankFacts, now: float) -> int | None:
     """How many steps a rank will have taken in the end; None where that is not known."""
     around = epochs_around(facts, now)
-    if around is None or not facts.loop.total_batches or facts.steps is None:
+    loop = facts.loop
+    if around is None or not loop.total_batches or facts.steps is None:
         return None
-    if facts.loop.outer is None and around.round_steps != facts.loop.batches:
+    # A step may take several batches.
+    steps_per_batch = 1.0
+    if loop.is_seen and loop.batches:
+        steps_per_batch = (facts.steps - loop.began_at_step) / loop.batches
+    elif loop.outer is None and around.round_steps != loop.batches:
         return None  # other loops have counted steps, too: how many is not known of a drawn bar
-    left_batches = max(0, facts.loop.total_batches - facts.loop.batches)
+    left = round(steps_per_batch * max(0, loop.total_batches - loop.batches))
     if around.done:
         per_epoch = round(around.done_steps / around.done)
-        left_batches = max(left_batches, per_epoch - around.round_steps)
+        left = max(left, per_epoch - around.round_steps)
     else:
-        per_epoch = around.round_steps + left_batches
-    return facts.steps + left_batches + per_epoch * max(0, around.total - around.done - 1)
+        per_epoch = around.round_steps + left
+    return facts.steps + left + per_epoch * max(0, around.total - around.done - 1)
 
 
 def most_left(ranks: Iterable[RankFacts], now: float) -> TimeLeft | None:
@@ -138,7 +145,7 @@ def _whole_left_s(
 
 def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: float) -> float:
     """What the first epoch will have taken."""
-    pace = facts.pace.recent(now)
+    pace = facts.batch_pace.recent(now)
     if facts.loop.total_batches and pace and around.round_steps <= facts.loop.batches:
         # Its first loop: at the pace of now, which a slow start does not count in.
         return facts.loop.total_batches / pace
@@ -151,7 +158,7 @@ def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: floa
 def _loop_left_s(facts: RankFacts, now: float) -> float | None:
     """What is left of the innermost loop."""
     if facts.loop.total_batches is not None:
-        batch_rate = facts.pace.recent(now)
+        batch_rate = facts.batch_pace.recent(now)
         left_batches = facts.loop.total_batches - facts.loop.batches
         return left_batches / batch_rate if batch_rate and left_batches > 0 else None
     open_bars = [bar for bar in facts.bars if not bar.is_complete]

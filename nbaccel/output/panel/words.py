@@ -174,7 +174,8 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
     """How far a rank's loops are: those that it reports, and other bars."""
     loops = []
     loop = facts.loop
-    if loop.epoch:
+    # One that was only seen may be the one whose bar the function draws.
+    if loop.epoch and not (loop.is_seen and facts.bars):
         total = loop.total_batches
         loops.append(
             ShownProgress(
@@ -185,7 +186,7 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
         )
     for bar in facts.bars:
         # The bar of `accelerator.progress`, which is there already.
-        if bar.is_elsewhere or (loop.epoch and BATCH_UNIT in bar.rate):
+        if bar.is_elsewhere or (loop.epoch and not loop.is_seen and BATCH_UNIT in bar.rate):
             continue
         words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
         loops.append(

@@ -34,8 +34,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, TypeAdapter
 
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.metric_history import Point
 from nbaccel.config.capabilities import device_row
-from nbaccel.output.panel.facts import Point, RankFacts, RunBoard, loss_name
+from nbaccel.output.panel.facts import RankFacts, RunBoard, loss_name
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
 from nbaccel.output.panel.time_left import steps_in_all
 from nbaccel.output.panel.words import compile_words, left_out_sentence, progress_of
@@ -150,7 +151,7 @@ class RunFacts:
     def metric_names(self) -> list[str]:
         """In the order in which they were logged, the one that is shown first in front."""
         names = list(dict.fromkeys(curve.name for curve in self.curves))
-        first = loss_name(dict.fromkeys(names, 0.0))
+        first = loss_name(names)
         return sorted(names, key=lambda name: name != first)
 
     def curves_of(self, name: str) -> dict[int, list[Point]]:

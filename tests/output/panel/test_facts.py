@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nbaccel.base.metric_history import MetricHistory
 from nbaccel.output.bars import BarText
 from nbaccel.output.panel.facts import (
-    MetricHistory,
     RankStatus,
     RunBoard,
     StepPace,
@@ -20,12 +20,13 @@ from nbaccel.output.panel.facts import (
 )
 from nbaccel.output.panel.time_left import TimeLeft, most_left
 from nbaccel.workers.messaging import Metrics
+from tests.output.panel.reports import report
 
 GIB = 2**30
 
 
 def metrics(time: float, steps: int, device_bytes: int | None = None, **values: float) -> Metrics:
-    return Metrics(time=time, steps=steps, values=tuple(values.items()), device_bytes=device_bytes)
+    return report(time, steps, values, device_bytes=device_bytes)
 
 
 def row(state: str = "running", **more: object) -> RankStatus:
@@ -115,7 +116,7 @@ def test_who_counts_anew_is_timed_anew() -> None:
     ],
 )
 def test_the_loss_is_what_is_called_so(names: list[str], chosen: str | None) -> None:
-    assert loss_name(dict.fromkeys(names, 1.0)) == chosen
+    assert loss_name(names) == chosen
 
 
 def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
@@ -136,7 +137,7 @@ def test_a_rank_that_is_not_shown_is_not_heard() -> None:
 
 def looping(time: float, batches: int, **more: object) -> Metrics:
     settled = {"steps": batches, "total_batches": 100, "epoch": 1, "samples": batches * 8} | more
-    return Metrics(time=time, values=(), device_bytes=None, batches=batches, **settled)
+    return report(time, batches=batches, **settled)
 
 
 def test_what_is_left_is_that_of_the_slowest_rank() -> None:
@@ -175,18 +176,20 @@ def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readabl
     assert len(marks) <= 200
 
 
-def test_values_that_are_told_again_are_no_new_points() -> None:
+def test_every_point_that_is_reported_counts() -> None:
     board = RunBoard([0], began_at=0.0)
-    for second, value_step in enumerate((5, 5, 5, 9)):
-        message = Metrics(
-            time=float(second),
-            steps=second,
-            values=(("loss", 1.0),),
-            device_bytes=None,
-            value_steps=(value_step,),
-        )
-        board.receive(0, message)
-    assert board.ranks[0].loss.points() == [(5.0, 1.0), (9.0, 1.0)]
+    board.receive(0, Metrics(time=1.0, steps=2, points=(("loss", ((1.0, 3.0), (2.0, 2.0))),)))
+    board.receive(0, Metrics(time=2.0, steps=2))
+    board.receive(0, Metrics(time=3.0, steps=3, points=(("loss", ((3.0, 1.0),)),)))
+    assert board.ranks[0].loss.points() == [(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]
+
+
+def test_what_was_only_seen_gives_way_to_what_is_logged() -> None:
+    board = RunBoard([0], began_at=0.0)
+    board.receive(0, Metrics(time=1.0, steps=1, points=(("loss", ((1.0, 3.0),)),)))
+    logged = (("loss", ((10.0, 2.5),)),)
+    board.receive(0, Metrics(time=2.0, steps=10, points=logged, replaced=("loss",)))
+    assert board.ranks[0].loss.points() == [(10.0, 2.5)]
 
 
 def test_all_metrics_have_a_history_and_the_loss_is_named_first() -> None:

@@ -21,6 +21,7 @@ from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.panel.rank_times import mean_time_html
 from nbaccel.workers.messaging import Metrics
 from tests.output.panel.finished import final_html, final_line
+from tests.output.panel.reports import report
 
 GIB = 2**30
 NASTY = '</td><script>alert(1)</script> & \x1b[31mred\x1b[0m \x07"quoted"'
@@ -86,10 +87,7 @@ def board_of(num_ranks: int, **more: object) -> RunBoard:
 
 def told(board: RunBoard, rank: int, steps: int, *losses: float, name: str = "loss") -> None:
     for i, loss in enumerate(losses):
-        message = Metrics(
-            time=1.0 + i, steps=steps + i, values=((name, loss), ("lr", 0.5)), device_bytes=None
-        )
-        board.receive(rank, message)
+        board.receive(rank, report(1.0 + i, steps + i, {name: loss, "lr": 0.5}))
 
 
 def both(board: RunBoard) -> list[str]:
@@ -201,8 +199,8 @@ def test_a_metric_of_another_name_gives_the_column_its_name() -> None:
 def test_all_metrics_that_ranks_report_are_saved() -> None:
     board = board_of(1)
     for step in (1, 2):
-        values = tuple((f"m{number}", float(step)) for number in range(16))
-        board.receive(0, Metrics(time=float(step), steps=step, values=values, device_bytes=None))
+        values = {f"m{number}": float(step) for number in range(16)}
+        board.receive(0, report(float(step), step, values))
     assert final_html(board).count("<img") == 16
 
 
@@ -210,16 +208,9 @@ def test_metrics_beyond_those_that_are_reported_are_named() -> None:
     board = board_of(2)
     told(board, 0, 1, 3.0)
     assert not any("not drawn" in page for page in both(board))
-    message = Metrics(
-        time=2.0,
-        steps=2,
-        values=(("loss", 1.0),),
-        device_bytes=None,
-        num_left_out=1,
-        left_out=("<b>",),
-    )
+    message = report(2.0, 2, {"loss": 1.0}, num_left_out=1, left_out=("<b>",))
     board.receive(0, message)
-    said = "1 more metric is not drawn (the first 1 are): <b>"
+    said = "1 more metric is not drawn (the first 2 are): <b>"
     assert words.left_out_sentence(board) == said
     assert all(said in Page(page).text for page in both(board))
     board.receive(1, replace(message, num_left_out=1_200, left_out=("a", NASTY)))
@@ -251,7 +242,7 @@ def test_progress_is_a_bar_with_words() -> None:
 
 def loop_message(batches: int, **more: object) -> Metrics:
     settled = {"steps": batches, "epoch": 3, "total_batches": 40, "samples": batches * 4} | more
-    return Metrics(time=float(batches), values=(), device_bytes=None, batches=batches, **settled)
+    return report(float(batches), batches=batches, **settled)
 
 
 def test_the_bar_of_progress_itself_is_not_shown_twice() -> None:
@@ -342,17 +333,9 @@ def test_any_metric_has_a_chart_and_epochs_are_marked() -> None:
     for rank in (0, 1):
         for step in range(1, 41):
             message = loop_message(
-                step % 20,
-                steps=step,
-                epoch=1 + step // 20,
-                loop_name="",
+                step % 20, steps=step, epoch=1 + step // 20, values={"loss": 1 / step, "lr": 0.1}
             )
-            board.receive(
-                rank,
-                replace(
-                    message, values=(("loss", 1 / step), ("lr", 0.1)), value_steps=(step, step)
-                ),
-            )
+            board.receive(rank, message)
     html = live_html.live_html(board, by_hand=False)
     assert html.count("<svg") == 2
     assert "1 other metric" in Page(html).text
@@ -391,7 +374,7 @@ def test_the_mean_loss_is_of_ranks_that_mean_the_same() -> None:
 def test_speeds_are_read_at_a_glance(steps: int, seconds: float, words: str) -> None:
     board = board_of(1)
     for time, count in ((0.0, 0), (seconds, steps)):
-        board.receive(0, Metrics(time=time, steps=count, values=(), device_bytes=None))
+        board.receive(0, report(time, count))
     assert f"step {steps:,} ({words})" in final_line(board)
 
 
@@ -440,9 +423,7 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named() -> 
                 data_s=0.0,
                 communication_s=second * (0.5 if not rank else 0.0),
             )
-            message = Metrics(
-                time=float(second), steps=second, values=(), device_bytes=None, spent=spent
-            )
+            message = report(float(second), second, spent=spent)
             board.receive(rank, message)
     live, final = both(board)
     assert "computing 75 %" in live

@@ -186,7 +186,7 @@ def test_only_numbers_are_told_and_no_device_is_waited_for(launch: Launch, seen:
 
     launch(train)
     (first, *_) = seen.messages_of(0)
-    told = dict(first.values)
+    told = {name: points[-1][1] for name, points in first.points}
     assert math.isnan(told.pop("nan"))
     assert told == {"loss": 2.5, "yes": 1.0, "inf": math.inf}
 
@@ -198,8 +198,8 @@ def test_thousands_of_metrics_and_endless_names_are_cut(seen: Seen) -> None:
 
     notebook_launcher(train, (), 2)
     (first, *_) = seen.messages_of(0)
-    assert len(first.values) == 16
-    assert max(len(name) for name, _ in first.values) <= 60
+    assert len(first.points) == 16
+    assert max(len(name) for name, _ in first.points) <= 60
     names = list(dict.fromkeys((f"{i}" * 500)[:60] for i in range(1, 3000)))
     assert first.num_left_out == len(names) - 16
     assert list(first.left_out) == names[16:24]
@@ -284,7 +284,7 @@ def test_a_notebook_that_does_not_listen_holds_no_worker_up() -> None:
     reporter.flush()
     message, _ = ours.receive()
     assert message.steps == 10
-    assert message.values == (("loss", 9.0),)
+    assert message.points == (("loss", tuple((i + 1.0, float(i)) for i in range(10))),)
     reporter.flush()  # nothing new: nothing is sent
     theirs.close()
     with pytest.raises(EOFError):

@@ -20,6 +20,7 @@ from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.workers.messaging import Metrics
 from tests.output.panel.finished import PLAN
+from tests.output.panel.reports import report
 
 GIB = 2**30
 
@@ -203,7 +204,7 @@ def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.Monk
 
 
 def metrics(time: float, steps: int, loss: float = 1.0) -> Metrics:
-    return Metrics(time=time, steps=steps, values=(("loss", loss),), device_bytes=None)
+    return report(time, steps, {"loss": loss})
 
 
 def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Clock) -> None:

@@ -14,6 +14,7 @@ from nbaccel.output.panel.time_left import most_left
 from nbaccel.workers.messaging import Metrics
 from nbaccel.workers.training_loops import TrainingLoops
 from tests.output.panel.finished import final_html, final_line
+from tests.output.panel.reports import report
 
 BATCH_S = 0.5
 EVALUATION_S = 4.0
@@ -23,11 +24,9 @@ EPOCHS, BATCHES, EVALUATED = 14, 20, 5
 def metrics_of(loops: TrainingLoops, now: float, steps: int) -> Metrics:
     """What a rank reports of its loops."""
     latest = loops.latest
-    return Metrics(
-        time=now,
-        steps=steps,
-        values=(),
-        device_bytes=None,
+    return report(
+        now,
+        steps,
         loop_name=latest.name,
         epoch=latest.epoch,
         batches=latest.batches,
@@ -186,9 +185,7 @@ def test_a_bar_that_was_left_half_done_is_no_loop_over_epochs() -> None:
 def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name() -> None:
     def line(*bars: str, whole: bool = False) -> str:
         board = RunBoard([0], began_at=0.0)
-        board.receive(
-            0, Metrics(time=0.0, steps=0, values=(), device_bytes=None, bar_is_whole=whole)
-        )
+        board.receive(0, report(0.0, 0, bar_is_whole=whole))
         found = tuple(bar for text in bars if (bar := read_bar(text)))
         assert len(found) == len(bars)
         board.see([RankStatus(rank=0, state="running", seconds=0.0, rss_bytes=0, bars=found)])
@@ -244,14 +241,8 @@ def test_one_rank_that_draws_the_bar_tells_for_all() -> None:
     assert isinstance(bar, BarText)
     for rank in (1, 0):
         for batches in range(6):
-            message = Metrics(
-                time=float(batches),
-                steps=40 + batches,
-                values=(),
-                device_bytes=None,
-                epoch=3,
-                batches=batches,
-                total_batches=20,
+            message = report(
+                float(batches), 40 + batches, epoch=3, batches=batches, total_batches=20
             )
             board.receive(rank, message)
     board.now = 0.0
