@@ -308,10 +308,12 @@ def _patch_lightning_module(watch: _Watch, module: ModuleType) -> None:
 def _patch_lightning_trainer(watch: _Watch, module: ModuleType) -> None:
     def make_run(plain: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any) -> Any:
-            result = plain(self)
+            results = plain(self)
+            # One dictionary for each loader.
             if not self.trainer.sanity_checking:
-                _log(self.trainer.callback_metrics, self.trainer.global_step)
-            return result
+                for values in results or ():
+                    _log(values, self.trainer.global_step)
+            return results
 
         return run
 
