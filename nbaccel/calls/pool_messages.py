@@ -72,7 +72,6 @@ class BindNames:
     """Bind names that the notebook has. Descriptors: those of `update`, a `NamespaceUpdate`."""
 
     update: Any
-    wanted: tuple[str, ...]
 
     def file_hints(self) -> messaging.FileHints:
         """What it means for memory files."""

@@ -269,29 +269,20 @@ def _rehearse_transfer() -> None:
     """Transfer a small model once, so that workers inherit what Python and torch set up then."""
     from torch import nn
 
-    from nbaccel.transfer import arena, memfd, pickling, weight_sync
+    from nbaccel.transfer import arena, memfd, pickling
+    from nbaccel.transfer.received_modules import ReceivedModules
 
-    sample_model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    sample_sharing = arena.share_modules([("model", sample_model)])
-    sample_sender = pickling.Sender.create()
-    (sample_arena,) = sample_sharing.arenas()
-    packed_object, file_descriptor = pickling.pack(
-        (sample_model, weight_sync.Manifest.of("model", sample_sharing.modules[0].slots)),
-        sample_sender,
-    )
-    sample_mappings = {
-        sample_arena.key: memfd.Mapping(sample_arena.fd, sample_arena.nbytes, is_private=True)
-    }
-    with memfd.closing_files(file_descriptor):
-        received_copy, sample_manifest = pickling.unpack(
-            packed_object, file_descriptor, sample_mappings
-        )
-    weight_sync.WeightWriter(
-        own_rank=0,
-        shared_modules=[(sample_manifest, received_copy)],
-        arena_mappings=sample_mappings,
-        staging_files={},
-    ).write()
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    sharing = arena.share_modules([("model", model)])
+    packed, fd = pickling.pack(sharing.modules, pickling.Sender())
+    received_modules = ReceivedModules(rank=0)
+    for key, owner in sharing.arenas.items():
+        received_modules.open_arena(key, owner.nbytes, owner.fd)
+    with memfd.closing_files(fd):
+        modules = pickling.unpack(packed, fd, received_modules.mappings)
+    for manifest, module in modules:
+        received_modules.add(manifest.path, manifest, module)
+    received_modules.write_all()
 
 
 def _open_process(process_id: int) -> list[int]:

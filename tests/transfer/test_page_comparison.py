@@ -49,20 +49,3 @@ def test_what_was_not_written_is_not_looked_at(file_of: Files) -> None:
     assert changed_ranges(mapping, fd, [(PAGE_BYTES, 2 * PAGE_BYTES)]) == [
         (PAGE_BYTES, 2 * PAGE_BYTES)
     ]
-
-
-def test_of_much_one_page_in_each_block_is_looked_at_first(
-    file_of: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memfd, "_CLOSELY_COMPARED_BYTES", PAGE_BYTES)
-    block = memfd._BLOCK_PAGES * PAGE_BYTES
-    fd = file_of(4 * block)
-    mapping = Mapping(fd, 4 * block, is_private=True)
-    own = mapping.bytes()
-    own[:] = 1
-    own[block + 5 * PAGE_BYTES] = 2  # a page inside a block whose first one is equal
-    own[2 * block : 3 * block : PAGE_BYTES] = 2
-    assert changed_ranges(mapping, fd, [(0, 4 * block)]) == [
-        (block + 5 * PAGE_BYTES, block + 6 * PAGE_BYTES),
-        (2 * block, 3 * block),
-    ]
