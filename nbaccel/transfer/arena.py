@@ -49,7 +49,7 @@ class Arena(memfd.Mapping):
         self.fd = fd
         self.key = f"arena{next(_ARENA_NUMBERS)}"
         super().__init__(fd, num_bytes, is_private=is_private)
-        _LIVING_ARENAS.add(self)
+        _LIVING_ARENAS.append(weakref.ref(self, _LIVING_ARENAS.remove))
 
     def sync(self) -> None:
         """Make the file show what this process sees; called before it is sent to workers."""
@@ -118,15 +118,16 @@ _ARENA_NUMBERS = itertools.count()
 
 # Which mapping owns an address is a fact of this process's memory, like a heap's own table: it
 # outlives a launch because the notebook's model does. Weak, so that it keeps nothing alive.
-_LIVING_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+_LIVING_ARENAS: list[weakref.ref[Arena]] = []
 _MOVE_LOCK = threading.Lock()
 
 
 def find_arena(address: int, num_bytes: int) -> Arena | None:
     """The arena of this process that holds these bytes, if any."""
     # A copy, because another thread may add an arena while the loop runs.
-    for arena in tuple(_LIVING_ARENAS):
-        if arena.contains(address, num_bytes):
+    for reference in tuple(_LIVING_ARENAS):
+        arena = reference()
+        if arena is not None and arena.contains(address, num_bytes):
             return arena
     return None
 
@@ -144,8 +145,10 @@ def make_arenas_private() -> None:
     What it writes stays its own, also into a model that the call does not know of, such as one in
     an imported module; and what it sends carries values instead of references to these arenas.
     """
-    for arena in tuple(_LIVING_ARENAS):
-        arena.make_private()
+    for reference in tuple(_LIVING_ARENAS):
+        arena = reference()
+        if arena is not None:
+            arena.make_private()
     _LIVING_ARENAS.clear()
 
 
