@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -104,17 +104,10 @@ class ModuleState:
     """Keys of modules that its attributes refer to, but for itself."""
 
 
-class OpaqueToken:
+class OpaqueToken(NamedTuple):
     """The token of a value that does not pickle: such an attribute stays where it is."""
 
-    def __init__(self, value: object) -> None:
-        self._id = id(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OpaqueToken) and other._id == self._id
-
-    def __hash__(self) -> int:
-        return self._id
+    id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

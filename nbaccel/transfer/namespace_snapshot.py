@@ -163,13 +163,13 @@ class NamespaceSnapshot:
         modules: set[str] = set()
 
         def token(value: Any) -> Hashable:
-            place = plain_token(value)
-            if place is not None:
-                return place
+            plain = plain_token(value)
+            if plain is not None:
+                return plain
             try:
                 found = self._of_pickle(value)
             except Exception:  # pickling runs user code: it may raise anything
-                return OpaqueToken(value)
+                return OpaqueToken(id(value))
             names.update(found.names)
             modules.update(found.modules)
             return found.token
@@ -178,12 +178,12 @@ class NamespaceSnapshot:
             path: {name: token(value) for name, value in attributes_of(module)}
             for path, module in survey.modules
         }
-        types_inside = dict.fromkeys(type(module) for _, module in survey.modules)
+        kinds = dict.fromkeys(type(module) for _, module in survey.modules)
         return ModuleState(
             requires_grad=tuple(tensor.requires_grad for _, tensor in survey.tensors),
             training=tuple(module.training for _, module in survey.modules),
             attributes=attributes,
-            classes={kind: token(kind) for kind in types_inside if travels_by_value(kind)},
+            classes={kind: token(kind) for kind in kinds if travels_by_value(kind)},
             versions=survey.versions(),
             names=frozenset(names),
             modules=frozenset(modules - {key}),

@@ -368,10 +368,10 @@ class _PicklerWithLines(cloudpickle.Pickler):  # type: ignore[misc]
 def _note_source(function: types.FunctionType, sources: dict[str, list[str]]) -> None:
     """Keep the lines of the cell a function came from: the worker's tracebacks need them."""
     name = function.__code__.co_filename
-    if name not in sources and name in linecache.cache and len(linecache.cache[name]) == 4:
-        time = linecache.cache[name][1]  # type: ignore[misc]
+    if name not in sources and len(linecache.cache.get(name, ())) == 4:
+        mtime = linecache.cache[name][1]  # type: ignore[misc]
         # None: there is no file that a worker could read; it is a cell, an exec or a doctest.
-        if time is None:
+        if mtime is None:
             sources[name] = linecache.getlines(name)
 
 

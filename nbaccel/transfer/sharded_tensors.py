@@ -84,31 +84,40 @@ def pieces(tensor: Any, held_part: object = None) -> Iterator[tuple[PieceSpot, t
 
 def put_piece(whole: torch.Tensor, spot: PieceSpot, values: torch.Tensor) -> None:
     """Copy a piece into the whole, with cast."""
-    count = values.numel()
-    if isinstance(spot, int) and not whole.is_contiguous():
-        # view(-1) fails for such a tensor, and reshape(-1) would write into a copy.
-        indices = _indices_of(whole, spot, count)
-        whole[indices] = values.to(whole)
+    target, index = _located(whole, spot, values.numel())
+    if _is_scattered(whole, spot):
+        target[index] = values.to(whole)
     else:
-        copy_with_cast(_part_of_whole(whole, spot, count), values)
+        _copy_with_cast(target[index], values)
 
 
 def piece_ranges(whole: torch.Tensor, spot: PieceSpot, count: int) -> list[memfd.ByteRange]:
     """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage."""
-    if isinstance(spot, int) and not whole.is_contiguous():
-        # Neither a run nor slices: element by element.
-        by_dim = _indices_of(whole, spot, count)
+    target, index = _located(whole, spot, count)
+    if _is_scattered(whole, spot):
         firsts = np.full(count, whole.storage_offset())
-        for indices, step in zip(by_dim, whole.stride(), strict=True):
+        for indices, step in zip(index, whole.stride(), strict=True):
             firsts += indices.numpy() * int(step)
         run = 1
-    elif isinstance(spot, int):
-        firsts = np.array([whole.storage_offset() + spot])
-        run = count
     else:
-        firsts, run = _runs_of(whole[spot])
+        firsts, run = _runs_of(target[index])
     item = whole.element_size()
     return memfd.merge_ranges((int(first) * item, (int(first) + run) * item) for first in firsts)
+
+
+def _is_scattered(whole: torch.Tensor, spot: PieceSpot) -> bool:
+    """Whether the piece is neither a run nor slices of the whole, but element by element."""
+    return isinstance(spot, int) and not whole.is_contiguous()
+
+
+def _located(whole: torch.Tensor, spot: PieceSpot, count: int) -> tuple[torch.Tensor, Any]:
+    """A view of the whole, and the index of a piece in it."""
+    if not isinstance(spot, int):
+        return whole, spot
+    if whole.is_contiguous():
+        return whole.view(-1), slice(spot, spot + count)
+    # view(-1) fails for such a tensor, and reshape(-1) would write into a copy.
+    return whole, torch.unravel_index(torch.arange(spot, spot + count), whole.shape)
 
 
 def _runs_of(view: torch.Tensor) -> tuple[Any, int]:
@@ -135,25 +144,12 @@ def unrounded_values(
     """
     if dtype == theirs.dtype or not (dtype.is_floating_point and theirs.is_floating_point()):
         return values
-    part = _part_of_whole(theirs, spot, values.numel())
+    target, index = _located(theirs, spot, values.numel())
+    part = target[index]
     return part if torch.equal(part.to(dtype).to(values), values) else values
 
 
-def _part_of_whole(whole: torch.Tensor, spot: PieceSpot, count: int) -> torch.Tensor:
-    if not isinstance(spot, int):
-        return whole[spot]
-    if whole.is_contiguous():
-        return whole.view(-1)[spot : spot + count]
-    return whole[_indices_of(whole, spot, count)]
-
-
-def _indices_of(whole: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, ...]:
-    """Where elements lie, of a tensor that is no one run of memory."""
-    flat_indices = torch.arange(first, first + count)
-    return torch.unravel_index(flat_indices, whole.shape)
-
-
-def copy_with_cast(whole: torch.Tensor, values: torch.Tensor) -> None:
+def _copy_with_cast(whole: torch.Tensor, values: torch.Tensor) -> None:
     """Copy, with cast; an expanded tensor's repeated dims are written once."""
     # torch refuses to copy into a tensor whose elements share memory.
     for number, step in enumerate(whole.stride()):
