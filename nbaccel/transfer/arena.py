@@ -124,12 +124,18 @@ _MOVE_LOCK = threading.Lock()
 
 def find_arena(address: int, num_bytes: int) -> Arena | None:
     """The arena of this process that holds these bytes, if any."""
+    for arena in _living():
+        if arena.contains(address, num_bytes):
+            return arena
+    return None
+
+
+def _living() -> Iterator[Arena]:
     # A copy, because another thread may add an arena while the loop runs.
     for reference in tuple(_LIVING_ARENAS):
         arena = reference()
-        if arena is not None and arena.contains(address, num_bytes):
-            return arena
-    return None
+        if arena is not None:
+            yield arena
 
 
 def arena_of(storage: torch.UntypedStorage) -> Arena | None:
@@ -145,10 +151,8 @@ def make_arenas_private() -> None:
     What it writes stays its own, also into a model that the call does not know of, such as one in
     an imported module; and what it sends carries values instead of references to these arenas.
     """
-    for reference in tuple(_LIVING_ARENAS):
-        arena = reference()
-        if arena is not None:
-            arena.make_private()
+    for arena in _living():
+        arena.make_private()
     _LIVING_ARENAS.clear()
 
 

@@ -66,16 +66,17 @@ class LocalArena:
         return self.mapping.written()
 
     def changed(self, written: list[memfd.ByteRange]) -> list[memfd.ByteRange]:
-        """What of these bytes differs from the notebook's."""
+        """What of the written bytes differs from the notebook's: not each value is another one."""
         if self.training_file is not None:
             return written
-        return memfd.changed_ranges(self.mapping, self.fd, written)
+        return list(memfd.ranges_without(written, self.equal_runs(written)))
 
     def equal_runs(self, spans: list[memfd.ByteRange]) -> Iterator[memfd.ByteRange]:
         """What of these bytes is here as it is in the notebook."""
-        # The private mapping would show this worker's own pages.
-        shared = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=False)
-        return memfd.equal_runs(self.mapping.bytes(), shared.bytes(), spans)
+        # A mapping of its own, because this worker's shows its own pages. Private, because the file
+        # may be a checkpoint that is open for reading only.
+        arena = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=True)
+        return memfd.equal_runs(self.mapping.bytes(), arena.bytes(), spans)
 
     # ------------------------------------------------------------------- training in a file
 

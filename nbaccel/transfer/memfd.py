@@ -5,6 +5,7 @@ This file knows bytes and addresses only. What lies in them is `arena.py`'s busi
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import functools
@@ -251,15 +252,16 @@ def ranges_without(
 ) -> Iterator[ByteRange]:
     """What of the ranges is in none of those left out."""
     merged = merge_ranges(left_out)
+    starts = [low for low, _ in merged]
+    ends = [high for _, high in merged]
     for start, end in ranges:
-        for low, high in merged:
-            if high <= start or end <= low:
-                continue
-            if start < low:
-                yield (start, low)
-            start = high  # noqa: PLW2901  # what is left of the range
-        if start < end:
-            yield (start, end)
+        next_byte = start
+        for low, high in merged[bisect.bisect_right(ends, start) : bisect.bisect_left(starts, end)]:
+            if next_byte < low:
+                yield (next_byte, low)
+            next_byte = high
+        if next_byte < end:
+            yield (next_byte, end)
 
 
 def overlap(span: ByteRange, ranges: Iterable[ByteRange]) -> bool:
@@ -273,17 +275,6 @@ def total_bytes(ranges: Iterable[ByteRange]) -> int:
 
 
 # ------------------------------------------------------------------------- equal pages
-
-
-def changed_ranges(mapping: Mapping, fd: int, written: Sequence[ByteRange]) -> list[ByteRange]:
-    """What of the written pages differs from the arena: a page may be written with equal values."""
-    # A mapping of its own, because the worker's shows the worker's pages. Private, because the file
-    # may be a checkpoint that is open for reading only; nothing is written through it.
-    file_bytes = Mapping(fd, mapping.nbytes, is_private=True).bytes()
-    changed: list[ByteRange] = []
-    for span in written:
-        changed += ranges_without([span], equal_runs(mapping.bytes(), file_bytes, [span]))
-    return changed
 
 
 def equal_runs(own: _Bytes, theirs: _Bytes, spans: Sequence[ByteRange]) -> Iterator[ByteRange]:
