@@ -433,8 +433,11 @@ class Pool:
             return
         tell_of_edits()
         with contextlib.closing(prepared_update):
-            task_body = pool_messages.BindNames(update=prepared_update.message)
-            tasks = dict.fromkeys(prepared_update.wanted, (task_body, prepared_update.fds))
+            tasks = {
+                rank: (pool_messages.BindNames(update=part.message), part.fds)
+                for part in prepared_update.parts
+                for rank in part.ranks
+            }
             with uninterrupted():
                 self._raise_failure(self._workers.run_tasks(tasks))
                 self._namespace_sync.taken(prepared_update)

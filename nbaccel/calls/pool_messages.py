@@ -78,7 +78,7 @@ class BindNames:
         return messaging.FileHints(
             arenas=tuple(key for key, _ in self.update.arenas),
             reads_arenas=self.update.reads_arenas,
-            forgets=tuple({key for part in self.update.parts for key in part.forget_arenas}),
+            forgets=self.update.forget_arenas,
         )
 
 

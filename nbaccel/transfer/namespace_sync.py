@@ -1,7 +1,7 @@
 """What is sent from the notebook's namespace to the workers: what a cell needs and they lack.
 
     names of a cell ─► fingerprints ─► what each rank lacks ─► one part per group of equal ranks
-               (NamespaceSnapshot)        (_RankLack)       (UpdatePart, in a PreparedUpdate)
+               (NamespaceSnapshot)        (_RankLack)       (PreparedPart)
 
 For every rank `NamespaceSync` remembers the fingerprint that each name had in the notebook when the
 rank got it, or bound it itself. A name is sent when the notebook's value has another fingerprint.
@@ -30,7 +30,7 @@ from nbaccel.transfer.module_registry import (
     difference,
 )
 from nbaccel.transfer.namespace_snapshot import Fingerprint, NamespaceSnapshot
-from nbaccel.transfer.namespace_update import Load, NamespaceUpdate, UpdatePart
+from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
 from nbaccel.transfer.object_walk import find_in
 
 # A module found in one round changes what another value refers to in the next.
@@ -64,29 +64,25 @@ class _RankLack:
 
 
 @dataclass(frozen=True)
-class _PackedPart:
-    """A part, and what its ranks have once they have taken it."""
+class PreparedPart:
+    """What ranks that lack the same are sent, and what they have once they have taken it."""
 
-    part: UpdatePart
+    ranks: tuple[int, ...]
+    message: NamespaceUpdate
+    fds: list[int]
     tokens: Mapping[str, Hashable]
     states: Mapping[str, ModuleState]
+    arenas: Mapping[str, arena.Arena]
 
 
 @dataclass
 class PreparedUpdate:
     """An update with its descriptors, ready to be sent. Close it after sending."""
 
-    message: NamespaceUpdate
-    fds: list[int]
-    nbytes: int
+    parts: list[PreparedPart] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+    nbytes: int = 0
     """Bytes that were copied for it: the payloads, and arenas made for modules."""
-    parts: list[_PackedPart]
-    arenas: dict[str, arena.Arena]
-
-    @property
-    def wanted(self) -> dict[int, tuple[str, ...]]:
-        """Per rank, the names to bind there."""
-        return {rank: tuple(packed.tokens) for packed in self.parts for rank in packed.part.ranks}
 
     def close(self) -> None:
         """Give up the descriptors."""
@@ -122,27 +118,29 @@ class NamespaceSync:
             # A new one per attempt: what the failed attempt packed refers to the names left out.
             packing = _UpdatePacking(self, names, left_out, force_send=force_send)
             try:
-                return packing.pack(ranks)
+                packing.pack(ranks)
             except _LeaveOut as error:
-                packing.close()
+                packing.prepared.close()
                 left_out |= error.names
             except BaseException:  # an interrupt must not leak the descriptors either
-                packing.close()
+                packing.prepared.close()
                 raise
+            else:
+                return packing.prepared if packing.prepared.parts else None
 
     def taken(self, update: PreparedUpdate) -> None:
         """Record that the ranks have taken the update."""
-        for packed in update.parts:
-            for state in map(self._ranks.__getitem__, packed.part.ranks):
-                state.seen.update(packed.tokens)
-                state.modules.update(packed.states)
-                for key in packed.part.forget:
+        for part in update.parts:
+            for state in map(self._ranks.__getitem__, part.ranks):
+                state.seen.update(part.tokens)
+                state.modules.update(part.states)
+                for key in part.message.forget:
                     state.modules.pop(key, None)
-                for key in packed.part.forget_arenas:
+                for key in part.message.forget_arenas:
                     state.arenas.pop(key, None)
-                for key, sent in update.arenas.items():
+                for key, sent in part.arenas.items():
                     # Weak: what a rank has must not keep the notebook's memory alive.
-                    state.arenas.setdefault(key, weakref.ref(sent))
+                    state.arenas[key] = weakref.ref(sent)
 
     def bound(self, rank: int, names: Iterable[str]) -> None:
         """Record that a rank's cell bound or deleted these names itself.
@@ -209,17 +207,9 @@ class _UpdatePacking:
         self._forced = names.needed if force_send else frozenset()
         self._snapshot = NamespaceSnapshot(self._namespace, self._modules)
         self._found: dict[str, Fingerprint] = {}
-        self._fds: list[int] = []
-        self._nbytes = 0
-        self._adopts_weights = False
-        self._arenas: dict[str, arena.Arena] = {}
-        """Those that the payloads refer to."""
+        self.prepared = PreparedUpdate()
 
-    def close(self) -> None:
-        memfd.close_all(self._fds)
-        self._fds.clear()
-
-    def pack(self, ranks: Sequence[int]) -> PreparedUpdate | None:
+    def pack(self, ranks: Sequence[int]) -> None:
         for _ in range(_MAX_SURVEY_ROUNDS):
             news = self._snapshot.news
             self._found = self._fingerprints_now()
@@ -229,42 +219,15 @@ class _UpdatePacking:
         ranks_by_lack: dict[_RankLack, list[int]] = defaultdict(list)
         for rank in ranks:
             ranks_by_lack[self._lack(self._ranks[rank])].append(rank)
-        parts = []
         for lack, group in ranks_by_lack.items():
             changes = self._changes(lack)
             if lack.names or lack.whole or changes:
                 # Before packing: the pickle refers to tensors by their place in an arena.
                 self._share(lack)
-                parts.append(self._part(lack, changes, tuple(group)))
-        return self._update(parts) if parts else None
-
-    def _update(self, parts: list[_PackedPart]) -> PreparedUpdate:
-        ranks = [rank for packed in parts for rank in packed.part.ranks]
-        new = {
-            key: found
-            for key, found in self._arenas.items()
-            if any(key not in self._ranks[rank].arenas for rank in ranks)
-        }
-        for found in reversed(new.values()):
-            # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
-            found.leave_file()
-            # A copy, because it is closed after sending. In front: arenas come before the parts.
-            self._fds.insert(0, os.dup(found.fd))
-        for packed in parts:
-            for name in packed.tokens:
+                self._add_part(lack, changes, tuple(group))
+        for part in self.prepared.parts:
+            for name in part.tokens:
                 self._reasons.pop(name, None)
-        return PreparedUpdate(
-            message=NamespaceUpdate(
-                arenas=tuple((key, found.nbytes) for key, found in new.items()),
-                parts=tuple(packed.part for packed in parts),
-                # A module or tensor that comes, or whose weights are to be taken over anew.
-                reads_arenas=bool(self._arenas) or self._adopts_weights,
-            ),
-            fds=self._fds,
-            nbytes=self._nbytes,
-            parts=parts,
-            arenas=new,
-        )
 
     # ------------------------------------------------------------------- what there is
 
@@ -333,7 +296,6 @@ class _UpdatePacking:
                 continue
             changes[key] = change
             if change.adopt:
-                self._adopts_weights = True
                 # Workers cannot read the notebook's device memory; they adopt from these copies.
                 arena.update_host_copies(record.sharing)
         return changes
@@ -357,17 +319,16 @@ class _UpdatePacking:
 
     def _share_modules(self, keys: Iterable[str]) -> None:
         for record in self._modules.with_keys(keys):
-            self._nbytes += record.share()
+            self.prepared.nbytes += record.share()
 
-    def _part(
-        self, lack: _RankLack, changes: _ModuleChanges, ranks: tuple[int, ...]
-    ) -> _PackedPart:
-        records = self._modules.with_keys(lack.whole)
+    def _pickle(
+        self, lack: _RankLack, changes: _ModuleChanges
+    ) -> tuple[memfd.PackedObject, int, pickling.Sender]:
         load = Load(
             names={name: self._namespace[name] for name in lack.names},
             modules=tuple(
                 (record.key, record.manifest(), record.module)
-                for record in records
+                for record in self._modules.with_keys(lack.whole)
                 if record.module is not None
             ),
             changes=tuple(changes.values()),
@@ -379,25 +340,48 @@ class _UpdatePacking:
         except Exception as error:  # pickling runs user code: it may raise anything
             self._find_culprit(lack, error)
             raise
-        self._fds.append(fd)
-        self._nbytes += packed.nbytes
-        for record in records:
-            self._arenas |= record.arenas
-        self._arenas |= sender.arenas
+        self.prepared.fds.append(fd)
+        self.prepared.nbytes += packed.nbytes
+        return packed, fd, sender
+
+    def _add_part(self, lack: _RankLack, changes: _ModuleChanges, ranks: tuple[int, ...]) -> None:
+        packed, payload_fd, sender = self._pickle(lack, changes)
         states = [self._ranks[number] for number in ranks]
+        used = dict(sender.arenas)
+        for record in self._modules.with_keys(lack.whole):
+            used |= record.arenas
+        new = {
+            key: found
+            for key, found in used.items()
+            if any(key not in state.arenas for state in states)
+        }
         sent = {key for state in states for key in state.modules}
         gone = {key for state in states for key, found in state.arenas.items() if found() is None}
-        return _PackedPart(
-            part=UpdatePart(
-                ranks=ranks,
-                payload=packed,
-                sources=sender.sources,
-                forget=tuple(sorted(sent - lack.known)),
-                forget_arenas=tuple(sorted(gone)),
-            ),
+        message = NamespaceUpdate(
+            arenas=tuple((key, found.nbytes) for key, found in new.items()),
+            payload=packed,
+            sources=sender.sources,
+            forget=tuple(sorted(sent - lack.known)),
+            forget_arenas=tuple(sorted(gone)),
+            # A module or tensor that comes, or whose weights are to be taken over anew.
+            reads_arenas=bool(used) or any(change.adopt for change in changes.values()),
+        )
+        fds = self.prepared.fds
+        num_before = len(fds)
+        for found in new.values():
+            # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
+            found.leave_file()
+            # A copy, because it is closed after sending.
+            fds.append(os.dup(found.fd))
+        part = PreparedPart(
+            ranks=ranks,
+            message=message,
+            fds=[*fds[num_before:], payload_fd],
             tokens={name: self._found[name].token for name in lack.names},
             states={key: self._snapshot.state(key) for key in (*lack.whole, *changes)},
+            arenas=new,
         )
+        self.prepared.parts.append(part)
 
     def _places(self, lack: _RankLack) -> Callable[[Any], ModulePlace | None]:
         """Finds what lies in modules that the ranks have."""

@@ -1,6 +1,6 @@
 """Records sent from the notebook to workers before a cell runs.
 
-descriptors of an update: [ arena | arena | … | payload of part 0 | payload of part 1 | … ]
+descriptors of an update: [ arena | arena | … | payload ]
 """
 
 from __future__ import annotations
@@ -27,32 +27,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatePart:
-    """What a group of ranks that all lack the same gets."""
+class NamespaceUpdate:
+    """What ranks that all lack the same get; travels on the channel, beside the descriptors."""
 
-    ranks: tuple[int, ...]
+    arenas: tuple[tuple[str, int], ...]
+    """Key and size of each arena that comes along."""
     payload: PackedObject
     sources: Mapping[str, list[str]]
     """Source lines of the cells that the functions in it come from."""
     forget: tuple[str, ...] = ()
     """Modules whose original is gone: their weights have no destination any more."""
     forget_arenas: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceUpdate:
-    """The record that travels on the channel, beside the descriptors."""
-
-    arenas: tuple[tuple[str, int], ...]
-    """Key and size of each arena that comes along; one descriptor each, first in the row."""
-    parts: tuple[UpdatePart, ...]
-    """One descriptor each, behind those of the arenas."""
     reads_arenas: bool = True
     """Whether workers will read what the notebook has written to arenas that they have."""
-
-    def of(self, rank: int) -> tuple[UpdatePart, int] | None:
-        """A rank's part and the place of its descriptor, if there is something for it."""
-        for number, part in enumerate(self.parts):
-            if rank in part.ranks:
-                return part, len(self.arenas) + number
-        return None

@@ -39,18 +39,14 @@ class Namespace:
 
     def take(self, update: NamespaceUpdate, fds: Sequence[int]) -> None:
         """Bind what came from the notebook, and apply what changed in its modules."""
-        # Not strict: the descriptors of the payloads follow those of the arenas.
-        for (key, num_bytes), fd in zip(update.arenas, fds, strict=False):
+        *arena_fds, payload_fd = fds
+        for (key, num_bytes), fd in zip(update.arenas, arena_fds, strict=True):
             # Before the payload is opened, which refers to these arenas.
             self.modules.open_arena(key, num_bytes, fd)
-        found = update.of(self._rank)
-        if found is None:
-            return
-        part, index = found
-        pickling.keep_sources(part.sources)
+        pickling.keep_sources(update.sources)
         load: Load = pickling.unpack(
-            part.payload,
-            fds[index],
+            update.payload,
+            payload_fd,
             self.modules.mappings,
             device=self._device,
             namespace=self._user_ns,
@@ -60,7 +56,7 @@ class Namespace:
             self.modules.add(key, manifest, module)
         for change in load.changes:
             self.modules.apply(change)
-        self.modules.forget(part.forget, part.forget_arenas)
+        self.modules.forget(update.forget, update.forget_arenas)
         self._user_ns.update(load.names)
 
     # ------------------------------------------------------------------- around a cell

@@ -47,13 +47,14 @@ class Forked:
         """Run a cell in the worker; what it has then bound to `answer` is given back."""
         shipment = self.flow.prepare(names_of(text), [0])
         if shipment is not None:
-            self._ask(("take", shipment.message), shipment.fds)
+            (part,) = shipment.parts
+            self._ask(("take", part.message), part.fds)
             self.flow.taken(shipment)
             shipment.close()
         (bound, dirty), _ = self._ask(("run", text))
         self.flow.bound(0, bound)
         self._home(dirty)
-        self.sent = shipment.wanted[0] if shipment is not None else None
+        self.sent = tuple(part.tokens) if shipment is not None else None
         return self.pull("answer")["answer"] if "answer" in bound else None
 
     def _home(self, dirty: tuple[str, ...]) -> None:

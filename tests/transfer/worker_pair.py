@@ -66,9 +66,9 @@ class Pair:
         if shipment is None:
             return None
         try:
-            for worker in self.workers:
-                if worker.rank in shipment.wanted:
-                    worker.namespace.take(shipment.message, shipment.fds)
+            for part in shipment.parts:
+                for rank in part.ranks:
+                    self.workers[rank].namespace.take(part.message, part.fds)
             self.flow.taken(shipment)
         finally:
             shipment.close()
@@ -77,7 +77,7 @@ class Pair:
     def need(self, *names: str, force: bool = False) -> tuple[str, ...]:
         """Bring these names to all workers; which were sent."""
         shipment = self.send(Names(frozenset(names)), force=force)
-        return shipment.wanted[0] if shipment else ()
+        return tuple(shipment.parts[0].tokens) if shipment else ()
 
     def cell(self, text: str, *ranks: int) -> PreparedUpdate | None:
         """Run a cell in the workers, with all that belongs to it."""
