@@ -114,7 +114,7 @@ def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
 def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
     if "torch" not in sys.modules:
         return []
-    from nbaccel.transfer.find_modules import find_modules
+    from nbaccel.transfer.object_walk import find_modules
 
     return [module for _, module in find_modules(args)]
 

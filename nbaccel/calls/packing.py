@@ -7,7 +7,6 @@ is not ready, or something cannot be pickled or would cost too much to copy.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +23,14 @@ from nbaccel.base.process_death import uninterrupted
 from nbaccel.calls.changed_packages import sendable_changes
 from nbaccel.config.capabilities import ENGINES
 from nbaccel.plan import Plan, registry
-from nbaccel.transfer import arena, pickling, weight_sync
-from nbaccel.transfer.find_modules import find_modules, outermost_modules, reached_modules
+from nbaccel.transfer import arena, pickling
 from nbaccel.transfer.library_settings import library_settings
+from nbaccel.transfer.object_walk import (
+    find_culprit,
+    find_modules,
+    outermost_modules,
+    reached_modules,
+)
 from nbaccel.transfer.package_changes import LateChange, PackageChange
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.workers import fork_safety, messaging, template, worker, worker_output
@@ -139,7 +143,7 @@ def pack_call(
         if fork_hazards:
             return _pickle_call(function, args, module_sharing, None), plan
     except Exception as pickling_error:  # pickling runs user code: it may raise anything
-        culprit_path = pickling.find_culprit(function, args)
+        culprit_path = find_culprit(function, args)
         fork_reason = (
             f"{culprit_path} cannot be pickled ({type(pickling_error).__name__}: {pickling_error})"
         )
@@ -165,7 +169,7 @@ def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]
             used_arena.leave_file()
         return packed_call
     except Exception as pickling_error:  # pickling runs user code: it may raise anything
-        culprit_path = pickling.find_culprit(function, args)
+        culprit_path = find_culprit(function, args)
         raise NotSendable(
             f"{culprit_path} cannot be sent to the workers: {type(pickling_error).__name__}: "
             f"{pickling_error}.\n"
@@ -229,12 +233,12 @@ def _prepare_sharing(
     module_sharing: arena.Sharing,
     limit_bytes: int | None,
 ) -> tuple[worker.WorkerCall, pickling.Sender, pickling.PreparedObject]:
-    pickle_sender = pickling.Sender.create(module_sharing.stand_ins)
-    for shared_arena in module_sharing.arenas():
+    pickle_sender = pickling.Sender(module_sharing.stand_ins)
+    for shared_arena in module_sharing.arenas.values():
         # Named before pickling: an arena counts even if the pickle does not refer to it.
         pickle_sender.key(shared_arena)
-    worker_call = dataclasses.replace(
-        _worker_call(function, args, module_sharing), changes=package_changes
+    worker_call = worker.WorkerCall(
+        function=function, args=args, modules=module_sharing.modules, changes=package_changes
     )
     return (
         worker_call,
@@ -286,11 +290,11 @@ def _inherited_call(
     module_sharing = module_sharing.joined(
         _share_reached(_named_modules(stray_modules, function, args))
     )
-    call_arenas = {shared_arena.key: shared_arena for shared_arena in module_sharing.arenas()}
+    call_arenas = module_sharing.arenas
     for used_arena in call_arenas.values():
         used_arena.sync()
-    worker_call = dataclasses.replace(
-        _worker_call(function, args, module_sharing), arenas=call_arenas
+    worker_call = worker.WorkerCall(
+        function=function, args=args, modules=module_sharing.modules, arenas=call_arenas
     )
     return PackedCall(
         call=worker_call,
@@ -303,16 +307,6 @@ def _inherited_call(
             logging=worker_output.as_configured(),
         ),
     )
-
-
-def _worker_call(
-    function: Callable[..., Any], args: tuple[Any, ...], module_sharing: arena.Sharing
-) -> worker.WorkerCall:
-    call_modules = tuple(
-        (weight_sync.Manifest.of(shared_module.path, shared_module.slots), shared_module.module)
-        for shared_module in module_sharing.modules
-    )
-    return worker.WorkerCall(function=function, args=args, modules=call_modules)
 
 
 def judge_fork() -> None:

@@ -36,10 +36,10 @@ from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.report.run_report import RunReport, report_of
 from nbaccel.transfer.free_names import Names, names_of
-from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
+from nbaccel.transfer.pickling import unpack
 from nbaccel.workers import requirements, worker_output, working_folder
 
 if TYPE_CHECKING:
@@ -434,11 +434,9 @@ class Pool:
         tell_of_edits()
         with contextlib.closing(prepared_update):
             tasks = {
-                rank: (
-                    pool_messages.BindNames(update=prepared_update.message, wanted=names),
-                    prepared_update.fds,
-                )
-                for rank, names in prepared_update.wanted.items()
+                rank: (pool_messages.BindNames(update=part.message), part.fds)
+                for part in prepared_update.parts
+                for rank in part.ranks
             }
             with uninterrupted():
                 self._raise_failure(self._workers.run_tasks(tasks))
@@ -459,7 +457,7 @@ class Pool:
             )
             if packed_values is not None and pool_member.result_fd is not None:
                 fetched_values.append(
-                    open_payload(packed_values, pool_member.result_fd, self._namespace)
+                    unpack(packed_values, pool_member.result_fd, {}, namespace=self._namespace)
                 )
         is_single_rank = single_values and len(ranks) == 1
         return {

@@ -72,14 +72,13 @@ class BindNames:
     """Bind names that the notebook has. Descriptors: those of `update`, a `NamespaceUpdate`."""
 
     update: Any
-    wanted: tuple[str, ...]
 
     def file_hints(self) -> messaging.FileHints:
         """What it means for memory files."""
         return messaging.FileHints(
             arenas=tuple(key for key, _ in self.update.arenas),
             reads_arenas=self.update.reads_arenas,
-            forgets=tuple({key for part in self.update.parts for key in part.forget_arenas}),
+            forgets=self.update.forget_arenas,
         )
 
 

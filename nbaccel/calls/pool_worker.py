@@ -87,8 +87,8 @@ class _CellWorker:
         self._names_at_start = frozenset(self._shell.user_ns)
         self._names = Namespace(
             self._shell.user_ns,
-            own_rank=assignment.staging_rank,
-            target_device=self._worker_context.device,
+            rank=assignment.staging_rank,
+            device=self._worker_context.device,
             num_nodes=assignment.num_notebooks,
             share_back=assignment.share_back,
         )
@@ -143,7 +143,7 @@ class _CellWorker:
             number=task_number,
             shown=shown_bundle,
             bound=self._names.bound() if isinstance(task, pool_messages.RunCell) else (),
-            dirty=self._names.dirty() if isinstance(task, pool_messages.RunCell) else (),
+            dirty=self._names.modules.dirty() if isinstance(task, pool_messages.RunCell) else (),
             sequence=self._groups.sequence() if ran_code else (),
             in_groups=torch.distributed.is_initialized(),
         )
@@ -177,7 +177,7 @@ class _CellWorker:
         Work(self._channel, self._worker_context, task, file_descriptors).run()
 
     def _bind_names(self, task: pool_messages.BindNames, file_descriptors: list[int]) -> None:
-        self._names.take(task.update, file_descriptors, task.wanted)
+        self._names.take(task.update, file_descriptors)
         if pool_messages.PACKAGE_CHANGES in self._shell.user_ns:
             _, changes = self._shell.user_ns.pop(pool_messages.PACKAGE_CHANGES)
             self._worker_context.changes.follow(changes)
@@ -192,7 +192,7 @@ class _CellWorker:
     def _write_weights(self, task: pool_messages.WriteWeights, file_descriptors: list[int]) -> None:
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
         self._busy = True
-        weight_report, whole_files = self._names.write_weights(
+        weight_report, whole_files = self._names.modules.write_changed(
             dict(zip(task.arenas, file_descriptors, strict=True))
         )
         self._busy = False
@@ -204,7 +204,7 @@ class _CellWorker:
     ) -> None:
         # May be interrupted, because it can be put off: it only gives memory back.
         self._busy = True
-        self._names.share_equal_pages()
+        self._names.modules.share_equal_pages()
 
     def _join_all(self, task: pool_messages.JoinAll, file_descriptors: list[int]) -> None:
         self._busy = True

@@ -102,7 +102,7 @@ class PostTask:
         shared_arenas = {
             arena_key: tensor_arena
             for module_record in module_records
-            for arena_key, tensor_arena in module_record.arenas().items()
+            for arena_key, tensor_arena in module_record.arenas.items()
         }
         try:
             with staged(module_records, shared_arenas) as weight_receiver:

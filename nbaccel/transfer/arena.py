@@ -38,8 +38,6 @@ from nbaccel.transfer import memfd
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 """Types with memory of their own: a DTensor, for one, has no address."""
 
-_TENSOR_ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction torch uses
-
 
 class Arena(memfd.Mapping):
     """A memory file mapped shared into this process, with the tensors that live in it.
@@ -47,11 +45,11 @@ class Arena(memfd.Mapping):
     It stays as long as one of its tensors does. Its `key` names no other arena of this process.
     """
 
-    def __init__(self, file_descriptor: int, num_bytes: int, *, is_private: bool = False) -> None:
-        self.fd = file_descriptor
+    def __init__(self, fd: int, num_bytes: int, *, is_private: bool = False) -> None:
+        self.fd = fd
         self.key = f"arena{next(_ARENA_NUMBERS)}"
-        super().__init__(file_descriptor, num_bytes, is_private=is_private)
-        _LIVING_ARENAS.add(self)
+        super().__init__(fd, num_bytes, is_private=is_private)
+        _LIVING_ARENAS.append(weakref.ref(self, _LIVING_ARENAS.remove))
 
     def sync(self) -> None:
         """Make the file show what this process sees; called before it is sent to workers."""
@@ -84,8 +82,8 @@ class FileArena(Arena):
 
     def __init__(self, path: Path) -> None:
         self._is_file = True
-        file_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        super().__init__(file_descriptor, os.fstat(file_descriptor).st_size, is_private=True)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__(fd, os.fstat(fd).st_size, is_private=True)
 
     def sync(self) -> None:
         """See :meth:`Arena.sync`."""
@@ -96,18 +94,18 @@ class FileArena(Arena):
         """See :meth:`Arena.leave_file`."""
         if not self._is_file:
             return
-        memory_file = memfd.create_file("arena", self.nbytes)
+        new_fd = memfd.create_file("arena", self.nbytes)
         try:
-            memfd.write_at(memory_file, self.view(0, self.nbytes), 0)
+            memfd.write_at(new_fd, self.view(0, self.nbytes), 0)
         except BaseException:  # an interrupt, or memory that is short: nothing has changed
-            os.close(memory_file)
+            os.close(new_fd)
             raise
         with uninterrupted():
-            self.replace(memory_file, is_private=False)
-            checkpoint_file = self.fd
-            self.fd = memory_file
+            self.replace(new_fd, is_private=False)
+            old_fd = self.fd
+            self.fd = new_fd
             self._is_file = False
-            os.close(checkpoint_file)
+            os.close(old_fd)
 
     def make_private(self) -> None:
         """See :meth:`Arena.make_private`; a mapped file is private already, writes included."""
@@ -120,35 +118,31 @@ _ARENA_NUMBERS = itertools.count()
 
 # Which mapping owns an address is a fact of this process's memory, like a heap's own table: it
 # outlives a launch because the notebook's model does. Weak, so that it keeps nothing alive.
-_LIVING_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+_LIVING_ARENAS: list[weakref.ref[Arena]] = []
 _MOVE_LOCK = threading.Lock()
 
 
 def find_arena(address: int, num_bytes: int) -> Arena | None:
     """The arena of this process that holds these bytes, if any."""
-    # A copy, because another thread may add an arena while the loop runs.
-    for arena in tuple(_LIVING_ARENAS):
+    for arena in _living():
         if arena.contains(address, num_bytes):
             return arena
     return None
 
 
-class Finder:
-    """`find_arena` for many addresses in a row, which mostly lie in the same arena."""
+def _living() -> Iterator[Arena]:
+    # A copy, because another thread may add an arena while the loop runs.
+    for reference in tuple(_LIVING_ARENAS):
+        arena = reference()
+        if arena is not None:
+            yield arena
 
-    def __init__(self) -> None:
-        self._last: Arena | None = None
 
-    def __call__(self, address: int, num_bytes: int) -> Arena | None:
-        """The arena of this process that holds these bytes, if any."""
-        if self._last is None or not self._last.contains(address, num_bytes):
-            self._last = find_arena(address, num_bytes)
-        return self._last
-
-    def arena_of(self, tensor_storage: torch.UntypedStorage) -> Arena | None:
-        """The arena that a storage lies in, if any."""
-        host = tensor_storage.device.type == "cpu"
-        return self(tensor_storage.data_ptr(), tensor_storage.nbytes()) if host else None
+def arena_of(storage: torch.UntypedStorage) -> Arena | None:
+    """The arena of this process that a storage lies in, if any."""
+    if storage.device.type != "cpu":
+        return None
+    return find_arena(storage.data_ptr(), storage.nbytes())
 
 
 def make_arenas_private() -> None:
@@ -157,41 +151,33 @@ def make_arenas_private() -> None:
     What it writes stays its own, also into a model that the call does not know of, such as one in
     an imported module; and what it sends carries values instead of references to these arenas.
     """
-    for arena in tuple(_LIVING_ARENAS):
+    for arena in _living():
         arena.make_private()
     _LIVING_ARENAS.clear()
 
 
-def storage_at(mapping: memfd.Mapping, first_byte: int, num_bytes: int) -> torch.UntypedStorage:
+def storage_at(mapping: memfd.Mapping, start: int, num_bytes: int) -> torch.UntypedStorage:
     """Bytes `[start, start + nbytes)` of a mapping as a storage that keeps the mapping alive."""
     # torch.frombuffer refuses an empty buffer.
     if num_bytes == 0:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-    raw_bytes = torch.frombuffer(
-        mapping.bytes(), dtype=torch.uint8, count=num_bytes, offset=first_byte
-    )
+    raw_bytes = torch.frombuffer(mapping.bytes(), dtype=torch.uint8, count=num_bytes, offset=start)
     return raw_bytes.untyped_storage()
 
 
-def empty_tensors(
-    layouts: Sequence[tuple[tuple[int, ...], torch.dtype]],
-) -> list[torch.Tensor]:
+def empty_tensors(layouts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
     """Tensors with memory of their own that workers can be handed without a copy."""
     if not hasattr(os, "memfd_create"):
         return [torch.zeros(shape, dtype=dtype) for shape, dtype in layouts]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
-    starts = list(
-        itertools.accumulate(
-            (-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0
-        )
-    )
+    starts = [0, *itertools.accumulate(map(memfd.aligned, sizes))]
     if not starts[-1]:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in layouts]
     arena = Arena(memfd.create_file("arena", starts[-1]), starts[-1])
     # `starts` has the end of all as its last entry.
     return [
-        torch.empty(0, dtype=dtype).set_(storage_at(arena, first_byte, size)).view(shape)
-        for (shape, dtype), size, first_byte in zip(layouts, sizes, starts, strict=False)
+        torch.empty(0, dtype=dtype).set_(storage_at(arena, start, size)).view(shape)
+        for (shape, dtype), size, start in zip(layouts, sizes, starts, strict=False)
     ]
 
 
@@ -203,6 +189,8 @@ class Slot(NamedTuple):
 
     name: str
     """Dotted name in the module, as `named_parameters` gives it."""
+    arena: str
+    """Key of the arena."""
     start: int
     """First byte of its storage in the arena."""
     nbytes: int
@@ -213,11 +201,16 @@ class Slot(NamedTuple):
     offset: int
     """Elements from the start of the storage to the tensor's first one."""
 
+    @property
+    def span(self) -> memfd.ByteRange:
+        """The bytes of its storage in the arena."""
+        return (self.start, self.start + self.nbytes)
+
     def view(self, mapping: memfd.Mapping) -> torch.Tensor:
         """This tensor's bytes in a mapping of the arena, as a tensor of `shape`."""
-        tensor_storage = storage_at(mapping, self.start, self.nbytes)
-        empty_tensor = torch.empty(0, dtype=self.dtype)
-        return empty_tensor.set_(tensor_storage, self.offset, self.shape, self.stride)
+        storage = storage_at(mapping, self.start, self.nbytes)
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 def module_version(module: nn.Module) -> int:
@@ -236,15 +229,20 @@ def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: memfd.Mapping) -> boo
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedModule:
-    """A module of the notebook that workers get without a copy."""
+class Manifest(NamedTuple):
+    """What a worker must know of one shared module to write its weights back."""
 
     path: str
     """How the user would write it: `args[0]`, `args[1]['teacher']`."""
+    slots: tuple[Slot, ...]
+    """Every parameter and buffer."""
+
+
+class SharedModule(NamedTuple):
+    """A module of the notebook that workers get without a copy."""
+
+    manifest: Manifest
     module: nn.Module
-    slots: tuple[tuple[Arena, Slot], ...]
-    """Every parameter and buffer with its arena."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,23 +250,20 @@ class Sharing:
     """All modules of one launch, and where the host copies of device-resident storages lie."""
 
     modules: tuple[SharedModule, ...] = ()
+    arenas: dict[str, Arena] = field(default_factory=dict)
+    """Every arena that holds a tensor of these modules, by key."""
     stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
     """Device address of a storage → arena and first byte of its host copy."""
     made_bytes: int = 0
     """Size of the arenas that were made for them."""
 
-    def joined(self, other_sharing: Sharing) -> Sharing:
+    def joined(self, other: Sharing) -> Sharing:
         """The modules of both."""
         return Sharing(
-            modules=(*self.modules, *other_sharing.modules),
-            stand_ins=self.stand_ins | other_sharing.stand_ins,
-            made_bytes=self.made_bytes + other_sharing.made_bytes,
-        )
-
-    def arenas(self) -> list[Arena]:
-        """Every arena that holds a tensor of these modules, once."""
-        return list(
-            {id(arena): arena for module in self.modules for arena, _ in module.slots}.values()
+            modules=(*self.modules, *other.modules),
+            arenas=self.arenas | other.arenas,
+            stand_ins=self.stand_ins | other.stand_ins,
+            made_bytes=self.made_bytes + other.made_bytes,
         )
 
 
@@ -297,35 +292,29 @@ class _Span:
 
     def raw(self) -> torch.Tensor:
         """The bytes of the span, where they are now, as a uint8 tensor of shape `[nbytes]`."""
-        empty_tensor = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return empty_tensor.set_(self.storage, self.low, (self.nbytes,), (1,))
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.low, (self.nbytes,), (1,))
 
 
-def share_modules(named_modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
+def share_modules(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
     """Move the modules' tensors into an arena, unless they live in one already.
 
     Tensors on an accelerator stay there; workers get a host copy of them.
     """
     # All refusals before the first move: half a model in shared memory is of no use.
-    refusal_lines = [
-        refusal_line
-        for module_path, module in named_modules
-        for refusal_line in _refusals_of(module_path, module)
-    ]
-    if refusal_lines:
-        raise ModelNotShareable(
-            "The model cannot be handed to workers:\n" + "\n".join(refusal_lines)
-        )
+    refusals = [refusal for path, module in modules for refusal in _refusals_of(path, module)]
+    if refusals:
+        raise ModelNotShareable("The model cannot be handed to workers:\n" + "\n".join(refusals))
     # Two launches from two threads must not both move the same tensor.
     with _MOVE_LOCK, torch.no_grad():
-        stand_ins, viewed_tensors, made_bytes = _move_storages(named_modules)
+        stand_ins, viewed, made_bytes = _move_storages(modules)
     # A message and not a refusal: the launch itself works, only the older view goes stale.
-    if viewed_tensors:
-        write_notice(_stale_views_message(named_modules, viewed_tensors))
+    if viewed:
+        write_notice(_stale_views_message(modules, viewed))
+    arenas: dict[str, Arena] = {}
     return Sharing(
-        modules=tuple(
-            _record_module(module_path, module, stand_ins) for module_path, module in named_modules
-        ),
+        modules=tuple(_record_module(path, module, stand_ins, arenas) for path, module in modules),
+        arenas=arenas,
         stand_ins=stand_ins,
         made_bytes=made_bytes,
     )
@@ -338,23 +327,25 @@ def update_host_copies(sharing: Sharing) -> None:
             host_copy.copy_(tensor)
 
 
-def refresh_devices(sharing: Sharing, paths_left_out: Collection[str] = ()) -> None:
+def refresh_devices(sharing: Sharing, left_out: Collection[str] = ()) -> None:
     """Copy what workers put into the host copies to the tensors on this process's devices."""
-    for tensor, host_copy in _on_devices(sharing, paths_left_out):
+    for tensor, host_copy in _on_devices(sharing, left_out):
         # Through .data: an in-place copy into a leaf that requires grad is an error in torch.
         tensor.data.copy_(host_copy)
 
 
 def _on_devices(
-    sharing: Sharing, paths_left_out: Collection[str] = ()
+    sharing: Sharing, left_out: Collection[str] = ()
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for module in sharing.modules if sharing.stand_ins else ():
-        module_tensors = (
-            dict(named_tensors(module.module)) if module.path not in paths_left_out else {}
-        )
-        for arena, slot in module.slots if module_tensors else ():
-            if module_tensors[slot.name].device.type != "cpu":
-                yield module_tensors[slot.name], slot.view(arena)
+    if not sharing.stand_ins:
+        return
+    for manifest, module in sharing.modules:
+        if manifest.path in left_out:
+            continue
+        tensors = dict(named_tensors(module))
+        for slot in manifest.slots:
+            if tensors[slot.name].device.type != "cpu":
+                yield tensors[slot.name], slot.view(sharing.arenas[slot.arena])
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -412,23 +403,19 @@ def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     no outputs). A library that partitions a model leaves most of its parameters empty, and
     DeepSpeed gives each of them a `ds_id`.
     """
-    named_parameters = module.named_parameters()
     parameters = [
         (name, parameter)
-        for name, parameter in named_parameters
+        for name, parameter in module.named_parameters()
         if not isinstance(parameter, UninitializedParameter)
     ]
-    empty_parameters = [
-        (name, parameter) for name, parameter in parameters if parameter.numel() == 0
-    ]
-    if any(hasattr(parameter, "ds_id") for _, parameter in empty_parameters) or len(
-        empty_parameters
-    ) > max(1, len(parameters) // 2):
-        yield from empty_parameters
+    empty = [(name, parameter) for name, parameter in parameters if parameter.numel() == 0]
+    is_partitioned = any(hasattr(parameter, "ds_id") for _, parameter in empty)
+    if is_partitioned or len(empty) > max(1, len(parameters) // 2):
+        yield from empty
 
 
 def _move_storages(
-    named_modules: Sequence[tuple[str, nn.Module]],
+    modules: Sequence[tuple[str, nn.Module]],
 ) -> tuple[dict[int, tuple[Arena, int]], set[int], int]:
     """Move every storage that is not in an arena yet.
 
@@ -436,89 +423,81 @@ def _move_storages(
     size of the arena.
     """
     # By id, because tied parameters are listed once per name and must be moved once.
-    unique_tensors = {id(t): t for _, module in named_modules for _, t in named_tensors(module)}
-    storage_spans = _storage_spans(unique_tensors.values())
+    tensors = {id(t): t for _, module in modules for _, t in named_tensors(module)}
+    spans = _storage_spans(tensors.values())
     arena_bytes = 0
-    for storage_span in storage_spans:
-        storage_span.start = arena_bytes
-        # Rounded up, so that every storage starts at an aligned address.
-        arena_bytes += -(-storage_span.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
-    if not storage_spans:
+    for span in spans:
+        span.start = arena_bytes
+        arena_bytes += memfd.aligned(span.nbytes)
+    if not spans:
         return {}, set(), 0
     # Counted before the move: afterwards the tensors lie in another storage.
-    shared_spans = [span for span in storage_spans if span.has_other_views()]
-    viewed_tensors = set(_viewed_from_python(shared_spans)) if shared_spans else set()
+    shared = [span for span in spans if span.has_other_views()]
+    viewed = set(_viewed_from_python(shared)) if shared else set()
     arena = Arena(memfd.create_file("arena", arena_bytes), arena_bytes)
     stand_ins: dict[int, tuple[Arena, int]] = {}
-    for storage_span in storage_spans:
+    for span in spans:
         # pwrite, not copy_: no page fault per page, and no OpenMP pool started in the notebook.
-        memfd.write_at(
-            arena.fd, memoryview(storage_span.raw().cpu().numpy().data), storage_span.start
-        )
-        if storage_span.storage.device.type == "cpu":
-            _point_tensors(arena, storage_span)
+        memfd.write_at(arena.fd, memoryview(span.raw().cpu().numpy().data), span.start)
+        if span.storage.device.type == "cpu":
+            _point_tensors(arena, span)
         else:
             # A tensor on an accelerator is not moved: workers get a copy in host memory.
-            stand_ins[storage_span.storage.data_ptr()] = (arena, storage_span.start)
-    return stand_ins, viewed_tensors, arena_bytes
+            stand_ins[span.storage.data_ptr()] = (arena, span.start)
+    return stand_ins, viewed, arena_bytes
 
 
-def _viewed_from_python(storage_spans: Sequence[_Span]) -> Iterator[int]:
+def _viewed_from_python(spans: Sequence[_Span]) -> Iterator[int]:
     """Ids of tensors whose memory another tensor of Python has, too.
 
     What an autograd graph keeps of an earlier loss has no object in Python, and nobody reads it.
     """
-    ids = {id(tensor) for span in storage_spans for tensor in span.tensors}
-    spans_by_address = {span.storage.data_ptr(): span for span in storage_spans}
-    for found_object in gc.get_objects():
+    ids = {id(tensor) for span in spans for tensor in span.tensors}
+    spans_by_address = {span.storage.data_ptr(): span for span in spans}
+    for candidate in gc.get_objects():
         # By type: asking other objects could run code of theirs. An array refers to a tensor.
-        if type(found_object) not in (torch.Tensor, nn.Parameter) or id(found_object) in ids:
+        if type(candidate) not in (torch.Tensor, nn.Parameter) or id(candidate) in ids:
             continue
         try:
-            address = found_object.untyped_storage().data_ptr()
+            address = candidate.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # sparse ones have none
             continue
         if span := spans_by_address.get(address):
             yield from map(id, span.tensors)
 
 
-def _stale_views_message(
-    named_modules: Sequence[tuple[str, nn.Module]], viewed_tensors: Collection[int]
-) -> str:
+def _stale_views_message(modules: Sequence[tuple[str, nn.Module]], viewed: Collection[int]) -> str:
     """The line about tensors and arrays that were taken from a model before it was moved."""
-    stale_names = [
+    names = [
         f"{path}.{tensor_name}"
-        for path, module in named_modules
+        for path, module in modules
         for tensor_name, tensor in named_tensors(module)
-        if id(tensor) in viewed_tensors
+        if id(tensor) in viewed
     ]
     return (
-        f"nbaccel: {first_few(stale_names, 2)} moved to shared memory, and something else has a "
+        f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a "
         "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
         "the values of now and does not follow the model. Take it again, or .clone() what is to "
         "stay.\n"
     )
 
 
-def _storage_spans(module_tensors: Iterable[torch.Tensor]) -> list[_Span]:
-    storage_spans: dict[int, _Span] = {}
-    arena_finder = Finder()
-    for tensor in module_tensors:
-        tensor_storage = tensor.untyped_storage()
-        if tensor.numel() == 0 or arena_finder.arena_of(tensor_storage):
+def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
+    spans: dict[int, _Span] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.numel() == 0 or arena_of(storage):
             continue
-        low_byte, high_byte = _byte_extent(tensor)
-        if tensor_storage.device.type != "cpu":
+        low, high = _byte_extent(tensor)
+        if storage.device.type != "cpu":
             # Its host copy is found by the address of the whole storage.
-            low_byte = 0
-            high_byte = tensor_storage.nbytes()
-        storage_span = storage_spans.setdefault(
-            tensor_storage.data_ptr(), _Span(tensor_storage, low_byte, high_byte)
-        )
-        storage_span.low = min(storage_span.low, low_byte)
-        storage_span.high = max(storage_span.high, high_byte)
-        storage_span.tensors.append(tensor)
-    return list(storage_spans.values())
+            low = 0
+            high = storage.nbytes()
+        span = spans.setdefault(storage.data_ptr(), _Span(storage, low, high))
+        span.low = min(span.low, low)
+        span.high = max(span.high, high)
+        span.tensors.append(tensor)
+    return list(spans.values())
 
 
 def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -526,49 +505,52 @@ def _byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
     elements = sum(
         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    item_bytes = tensor.element_size()
-    low_byte = int(tensor.storage_offset()) * item_bytes
+    low = int(tensor.storage_offset()) * tensor.element_size()
+    high = low + (elements + 1) * tensor.element_size()
     # Rounded down so that tensors of another dtype in the same storage keep whole offsets.
-    return low_byte // _TENSOR_ALIGNMENT * _TENSOR_ALIGNMENT, low_byte + (elements + 1) * item_bytes
+    return low // memfd.ALIGNMENT * memfd.ALIGNMENT, high
 
 
 def _point_tensors(arena: Arena, span: _Span) -> None:
-    tensor_storage = storage_at(arena, span.start, span.nbytes)
+    storage = storage_at(arena, span.start, span.nbytes)
     for tensor in span.tensors:
         # The span may start after the first byte of the old storage, so offsets shrink.
-        element_offset = tensor.storage_offset() - span.low // tensor.element_size()
-        empty_tensor = torch.empty(0, dtype=tensor.dtype)
+        offset = tensor.storage_offset() - span.low // tensor.element_size()
+        empty = torch.empty(0, dtype=tensor.dtype)
         # Assigning .data keeps the Parameter object, which optimizers hold by identity.
-        tensor.data = empty_tensor.set_(
-            tensor_storage, element_offset, tensor.shape, tensor.stride()
-        )
+        tensor.data = empty.set_(storage, offset, tensor.shape, tensor.stride())
 
 
 def _record_module(
-    path: str, module: nn.Module, stand_ins: dict[int, tuple[Arena, int]]
+    path: str,
+    module: nn.Module,
+    stand_ins: dict[int, tuple[Arena, int]],
+    arenas: dict[str, Arena],
 ) -> SharedModule:
+    """Note where a module's tensors lie, and add the arenas to those of the others."""
     slots = []
-    arena_finder = Finder()
     for name, tensor in named_tensors(module):
         # An empty tensor has no address, so no slot; both sides pass over it.
         if tensor.numel() == 0:
             continue
-        tensor_storage = tensor.untyped_storage()
-        address = tensor_storage.data_ptr()
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
         # A module of an earlier launch lies in an arena already: its slots point there.
-        arena = arena_finder.arena_of(tensor_storage)
+        arena = arena_of(storage)
         if arena is not None:
-            first_byte = address - arena.address
+            start = address - arena.address
         else:
-            arena, first_byte = stand_ins[address]
+            arena, start = stand_ins[address]
+        arenas[arena.key] = arena
         slot = Slot(
             name=name,
-            start=first_byte,
-            nbytes=tensor_storage.nbytes(),
+            arena=arena.key,
+            start=start,
+            nbytes=storage.nbytes(),
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
         )
-        slots.append((arena, slot))
-    return SharedModule(path=path, module=module, slots=tuple(slots))
+        slots.append(slot)
+    return SharedModule(Manifest(path, tuple(slots)), module)

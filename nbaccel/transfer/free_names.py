@@ -58,64 +58,64 @@ class Names:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_users(read_name: str) -> bool:
+def is_users(name: str) -> bool:
     """Whether a name belongs to the user, not to Python or IPython (`_`, `In`, `__name__`)."""
-    return read_name not in _IPYTHON_NAMES and not _IPYTHON_NAME_PATTERN.fullmatch(read_name)
+    return name not in _IPYTHON_NAMES and not _IPYTHON_NAME_PATTERN.fullmatch(name)
 
 
 @functools.lru_cache(maxsize=512)
-def names_of(cell_text: str) -> Names:
+def names_of(text: str) -> Names:
     """The names that a cell's code reads. Code that does not compile reads none."""
     try:
         # What there is to warn of, the worker that runs the cell says.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            python_text = _to_python(cell_text)
-            code_object = compile(
-                python_text, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+            python = _to_python(text)
+            code = compile(
+                python, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
             )
     # ValueError: the text contains a null character.
     except (SyntaxError, ValueError):
         return Names()
     reads = _Reads()
-    if "get_ipython" in python_text:
-        reads.possible.update(_names_in_magics(ast.parse(python_text)))
-    reads.follow(code_object, _NO_NAMES)
+    if "get_ipython" in python:
+        reads.possible.update(_names_in_magics(ast.parse(python)))
+    reads.follow(code, _NO_NAMES)
     names = frozenset(filter(is_users, reads.needed))
     return Names(names, frozenset(filter(is_users, reads.possible)) - names)
 
 
 @functools.lru_cache(maxsize=4096)
-def globals_read(code_object: CodeType) -> frozenset[str]:
+def globals_read(code: CodeType) -> frozenset[str]:
     """The global names that code may read, that of the functions inside it included."""
     names: set[str] = set()
-    for instruction in dis.get_instructions(code_object):
+    for instruction in dis.get_instructions(code):
         if instruction.opname in _READ_GLOBAL or instruction.opname in _READ_NAME:
             names.add(instruction.argval)
-    for code_constant in code_object.co_consts:
-        if isinstance(code_constant, CodeType):
-            names |= globals_read(code_constant)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= globals_read(constant)
     return frozenset(names)
 
 
-def _to_python(cell_text: str) -> str:
+def _to_python(text: str) -> str:
     """IPython's `%magic`, `!command` and `name?` as the calls that they stand for."""
     module = sys.modules.get("IPython.core.inputtransformer2")
     if module is None:
-        return cell_text
+        return text
     # Without a shell: transforming looks at the text only.
-    python_text: str = module.TransformerManager().transform_cell(cell_text)
-    return python_text
+    python: str = module.TransformerManager().transform_cell(text)
+    return python
 
 
-def _names_in_magics(syntax_tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(syntax_tree):
+def _names_in_magics(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _is_magic(node):
             # The first argument of a magic is its own name.
-            num_skipped = 1 if node.func.attr.startswith("run_") else 0  # type: ignore[attr-defined]
-            for argument_node in node.args[num_skipped:]:
-                if isinstance(argument_node, ast.Constant) and isinstance(argument_node.value, str):
-                    yield from _NAME_IN_TEXT.findall(argument_node.value)
+            skipped = 1 if node.func.attr.startswith("run_") else 0  # type: ignore[attr-defined]
+            for argument in node.args[skipped:]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield from _NAME_IN_TEXT.findall(argument.value)
 
 
 def _is_magic(node: ast.Call) -> bool:
@@ -135,64 +135,62 @@ class _Reads:
         self.needed: set[str] = set()
         self.possible: set[str] = set()
 
-    def follow(
-        self, code_object: CodeType, bound_outside: frozenset[str], *, is_class: bool = False
-    ) -> None:
+    def follow(self, code: CodeType, outside: frozenset[str], *, is_class: bool = False) -> None:
         """Take code that runs where these names are bound."""
-        for instruction, bound in _paths_through(code_object, bound_outside):
+        for instruction, bound in _paths_through(code, outside):
             # What a class binds is seen by its own body only, not by its methods.
-            seen_inside = bound_outside if is_class else bound
+            inside = outside if is_class else bound
             argument = instruction.argval
             if isinstance(argument, CodeType):
-                self._enter(argument, seen_inside)
+                self._enter(argument, inside)
             elif instruction.opname in _READ_NAME:
                 self.needed |= {argument} - bound
             elif instruction.opname in _READ_GLOBAL:
-                self.needed |= {argument} - seen_inside
+                self.needed |= {argument} - inside
 
-    def _enter(self, code_object: CodeType, bound_outside: frozenset[str]) -> None:
-        is_class = not code_object.co_flags & inspect.CO_NEWLOCALS
-        if is_class or _OWN_SCOPES.fullmatch(code_object.co_name):
-            self.follow(code_object, bound_outside, is_class=is_class)
+    def _enter(self, code: CodeType, outside: frozenset[str]) -> None:
+        is_class = not code.co_flags & inspect.CO_NEWLOCALS
+        if is_class or _OWN_SCOPES.fullmatch(code.co_name):
+            self.follow(code, outside, is_class=is_class)
         else:
-            self.possible |= globals_read(code_object) - bound_outside
+            self.possible |= globals_read(code) - outside
 
 
 def _paths_through(
-    code_object: CodeType, bound_at_start: frozenset[str]
+    code: CodeType, bound: frozenset[str]
 ) -> Iterator[tuple[dis.Instruction, frozenset[str]]]:
     """Each instruction that can be reached, with the names that every way to it has bound."""
-    bytecode = dis.Bytecode(code_object)
+    bytecode = dis.Bytecode(code)
     instructions = list(bytecode)
     positions = {instruction.offset: place for place, instruction in enumerate(instructions)}
     handlers = dict(_handlers(bytecode, instructions, positions))
-    deleted_names = {step.argval for step in instructions if step.opname in _UNBIND}
-    bound_at = {0: bound_at_start}
+    deleted = {step.argval for step in instructions if step.opname in _UNBIND}
+    bound_at = {0: bound}
     unvisited = [0]
     while unvisited:
         place = unvisited.pop()
         instruction = instructions[place]
-        bound_before = bound_after = bound_at[place]
+        before = after = bound_at[place]
         if instruction.opname in _BIND:
-            bound_after = bound_before | {instruction.argval}
+            after = before | {instruction.argval}
         elif instruction.opname in _UNBIND:
-            bound_after = bound_before - {instruction.argval}
-        next_steps = []
+            after = before - {instruction.argval}
+        steps = []
         if instruction.opname not in _NEVER_GO_ON:
-            next_steps.append((place + 1, bound_after))
+            steps.append((place + 1, after))
         if instruction.opname == _TRY_BLOCK:
             # An exception may occur anywhere in the block, also after a `del` in it.
-            next_steps.append((positions[instruction.argval], bound_before - deleted_names))
+            steps.append((positions[instruction.argval], before - deleted))
         elif instruction.opcode in _JUMPS and instruction.opname not in _WITH_BLOCKS:
-            next_steps.append((positions[instruction.argval], bound_after))
+            steps.append((positions[instruction.argval], after))
         if place in handlers:
-            next_steps.append((handlers[place], bound_before))
-        for next_place, names in next_steps:
-            known_names = bound_at.get(next_place)
-            bound_there = names if known_names is None else known_names & names
-            if bound_there != known_names:
-                bound_at[next_place] = bound_there
-                unvisited.append(next_place)
+            steps.append((handlers[place], before))
+        for following, names in steps:
+            known = bound_at.get(following)
+            there = names if known is None else known & names
+            if there != known:
+                bound_at[following] = there
+                unvisited.append(following)
     for place, names in bound_at.items():
         yield instructions[place], names
 
@@ -203,8 +201,8 @@ def _handlers(
     """Where an exception at each place leads to, but for the ends of `with` blocks."""
     for entry in getattr(bytecode, "exception_entries", ()):
         handler = positions[entry.target]
-        first_steps = instructions[handler : handler + _WITH_HANDLER_INSTRUCTIONS]
-        if any(step.opname == "WITH_EXCEPT_START" for step in first_steps):
+        first = instructions[handler : handler + _WITH_HANDLER_INSTRUCTIONS]
+        if any(step.opname == "WITH_EXCEPT_START" for step in first):
             continue
         for offset in range(entry.start, entry.end, 2):
             if offset in positions:

@@ -16,8 +16,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,33 +26,26 @@ from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
 from nbaccel.transfer import pickling
 
-__all__ = ["LibrarySettings", "library_settings"]
 
-
-_ALWAYS = object()
-
-
-@dataclass(frozen=True)
-class _Setting:
+class _Setting(NamedTuple):
     name: str
     """How a user sets it."""
     read: Callable[[], Any]
     """What it is here, as something that can be compared and pickled."""
     write: Callable[[Any], Any]
-    fresh: Any = _ALWAYS
-    """What it is in a new interpreter: then it is left as packages that only workers import have
-    set it."""
 
 
-def _decimal_context(here: decimal.Context | None = None) -> tuple[Any, ...]:
-    here = decimal.getcontext() if here is None else here
+_DECIMAL_FIELDS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _decimal_context() -> dict[str, Any]:
+    here = decimal.getcontext()
     traps = [signal for signal, is_trapped in here.traps.items() if is_trapped]
-    return here.prec, here.rounding, here.Emin, here.Emax, here.capitals, here.clamp, traps
+    return {name: getattr(here, name) for name in _DECIMAL_FIELDS} | {"traps": traps}
 
 
-def _set_decimal_context(parts: tuple[Any, ...]) -> None:
-    names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
-    decimal.setcontext(decimal.Context(**dict(zip(names, parts, strict=True)), flags=[]))
+def _set_decimal_context(fields: dict[str, Any]) -> None:
+    decimal.setcontext(decimal.Context(**fields, flags=[]))
 
 
 _GIVEN_FILTERS: list[Any] = []
@@ -79,10 +71,6 @@ def _set_warning_filters(filters: list[Any]) -> None:
 
 def _set_deterministic(modes: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
-
-
-def _set_anomaly_detection(modes: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(*modes)
 
 
 @functools.cache
@@ -123,37 +111,17 @@ def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
             add()
 
 
-def _attribute(name: str, holder: Any, attribute: str, fresh: Any = _ALWAYS) -> _Setting:
+def _attribute(name: str, holder: Any, attribute: str) -> _Setting:
     return _Setting(
         f"{name}.{attribute}",
         lambda: getattr(holder, attribute),
         lambda value: setattr(holder, attribute, value),
-        fresh,
     )
 
 
-_FRESH_PRINT_OPTIONS = {
-    "edgeitems": 3,
-    "threshold": 1000,
-    "floatmode": "maxprec",
-    "precision": 8,
-    "suppress": False,
-    "linewidth": 75,
-    "nanstr": "nan",
-    "infstr": "inf",
-    "sign": "-",
-    "formatter": None,
-    "legacy": False,
-    "override_repr": None,
-}
 _OF_PYTHON = (
     _Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
-    _Setting(
-        "decimal.setcontext",
-        _decimal_context,
-        _set_decimal_context,
-        _decimal_context(decimal.DefaultContext),
-    ),
+    _Setting("decimal.setcontext", _decimal_context, _set_decimal_context),
     _Setting("warnings.filters", _warning_filters, _set_warning_filters),
     _Setting(
         "locale.setlocale",
@@ -163,29 +131,19 @@ _OF_PYTHON = (
     _Setting(
         "numpy.set_printoptions",
         np.get_printoptions,
-        lambda given: np.set_printoptions(**given),
-        # Earlier versions have fewer.
-        {name: _FRESH_PRINT_OPTIONS.get(name) for name in np.get_printoptions()},
+        lambda options: np.set_printoptions(**options),
     ),
-    _Setting(
-        "numpy.seterr",
-        np.geterr,
-        lambda given: np.seterr(**given),
-        {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"},
-    ),
+    _Setting("numpy.seterr", np.geterr, lambda modes: np.seterr(**modes)),
 )
 _OF_TORCH = (
     _Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled, fresh=True),
+    _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
     _Setting(
         "torch.set_printoptions",
         torch_private.print_options,
-        lambda given: torch.set_printoptions(**given),  # type: ignore[no-untyped-call]
-        {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
+        lambda options: torch.set_printoptions(**options),  # type: ignore[no-untyped-call]
     ),
-    _Setting(
-        "torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always, fresh=False
-    ),
+    _Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
     _Setting(
         "torch.use_deterministic_algorithms",
         lambda: (
@@ -193,49 +151,59 @@ _OF_TORCH = (
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
         _set_deterministic,
-        (False, False),
     ),
     _Setting(
         "torch.autograd.set_detect_anomaly",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        _set_anomaly_detection,
-        (False, True),
+        lambda modes: torch.autograd.set_detect_anomaly(*modes),
     ),
     _Setting(
         "torch.set_float32_matmul_precision",
         _matmul_precision,
         torch.set_float32_matmul_precision,
-        "highest",
     ),
     # Beside it: torch answers one of the two only where the other has been used to set it.
-    _attribute("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "fp32_precision", "none"),
-    _attribute("torch.backends.cudnn", torch.backends.cudnn, "enabled", fresh=True),
-    _attribute("torch.backends.cudnn", torch.backends.cudnn, "benchmark", fresh=False),
-    _attribute("torch.backends.cudnn", torch.backends.cudnn, "deterministic", fresh=False),
+    _attribute("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "fp32_precision"),
+    *(
+        _attribute("torch.backends.cudnn", torch.backends.cudnn, name)
+        for name in ("enabled", "benchmark", "deterministic")
+    ),
     *(
         _Setting(
             f"torch.backends.cuda.enable_{kind}_sdp",
             getattr(torch.backends.cuda, f"{kind}_sdp_enabled"),
             getattr(torch.backends.cuda, f"enable_{kind}_sdp"),
-            fresh=True,
         )
         for kind in ("flash", "mem_efficient", "math", "cudnn")
         if hasattr(torch.backends.cuda, f"enable_{kind}_sdp")
     ),
-    _Setting(
-        "torch.serialization.add_safe_globals",
-        _safe_globals,
-        _add_safe_globals,
-    ),
+    _Setting("torch.serialization.add_safe_globals", _safe_globals, _add_safe_globals),
     _Setting(
         "torch.multiprocessing.set_sharing_strategy",
         torch.multiprocessing.get_sharing_strategy,
         torch.multiprocessing.set_sharing_strategy,
-        "file_descriptor",
     ),
 )
 _SETTINGS = (*_OF_PYTHON, *_OF_TORCH)
 
+
+def _read_all() -> dict[str, Any]:
+    settings = {}
+    for setting in _SETTINGS:
+        # torch refuses to answer where old and new ways to set a precision were mixed, and has no
+        # such way before 2.9.
+        try:
+            settings[setting.name] = setting.read()
+        except (RuntimeError, AttributeError):
+            continue
+    return settings
+
+
+_FRESH = _read_all()
+"""The settings before other packages are imported: workers have them from the template.
+
+What the notebook has left so, stays as packages that only workers import have set it.
+"""
 
 _TOLD: dict[str, str] = {}
 """Setting → why it could not be sent, as the user has been told."""
@@ -247,10 +215,7 @@ def library_settings() -> bytes:
     device = torch_private.default_device()
     if device is not None:
         # It would move what nbaccel itself makes, and a worker's device is another one.
-        _tell_once(
-            "torch.set_default_device",
-            f"{device} is not the device of each worker",
-        )
+        _tell_once("torch.set_default_device", f"{device} is not the device of each worker")
     for name, value in _read_all().items():
         # Each by itself: what was the same the last time, a worker leaves as it has it now.
         try:
@@ -269,27 +234,15 @@ def _tell_once(name: str, why: str) -> None:
         )
 
 
-def _read_all() -> dict[str, Any]:
-    settings = {}
-    for setting in _SETTINGS:
-        # torch refuses to answer where old and new ways to set a precision were mixed, and has no
-        # such way before 2.9.
-        try:
-            settings[setting.name] = setting.read()
-        except (RuntimeError, AttributeError):
-            continue
-    return settings
-
-
 class LibrarySettings:
     """The notebook's settings in one worker."""
 
     def __init__(self) -> None:
         self._given: Mapping[str, bytes] = {}
 
-    def follow(self, given_settings: bytes) -> None:
+    def follow(self, content: bytes) -> None:
         """Set what the notebook has set since the last call; what a worker's cell has set stays."""
-        given = pickle.loads(given_settings) if given_settings else self._given
+        given = pickle.loads(content) if content else self._given
         if given == self._given:
             return
         known = self._given
@@ -299,9 +252,8 @@ class LibrarySettings:
             name = setting.name
             if name in given and given[name] != known.get(name):
                 value = pickle.loads(given[name])
-                if name not in known and value == setting.fresh:
-                    continue
-                if name not in here or here[name] != value:
+                is_left = name not in known and name in _FRESH and _FRESH[name] == value
+                if not is_left and (name not in here or here[name] != value):
                     _write(setting, value)
 
 

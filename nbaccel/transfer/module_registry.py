@@ -12,24 +12,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.transfer import arena, weight_sync
-from nbaccel.transfer.namespace_update import Update
-
-__all__ = [
-    "ModuleRecord",
-    "ModuleRegistry",
-    "ModuleState",
-    "ModuleSurvey",
-    "attributes_of",
-    "difference",
-]
+from nbaccel.transfer import arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +32,29 @@ class ModuleSurvey:
     """Further paths of submodules, each with the first."""
 
     @classmethod
-    def of(cls, whole_module: nn.Module) -> ModuleSurvey:
+    def of(cls, root: nn.Module) -> ModuleSurvey:
         """Look through a module."""
-        visited_modules: dict[int, tuple[str, nn.Module]] = {}
+        visited: dict[int, tuple[str, nn.Module]] = {}
         tensors: list[tuple[str, torch.Tensor]] = []
         aliases: list[tuple[str, str]] = []
 
         def visit(module: nn.Module, path: str) -> None:
-            if id(module) in visited_modules:
-                aliases.append((path, visited_modules[id(module)][0]))
+            if id(module) in visited:
+                aliases.append((path, visited[id(module)][0]))
                 return
-            visited_modules[id(module)] = (path, module)
+            visited[id(module)] = (path, module)
             prefix = path + "." if path else ""
             parameters, buffers, children = torch_private.module_tables(module)
-            for tensor_table in (parameters, buffers):
-                for name, tensor in tensor_table.items():
+            for table in (parameters, buffers):
+                for name, tensor in table.items():
                     if tensor is not None:
                         tensors.append((prefix + name, tensor))
             for name, child in children.items():
                 if child is not None:
                     visit(child, prefix + name)
 
-        visit(whole_module, "")
-        return cls(tuple(visited_modules.values()), tuple(tensors), tuple(aliases))
+        visit(root, "")
+        return cls(tuple(visited.values()), tuple(tensors), tuple(aliases))
 
     def structure(self) -> tuple[Hashable, ...]:
         """Equal as long as a worker's copy can be kept."""
@@ -74,13 +64,13 @@ class ModuleSurvey:
             tuple((path, *_tensor_geometry(tensor)) for path, tensor in self.tensors),
         )
 
-    def places(self, module_key: str) -> Iterator[tuple[int, tuple[str, str]]]:
+    def places(self, key: str) -> Iterator[tuple[int, tuple[str, str]]]:
         """By the id of each object: where it is in the module that has this key."""
         # In reverse, because later pairs replace earlier ones: of tied names the first counts.
         for path, tensor in reversed(self.tensors):
-            yield id(tensor), (module_key, path)
+            yield id(tensor), (key, path)
         for path, module in reversed(self.modules):
-            yield id(module), (module_key, path)
+            yield id(module), (key, path)
 
     def versions(self) -> int:
         """Grows whenever a tensor is written to (by what torch counts as writing)."""
@@ -91,13 +81,7 @@ def _tensor_geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     if type(tensor) not in arena.PLAIN or tensor.layout is not torch.strided:
         # Such a tensor has no address; another object counts as another structure.
         return (id(tensor),)
-    return (
-        tensor.data_ptr(),
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.device,
-    )
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
 
 
 # ------------------------------------------------------------------------- what can change
@@ -120,17 +104,29 @@ class ModuleState:
     """Keys of modules that its attributes refer to, but for itself."""
 
 
-class OpaqueToken:
+class OpaqueToken(NamedTuple):
     """The token of a value that does not pickle: such an attribute stays where it is."""
 
-    def __init__(self, attribute_value: object) -> None:
-        self._id = id(attribute_value)
+    id: int
 
-    def __eq__(self, other_token: object) -> bool:
-        return isinstance(other_token, OpaqueToken) and other_token._id == self._id
 
-    def __hash__(self) -> int:
-        return self._id
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleChange:
+    """What the notebook changed in a module that a worker has: only the differences."""
+
+    key: str
+    requires_grad: Mapping[str, bool] = field(default_factory=dict)
+    """By dotted name of the parameter."""
+    training: Mapping[str, bool] = field(default_factory=dict)
+    """By path of the submodule."""
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """New values of plain attributes, by path of the submodule."""
+    removed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Plain attributes that are gone, by path of the submodule."""
+    adopt: bool = False
+    """The notebook wrote to the weights: drop what this worker has written to them."""
+    classes: tuple[type, ...] = ()
+    """Classes of cells that changed: unpickling one brings the worker's up to date."""
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -143,59 +139,46 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def difference(
-    module_key: str,
-    old_state: ModuleState,
-    new_state: ModuleState,
-    module_survey: ModuleSurvey,
-    *,
-    adopt_weights: bool = False,
-) -> tuple[Update, tuple[type, ...]] | None:
+    key: str, old: ModuleState, new: ModuleState, survey: ModuleSurvey, *, adopt: bool = False
+) -> ModuleChange | None:
     """What must be sent to a worker that has the old state; None if nothing."""
-    changed_attributes: dict[str, dict[str, Any]] = {}
-    removed_attributes: dict[str, tuple[str, ...]] = {}
-    for path, module in module_survey.modules:
-        old_tokens = old_state.attributes[path]
-        new_tokens = new_state.attributes[path]
+    attributes: dict[str, dict[str, Any]] = {}
+    removed: dict[str, tuple[str, ...]] = {}
+    for path, module in survey.modules:
+        old_tokens = old.attributes[path]
+        new_tokens = new.attributes[path]
         if old_tokens == new_tokens:
             continue
-        changed_values = {
+        values = {
             name: value
             for name, value in attributes_of(module)
             if old_tokens.get(name) != new_tokens.get(name)
             # What does not pickle cannot be sent; the worker keeps its own value.
             and not isinstance(new_tokens.get(name), OpaqueToken)
         }
-        if changed_values:
-            changed_attributes[path] = changed_values
-        if gone_names := tuple(old_tokens.keys() - new_tokens.keys()):
-            removed_attributes[path] = gone_names
-    module_update = Update(
-        key=module_key,
-        requires_grad=_changed_flags(
-            module_survey.tensors, old_state.requires_grad, new_state.requires_grad
-        ),
-        training=_changed_flags(module_survey.modules, old_state.training, new_state.training),
-        attributes=changed_attributes,
-        removed=removed_attributes,
-        adopt=adopt_weights or old_state.versions != new_state.versions,
+        if values:
+            attributes[path] = values
+        if gone := tuple(old_tokens.keys() - new_tokens.keys()):
+            removed[path] = gone
+    change = ModuleChange(
+        key=key,
+        requires_grad=_changed_flags(survey.tensors, old.requires_grad, new.requires_grad),
+        training=_changed_flags(survey.modules, old.training, new.training),
+        attributes=attributes,
+        removed=removed,
+        adopt=adopt or old.versions != new.versions,
+        classes=tuple(cls for cls, token in new.classes.items() if old.classes.get(cls) != token),
     )
-    changed_classes = tuple(
-        cell_class
-        for cell_class, value_token in new_state.classes.items()
-        if old_state.classes.get(cell_class) != value_token
-    )
-    if module_update == Update(key=module_key) and not changed_classes:
-        return None
-    return module_update, changed_classes
+    return change if change != ModuleChange(key=key) else None
 
 
 def _changed_flags(
-    named_objects: Iterable[tuple[str, Any]], old_flags: Iterable[bool], new_flags: Iterable[bool]
+    named: Iterable[tuple[str, Any]], before: Iterable[bool], after: Iterable[bool]
 ) -> dict[str, bool]:
     return {
-        name: new_flag
-        for (name, _), old_flag, new_flag in zip(named_objects, old_flags, new_flags, strict=True)
-        if old_flag != new_flag
+        name: is_now
+        for (name, _), was, is_now in zip(named, before, after, strict=True)
+        if was != is_now
     }
 
 
@@ -207,20 +190,21 @@ class ModuleRecord:
 
     def __init__(
         self,
-        module_key: str,
-        module_path: str,
+        key: str,
+        path: str,
         module: nn.Module,
-        module_survey: ModuleSurvey,
+        survey: ModuleSurvey,
         on_gone: Callable[[], None],
     ) -> None:
-        self.key = module_key
-        self.path = module_path
+        self.key = key
+        self.path = path
         """How the user would write it; reports name it so."""
-        self.structure = module_survey.structure()
+        self.structure = survey.structure()
         self.is_shared = False
         self._module = weakref.ref(module, lambda _: on_gone())
-        self._slots: tuple[tuple[arena.Arena, arena.Slot], ...] = ()
-        self.stand_ins: dict[int, tuple[arena.Arena, int]] = {}
+        self._slots: tuple[arena.Slot, ...] = ()
+        self._sharing = arena.Sharing()
+        """Without the module."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -233,16 +217,22 @@ class ModuleRecord:
         module = self.module
         if module is None:
             return arena.Sharing()
-        shared_module = arena.SharedModule(path=self.path, module=module, slots=self._slots)
-        return arena.Sharing(modules=(shared_module,), stand_ins=self.stand_ins)
+        shared = arena.SharedModule(self.manifest(), module)
+        return replace(self._sharing, modules=(shared,))
 
-    def manifest(self) -> weight_sync.Manifest:
+    def manifest(self) -> arena.Manifest:
         """What a worker must know to write its weights back."""
-        return weight_sync.Manifest.of(self.path, self._slots)
+        return arena.Manifest(self.path, self._slots)
 
+    @property
     def arenas(self) -> dict[str, arena.Arena]:
         """The arenas that it lies in, by key."""
-        return {owner_arena.key: owner_arena for owner_arena, _ in self._slots}
+        return self._sharing.arenas
+
+    @property
+    def stand_ins(self) -> dict[int, tuple[arena.Arena, int]]:
+        """Host copies of the storages that it has on devices."""
+        return self._sharing.stand_ins
 
     def versions(self) -> int:
         """Grows whenever one of its tensors is written to; see `ModuleSurvey.versions`."""
@@ -254,13 +244,13 @@ class ModuleRecord:
         module = self.module
         if self.is_shared or module is None:
             return 0
-        module_sharing = arena.share_modules([(self.path, module)])
+        sharing = arena.share_modules([(self.path, module)])
         self.is_shared = True
-        self._slots = module_sharing.modules[0].slots
-        self.stand_ins = module_sharing.stand_ins
+        self._slots = sharing.modules[0].manifest.slots
+        self._sharing = replace(sharing, modules=())
         # Again, because moving the tensors has changed their addresses, which are part of it.
         self.structure = ModuleSurvey.of(module).structure()
-        return module_sharing.made_bytes
+        return sharing.made_bytes
 
 
 class ModuleRegistry:
@@ -277,40 +267,34 @@ class ModuleRegistry:
         record = self._by_id.get(id(module))
         return record if record is not None and record.module is module else None
 
-    def by_key(self, module_key: str) -> ModuleRecord | None:
+    def by_key(self, key: str) -> ModuleRecord | None:
         """The record with that key, as long as its module lives and has its structure."""
-        return self._records.get(module_key)
+        return self._records.get(key)
 
-    def with_keys(self, module_keys: Iterable[str]) -> list[ModuleRecord]:
+    def with_keys(self, keys: Iterable[str]) -> list[ModuleRecord]:
         """The records with these keys, but for those that are gone."""
-        records = map(self._records.get, module_keys)
+        records = map(self._records.get, keys)
         return [record for record in records if record is not None]
 
     def all(self) -> list[ModuleRecord]:
         """Every record, in the order in which they were made."""
         return list(self._records.values())
 
-    def add(self, module: nn.Module, module_path: str, module_survey: ModuleSurvey) -> ModuleRecord:
+    def add(self, module: nn.Module, path: str, survey: ModuleSurvey) -> ModuleRecord:
         """Give a module a key; the one it had is given up."""
-        old_record = self.record_of(module)
-        if old_record is not None:
-            self._drop(old_record.key, id(module))
+        former = self.record_of(module)
+        if former is not None:
+            self._drop(former.key, id(module))
         number = next(self._count)
         key = f"module{number}"
-        if any(module_record.path == module_path for module_record in self._records.values()):
+        if any(record.path == path for record in self._records.values()):
             # A report names modules by path, and must not confuse two of them.
-            module_path = f"{module_path} ({number})"
+            path = f"{path} ({number})"
         # The callback must not hold the module itself, or it would never be collected.
         module_id = id(module)
-        module_record = ModuleRecord(
-            key,
-            module_path,
-            module,
-            module_survey,
-            lambda: self._drop(key, module_id),
-        )
-        self._records[key] = self._by_id[module_id] = module_record
-        return module_record
+        record = ModuleRecord(key, path, module, survey, lambda: self._drop(key, module_id))
+        self._records[key] = self._by_id[module_id] = record
+        return record
 
     def _drop(self, key: str, module_id: int) -> None:
         record = self._records.pop(key, None)

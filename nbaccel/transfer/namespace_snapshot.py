@@ -30,8 +30,6 @@ from nbaccel.transfer.module_registry import (
     attributes_of,
 )
 
-__all__ = ["Fingerprint", "NamespaceSnapshot", "fingerprint_of_pickle", "plain_token"]
-
 
 class NamespaceSnapshot:
     """Fingerprints of one moment. What was looked at once is not looked at again.
@@ -39,9 +37,9 @@ class NamespaceSnapshot:
     The snapshot keeps alive what it has seen, so it must not be kept itself.
     """
 
-    def __init__(self, namespace: Mapping[str, Any], module_keys: ModuleRegistry) -> None:
+    def __init__(self, namespace: Mapping[str, Any], modules: ModuleRegistry) -> None:
         self._namespace = namespace
-        self._modules = module_keys
+        self._modules = modules
         self._surveys: dict[str, ModuleSurvey] = {}
         self._states: dict[str, ModuleState] = {}
         self._table: dict[int, ModulePlace] | None = None
@@ -52,15 +50,15 @@ class NamespaceSnapshot:
 
     # ------------------------------------------------------------------- values
 
-    def fingerprint(self, value_name: str, named_value: Any) -> Fingerprint:
+    def fingerprint(self, name: str, value: Any) -> Fingerprint:
         """What identifies the value that has this name."""
-        self._path = value_name
-        if isinstance(named_value, nn.Module):
-            module_place = self.place(named_value)
-            if module_place is not None:
-                return Fingerprint(("module", *module_place), modules=frozenset((module_place[0],)))
-        value_token = plain_token(named_value)
-        return Fingerprint(value_token) if value_token is not None else self._of_pickle(named_value)
+        self._path = name
+        if isinstance(value, nn.Module):
+            place = self.place(value)
+            if place is not None:
+                return Fingerprint(("module", *place), modules=frozenset((place[0],)))
+        token = plain_token(value)
+        return Fingerprint(token) if token is not None else self._of_pickle(value)
 
     def _of_pickle(self, value: Any) -> Fingerprint:
         return fingerprint_of_pickle(value, Reducer(self._namespace, self.place), self.stand_ins())
@@ -83,41 +81,41 @@ class NamespaceSnapshot:
             return self._current(record).key, ""
         if self._table is None:
             self._table = self.table([self._current(record) for record in self._modules.all()])
-        found_place = self._table.get(id(module_part))
-        if found_place is None and is_module:
+        place = self._table.get(id(module_part))
+        if place is None and is_module:
             return self._add(module_part, self._path).key, ""
-        if found_place is None and isinstance(module_part, nn.Parameter):
+        if place is None and isinstance(module_part, nn.Parameter):
             return self._of_owner(module_part)
-        return found_place
+        return place
 
-    def table(self, module_records: Iterable[ModuleRecord]) -> dict[int, ModulePlace]:
+    def table(self, records: Iterable[ModuleRecord]) -> dict[int, ModulePlace]:
         """The places of all parts of these modules; of several, the one that was there first."""
-        place_table: dict[int, ModulePlace] = {}
-        module_records = list(module_records)
+        table: dict[int, ModulePlace] = {}
+        records = list(records)
         # In reverse, because later entries replace earlier ones: of several the first counts.
-        for module_record in reversed(module_records):
-            place_table.update(self.survey(module_record.key).places(module_record.key))
-        for module_record in module_records:
-            place_table[id(module_record.module)] = (module_record.key, "")
-        return place_table
+        for record in reversed(records):
+            table.update(self.survey(record.key).places(record.key))
+        for record in records:
+            table[id(record.module)] = (record.key, "")
+        return table
 
-    def survey(self, module_key: str) -> ModuleSurvey:
+    def survey(self, key: str) -> ModuleSurvey:
         """What the module consists of."""
-        if module_key not in self._surveys:
-            record = self._modules.by_key(module_key)
+        if key not in self._surveys:
+            record = self._modules.by_key(key)
             module = record.module if record is not None else None
-            self._surveys[module_key] = (
+            self._surveys[key] = (
                 ModuleSurvey.of(module) if module is not None else ModuleSurvey((), ())
             )
-        return self._surveys[module_key]
+        return self._surveys[key]
 
-    def state(self, module_key: str) -> ModuleState:
+    def state(self, key: str) -> ModuleState:
         """What may change in the module, as it is."""
-        if module_key not in self._states:
-            record = self._modules.by_key(module_key)
-            self._path = record.path if record is not None else module_key
-            self._states[module_key] = self._module_state(module_key, self.survey(module_key))
-        return self._states[module_key]
+        if key not in self._states:
+            record = self._modules.by_key(key)
+            self._path = record.path if record is not None else key
+            self._states[key] = self._module_state(key, self.survey(key))
+        return self._states[key]
 
     def _current(self, record: ModuleRecord) -> ModuleRecord:
         """This record, or that of the structure which its module has now."""
@@ -126,18 +124,18 @@ class NamespaceSnapshot:
         module = record.module
         if module is None:
             return record
-        module_survey = ModuleSurvey.of(module)
-        if module_survey.structure() != record.structure:
-            return self._add(module, record.path, module_survey)
-        self._surveys[record.key] = module_survey
+        survey = ModuleSurvey.of(module)
+        if survey.structure() != record.structure:
+            return self._add(module, record.path, survey)
+        self._surveys[record.key] = survey
         return record
 
     def _add(
-        self, module: nn.Module, path: str, module_survey: ModuleSurvey | None = None
+        self, module: nn.Module, path: str, survey: ModuleSurvey | None = None
     ) -> ModuleRecord:
-        module_survey = module_survey or ModuleSurvey.of(module)
-        record = self._modules.add(module, path, module_survey)
-        self._surveys[record.key] = module_survey
+        survey = survey or ModuleSurvey.of(module)
+        record = self._modules.add(module, path, survey)
+        self._surveys[record.key] = survey
         self.news += 1
         # Made anew when it is next needed, with this one in it.
         self._table = None
@@ -160,44 +158,35 @@ class NamespaceSnapshot:
         self._table = self.table(self._modules.all())
         return self._table.get(id(parameter))
 
-    def _module_state(self, module_key: str, module_survey: ModuleSurvey) -> ModuleState:
-        read_names: set[str] = set()
-        module_keys: set[str] = set()
+    def _module_state(self, key: str, survey: ModuleSurvey) -> ModuleState:
+        names: set[str] = set()
+        modules: set[str] = set()
 
-        def value_token(named_value: Any) -> Hashable:
-            found_place = plain_token(named_value)
-            if found_place is not None:
-                return found_place
+        def token(value: Any) -> Hashable:
+            plain = plain_token(value)
+            if plain is not None:
+                return plain
             try:
-                pickled_fingerprint = self._of_pickle(named_value)
+                found = self._of_pickle(value)
             except Exception:  # pickling runs user code: it may raise anything
-                return OpaqueToken(named_value)
-            read_names.update(pickled_fingerprint.names)
-            module_keys.update(pickled_fingerprint.modules)
-            return pickled_fingerprint.token
+                return OpaqueToken(id(value))
+            names.update(found.names)
+            modules.update(found.modules)
+            return found.token
 
-        attribute_tokens = {
-            module_path: {
-                value_name: value_token(named_value)
-                for value_name, named_value in attributes_of(module)
-            }
-            for module_path, module in module_survey.modules
+        attributes = {
+            path: {name: token(value) for name, value in attributes_of(module)}
+            for path, module in survey.modules
         }
-        module_types = dict.fromkeys(type(module) for _, module in module_survey.modules)
+        kinds = dict.fromkeys(type(module) for _, module in survey.modules)
         return ModuleState(
-            requires_grad=tuple(
-                module_tensor.requires_grad for _, module_tensor in module_survey.tensors
-            ),
-            training=tuple(module.training for _, module in module_survey.modules),
-            attributes=attribute_tokens,
-            classes={
-                value_type: value_token(value_type)
-                for value_type in module_types
-                if travels_by_value(value_type)
-            },
-            versions=module_survey.versions(),
-            names=frozenset(read_names),
-            modules=frozenset(module_keys - {module_key}),
+            requires_grad=tuple(tensor.requires_grad for _, tensor in survey.tensors),
+            training=tuple(module.training for _, module in survey.modules),
+            attributes=attributes,
+            classes={kind: token(kind) for kind in kinds if travels_by_value(kind)},
+            versions=survey.versions(),
+            names=frozenset(names),
+            modules=frozenset(modules - {key}),
         )
 
 
@@ -223,24 +212,24 @@ class Fingerprint:
     """Keys of the modules that are part of it."""
 
 
-def plain_token(named_value: Any) -> Hashable | None:
+def plain_token(value: Any) -> Hashable | None:
     """The token of a value that can be compared directly, or that an import leads to."""
-    value_type = type(named_value)
-    if value_type in _IMMUTABLE_TYPES:
-        is_long = value_type in (str, bytes) and len(named_value) > _LONG_BYTES
-        return None if is_long else (value_type, named_value)
-    if value_type is float:
+    kind = type(value)
+    if kind in _IMMUTABLE_TYPES:
+        is_long = kind in (str, bytes) and len(value) > _LONG_BYTES
+        return None if is_long else (kind, value)
+    if kind is float:
         # As text, so that nan equals nan, and 0.0 differs from -0.0.
-        return (value_type, named_value.hex())
-    if value_type is tuple and len(named_value) <= _MAX_TUPLE_ELEMENTS:
-        element_tokens = tuple(map(plain_token, named_value))
-        return None if None in element_tokens else (value_type, element_tokens)
-    if value_type is types.ModuleType:
-        is_imported = sys.modules.get(named_value.__name__) is named_value
-        return ("import", named_value.__name__) if is_imported else None
-    if value_type in _IMPORTABLE_TYPES:
-        return _token_of_import(named_value)
-    return _token_of_block(named_value)
+        return (kind, value.hex())
+    if kind is tuple and len(value) <= _MAX_TUPLE_ELEMENTS:
+        tokens = tuple(map(plain_token, value))
+        return None if None in tokens else (kind, tokens)
+    if kind is types.ModuleType:
+        is_imported = sys.modules.get(value.__name__) is value
+        return ("import", value.__name__) if is_imported else None
+    if kind in _IMPORTABLE_TYPES:
+        return _token_of_import(value)
+    return _token_of_block(value)
 
 
 def _token_of_import(value: Any) -> Hashable | None:
@@ -252,46 +241,38 @@ def _token_of_import(value: Any) -> Hashable | None:
     return ("global", module, name) if is_importable else None
 
 
-def _token_of_block(named_value: Any) -> Hashable | None:
+def _token_of_block(value: Any) -> Hashable | None:
     """The token of an array or tensor that is nothing but its numbers."""
-    value_type = type(named_value)
-    if value_type is torch.Tensor:
+    kind = type(value)
+    if kind is torch.Tensor:
         is_ordinary = (
-            named_value.device.type == "cpu"
-            and named_value.layout is torch.strided
-            and not (named_value.is_quantized or named_value.is_conj() or named_value.is_neg())
+            value.device.type == "cpu"
+            and value.layout is torch.strided
+            and not (value.is_quantized or value.is_conj() or value.is_neg())
             # NumPy has no bfloat16.
-            and named_value.dtype is not torch.bfloat16
-            and not named_value.requires_grad
-            and not named_value.__dict__
-            and named_value.is_contiguous()
+            and value.dtype is not torch.bfloat16
+            and not value.requires_grad
+            and not value.__dict__
+            and value.is_contiguous()
         )
-        if not is_ordinary or arena.Finder().arena_of(named_value.untyped_storage()):
+        if not is_ordinary or arena.arena_of(value.untyped_storage()):
             return None
-        return ("tensor", _hash_array(named_value.numpy()))
-    if (
-        value_type is np.ndarray
-        and not named_value.dtype.hasobject
-        and named_value.flags.c_contiguous
-    ):
-        return ("array", _hash_array(named_value))
+        return ("tensor", _hash_array(value.numpy()))
+    if kind is np.ndarray and not value.dtype.hasobject and value.flags.c_contiguous:
+        return ("array", _hash_array(value))
     return None
 
 
-def _hash_array(number_array: np.ndarray[Any, Any]) -> Hashable:
+def _hash_array(array: np.ndarray[Any, Any]) -> Hashable:
     # Through a view of bytes: some types of numbers (dates) have no buffer of their own.
-    content_hash = (
-        xxhash.xxh3_128_digest(number_array.reshape(-1).view(np.uint8).data)
-        if number_array.size
-        else b""
-    )
+    digest = xxhash.xxh3_128_digest(array.reshape(-1).view(np.uint8).data) if array.size else b""
     return (
-        number_array.dtype.str,
-        str(number_array.dtype),
-        number_array.shape,
+        array.dtype.str,
+        str(array.dtype),
+        array.shape,
         # Making an array read-only is a change, too.
-        number_array.flags.writeable,
-        content_hash,
+        array.flags.writeable,
+        digest,
     )
 
 
@@ -301,12 +282,12 @@ class _HashingStream:
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
 
-    def write(self, stream_bytes: Any) -> int:
-        self._hash.update(stream_bytes)
-        return len(stream_bytes)
+    def write(self, content: Any) -> int:
+        self._hash.update(content)
+        return len(content)
 
-    def block(self, block_buffer: pickle.PickleBuffer) -> None:
-        with block_buffer.raw() as raw_bytes:
+    def block(self, buffer: pickle.PickleBuffer) -> None:
+        with buffer.raw() as raw_bytes:
             # The length first, or two blocks could hash like two others that are cut elsewhere.
             self._hash.update(raw_bytes.nbytes.to_bytes(8, "little"))
             self._hash.update(raw_bytes)
@@ -316,15 +297,9 @@ class _HashingStream:
 
 
 def fingerprint_of_pickle(
-    named_value: Any,
-    object_reducer: Reducer,
-    stand_ins: Mapping[int, tuple[arena.Arena, int]] | None = None,
+    value: Any, reducer: Reducer, stand_ins: Mapping[int, tuple[arena.Arena, int]] | None = None
 ) -> Fingerprint:
     """The fingerprint of anything that pickles."""
-    hashing_stream = _HashingStream()
-    pickle_sender = pickling.Sender.create(dict(stand_ins or {}))
-    pickle_sender.reduce = object_reducer
-    pickling.dump(named_value, pickle_sender, hashing_stream, hashing_stream.block)
-    return Fingerprint(
-        hashing_stream.digest(), frozenset(object_reducer.names), frozenset(object_reducer.modules)
-    )
+    stream = _HashingStream()
+    pickling.dump(value, pickling.Sender(stand_ins or {}, reducer), stream, stream.block)
+    return Fingerprint(stream.digest(), frozenset(reducer.names), frozenset(reducer.modules))

@@ -1,7 +1,7 @@
 """What is sent from the notebook's namespace to the workers: what a cell needs and they lack.
 
     names of a cell ─► fingerprints ─► what each rank lacks ─► one part per group of equal ranks
-               (NamespaceSnapshot)        (_RankLack)       (UpdatePart, in a PreparedUpdate)
+               (NamespaceSnapshot)        (_RankLack)       (PreparedPart)
 
 For every rank `NamespaceSync` remembers the fingerprint that each name had in the notebook when the
 rank got it, or bound it itself. A name is sent when the notebook's value has another fingerprint.
@@ -22,18 +22,22 @@ from nbaccel.base.errors import ModelNotShareable, NotSendable
 from nbaccel.transfer import arena, memfd, namespace_snapshot, pickling
 from nbaccel.transfer.free_names import Names, is_users
 from nbaccel.transfer.function_pickling import ModulePlace, Reducer
-from nbaccel.transfer.module_registry import ModuleRecord, ModuleRegistry, ModuleState, difference
+from nbaccel.transfer.module_registry import (
+    ModuleChange,
+    ModuleRecord,
+    ModuleRegistry,
+    ModuleState,
+    difference,
+)
 from nbaccel.transfer.namespace_snapshot import Fingerprint, NamespaceSnapshot
-from nbaccel.transfer.namespace_update import Load, NamespaceUpdate, Update, UpdatePart
-
-__all__ = ["NamespaceSync", "PreparedUpdate"]
-
+from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
+from nbaccel.transfer.object_walk import find_in
 
 # A module found in one round changes what another value refers to in the next.
 _MAX_SURVEY_ROUNDS = 4
 
-_ModuleChanges = Mapping[str, tuple[Update, tuple[type, ...]]]
-"""Key of a module that ranks have → what changed in it, and its classes that changed."""
+_ModuleChanges = Mapping[str, ModuleChange]
+"""Key of a module that ranks have → what changed in it."""
 
 
 @dataclass
@@ -42,7 +46,7 @@ class _RankState:
 
     seen: dict[str, Hashable] = field(default_factory=dict)
     """Token of the notebook's value when the name was sent, or bound there."""
-    sent_states: dict[str, ModuleState] = field(default_factory=dict)
+    modules: dict[str, ModuleState] = field(default_factory=dict)
     """Modules that it has, by key, in the state that was sent last."""
     arenas: dict[str, weakref.ref[arena.Arena]] = field(default_factory=dict)
 
@@ -60,99 +64,95 @@ class _RankLack:
 
 
 @dataclass(frozen=True)
-class _PackedPart:
-    """A part, and what its ranks have once they have taken it."""
+class PreparedPart:
+    """What ranks that lack the same are sent, and what they have once they have taken it."""
 
-    part: UpdatePart
+    ranks: tuple[int, ...]
+    message: NamespaceUpdate
+    fds: list[int]
     tokens: Mapping[str, Hashable]
     states: Mapping[str, ModuleState]
+    arenas: Mapping[str, arena.Arena]
 
 
 @dataclass
 class PreparedUpdate:
     """An update with its descriptors, ready to be sent. Close it after sending."""
 
-    message: NamespaceUpdate
-    fds: list[int]
-    nbytes: int
+    parts: list[PreparedPart] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+    nbytes: int = 0
     """Bytes that were copied for it: the payloads, and arenas made for modules."""
-    packed_parts: list[_PackedPart]
-    arenas: dict[str, arena.Arena]
-
-    @property
-    def wanted(self) -> dict[int, tuple[str, ...]]:
-        """Per rank, the names to bind there."""
-        return {
-            rank: tuple(packed.tokens) for packed in self.packed_parts for rank in packed.part.ranks
-        }
 
     def close(self) -> None:
         """Give up the descriptors."""
-        file_descriptors = self.fds
+        fds = self.fds
         self.fds = []
-        memfd.close_all(file_descriptors)
+        memfd.close_all(fds)
 
 
 class _LeaveOut(Exception):
     """These names cannot be sent, and are not needed for sure: go on without them."""
 
-    def __init__(self, cell_names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
-        self.names = frozenset(cell_names)
+        self.names = frozenset(names)
 
 
 class NamespaceSync:
     """The notebook's side of the synchronisation of names."""
 
-    def __init__(self, notebook_namespace: Mapping[str, Any], rank_numbers: Sequence[int]) -> None:
-        self._namespace = notebook_namespace
-        self._ranks = {rank: _RankState() for rank in rank_numbers}
+    def __init__(self, namespace: Mapping[str, Any], ranks: Sequence[int]) -> None:
+        self._namespace = namespace
+        self._ranks = {rank: _RankState() for rank in ranks}
         self._modules = ModuleRegistry()
         self.reasons: dict[str, str] = {}
         """Names that could not be sent, with why."""
 
     def prepare(
-        self, cell_names: Names, rank_numbers: Sequence[int], *, force_send: bool = False
+        self, names: Names, ranks: Sequence[int], *, force_send: bool = False
     ) -> PreparedUpdate | None:
         """Pack what these ranks lack of these names, and of what those refer to."""
         left_out: frozenset[str] = frozenset()
         while True:
             # A new one per attempt: what the failed attempt packed refers to the names left out.
-            update_packing = _UpdatePacking(self, cell_names, left_out, force_send=force_send)
+            packing = _UpdatePacking(self, names, left_out, force_send=force_send)
             try:
-                return update_packing.pack(rank_numbers)
-            except _LeaveOut as left_out_now:
-                update_packing.close()
-                left_out |= left_out_now.names
+                packing.pack(ranks)
+            except _LeaveOut as error:
+                packing.prepared.close()
+                left_out |= error.names
             except BaseException:  # an interrupt must not leak the descriptors either
-                update_packing.close()
+                packing.prepared.close()
                 raise
+            else:
+                return packing.prepared if packing.prepared.parts else None
 
-    def taken(self, prepared_update: PreparedUpdate) -> None:
+    def taken(self, update: PreparedUpdate) -> None:
         """Record that the ranks have taken the update."""
-        for packed in prepared_update.packed_parts:
-            for rank_state in map(self._ranks.__getitem__, packed.part.ranks):
-                rank_state.seen.update(packed.tokens)
-                rank_state.sent_states.update(packed.states)
-                for key in packed.part.forget:
-                    rank_state.sent_states.pop(key, None)
-                for key in packed.part.forget_arenas:
-                    rank_state.arenas.pop(key, None)
-                for key, shared_arena in prepared_update.arenas.items():
+        for part in update.parts:
+            for state in map(self._ranks.__getitem__, part.ranks):
+                state.seen.update(part.tokens)
+                state.modules.update(part.states)
+                for key in part.message.forget:
+                    state.modules.pop(key, None)
+                for key in part.message.forget_arenas:
+                    state.arenas.pop(key, None)
+                for key, sent in part.arenas.items():
                     # Weak: what a rank has must not keep the notebook's memory alive.
-                    rank_state.arenas.setdefault(key, weakref.ref(shared_arena))
+                    state.arenas[key] = weakref.ref(sent)
 
-    def bound(self, rank: int, cell_names: Iterable[str]) -> None:
+    def bound(self, rank: int, names: Iterable[str]) -> None:
         """Record that a rank's cell bound or deleted these names itself.
 
         What the notebook has under such a name is sent only when it changes after this.
         """
         tokens = self._ranks[rank].seen
         snapshot = NamespaceSnapshot(self._namespace, self._modules)
-        for variable_name in cell_names:
-            tokens.pop(variable_name, None)
-            if variable_name in self._namespace:
-                tokens[variable_name] = self._token(snapshot, variable_name)
+        for name in names:
+            tokens.pop(name, None)
+            if name in self._namespace:
+                tokens[name] = self._token(snapshot, name)
 
     def _token(self, snapshot: NamespaceSnapshot, name: str) -> Hashable:
         value = self._namespace[name]
@@ -162,275 +162,237 @@ class NamespaceSync:
         except Exception:  # pickling runs user code: it may raise anything
             return ("unsendable", id(value))
 
-    def records(self, module_keys: Collection[str]) -> list[ModuleRecord]:
+    def records(self, keys: Collection[str]) -> list[ModuleRecord]:
         """The modules with these keys that still live in the notebook."""
         return [
             record
-            for record in self._modules.with_keys(sorted(module_keys))
+            for record in self._modules.with_keys(sorted(keys))
             if record.is_shared and record.module is not None
         ]
 
     @contextlib.contextmanager
-    def taking_weights(self, module_records: Iterable[ModuleRecord]) -> Iterator[None]:
+    def taking_weights(self, records: Iterable[ModuleRecord]) -> Iterator[None]:
         """Weights of these modules come from the ranks within this block.
 
         What changes in their tensors is no news to the ranks: they are not asked to take it over.
         """
-        shared_arenas = {key for record in module_records for key in record.arenas()}
+        arenas = {key for record in records for key in record.arenas}
         # Modules may share an arena, so one that was not trained can change with another.
-        versions_before = {
+        versions = {
             record: record.versions()
             for record in self._modules.all()
-            if shared_arenas & record.arenas().keys()
+            if arenas & record.arenas.keys()
         }
         yield
-        for record, version_before in versions_before.items():
-            increase = record.versions() - version_before
-            for rank_state in self._ranks.values():
-                sent_state = rank_state.sent_states.get(record.key)
-                if sent_state is not None and increase:
-                    rank_state.sent_states[record.key] = replace(
-                        sent_state, versions=sent_state.versions + increase
-                    )
+        for record, before in versions.items():
+            increase = record.versions() - before
+            for state in self._ranks.values():
+                sent = state.modules.get(record.key)
+                if sent is not None and increase:
+                    state.modules[record.key] = replace(sent, versions=sent.versions + increase)
 
 
 class _UpdatePacking:
     """One attempt to pack what a cell needs."""
 
     def __init__(
-        self,
-        namespace_sync: NamespaceSync,
-        cell_names: Names,
-        left_out: frozenset[str],
-        *,
-        force_send: bool,
+        self, sync: NamespaceSync, names: Names, left_out: frozenset[str], *, force_send: bool
     ) -> None:
-        self._namespace = namespace_sync._namespace
-        self._modules = namespace_sync._modules
-        self._ranks = namespace_sync._ranks
-        self._reasons = namespace_sync.reasons
-        self._names = cell_names
+        self._namespace = sync._namespace
+        self._modules = sync._modules
+        self._ranks = sync._ranks
+        self._reasons = sync.reasons
+        self._names = names
         self._left_out = left_out
-        self._forced = cell_names.needed if force_send else frozenset()
+        self._forced = names.needed if force_send else frozenset()
         self._snapshot = NamespaceSnapshot(self._namespace, self._modules)
         self._found: dict[str, Fingerprint] = {}
-        self._fds: list[int] = []
-        self._nbytes = 0
-        self._adopts_weights = False
-        self._arenas: dict[str, arena.Arena] = {}
-        """Those that the payloads refer to."""
+        self.prepared = PreparedUpdate()
 
-    def close(self) -> None:
-        memfd.close_all(self._fds)
-        self._fds.clear()
-
-    def pack(self, rank_numbers: Sequence[int]) -> PreparedUpdate | None:
+    def pack(self, ranks: Sequence[int]) -> None:
         for _ in range(_MAX_SURVEY_ROUNDS):
-            count_before = self._snapshot.news
+            news = self._snapshot.news
             self._found = self._fingerprints_now()
-            if self._snapshot.news == count_before:
+            if self._snapshot.news == news:
                 break
         # Grouped, because ranks mostly lack the same: one pickle then serves all of them.
         ranks_by_lack: dict[_RankLack, list[int]] = defaultdict(list)
-        for rank in rank_numbers:
+        for rank in ranks:
             ranks_by_lack[self._lack(self._ranks[rank])].append(rank)
-        packed_parts = []
-        for rank_lack, group_ranks in ranks_by_lack.items():
-            module_changes = self._changes(rank_lack)
-            if rank_lack.names or rank_lack.whole or module_changes:
-                # Before packing: the pickle refers to a module's tensors by their place in an
-                # arena.
-                self._share(rank_lack)
-                packed_parts.append(self._part(rank_lack, module_changes, tuple(group_ranks)))
-        return self._update(packed_parts) if packed_parts else None
-
-    def _update(self, packed_parts: list[_PackedPart]) -> PreparedUpdate:
-        ranks = [rank for packed in packed_parts for rank in packed.part.ranks]
-        new_arenas = {
-            key: found
-            for key, found in self._arenas.items()
-            if any(key not in self._ranks[rank].arenas for rank in ranks)
-        }
-        for found in reversed(new_arenas.values()):
-            # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
-            found.leave_file()
-            # A copy, because it is closed after sending. In front: arenas come before the parts.
-            self._fds.insert(0, os.dup(found.fd))
-        for packed in packed_parts:
-            for variable_name in packed.tokens:
-                self._reasons.pop(variable_name, None)
-        return PreparedUpdate(
-            message=NamespaceUpdate(
-                arenas=tuple((key, found.nbytes) for key, found in new_arenas.items()),
-                parts=tuple(packed.part for packed in packed_parts),
-                # A module or tensor that comes, or whose weights are to be taken over anew.
-                reads_arenas=bool(self._arenas) or self._adopts_weights,
-            ),
-            fds=self._fds,
-            nbytes=self._nbytes,
-            packed_parts=packed_parts,
-            arenas=new_arenas,
-        )
+        for lack, group in ranks_by_lack.items():
+            changes = self._changes(lack)
+            if lack.names or lack.whole or changes:
+                # Before packing: the pickle refers to tensors by their place in an arena.
+                self._share(lack)
+                self._add_part(lack, changes, tuple(group))
+        for part in self.prepared.parts:
+            for name in part.tokens:
+                self._reasons.pop(name, None)
 
     # ------------------------------------------------------------------- what there is
 
     def _fingerprints_now(self) -> dict[str, Fingerprint]:
         """The fingerprints of all names that are to be there, also of those that others read."""
-        fingerprints: dict[str, Fingerprint] = {}
+        found: dict[str, Fingerprint] = {}
         unvisited = deque(sorted(self._names.needed) + sorted(self._names.possible))
         while unvisited:
-            variable_name = unvisited.popleft()
+            name = unvisited.popleft()
             if (
-                variable_name in fingerprints
-                or variable_name in self._left_out
-                or variable_name not in self._namespace
-                or not is_users(variable_name)
+                name in found
+                or name in self._left_out
+                or name not in self._namespace
+                or not is_users(name)
             ):
                 continue
             try:
-                fingerprints[variable_name] = self._snapshot.fingerprint(
-                    variable_name, self._namespace[variable_name]
-                )
-            except Exception as pickling_error:  # pickling runs user code: it may raise anything
-                self._refuse(variable_name, pickling_error)
+                found[name] = self._snapshot.fingerprint(name, self._namespace[name])
+            except Exception as error:  # pickling runs user code: it may raise anything
+                self._refuse(name, error)
                 continue
-            unvisited.extend(sorted(fingerprints[variable_name].names))
-            for module_key in self._reach(fingerprints[variable_name].modules):
-                unvisited.extend(sorted(self._snapshot.state(module_key).names))
-        return fingerprints
+            unvisited.extend(sorted(found[name].names))
+            for key in self._reach(found[name].modules):
+                unvisited.extend(sorted(self._snapshot.state(key).names))
+        return found
 
-    def _reach(self, module_keys: Iterable[str]) -> list[str]:
+    def _reach(self, keys: Iterable[str]) -> list[str]:
         """These modules, and those that their attributes refer to."""
-        keys: dict[str, None] = {}
-        unvisited = deque(sorted(module_keys))
+        reached: dict[str, None] = {}
+        unvisited = deque(sorted(keys))
         while unvisited:
-            module_key = unvisited.popleft()
-            if module_key not in keys:
-                keys[module_key] = None
-                unvisited.extend(sorted(self._snapshot.state(module_key).modules))
-        return list(keys)
+            key = unvisited.popleft()
+            if key not in reached:
+                reached[key] = None
+                unvisited.extend(sorted(self._snapshot.state(key).modules))
+        return list(reached)
 
     def _modules_in(self, variable_names: Iterable[str]) -> set[str]:
         return {key for name in variable_names for key in self._found[name].modules}
 
-    def _lack(self, rank_state: _RankState) -> _RankLack:
-        cell_names = tuple(
-            variable_name
-            for variable_name, fingerprint in self._found.items()
-            if variable_name in self._forced
-            or rank_state.seen.get(variable_name) != fingerprint.token
+    def _lack(self, state: _RankState) -> _RankLack:
+        names = tuple(
+            name
+            for name, fingerprint in self._found.items()
+            if name in self._forced or state.seen.get(name) != fingerprint.token
         )
-        known_keys = frozenset(
-            record.key for record in self._modules.with_keys(rank_state.sent_states)
+        known = frozenset(record.key for record in self._modules.with_keys(state.modules))
+        states = tuple(
+            (key, state.modules[key])
+            for key in self._reach(self._modules_in(self._found))
+            if key in known
         )
-        sent_states = tuple(
-            (module_key, rank_state.sent_states[module_key])
-            for module_key in self._reach(self._modules_in(self._found))
-            if module_key in known_keys
-        )
-        start_keys = self._modules_in(cell_names) | {module_key for module_key, _ in sent_states}
-        whole_keys = tuple(
-            module_key for module_key in self._reach(start_keys) if module_key not in known_keys
-        )
-        return _RankLack(cell_names, whole_keys, known_keys, sent_states)
+        starts = self._modules_in(names) | {key for key, _ in states}
+        whole = tuple(key for key in self._reach(starts) if key not in known)
+        return _RankLack(names, whole, known, states)
 
-    def _changes(self, rank_lack: _RankLack) -> _ModuleChanges:
-        forced_keys = self._modules_in(self._forced & self._found.keys())
-        module_changes = {}
-        for module_key, sent_state in rank_lack.states:
-            module_change = difference(
-                module_key,
-                sent_state,
-                self._snapshot.state(module_key),
-                self._snapshot.survey(module_key),
-                adopt_weights=module_key in forced_keys,
-            )
-            module_record = self._modules.by_key(module_key)
-            if module_change is None or module_record is None:
+    def _changes(self, lack: _RankLack) -> _ModuleChanges:
+        forced = self._modules_in(self._forced & self._found.keys())
+        changes = {}
+        for key, sent in lack.states:
+            state = self._snapshot.state(key)
+            survey = self._snapshot.survey(key)
+            change = difference(key, sent, state, survey, adopt=key in forced)
+            record = self._modules.by_key(key)
+            if change is None or record is None:
                 continue
-            module_changes[module_key] = module_change
-            if module_change[0].adopt:
-                self._adopts_weights = True
+            changes[key] = change
+            if change.adopt:
                 # Workers cannot read the notebook's device memory; they adopt from these copies.
-                arena.update_host_copies(module_record.sharing)
-        return module_changes
+                arena.update_host_copies(record.sharing)
+        return changes
 
     # ------------------------------------------------------------------- packing
 
-    def _share(self, rank_lack: _RankLack) -> None:
+    def _share(self, lack: _RankLack) -> None:
         """Move the modules that come whole to arenas; leaves out names whose module cannot."""
-        for name in rank_lack.names:
-            reached_keys = self._reach(self._found[name].modules)
+        for name in lack.names:
+            keys = self._reach(self._found[name].modules)
             try:
-                self._share_modules(key for key in reached_keys if key in rank_lack.whole)
-            except ModelNotShareable as sharing_error:
+                self._share_modules(key for key in keys if key in lack.whole)
+            except ModelNotShareable as error:
                 if name in self._names.needed:
                     raise
-                self._reasons[name] = str(sharing_error)
+                self._reasons[name] = str(error)
                 # A name that is only possibly read must not make the cell fail.
-                raise _LeaveOut([name]) from sharing_error
+                raise _LeaveOut([name]) from error
         # The rest: modules that a changed attribute of a known module refers to.
-        self._share_modules(rank_lack.whole)
+        self._share_modules(lack.whole)
 
-    def _share_modules(self, module_keys: Iterable[str]) -> None:
-        for record in self._modules.with_keys(module_keys):
-            self._nbytes += record.share()
+    def _share_modules(self, keys: Iterable[str]) -> None:
+        for record in self._modules.with_keys(keys):
+            self.prepared.nbytes += record.share()
 
-    def _part(
-        self, rank_lack: _RankLack, module_changes: _ModuleChanges, rank_numbers: tuple[int, ...]
-    ) -> _PackedPart:
-        module_records = self._modules.with_keys(rank_lack.whole)
-        changed_classes = [one for _, classes in module_changes.values() for one in classes]
-        update_load = Load(
-            names={name: self._namespace[name] for name in rank_lack.names},
+    def _pickle(
+        self, lack: _RankLack, changes: _ModuleChanges
+    ) -> tuple[memfd.PackedObject, int, pickling.Sender]:
+        load = Load(
+            names={name: self._namespace[name] for name in lack.names},
             modules=tuple(
                 (record.key, record.manifest(), record.module)
-                for record in module_records
+                for record in self._modules.with_keys(lack.whole)
                 if record.module is not None
             ),
-            updates=tuple(module_update for module_update, _ in module_changes.values()),
-            classes=tuple(dict.fromkeys(changed_classes)),
+            changes=tuple(changes.values()),
         )
-        object_reducer = Reducer(self._namespace, self._places(rank_lack))
-        pickle_sender = pickling.Sender.create(self._snapshot.stand_ins())
-        pickle_sender.reduce = object_reducer
+        reducer = Reducer(self._namespace, self._places(lack))
+        sender = pickling.Sender(self._snapshot.stand_ins(), reducer)
         try:
-            packed_object, file_descriptor = pickling.pack(update_load, pickle_sender)
-        except Exception as pickling_error:  # pickling runs user code: it may raise anything
-            self._find_culprit(rank_lack, pickling_error)
+            packed, fd = pickling.pack(load, sender)
+        except Exception as error:  # pickling runs user code: it may raise anything
+            self._find_culprit(lack, error)
             raise
-        self._fds.append(file_descriptor)
-        self._nbytes += packed_object.nbytes
-        for record in module_records:
-            self._arenas |= record.arenas()
-        self._arenas |= pickle_sender.arenas
-        rank_states = [self._ranks[number] for number in rank_numbers]
-        sent_keys = {key for state in rank_states for key in state.sent_states}
-        gone_arenas = {
-            key for state in rank_states for key, found in state.arenas.items() if found() is None
-        }
-        return _PackedPart(
-            part=UpdatePart(
-                ranks=rank_numbers,
-                payload=packed_object,
-                sources=pickle_sender.sources | object_reducer.sources,
-                forget=tuple(sorted(sent_keys - rank_lack.known)),
-                forget_arenas=tuple(sorted(gone_arenas)),
-            ),
-            tokens={name: self._found[name].token for name in rank_lack.names},
-            states={key: self._snapshot.state(key) for key in (*rank_lack.whole, *module_changes)},
-        )
+        self.prepared.fds.append(fd)
+        self.prepared.nbytes += packed.nbytes
+        return packed, fd, sender
 
-    def _places(self, rank_lack: _RankLack) -> Callable[[Any], ModulePlace | None]:
+    def _add_part(self, lack: _RankLack, changes: _ModuleChanges, ranks: tuple[int, ...]) -> None:
+        packed, payload_fd, sender = self._pickle(lack, changes)
+        states = [self._ranks[number] for number in ranks]
+        used = dict(sender.arenas)
+        for record in self._modules.with_keys(lack.whole):
+            used |= record.arenas
+        new = {
+            key: found
+            for key, found in used.items()
+            if any(key not in state.arenas for state in states)
+        }
+        sent = {key for state in states for key in state.modules}
+        gone = {key for state in states for key, found in state.arenas.items() if found() is None}
+        message = NamespaceUpdate(
+            arenas=tuple((key, found.nbytes) for key, found in new.items()),
+            payload=packed,
+            sources=sender.sources,
+            forget=tuple(sorted(sent - lack.known)),
+            forget_arenas=tuple(sorted(gone)),
+            # A module or tensor that comes, or whose weights are to be taken over anew.
+            reads_arenas=bool(used) or any(change.adopt for change in changes.values()),
+        )
+        fds = self.prepared.fds
+        num_before = len(fds)
+        for found in new.values():
+            # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
+            found.leave_file()
+            # A copy, because it is closed after sending.
+            fds.append(os.dup(found.fd))
+        part = PreparedPart(
+            ranks=ranks,
+            message=message,
+            fds=[*fds[num_before:], payload_fd],
+            tokens={name: self._found[name].token for name in lack.names},
+            states={key: self._snapshot.state(key) for key in (*lack.whole, *changes)},
+            arenas=new,
+        )
+        self.prepared.parts.append(part)
+
+    def _places(self, lack: _RankLack) -> Callable[[Any], ModulePlace | None]:
         """Finds what lies in modules that the ranks have."""
 
         # At first use: most pickles hold no module, and the table visits all of them.
         @functools.cache
-        def place_table() -> dict[int, ModulePlace]:
+        def table() -> dict[int, ModulePlace]:
             # Only modules that these ranks have: a place in any other would name nothing there.
-            return self._snapshot.table(self._modules.with_keys(sorted(rank_lack.known)))
+            return self._snapshot.table(self._modules.with_keys(sorted(lack.known)))
 
-        return lambda module_part: place_table().get(id(module_part))
+        return lambda part: table().get(id(part))
 
     # ------------------------------------------------------------------- what cannot be sent
 
@@ -439,10 +401,9 @@ class _UpdatePacking:
         if name not in self._names.needed:
             self._reasons[name] = f"{type(error).__name__}: {error}"
             return
-        path = pickling.find_in(self._namespace[name], name, can_pickle=self._pickles)
+        path = find_in(self._namespace[name], name, can_pickle=self._pickles)
         raise NotSendable(
-            f"{path} cannot be sent to the workers: "
-            f"{type(error).__name__}: {error}.\n"
+            f"{path} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
             "Make it in a %%accelerate cell instead, or send what it is made from.",
             path=path,
         ) from error
@@ -454,14 +415,10 @@ class _UpdatePacking:
             return False
         return True
 
-    def _find_culprit(self, rank_lack: _RankLack, error: Exception) -> None:
+    def _find_culprit(self, lack: _RankLack, error: Exception) -> None:
         """Find the names that make the whole update unpicklable, and refuse or leave them out."""
-        culprit_names = [
-            variable_name
-            for variable_name in rank_lack.names
-            if not self._pickles(self._namespace[variable_name])
-        ]
-        for variable_name in culprit_names:
-            self._refuse(variable_name, error)
-        if culprit_names:
-            raise _LeaveOut(culprit_names) from error
+        culprits = [name for name in lack.names if not self._pickles(self._namespace[name])]
+        for name in culprits:
+            self._refuse(name, error)
+        if culprits:
+            raise _LeaveOut(culprits) from error

@@ -1,12 +1,12 @@
 """Python objects sent to another process, with their big blocks beside the pickle.
 
-What cannot be pickled is named as the user would write it.
+What cannot be pickled is found by `object_walk`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import functools
 import gc
 import importlib
 import io
@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +26,7 @@ import cloudpickle
 import torch
 
 from nbaccel.base import torch_private
-from nbaccel.transfer import arena, main_names, memfd
-
-_BLOCK_ALIGNMENT = 64  # bytes: tensors view the blocks in place, so they need torch's alignment
+from nbaccel.transfer import arena, memfd
 
 WEAK_TYPES = (weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType)
 """Types of weak references, to be asked for by ``type``: ``isinstance`` may raise."""
@@ -45,33 +43,28 @@ class TooCostly(Exception):
 class Sender:
     """What a pickling process knows about shared memory, and what it found while pickling."""
 
-    stand_ins: dict[int, tuple[arena.Arena, int]]
+    stand_ins: Mapping[int, tuple[arena.Arena, int]] = field(default_factory=dict)
     """Device address of a storage → where its host copy lies."""
-    sources: dict[str, list[str]]
+    reduce: Callable[[Any], Any] | None = None
+    """Asked first how to pickle an object; `NotImplemented` leaves it to what follows."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
     """Source lines of every cell whose functions or classes travel by value."""
-    arenas: dict[str, arena.Arena]
+    arenas: dict[str, arena.Arena] = field(default_factory=dict)
     """Arenas that the pickle refers to, by key."""
     modules: list[torch.nn.Module] = field(default_factory=list)
     """Every module that the pickle holds, each before its parts."""
-    reduce: Callable[[Any], Any] | None = None
-    """Asked first how to pickle an object; `NotImplemented` leaves it to what follows."""
 
-    @classmethod
-    def create(cls, stand_ins: dict[int, tuple[arena.Arena, int]] | None = None) -> Sender:
-        """A sender that has found nothing yet."""
-        return cls(stand_ins=stand_ins or {}, sources={}, arenas={})
-
-    def key(self, tensor_arena: arena.Arena) -> str:
+    def key(self, owner: arena.Arena) -> str:
         """Name an arena for the receiver."""
-        self.arenas[tensor_arena.key] = tensor_arena
-        return tensor_arena.key
+        self.arenas[owner.key] = owner
+        return owner.key
 
 
 def pack(
-    pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
+    value: Any, sender: Sender, *, limit_bytes: int | None = None
 ) -> tuple[memfd.PackedObject, int]:
     """Put an object into a memory file."""
-    return prepare(pickled_object, pickle_sender, limit_bytes=limit_bytes).write()
+    return prepare(value, sender, limit_bytes=limit_bytes).write()
 
 
 @dataclass(frozen=True)
@@ -89,67 +82,61 @@ class PreparedObject:
 
     def write(self) -> tuple[memfd.PackedObject, int]:
         """Copy all of it into a memory file; see `pack`."""
-        memory_blocks = [block.raw() for block in self.blocks]
-        pickle_bytes = self.stream.getbuffer()
-        block_spans = []
-        next_byte = 0
-        for memory_block in memory_blocks:
-            block_spans.append((next_byte, next_byte + memory_block.nbytes))
-            next_byte += -(-memory_block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
-        packed_object = memfd.PackedObject(
-            nbytes=next_byte + pickle_bytes.nbytes,
-            blocks=tuple(block_spans),
-            pickle=(next_byte, next_byte + pickle_bytes.nbytes),
+        blocks = [block.raw() for block in self.blocks]
+        content = self.stream.getbuffer()
+        spans = []
+        end = 0
+        for block in blocks:
+            spans.append((end, end + block.nbytes))
+            # Tensors view the blocks in place, so they need torch's alignment.
+            end += memfd.aligned(block.nbytes)
+        packed = memfd.PackedObject(
+            nbytes=end + content.nbytes, blocks=tuple(spans), pickle=(end, end + content.nbytes)
         )
-        file_descriptor = memfd.create_file("payload", packed_object.nbytes)
+        fd = memfd.create_file("payload", packed.nbytes)
         try:
-            for byte_span, memory_block in zip(block_spans, memory_blocks, strict=True):
-                memfd.write_at(file_descriptor, memory_block, byte_span[0])
-            memfd.write_at(file_descriptor, pickle_bytes, next_byte)
+            for span, block in zip(spans, blocks, strict=True):
+                memfd.write_at(fd, block, span[0])
+            memfd.write_at(fd, content, end)
         except BaseException:  # an interrupt must not leak the descriptor either
-            os.close(file_descriptor)
+            os.close(fd)
             raise
-        return packed_object, file_descriptor
+        return packed, fd
 
 
-def prepare(
-    pickled_object: Any, pickle_sender: Sender, *, limit_bytes: int | None = None
-) -> PreparedObject:
+def prepare(value: Any, sender: Sender, *, limit_bytes: int | None = None) -> PreparedObject:
     """Do what `pack` does, except for copying the big blocks."""
     blocks: list[pickle.PickleBuffer] = []
-    pickle_stream = _MeteredStream(limit_bytes)
-    dump(pickled_object, pickle_sender, pickle_stream, blocks.append)
-    return PreparedObject(pickle_stream, blocks)
+    stream = _MeteredStream(limit_bytes)
+    dump(value, sender, stream, blocks.append)
+    return PreparedObject(stream, blocks)
 
 
 def dump(
-    pickled_object: Any,
-    pickle_sender: Sender,
-    pickle_stream: Any,
-    on_block: Callable[[pickle.PickleBuffer], Any],
+    value: Any, sender: Sender, stream: Any, on_block: Callable[[pickle.PickleBuffer], Any]
 ) -> None:
     """Pickle as `pack` does, but into anything that has a `write`; big blocks go to `on_block`."""
-    _ValuePickler(pickle_stream, pickle_sender, on_block).dump(pickled_object)
+    _ValuePickler(stream, sender, on_block).dump(value)
 
 
-def pack_plain(pickled_object: Any, pickle_sender: Sender) -> tuple[memfd.PackedObject, int]:
+def pack_plain(value: Any, sender: Sender) -> tuple[memfd.PackedObject, int]:
     """Like `pack`, but classes and functions travel by name.
 
     For a forked child's answer: its parent has the very same classes, and must get them back, not
     copies of them, or the notebook's `except MyError` would not match.
     """
     blocks: list[pickle.PickleBuffer] = []
-    pickle_stream = io.BytesIO()
-    _PlainPickler(pickle_stream, pickle_sender, blocks.append).dump(pickled_object)
-    return PreparedObject(pickle_stream, blocks).write()
+    stream = io.BytesIO()
+    _PlainPickler(stream, sender, blocks.append).dump(value)
+    return PreparedObject(stream, blocks).write()
 
 
 def unpack(
-    packed_object: memfd.PackedObject,
-    file_descriptor: int,
-    arena_table: ArenaTable,
+    packed: memfd.PackedObject,
+    fd: int,
+    arenas: ArenaTable,
     *,
-    target_device: str = "cpu",
+    device: str = "cpu",
     namespace: dict[str, Any] | None = None,
     find_module: Callable[[str], torch.nn.Module] | None = None,
 ) -> Any:
@@ -159,18 +146,17 @@ def unpack(
     key are looked up.
     """
     # Private: a payload goes to several ranks, and one rank's writes must not show in another.
-    file_mapping = memfd.Mapping(file_descriptor, packed_object.nbytes, is_private=True)
+    mapping = memfd.Mapping(fd, packed.nbytes, is_private=True)
     # A context variable, because functions that a pickle calls can be given nothing but its data.
-    context_token = _CURRENT_RECEIVER.set(
-        Receiver(arena_table, target_device, {} if namespace is None else namespace, find_module)
+    token = _CURRENT_RECEIVER.set(
+        Receiver(arenas, device, {} if namespace is None else namespace, find_module)
     )
     try:
         return pickle.loads(
-            file_mapping.view(*packed_object.pickle),
-            buffers=[file_mapping.view(*byte_span) for byte_span in packed_object.blocks],
+            mapping.view(*packed.pickle), buffers=[mapping.view(*span) for span in packed.blocks]
         )
     finally:
-        _CURRENT_RECEIVER.reset(context_token)
+        _CURRENT_RECEIVER.reset(token)
 
 
 @dataclass(frozen=True)
@@ -196,87 +182,58 @@ class _MeteredStream(io.BytesIO):
         super().__init__()
         self._limit_bytes = limit_bytes
 
-    def write(self, pickle_bytes: Any) -> int:
-        written_bytes = super().write(pickle_bytes)
+    def write(self, content: Any) -> int:
+        count = super().write(content)
         # Checked while pickling: a data set of gigabytes must not be pickled before it is given up.
         if self._limit_bytes is not None and self.tell() > self._limit_bytes:
             raise TooCostly(self.tell())
-        return written_bytes
+        return count
 
 
 class _StorageReducer:
     """What both picklers do with tensor storages."""
 
-    def __init__(self, pickle_sender: Sender) -> None:
-        self._sender = pickle_sender
-        self._find = arena.Finder()
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
 
-    def reduce(self, pickled_object: Any) -> Any:
-        object_type = type(pickled_object)
-        if object_type is torch.storage.TypedStorage:
-            return _typed_storage, (
-                torch_private.untyped_storage(pickled_object),
-                pickled_object.dtype,
-            )
-        if object_type is torch.UntypedStorage and pickled_object.device.type != "meta":
-            return self._untyped(pickled_object)
-        if (
-            object_type in _PLAIN_TENSOR_TYPES
-            and pickled_object.device.type == "cpu"
-            and _is_bare(pickled_object)
-        ):
-            return self._tensor(pickled_object, object_type)
+    def reduce(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.storage.TypedStorage:
+            return _typed_storage, (torch_private.untyped_storage(value), value.dtype)
+        if kind is torch.UntypedStorage and value.device.type != "meta":
+            return self._untyped(value)
+        if kind in _PLAIN_TENSOR_TYPES and value.device.type == "cpu" and _is_bare(value):
+            return self._tensor(value, kind)
         return NotImplemented
 
-    def _tensor(self, bare_tensor: torch.Tensor, object_type: type) -> Any:
+    def _tensor(self, tensor: torch.Tensor, kind: type) -> Any:
         """In one step what torch takes four for: a model has hundreds of them."""
-        tensor_storage = bare_tensor.untyped_storage()
-        num_bytes = tensor_storage.nbytes()
-        first_address = tensor_storage.data_ptr()
-        tensor_arena = self._find(first_address, num_bytes) if num_bytes else None
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        address = storage.data_ptr()
+        owner = arena.find_arena(address, nbytes) if nbytes else None
         # Left to torch's own pickling, which calls back for the storage.
-        if tensor_arena is None:
+        if owner is None:
             return NotImplemented
-        arena_place = (
-            self._sender.key(tensor_arena),
-            first_address - tensor_arena.address,
-            num_bytes,
-        )
-        tensor_geometry = (
-            bare_tensor.storage_offset(),
-            tuple(bare_tensor.shape),
-            bare_tensor.stride(),
-        )
-        return _arena_tensor, (
-            object_type,
-            *arena_place,
-            bare_tensor.dtype,
-            *tensor_geometry,
-            bare_tensor.requires_grad,
-        )
+        place = (self._sender.key(owner), address - owner.address, nbytes)
+        geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return _arena_tensor, (kind, *place, tensor.dtype, *geometry, tensor.requires_grad)
 
-    def _untyped(self, tensor_storage: torch.UntypedStorage) -> Any:
-        num_bytes = tensor_storage.nbytes()
-        first_address = tensor_storage.data_ptr()
-        on_host = tensor_storage.device.type == "cpu"
-        tensor_arena = self._find(first_address, num_bytes) if on_host and num_bytes else None
-        if tensor_arena is not None:
-            return _arena_storage, (
-                self._sender.key(tensor_arena),
-                first_address - tensor_arena.address,
-                num_bytes,
-                False,
-            )
-        if first_address in self._sender.stand_ins and not on_host:
-            tensor_arena, first_byte = self._sender.stand_ins[first_address]
-            return _arena_storage, (self._sender.key(tensor_arena), first_byte, num_bytes, True)
+    def _untyped(self, storage: torch.UntypedStorage) -> Any:
+        nbytes = storage.nbytes()
+        address = storage.data_ptr()
+        on_host = storage.device.type == "cpu"
+        owner = arena.find_arena(address, nbytes) if on_host and nbytes else None
+        if owner is not None:
+            return _arena_storage, (self._sender.key(owner), address - owner.address, nbytes, False)
+        if address in self._sender.stand_ins and not on_host:
+            owner, start = self._sender.stand_ins[address]
+            return _arena_storage, (self._sender.key(owner), start, nbytes, True)
         # An empty storage has no buffer to view.
-        if num_bytes == 0:
+        if nbytes == 0:
             return torch.UntypedStorage, (0,)
-        raw_bytes = torch.empty(0, dtype=torch.uint8, device=tensor_storage.device).set_(
-            tensor_storage
-        )
-        return _own_storage, (pickle.PickleBuffer(raw_bytes.cpu().numpy().data), not on_host)
+        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy().data), not on_host)
 
 
 _PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -302,116 +259,95 @@ _HOOK_TABLES = tuple(
 _MODULE_GETSTATE = getattr(torch.nn.Module, "__getstate__", None)  # Python 3.10's object has none
 
 
-def _is_ordinary(object_type: type[torch.nn.Module]) -> bool:
+def _is_ordinary(kind: type[torch.nn.Module]) -> bool:
     """Whether such modules are pickled as most are: their attributes and nothing else."""
     return (
-        object_type.__setstate__ is torch.nn.Module.__setstate__
-        and object_type.__reduce_ex__ is object.__reduce_ex__
-        and object_type.__reduce__ is object.__reduce__
-        and getattr(object_type, "__getstate__", None) is _MODULE_GETSTATE
-        and not hasattr(object_type, "__getnewargs_ex__")
-        and not hasattr(object_type, "__getnewargs__")
-        and object_type.__new__ is object.__new__
+        kind.__setstate__ is torch.nn.Module.__setstate__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) is _MODULE_GETSTATE
+        and not hasattr(kind, "__getnewargs_ex__")
+        and not hasattr(kind, "__getnewargs__")
+        and kind.__new__ is object.__new__
     )
 
 
 class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
-        self,
-        pickle_file: Any,
-        pickle_sender: Sender,
-        on_block: Callable[[pickle.PickleBuffer], Any],
+        self, pickle_file: Any, sender: Sender, on_block: Callable[[pickle.PickleBuffer], Any]
     ) -> None:
         # cloudpickle's table is a ChainMap: a look-up in Python for every object of the model.
         self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
         self.dispatch_table[types.CodeType] = _reduce_code
         # Earlier protocols have no blocks beside the pickle.
         super().__init__(pickle_file, protocol=5, buffer_callback=on_block)
-        self._storages = _StorageReducer(pickle_sender)
-        self._sender = pickle_sender
-        self._first = pickle_sender.reduce
+        self._storages = _StorageReducer(sender)
+        self._sender = sender
         # One tuple object per content: pickle writes the second occurrence as a reference.
         self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._ordinary: dict[type, bool] = {}
 
-    def reducer_override(self, pickled_object: Any) -> Any:
-        if type(pickled_object) in WEAK_TYPES:
-            return _reduce_weak(pickled_object)
-        if _is_bar(type(pickled_object)):
-            return _reduce_bar(pickled_object)
-        if self._first is not None:
-            reduced_form = self._first(pickled_object)
-            if reduced_form is not NotImplemented:
-                return reduced_form
-        reduced_form = self._storages.reduce(pickled_object)
-        if reduced_form is not NotImplemented:
-            return reduced_form
-        if isinstance(pickled_object, types.FunctionType):
-            note_source(pickled_object, self._sender.sources)
-        elif isinstance(pickled_object, torch.nn.Module):
-            self._sender.modules.append(pickled_object)
-            object_type = type(pickled_object)
-            if object_type not in self._ordinary:
-                self._ordinary[object_type] = _is_ordinary(object_type)
-            return self._module(pickled_object) if self._ordinary[object_type] else NotImplemented
-        elif isinstance(pickled_object, types.ModuleType):
-            return _reduce_module(pickled_object)
-        elif not isinstance(pickled_object, type):
-            # cloudpickle has its own way with functions and classes only; asking it costs time.
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in WEAK_TYPES:
+            return _reduce_weak(value)
+        if _is_bar(kind):
+            return _reduce_bar(value)
+        if kind is types.FunctionType:
+            _note_source(value, self._sender.sources)
+        if self._sender.reduce is not None:
+            reduced = self._sender.reduce(value)
+            if reduced is not NotImplemented:
+                return reduced
+        reduced = self._storages.reduce(value)
+        if reduced is not NotImplemented:
+            return reduced
+        if isinstance(value, torch.nn.Module):
+            self._sender.modules.append(value)
+            if kind not in self._ordinary:
+                self._ordinary[kind] = _is_ordinary(kind)
+            return self._module(value) if self._ordinary[kind] else NotImplemented
+        if isinstance(value, types.ModuleType):
+            return _reduce_module(value)
+        # cloudpickle has its own way with functions and classes only; asking it costs time.
+        if not isinstance(value, (type, types.FunctionType)):
             return NotImplemented
-        return main_names.with_name(pickled_object, super().reducer_override(pickled_object))
+        return _with_name(value, super().reducer_override(value))
 
-    def _module(self, whole_module: torch.nn.Module) -> Any:
+    def _module(self, module: torch.nn.Module) -> Any:
         """Leave out the empty tables of hooks: pickling those takes longer than all the rest."""
-        state = dict(
-            vars(whole_module) if _MODULE_GETSTATE is None else _MODULE_GETSTATE(whole_module)
-        )
-        empty_hooks = tuple(
-            attribute_name
-            for attribute_name in _HOOK_TABLES
-            if attribute_name in state and not state[attribute_name]
-        )
-        for attribute_name in empty_hooks:
-            del state[attribute_name]
-        return (
-            _make_module,
-            (type(whole_module), self._shapes.setdefault(empty_hooks, empty_hooks)),
-            state,
-        )
+        state = dict(vars(module) if _MODULE_GETSTATE is None else _MODULE_GETSTATE(module))
+        empty = tuple(name for name in _HOOK_TABLES if name in state and not state[name])
+        for name in empty:
+            del state[name]
+        return (_make_module, (type(module), self._shapes.setdefault(empty, empty)), state)
 
 
 class _PlainPickler(pickle.Pickler):
     def __init__(
-        self,
-        pickle_file: Any,
-        pickle_sender: Sender,
-        on_block: Callable[[pickle.PickleBuffer], Any],
+        self, pickle_file: Any, sender: Sender, on_block: Callable[[pickle.PickleBuffer], Any]
     ) -> None:
         super().__init__(pickle_file, protocol=5, buffer_callback=on_block)
-        self._storages = _StorageReducer(pickle_sender)
+        self._storages = _StorageReducer(sender)
 
-    def reducer_override(self, pickled_object: Any) -> Any:
-        if isinstance(pickled_object, type) and "<locals>" in pickled_object.__qualname__:
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type) and "<locals>" in value.__qualname__:
             # No name leads to it; but a fork has it where its parent has it.
-            return _local_class, (
-                id(pickled_object),
-                pickled_object.__qualname__,
-                dumps_with_lines(pickled_object),
-            )
-        return self._storages.reduce(pickled_object)
+            return _local_class, (id(value), value.__qualname__, dumps_with_lines(value))
+        return self._storages.reduce(value)
 
 
-def dumps_with_lines(pickled_object: Any) -> bytes:
+def dumps_with_lines(value: Any) -> bytes:
     """What cloudpickle writes of an object, with the files that its code comes from."""
     written = io.BytesIO()
-    _PicklerWithLines(written).dump(pickled_object)
+    _PicklerWithLines(written).dump(value)
     return written.getvalue()
 
 
-def _reduce_code(code_object: types.CodeType) -> tuple[Any, ...]:
+def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     # From 3.1.3 on cloudpickle replaces the file's name, by which errors show the line of a cell.
     # Both sides are one Python, as marshal demands; its format 2 gives equal bytes for equal code.
-    return marshal.loads, (marshal.dumps(code_object, 2),)
+    return marshal.loads, (marshal.dumps(code, 2),)
 
 
 def _reduce_module(module: types.ModuleType) -> Any:
@@ -429,99 +365,84 @@ class _PicklerWithLines(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = {**cloudpickle.Pickler.dispatch_table, types.CodeType: _reduce_code}  # noqa: RUF012
 
 
-def note_source(cell_function: types.FunctionType, cell_sources: dict[str, list[str]]) -> None:
+def _note_source(function: types.FunctionType, sources: dict[str, list[str]]) -> None:
     """Keep the lines of the cell a function came from: the worker's tracebacks need them."""
-    file_name = cell_function.__code__.co_filename
-    if (
-        file_name not in cell_sources
-        and file_name in linecache.cache
-        and len(linecache.cache[file_name]) == 4
-    ):
-        modification_time = linecache.cache[file_name][1]  # type: ignore[misc]
+    name = function.__code__.co_filename
+    if name not in sources and len(linecache.cache.get(name, ())) == 4:
+        mtime = linecache.cache[name][1]  # type: ignore[misc]
         # None: there is no file that a worker could read; it is a cell, an exec or a doctest.
-        if modification_time is None:
-            cell_sources[file_name] = linecache.getlines(file_name)
+        if mtime is None:
+            sources[name] = linecache.getlines(name)
+
+
+def keep_sources(sources: Mapping[str, list[str]]) -> None:
+    """Let tracebacks of this process show the lines of the notebook's cells."""
+    for name, lines in sources.items():
+        # No modification time, or linecache would look for the file and drop the lines.
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 # What the pickle calls on the receiving side. The pickle contains their names, so both sides must
 # have the same ones.
 
 
-def _typed_storage(
-    untyped_storage: torch.UntypedStorage, element_type: torch.dtype
-) -> torch.storage.TypedStorage:
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
-        wrap_storage=untyped_storage, dtype=element_type, _internal=True
+        wrap_storage=storage, dtype=dtype, _internal=True
     )
 
 
-def _arena_storage(
-    key: str, first_byte: int, num_bytes: int, to_device: bool
-) -> torch.UntypedStorage:
+def _arena_storage(key: str, start: int, nbytes: int, to_device: bool) -> torch.UntypedStorage:
     receiver = _CURRENT_RECEIVER.get()
-    tensor_storage = arena.storage_at(receiver.arenas[key], first_byte, num_bytes)
-    return _storage_on_device(tensor_storage, receiver.device) if to_device else tensor_storage
+    storage = arena.storage_at(receiver.arenas[key], start, nbytes)
+    return _storage_on_device(storage, receiver.device) if to_device else storage
 
 
 def _arena_tensor(
-    object_type: type[torch.Tensor],
+    kind: type[torch.Tensor],
     key: str,
-    first_byte: int,
-    num_bytes: int,
-    element_type: torch.dtype,
-    element_offset: int,
+    start: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    offset: int,
     shape: tuple[int, ...],
-    tensor_strides: tuple[int, ...],
+    strides: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
-    tensor_storage = arena.storage_at(_CURRENT_RECEIVER.get().arenas[key], first_byte, num_bytes)
-    bare_tensor = torch.empty(0, dtype=element_type).set_(
-        tensor_storage, element_offset, shape, tensor_strides
-    )
-    if object_type is torch.nn.Parameter:
-        return torch.nn.Parameter(bare_tensor, requires_grad)
-    return bare_tensor.requires_grad_(requires_grad)
+    storage = arena.storage_at(_CURRENT_RECEIVER.get().arenas[key], start, nbytes)
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
-def _make_module(
-    object_type: type[torch.nn.Module], empty_hooks: tuple[str, ...]
-) -> torch.nn.Module:
-    whole_module = object_type.__new__(object_type)
-    vars(whole_module).update((attribute_name, OrderedDict()) for attribute_name in empty_hooks)
-    return whole_module
+def _make_module(kind: type[torch.nn.Module], empty: tuple[str, ...]) -> torch.nn.Module:
+    module = kind.__new__(kind)
+    vars(module).update((name, OrderedDict()) for name in empty)
+    return module
 
 
-def _local_class(first_address: int, qualified_name: str, pickled_class: bytes) -> type:
+def _local_class(address: int, name: str, content: bytes) -> type:
     """The class of that name at that address; a copy, if it was made after the fork."""
     # A forked child has its parent's addresses, so the id finds the class. The name is compared
     # too, because the address may have been given to another object since.
-    for known_object in gc.get_objects():
-        if (
-            id(known_object) == first_address
-            and isinstance(known_object, type)
-            and known_object.__qualname__ == qualified_name
-        ):
-            return known_object
-    unpickled_class: type = pickle.loads(pickled_class)
-    return unpickled_class
+    for known in gc.get_objects():
+        if id(known) == address and isinstance(known, type) and known.__qualname__ == name:
+            return known
+    made: type = pickle.loads(content)
+    return made
 
 
 def _own_storage(block: Any, to_device: bool) -> torch.UntypedStorage:
-    tensor_storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-    return (
-        _storage_on_device(tensor_storage, _CURRENT_RECEIVER.get().device)
-        if to_device
-        else tensor_storage
-    )
+    storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+    return _storage_on_device(storage, _CURRENT_RECEIVER.get().device) if to_device else storage
 
 
-def _storage_on_device(
-    tensor_storage: torch.UntypedStorage, target_device: str
-) -> torch.UntypedStorage:
-    if torch.device(target_device).type == "cpu":
-        return tensor_storage
-    raw_bytes = torch.empty(0, dtype=torch.uint8).set_(tensor_storage)
-    return raw_bytes.to(target_device).untyped_storage()
+def _storage_on_device(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    if torch.device(device).type == "cpu":
+        return storage
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return raw.to(device).untyped_storage()
 
 
 # ------------------------------------------------------------------------- what stays behind
@@ -557,10 +478,10 @@ class _Gone:
     """Something that is gone."""
 
 
-def _is_bar(object_type: type) -> bool:
+def _is_bar(kind: type) -> bool:
     """Whether objects of a type are bars of tqdm."""
     module = sys.modules.get("tqdm.std")
-    return module is not None and issubclass(object_type, module.tqdm)
+    return module is not None and issubclass(kind, module.tqdm)
 
 
 def _reduce_bar(bar: Any) -> Any:
@@ -581,93 +502,67 @@ def _bar(iterable: Any, settings: dict[str, Any]) -> Any:
     return tqdm(iterable, **settings)
 
 
-_MAX_SEARCH_DEPTH = 6  # each level pickles all parts again
+# ------------------------------------------------------------------------- names in `__main__`
 
-Test = Callable[[Any], bool]
+# Every pickler but cloudpickle writes a class as a module and a name: `torch.save`, the collectives
+# of objects, the checkpoints of libraries. A worker's `__main__` is not the notebook's, so classes
+# and functions that arrive by their code are bound there under their names, as a fork would have
+# them.
 
+_CODE_PARTS = 6
+"""Length of cloudpickle's instructions for what travels by its code: the last is a setter."""
 
-def find_culprit(cell_function: Callable[..., Any], call_arguments: tuple[Any, ...]) -> str:
-    """The innermost object that does not pickle, as `args[1]['lock'] (a _thread.lock)`."""
-    function_name = getattr(cell_function, "__name__", "the function")
-    for source_path, held_value in [
-        *_of_function(cell_function, function_name),
-        *_items_of(call_arguments, "args"),
-    ]:
-        if not _can_pickle(held_value):
-            return find_in(held_value, source_path)
-    return _with_type(function_name, cell_function)
+_IN_WORKER: set[bool] = set()
+_RECEIVED: dict[str, Any] = {}
+"""What was bound, by its name."""
 
 
-def find_in(held_value: Any, source_path: str, *, can_pickle: Test | None = None) -> str:
-    """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`."""
-    return _innermost_culprit(held_value, source_path, _MAX_SEARCH_DEPTH, can_pickle or _can_pickle)
+def receive_names() -> None:
+    """From now on, bind in this process's `__main__` what arrives."""
+    _IN_WORKER.add(True)
 
 
-def _innermost_culprit(held_value: Any, source_path: str, depth_left: int, can_pickle: Test) -> str:
-    for inner_path, inner in _parts_of(held_value, source_path) if depth_left else ():
-        if not can_pickle(inner):
-            return _innermost_culprit(inner, inner_path, depth_left - 1, can_pickle)
-    return _with_type(source_path, held_value)
+def has_received(value: Any) -> bool:
+    """Whether `__main__` has this class or function because it arrived here."""
+    return _RECEIVED.get(value.__qualname__.partition(".")[0]) is value
 
 
-def _with_type(source_path: str, held_value: Any) -> str:
-    object_type = type(held_value)
-    plain_type = object_type.__module__ in ("builtins", "__main__")
-    type_name = object_type.__qualname__
-    return (
-        f"{source_path} (a {type_name if plain_type else f'{object_type.__module__}.{type_name}'})"
-    )
-
-
-def _parts_of(held_value: Any, source_path: str) -> Iterator[tuple[str, Any]]:
-    if type(held_value) in WEAK_TYPES:
-        return
-    if isinstance(held_value, dict):
-        yield from (
-            (f"{source_path}[{key!r}]", held_value) for key, held_value in held_value.items()
-        )
-    elif isinstance(held_value, (list, tuple)):
-        yield from _items_of(held_value, source_path)
-    elif callable(held_value) and hasattr(held_value, "__code__"):
-        yield from _of_function(held_value, source_path)
-    elif hasattr(held_value, "__dict__"):
-        yield from (
-            (f"{source_path}.{key}", held_value) for key, held_value in vars(held_value).items()
-        )
-
-
-def _items_of(values: Any, source_path: str) -> Iterator[tuple[str, Any]]:
-    yield from (
-        (f"{source_path}[{position}]", held_value) for position, held_value in enumerate(values)
-    )
-
-
-def _of_function(cell_function: Any, source_path: str) -> Iterator[tuple[str, Any]]:
-    code_object = getattr(cell_function, "__code__", None)
-    for variable_name, cell in zip(
-        getattr(code_object, "co_freevars", ()),
-        getattr(cell_function, "__closure__", None) or (),
-        strict=False,
+def _with_name(value: Any, instructions: Any) -> Any:
+    """Instructions for pickle that also bind the object in a worker's `__main__`."""
+    if (
+        getattr(value, "__module__", None) != "__main__"
+        or not isinstance(instructions, tuple)
+        or len(instructions) != _CODE_PARTS
+        or _look_up(value.__qualname__) is not value
     ):
-        # An empty closure cell raises ValueError: the variable has no value yet.
-        with contextlib.suppress(ValueError):
-            yield f"{variable_name} (which {source_path} closes over)", cell.cell_contents
-    outer_variables = getattr(cell_function, "__globals__", {})
-    for variable_name in getattr(code_object, "co_names", ()):
-        if variable_name in outer_variables:
-            yield (
-                f"{variable_name} (a global that {source_path} uses)",
-                outer_variables[variable_name],
-            )
+        return instructions
+    *making, state, list_items, dict_items, set_state = instructions
+    # Bound by the setter of its state: only then is the object complete.
+    return *making, (set_state, state), list_items, dict_items, _finish_and_bind
 
 
-def _can_pickle(held_value: Any) -> bool:
+def _look_up(name: str) -> Any:
     try:
-        cloudpickle.Pickler(io.BytesIO(), protocol=5, buffer_callback=_drop_output).dump(held_value)
-    except Exception:  # whatever is raised, it does not pickle
-        return False
-    return True
+        return functools.reduce(getattr, name.split("."), sys.modules["__main__"])
+    except AttributeError:
+        return None
 
 
-def _drop_output(block: pickle.PickleBuffer) -> None:
-    block.release()
+# Called by the pickle, which contains its name.
+def _finish_and_bind(value: Any, setter_and_state: tuple[Callable[[Any, Any], Any], Any]) -> None:
+    set_state, state = setter_and_state
+    set_state(value, state)
+    if _IN_WORKER and _look_up(value.__qualname__) is not value:
+        _bind(value)
+
+
+def _bind(value: Any) -> None:
+    names = vars(sys.modules["__main__"])
+    outer_name, *inner_names = value.__qualname__.split(".")
+    # What a cell of this worker has defined under the name stays: it is the worker's own.
+    if outer_name in names and names[outer_name] is not _RECEIVED.get(outer_name):
+        return
+    # Of a class inside of another one only the path is needed; the outer one replaces it.
+    for inner_name in reversed(inner_names):
+        value = types.SimpleNamespace(**{inner_name: value})
+    names[outer_name] = _RECEIVED[outer_name] = value

@@ -28,220 +28,186 @@ PieceSpot = tuple[slice, ...] | int
 """Where a piece lies in the whole: slices, or the number of its first element, flattened."""
 
 
-def is_dtensor(sharded_tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor: this process has a piece of it, or a copy among several."""
-    return hasattr(sharded_tensor, "placements")
+    return hasattr(tensor, "placements")
 
 
-def is_sharded(sharded_tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether every process writes its own part of it back."""
-    return is_dtensor(sharded_tensor) or _reader_of(sharded_tensor) is not None
+    return is_dtensor(tensor) or _reader_of(tensor) is not None
 
 
-def full_shape(sharded_tensor: torch.Tensor) -> tuple[int, ...]:
+def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Its shape, all processes' parts together."""
-    shard_reader = _reader_of(sharded_tensor)
-    whole_shape = shard_reader.whole_shape(sharded_tensor) if shard_reader is not None else None
-    return tuple(sharded_tensor.shape) if whole_shape is None else whole_shape
+    reader = _reader_of(tensor)
+    whole_shape = reader.whole_shape(tensor) if reader is not None else None
+    return tuple(tensor.shape) if whole_shape is None else whole_shape
 
 
-def odd_placements(sharded_tensor: Any) -> list[Any]:
+def odd_placements(tensor: Any) -> list[Any]:
     """Those of a DTensor that do not say which slice of the whole this rank has."""
-    if not is_dtensor(sharded_tensor):
+    if not is_dtensor(tensor):
         return []
     # Imported only where a DTensor exists, because the import is slow.
     from torch.distributed.tensor import Replicate, Shard
 
     return [
         placement
-        for placement in sharded_tensor.placements
+        for placement in tensor.placements
         # By exact type: a subclass such as _StridedShard splits a dimension in another order.
         if type(placement) not in (Replicate, Shard)
     ]
 
 
-def pieces(
-    sharded_tensor: Any, held_part: object = None
-) -> Iterator[tuple[PieceSpot, torch.Tensor]]:
+def pieces(tensor: Any, held_part: object = None) -> Iterator[tuple[PieceSpot, torch.Tensor]]:
     """What this rank has of a tensor: where it lies in the whole, and its values."""
-    shard_reader = _reader_of(sharded_tensor)
-    if shard_reader is not None:
-        yield from shard_reader.local_pieces(sharded_tensor, held_part)
+    reader = _reader_of(tensor)
+    if reader is not None:
+        yield from reader.local_pieces(tensor, held_part)
         return
-    if not is_dtensor(sharded_tensor):
-        yield (), sharded_tensor
+    if not is_dtensor(tensor):
+        yield (), tensor
         return
-    local_shape, local_offset = torch_private.local_shape_and_offset(sharded_tensor)
-    local_tensor = sharded_tensor.to_local()
+    local_shape, local_offset = torch_private.local_shape_and_offset(tensor)
+    local = tensor.to_local()
     # A dimension that does not divide evenly leaves some ranks with nothing.
-    if local_tensor.numel():
+    if local.numel():
         yield (
             tuple(
-                slice(first_index, first_index + num_elements)
-                for first_index, num_elements in zip(local_offset, local_shape, strict=True)
+                slice(first, first + count)
+                for first, count in zip(local_offset, local_shape, strict=True)
             ),
-            local_tensor,
+            local,
         )
 
 
-def put_piece(
-    whole_tensor: torch.Tensor, piece_spot: PieceSpot, piece_values: torch.Tensor
-) -> None:
+def put_piece(whole: torch.Tensor, spot: PieceSpot, values: torch.Tensor) -> None:
     """Copy a piece into the whole, with cast."""
-    num_elements = piece_values.numel()
-    if isinstance(piece_spot, int) and not whole_tensor.is_contiguous():
-        # view(-1) fails for such a tensor, and reshape(-1) would write into a copy.
-        indices = _indices_of(whole_tensor, piece_spot, num_elements)
-        whole_tensor[indices] = piece_values.to(whole_tensor)
+    target, index = _located(whole, spot, values.numel())
+    if _is_scattered(whole, spot):
+        target[index] = values.to(whole)
     else:
-        copy_with_cast(_part_of_whole(whole_tensor, piece_spot, num_elements), piece_values)
+        _copy_with_cast(target[index], values)
 
 
-def piece_ranges(
-    whole_tensor: torch.Tensor, piece_spot: PieceSpot, num_elements: int
-) -> list[memfd.ByteRange]:
+def piece_ranges(whole: torch.Tensor, spot: PieceSpot, count: int) -> list[memfd.ByteRange]:
     """The bytes that :func:`put_piece` writes, counted from the start of the whole's storage."""
-    if isinstance(piece_spot, int) and not whole_tensor.is_contiguous():
-        # Neither a run nor slices: element by element.
-        indices_by_dim = _indices_of(whole_tensor, piece_spot, num_elements)
-        first_elements = np.full(num_elements, whole_tensor.storage_offset())
-        for dim_indices, stride_step in zip(indices_by_dim, whole_tensor.stride(), strict=True):
-            first_elements += dim_indices.numpy() * int(stride_step)
-        run_elements = 1
-    elif isinstance(piece_spot, int):
-        first_elements = np.array([whole_tensor.storage_offset() + piece_spot])
-        run_elements = num_elements
+    target, index = _located(whole, spot, count)
+    if _is_scattered(whole, spot):
+        firsts = np.full(count, whole.storage_offset())
+        for indices, step in zip(index, whole.stride(), strict=True):
+            firsts += indices.numpy() * int(step)
+        run = 1
     else:
-        first_elements, run_elements = _runs_of(whole_tensor[piece_spot])
-    item_bytes = whole_tensor.element_size()
-    return memfd.merge_ranges(
-        (int(first_element) * item_bytes, (int(first_element) + run_elements) * item_bytes)
-        for first_element in first_elements
-    )
+        firsts, run = _runs_of(target[index])
+    item = whole.element_size()
+    return memfd.merge_ranges((int(first) * item, (int(first) + run) * item) for first in firsts)
 
 
-def _runs_of(piece_view: torch.Tensor) -> tuple[Any, int]:
+def _is_scattered(whole: torch.Tensor, spot: PieceSpot) -> bool:
+    """Whether the piece is neither a run nor slices of the whole, but element by element."""
+    return isinstance(spot, int) and not whole.is_contiguous()
+
+
+def _located(whole: torch.Tensor, spot: PieceSpot, count: int) -> tuple[torch.Tensor, Any]:
+    """A view of the whole, and the index of a piece in it."""
+    if not isinstance(spot, int):
+        return whole, spot
+    if whole.is_contiguous():
+        return whole.view(-1), slice(spot, spot + count)
+    # view(-1) fails for such a tensor, and reshape(-1) would write into a copy.
+    return whole, torch.unravel_index(torch.arange(spot, spot + count), whole.shape)
+
+
+def _runs_of(view: torch.Tensor) -> tuple[Any, int]:
     """Where in its storage the runs of a view's elements begin, and how long each is."""
-    run_elements = 1
-    outer_dims = list(zip(piece_view.shape, piece_view.stride(), strict=True))
+    run = 1
+    dims = list(zip(view.shape, view.stride(), strict=True))
     # Dimensions whose elements lie one behind the other make one run.
-    while outer_dims and outer_dims[-1][1] == run_elements:
-        run_elements *= outer_dims.pop()[0]
-    first_elements = np.array([piece_view.storage_offset()])
-    for size, stride_step in outer_dims:
-        dim_steps = int(stride_step) * np.arange(size)
-        first_elements = (first_elements[:, None] + dim_steps).ravel()
-    return first_elements, run_elements
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    firsts = np.array([view.storage_offset()])
+    for size, step in dims:
+        dim_steps = int(step) * np.arange(size)
+        firsts = (firsts[:, None] + dim_steps).ravel()
+    return firsts, run
 
 
 def unrounded_values(
-    piece_values: torch.Tensor,
-    notebook_values: torch.Tensor,
-    piece_spot: PieceSpot,
-    model_dtype: torch.dtype,
+    values: torch.Tensor, theirs: torch.Tensor, spot: PieceSpot, dtype: torch.dtype
 ) -> torch.Tensor:
     """The notebook's own values, where a piece is nothing but these in a shorter format.
 
     Engines cast whole models: what is frozen, or was not trained yet, would be written back with
     fewer digits than it has.
     """
-    if model_dtype == notebook_values.dtype or not (
-        model_dtype.is_floating_point and notebook_values.is_floating_point()
-    ):
-        return piece_values
-    notebook_part = _part_of_whole(notebook_values, piece_spot, piece_values.numel())
-    return (
-        notebook_part
-        if torch.equal(notebook_part.to(model_dtype).to(piece_values), piece_values)
-        else piece_values
-    )
+    if dtype == theirs.dtype or not (dtype.is_floating_point and theirs.is_floating_point()):
+        return values
+    target, index = _located(theirs, spot, values.numel())
+    part = target[index]
+    return part if torch.equal(part.to(dtype).to(values), values) else values
 
 
-def _part_of_whole(
-    whole_tensor: torch.Tensor, piece_spot: PieceSpot, num_elements: int
-) -> torch.Tensor:
-    if not isinstance(piece_spot, int):
-        return whole_tensor[piece_spot]
-    if whole_tensor.is_contiguous():
-        return whole_tensor.view(-1)[piece_spot : piece_spot + num_elements]
-    return whole_tensor[_indices_of(whole_tensor, piece_spot, num_elements)]
-
-
-def _indices_of(
-    whole_tensor: torch.Tensor, first_element: int, num_elements: int
-) -> tuple[torch.Tensor, ...]:
-    """Where elements lie, of a tensor that is no one run of memory."""
-    flat_indices = torch.arange(first_element, first_element + num_elements)
-    return torch.unravel_index(flat_indices, whole_tensor.shape)
-
-
-def copy_with_cast(whole_tensor: torch.Tensor, piece_values: torch.Tensor) -> None:
+def _copy_with_cast(whole: torch.Tensor, values: torch.Tensor) -> None:
     """Copy, with cast; an expanded tensor's repeated dims are written once."""
     # torch refuses to copy into a tensor whose elements share memory.
-    for number, step in enumerate(whole_tensor.stride()):
-        if step == 0 and whole_tensor.shape[number] > 1:
-            whole_tensor = whole_tensor.narrow(number, 0, 1)
-            piece_values = piece_values.narrow(number, 0, 1)
-    whole_tensor.copy_(piece_values)
+    for number, step in enumerate(whole.stride()):
+        if step == 0 and whole.shape[number] > 1:
+            whole = whole.narrow(number, 0, 1)
+            values = values.narrow(number, 0, 1)
+    whole.copy_(values)
 
 
-def fill_local_part(sharded_tensor: torch.Tensor, whole_tensor: torch.Tensor) -> None:
+def fill_local_part(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """Let this rank's part have the values of the whole."""
-    shard_reader = _reader_of(sharded_tensor)
-    if shard_reader is not None:
-        shard_reader.assign(sharded_tensor, whole_tensor)
+    reader = _reader_of(tensor)
+    if reader is not None:
+        reader.assign(tensor, whole)
         return
-    for piece_spot, values in pieces(sharded_tensor.detach()):
+    for spot, values in pieces(tensor.detach()):
         # A DTensor's pieces have slices; only readers, which are handled above, give numbers.
-        if not isinstance(piece_spot, int):
-            values.copy_(whole_tensor[piece_spot])
+        if not isinstance(spot, int):
+            values.copy_(whole[spot])
 
 
-def module_inside(wrapped_module: nn.Module) -> nn.Module | None:
+def module_inside(module: nn.Module) -> nn.Module | None:
     """The user's module in an engine of a library that partitions parameters; else None."""
     return next(
-        (
-            inner
-            for shard_reader in shard_readers()
-            if (inner := shard_reader.inner_module(wrapped_module)) is not None
-        ),
+        (inner for reader in shard_readers() if (inner := reader.inner_module(module)) is not None),
         None,
     )
 
 
-def state_without_engine(wrapped_module: nn.Module) -> dict[str, Any] | None:
+def state_without_engine(module: nn.Module) -> dict[str, Any] | None:
     """A module's state without what such a library added to it; None if it added nothing."""
     return next(
-        (
-            state
-            for shard_reader in shard_readers()
-            if (state := shard_reader.plain_state(wrapped_module)) is not None
-        ),
+        (state for reader in shard_readers() if (state := reader.plain_state(module)) is not None),
         None,
     )
 
 
 def forget_process_groups() -> None:
     """Let libraries drop groups that they made from torch's process groups, which are gone."""
-    for shard_reader in shard_readers():
-        shard_reader.forget_groups()
+    for reader in shard_readers():
+        reader.forget_groups()
 
 
 def remove_process_files() -> None:
     """Remove what libraries keep on disk for this process, which ends."""
-    for reader_path in _reader_paths():
+    for path in _reader_paths():
         # Nothing is kept for a reader that was never imported, and its import takes longer than
         # all else that a process does at its end.
-        if reader_path.partition(":")[0] in sys.modules:
-            registry.load_object(reader_path).leave()
+        if path.partition(":")[0] in sys.modules:
+            registry.load_object(path).leave()
 
 
 def load_readers() -> None:
     """Import the readers of libraries that have been imported, for all forks of this process."""
-    for reader_path in _reader_paths():
+    for path in _reader_paths():
         # What is wrong with another package's reader, the worker that needs it says.
         with contextlib.suppress(Exception):
-            registry.load_object(reader_path)
+            registry.load_object(path)
 
 
 class HeldParts:
@@ -252,46 +218,37 @@ class HeldParts:
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
 
-    def hold_for(
-        self, optimizer: torch.optim.Optimizer, trained_modules: Iterable[nn.Module]
-    ) -> None:
+    def hold_for(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         """Keep what is needed of modules as they are at an optimizer's first step."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        for tensor in (
-            parameter
-            for wrapped_module in trained_modules
-            for parameter in wrapped_module.parameters()
-        ):
-            shard_reader = _reader_of(tensor)
-            part = shard_reader.hold(tensor) if shard_reader is not None else None
+        for tensor in (parameter for module in modules for parameter in module.parameters()):
+            reader = _reader_of(tensor)
+            part = reader.hold(tensor) if reader is not None else None
             if part is not None:
                 self._found[tensor] = part
 
-    def of(self, sharded_tensor: torch.Tensor) -> object:
+    def of(self, tensor: torch.Tensor) -> object:
         """What was kept of a tensor; None if nothing was."""
-        part: object = self._found.get(sharded_tensor)  # type: ignore[no-untyped-call]
+        part: object = self._found.get(tensor)  # type: ignore[no-untyped-call]
         return part
 
 
 def _reader_of(tensor: torch.Tensor) -> ShardReader | None:
-    return next(
-        (shard_reader for shard_reader in shard_readers() if shard_reader.is_cut(tensor)),
-        None,
-    )
+    return next((reader for reader in shard_readers() if reader.is_cut(tensor)), None)
 
 
 def shard_readers(*, loaded_only: bool = True) -> Iterator[ShardReader]:
     """The readers of libraries that shard models."""
-    for reader_path in _reader_paths(loaded_only=loaded_only):
-        yield registry.load_object(reader_path)
+    for path in _reader_paths(loaded_only=loaded_only):
+        yield registry.load_object(path)
 
 
 def _reader_paths(*, loaded_only: bool = True) -> Iterator[str]:
     readers = [(row.library, row.shards) for row in STRATEGIES]
     readers += [(row.library, row.shards) for row in FP8_BACKENDS]
-    for library, reader_path in readers:
+    for library, path in readers:
         # Reading the shards of a library imports it, which takes seconds.
-        if reader_path and (library in sys.modules or not loaded_only):
-            yield reader_path
+        if path and (library in sys.modules or not loaded_only):
+            yield path

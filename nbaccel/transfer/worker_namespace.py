@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copyreg
 import difflib
-import linecache
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.transfer import memfd, pickling, sharded_tensors, weight_sync
+from nbaccel.transfer import memfd, pickling, sharded_tensors
 from nbaccel.transfer.free_names import is_users
 from nbaccel.transfer.function_pickling import Reducer
 from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
 from nbaccel.transfer.received_modules import ReceivedModules
-
-__all__ = ["Namespace"]
 
 
 class Namespace:
@@ -29,60 +26,38 @@ class Namespace:
         self,
         user_ns: dict[str, Any],
         *,
-        own_rank: int,
-        target_device: str,
+        rank: int,
+        device: str,
         num_nodes: int = 1,
         share_back: bool = True,
     ) -> None:
         self._user_ns = user_ns
-        self._rank = own_rank
-        self._device = target_device
-        self._received_modules = ReceivedModules(
-            own_rank=own_rank, num_nodes=num_nodes, share_back=share_back
-        )
+        self._rank = rank
+        self._device = device
+        self.modules = ReceivedModules(rank=rank, num_nodes=num_nodes, share_back=share_back)
         self._before: dict[str, int] = {}
 
-    def take(
-        self,
-        namespace_update: NamespaceUpdate,
-        file_descriptors: Sequence[int],
-        wanted_names: Sequence[str],
-    ) -> None:
+    def take(self, update: NamespaceUpdate, fds: Sequence[int]) -> None:
         """Bind what came from the notebook, and apply what changed in its modules."""
-        # Not strict: the descriptors of the payloads follow those of the arenas.
-        for (arena_key, num_bytes), file_descriptor in zip(
-            namespace_update.arenas, file_descriptors, strict=False
-        ):
+        *arena_fds, payload_fd = fds
+        for (key, num_bytes), fd in zip(update.arenas, arena_fds, strict=True):
             # Before the payload is opened, which refers to these arenas.
-            self._received_modules.open_arena(arena_key, num_bytes, file_descriptor)
-        local_part = namespace_update.of(self._rank)
-        if local_part is None:
-            return
-        update_part, payload_index = local_part
-        for variable_name, source_lines in update_part.sources.items():
-            # No modification time, or linecache would look for the file and drop the lines.
-            linecache.cache[variable_name] = (
-                sum(map(len, source_lines)),
-                None,
-                source_lines,
-                variable_name,
-            )
-        update_load: Load = pickling.unpack(
-            update_part.payload,
-            file_descriptors[payload_index],
-            self._received_modules.mappings,
-            target_device=self._device,
+            self.modules.open_arena(key, num_bytes, fd)
+        pickling.keep_sources(update.sources)
+        load: Load = pickling.unpack(
+            update.payload,
+            payload_fd,
+            self.modules.mappings,
+            device=self._device,
             namespace=self._user_ns,
-            find_module=self._received_modules.module,
+            find_module=self.modules.module,
         )
-        for arena_key, module_manifest, module in update_load.modules:
-            self._received_modules.add(arena_key, module_manifest, module)
-        for module_update in update_load.updates:
-            self._received_modules.apply(module_update)
-        self._received_modules.forget(update_part.forget, update_part.forget_arenas)
-        self._user_ns.update(
-            (variable_name, update_load.names[variable_name]) for variable_name in wanted_names
-        )
+        for key, manifest, module in load.modules:
+            self.modules.add(key, manifest, module)
+        for change in load.changes:
+            self.modules.apply(change)
+        self.modules.forget(update.forget, update.forget_arenas)
+        self._user_ns.update(load.names)
 
     # ------------------------------------------------------------------- around a cell
 
@@ -92,124 +67,88 @@ class Namespace:
 
     def bound(self) -> tuple[str, ...]:
         """The user's names that were bound, rebound or deleted since `begin`."""
-        ids_before = self._before
-        ids_after = self._snapshot()
-        return tuple(
-            name for name in ids_before | ids_after if ids_before.get(name) != ids_after.get(name)
-        )
+        before = self._before
+        after = self._snapshot()
+        return tuple(name for name in before | after if before.get(name) != after.get(name))
 
     def _snapshot(self) -> dict[str, int]:
         """Ids, not values: the snapshot must not keep alive what a cell deletes."""
         return {name: id(value) for name, value in self._user_ns.items() if is_users(name)}
 
-    def dirty(self) -> tuple[str, ...]:
-        """Keys of the notebook's modules whose weights may have changed."""
-        return self._received_modules.dirty()
-
-    def write_weights(
-        self, staging_files: Mapping[str, int]
-    ) -> tuple[weight_sync.WeightReport, dict[str, int]]:
-        """Write the changed weights into staging files: rank 0 all, others their shards."""
-        return self._received_modules.write_weights(staging_files)
-
-    def share_equal_pages(self) -> None:
-        """The notebook has the weights: share those pages again that are equal to the arena's."""
-        self._received_modules.share_equal_pages()
-
     # ------------------------------------------------------------------- to the notebook
 
-    def pack(self, variable_names: Sequence[str]) -> tuple[memfd.PackedObject, int]:
+    def pack(self, names: Sequence[str]) -> tuple[memfd.PackedObject, int]:
         """Pack the values of these names for the notebook, as a dict.
 
         Tensors come to the CPU. A sharded tensor comes whole if every rank has all of it; else this
         rank's piece does, and a line on stderr says so. A model in DDP comes without the wrapper,
         which is of no use where there is no process group.
         """
-        missing_names = [
-            variable_name for variable_name in variable_names if variable_name not in self._user_ns
-        ]
-        if missing_names:
-            raise NameError(self._not_bound(missing_names), name=missing_names[0])
-        notebook_reducer = _NotebookReducer(self._user_ns)
-        pickle_sender = pickling.Sender.create()
-        pickle_sender.reduce = notebook_reducer
-        packed_object, file_descriptor = pickling.pack(
-            {variable_name: self._user_ns[variable_name] for variable_name in variable_names},
-            pickle_sender,
-        )
-        if notebook_reducer.pieces:
+        missing = [name for name in names if name not in self._user_ns]
+        if missing:
+            raise NameError(self._not_bound(missing), name=missing[0])
+        reducer = _NotebookReducer(self._user_ns)
+        values = {name: self._user_ns[name] for name in names}
+        packed, fd = pickling.pack(values, pickling.Sender(reduce=reducer))
+        if reducer.pieces:
             sys.stderr.write(
-                f"nbaccel: rank {self._rank} has only a piece of {notebook_reducer.pieces} sharded "
-                f"tensor(s) in {', '.join(variable_names)}, and that is what comes. For all of it, "
+                f"nbaccel: rank {self._rank} has only a piece of {reducer.pieces} sharded "
+                f"tensor(s) in {', '.join(names)}, and that is what comes. For all of it, "
                 "gather on all ranks in a cell first: accelerator.get_state_dict(m), or "
                 "full_tensor().\n"
             )
-        return packed_object, file_descriptor
+        return packed, fd
 
-    def _not_bound(self, missing_names: Sequence[str]) -> str:
+    def _not_bound(self, missing: Sequence[str]) -> str:
         lines = []
-        for variable_name in missing_names:
-            names = [variable_name for variable_name in self._user_ns if is_users(variable_name)]
-            matches = difflib.get_close_matches(variable_name, names, n=3)
-            spelling_hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
-            lines.append(
-                f"name {variable_name!r} is not defined in worker {self._rank}.{spelling_hint}"
-            )
+        known = [name for name in self._user_ns if is_users(name)]
+        for name in missing:
+            matches = difflib.get_close_matches(name, known, n=3)
+            hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
+            lines.append(f"name {name!r} is not defined in worker {self._rank}.{hint}")
         return "\n".join(lines)
 
 
 class _NotebookReducer(Reducer):
     """Replaces what means nothing in the notebook: devices, process groups, wrappers."""
 
-    def __init__(self, worker_namespace: dict[str, Any]) -> None:
-        super().__init__(worker_namespace)
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        super().__init__(namespace)
         self.pieces = 0
 
-    def __call__(self, pickled_object: Any) -> Any:
-        if isinstance(pickled_object, nn.Module):
-            inner_module = (
-                pickled_object.module
-                if isinstance(pickled_object, DistributedDataParallel)
-                else None
-            )
-            inner_module = inner_module or sharded_tensors.module_inside(pickled_object)
-            state = sharded_tensors.state_without_engine(pickled_object)
-            if inner_module is not None:
-                return _as_it_is, (inner_module,)
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            inner = value.module if isinstance(value, DistributedDataParallel) else None
+            inner = inner or sharded_tensors.module_inside(value)
+            state = sharded_tensors.state_without_engine(value)
+            if inner is not None:
+                return _as_it_is, (inner,)
             if state is not None:
-                return copyreg.__newobj__, (type(pickled_object),), state  # type: ignore[attr-defined]
-        if isinstance(pickled_object, torch.Tensor) and (
-            sharded_tensors.is_sharded(pickled_object)
-            or pickled_object.device.type not in ("cpu", "meta")
+                return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
+        if isinstance(value, torch.Tensor) and (
+            sharded_tensors.is_sharded(value) or value.device.type not in ("cpu", "meta")
         ):
-            return _as_it_is, (self._at_hand(pickled_object),)
-        return super().__call__(pickled_object)
+            return _as_it_is, (self._at_hand(value),)
+        return super().__call__(value)
 
-    def _at_hand(self, local_tensor: torch.Tensor) -> torch.Tensor:
-        local_values: Any = local_tensor.detach()
-        if sharded_tensors.is_dtensor(local_tensor):
-            self.pieces += not all(
-                placement.is_replicate() for placement in local_values.placements
-            )
-            local_values = local_values.to_local()
-        elif sharded_tensors.full_shape(local_tensor) != tuple(local_tensor.shape):
+    def _at_hand(self, tensor: torch.Tensor) -> torch.Tensor:
+        values: Any = tensor.detach()
+        if sharded_tensors.is_dtensor(tensor):
+            self.pieces += not all(placement.is_replicate() for placement in values.placements)
+            values = values.to_local()
+        elif sharded_tensors.full_shape(tensor) != tuple(tensor.shape):
             self.pieces += 1
-            piece_values = [
-                tensor_piece.detach().cpu()
-                for _, tensor_piece in sharded_tensors.pieces(local_tensor)
-            ]
-            local_values = torch.cat(piece_values) if piece_values else local_values
-        elif sharded_tensors.is_sharded(local_tensor):
+            pieces = [piece.detach().cpu() for _, piece in sharded_tensors.pieces(tensor)]
+            values = torch.cat(pieces) if pieces else values
+        elif sharded_tensors.is_sharded(tensor):
             # A view into a flat buffer: pickling it would send the whole buffer.
-            local_values = local_values.clone()
-        local_values = local_values.cpu()
-        if isinstance(local_tensor, nn.Parameter):
-            return nn.Parameter(local_values, local_tensor.requires_grad)
-        local_part: torch.Tensor = local_values.requires_grad_(
-            # A leaf keeps its flag, which detach() drops; a result comes without its graph.
-            local_tensor.requires_grad and local_tensor.is_leaf
-        )
-        return local_part
+            values = values.clone()
+        values = values.cpu()
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(values, tensor.requires_grad)
+        # A leaf keeps its flag, which detach() drops; a result comes without its graph.
+        at_hand: torch.Tensor = values.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        return at_hand
 
 
 def _as_it_is(value: Any) -> Any:

@@ -262,22 +262,20 @@ def _rehearse_transfer() -> None:
     """Transfer a small model once, so that workers inherit what Python and torch set up then."""
     from torch import nn
 
-    from nbaccel.transfer import arena, memfd, pickling, weight_sync
+    from nbaccel.transfer import arena, memfd, pickling
+    from nbaccel.transfer.received_modules import ReceivedModules
 
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     sharing = arena.share_modules([("model", model)])
-    manifest = weight_sync.Manifest.of("model", sharing.modules[0].slots)
-    (shared,) = sharing.arenas()
-    packed, fd = pickling.pack((model, manifest), pickling.Sender.create())
-    mappings = {shared.key: memfd.Mapping(shared.fd, shared.nbytes, is_private=True)}
+    packed, fd = pickling.pack(sharing.modules, pickling.Sender())
+    received_modules = ReceivedModules(rank=0)
+    for key, owner in sharing.arenas.items():
+        received_modules.open_arena(key, owner.nbytes, owner.fd)
     with memfd.closing_files(fd):
-        received, manifest = pickling.unpack(packed, fd, mappings)
-    weight_sync.WeightWriter(
-        own_rank=0,
-        shared_modules=[(manifest, received)],
-        arena_mappings=mappings,
-        staging_files={},
-    ).write()
+        modules = pickling.unpack(packed, fd, received_modules.mappings)
+    for manifest, module in modules:
+        received_modules.add(manifest.path, manifest, module)
+    received_modules.write_all()
 
 
 def _open_process(process_id: int) -> list[int]:

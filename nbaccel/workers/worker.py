@@ -21,7 +21,6 @@ import builtins
 import contextlib
 import faulthandler
 import importlib
-import linecache
 import os
 import pickle
 import random
@@ -37,7 +36,6 @@ from typing import Any, NoReturn
 
 import cloudpickle
 import torch
-from torch import nn
 
 from nbaccel.base import accelerate_library, env, lightning_library, transformers_library
 from nbaccel.base.errors import InputRefused, InternalError
@@ -45,10 +43,10 @@ from nbaccel.base.units import shorten_text
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.topology import Topology
-from nbaccel.transfer import arena, main_names, memfd, pickling, sharded_tensors
+from nbaccel.transfer import arena, memfd, pickling, sharded_tensors
 from nbaccel.transfer.library_settings import LibrarySettings
 from nbaccel.transfer.package_changes import AppliedChanges, LateChange, PackageChange
-from nbaccel.transfer.weight_sync import Manifest, WeightWriter
+from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.workers import (
     exit_functions,
     failure,
@@ -76,7 +74,7 @@ class WorkerCall:
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    modules: tuple[tuple[Manifest, nn.Module], ...] = ()
+    modules: tuple[arena.SharedModule, ...] = ()
     changes: tuple[PackageChange | LateChange, ...] = ()
     """What the notebook has changed of installed packages; a fork has it."""
     arenas: Mapping[str, memfd.Mapping] = field(default_factory=dict)
@@ -230,7 +228,7 @@ def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int
     # Before any user code can create a process group.
     rendezvous.keep_groups_alive()
     _refuse_questions(place.rank)
-    main_names.receive_names()
+    pickling.receive_names()
     send_notebook_classes()
     accelerate_library.prepare_anew()
     transformers_library.run_notebook_trainers(metrics_reporter.drawing_whole_bar)
@@ -309,13 +307,13 @@ class Work:
         try:
             weight_report = None
             with contextlib.ExitStack() as clean_up:
-                call, weight_writer = self._prepare(clean_up)
+                call, received_modules = self._prepare(clean_up)
                 self._channel.send(messaging.Started())
                 value = _call(call)
                 worker_output.show_figures()
                 flush_streams()
                 if self._context.assignment.share_back:
-                    weight_report = weight_writer.write()
+                    weight_report = received_modules.write_all()
         except BaseException as error:  # an interrupt too: the notebook waits for a report
             report(self._channel, error, self._rank, self._pack)
         else:
@@ -323,48 +321,46 @@ class Work:
             # Only now: a rank that fails by it must find that this one has returned.
             rendezvous.say_returned(self._rank)
 
-    def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, WeightWriter]:
+    def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, ReceivedModules]:
         job = self._job
-        assignment = self._context.assignment
-        for name, lines in job.sources.items():
-            # Without a modification time, or linecache would look for the file and drop the lines.
-            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        call, mappings = self._open()
+        pickling.keep_sources(job.sources)
+        call, received_modules = self._open()
         self._context.changes.follow(call.changes)
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
         self._context.logging.follow(job.logging)
         self._context.settings.follow(job.settings)
-        weight_writer = WeightWriter(
-            own_rank=assignment.staging_rank,
-            shared_modules=call.modules,
-            arena_mappings=mappings,
-            staging_files=self._staging,
-            num_nodes=assignment.num_notebooks,
-            arena_files=dict(zip(self._staging, self._arena_fds, strict=False)),
-        )
-        if assignment.share_back:
-            clean_up.callback(weight_writer.watch_first_step())
-        clean_up.callback(precision_check.watch(assignment.mixed_precision))
-        return call, weight_writer
+        for manifest, module in call.modules:
+            received_modules.add(manifest.path, manifest, module)
+        clean_up.callback(precision_check.watch(self._context.assignment.mixed_precision))
+        return call, received_modules
 
-    def _open(self) -> tuple[WorkerCall, Mapping[str, memfd.Mapping]]:
+    def _open(self) -> tuple[WorkerCall, ReceivedModules]:
+        assignment = self._context.assignment
+        received_modules = ReceivedModules(
+            rank=assignment.staging_rank,
+            num_nodes=assignment.num_notebooks,
+            share_back=assignment.share_back,
+            staging_files=self._staging,
+        )
+        inherited = self._forked_call.arenas if self._forked_call is not None else {}
+        for (key, num_bytes), fd in zip(self._job.arenas, self._arena_fds, strict=True):
+            received_modules.open_arena(key, num_bytes, fd, inherited.get(key))
         if self._forked_call is not None:
-            return self._forked_call, self._forked_call.arenas
+            return self._forked_call, received_modules
         if self._job.payload is None or self._payload_fd is None:
             raise InternalError(
                 f"worker {self._rank} got no payload, only {len(self._arena_fds)} arenas: there is "
                 "nothing to run. Please report this."
             )
-        mappings = {
-            key: memfd.Mapping(fd, num_bytes, is_private=True)
-            for (key, num_bytes), fd in zip(self._job.arenas, self._arena_fds, strict=True)
-        }
         call = pickling.unpack(
-            self._job.payload, self._payload_fd, mappings, target_device=self._context.device
+            self._job.payload,
+            self._payload_fd,
+            received_modules.mappings,
+            device=self._context.device,
         )
-        return call, mappings
+        return call, received_modules
 
     def _hand_over(self, value: Any, weight_report: Any) -> None:
         # The work is done: an interrupt must not lose the result.
@@ -387,7 +383,7 @@ class Work:
         # What plain pickle raises for what has no importable name; cloudpickle may take it.
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
             if self._forked_call is not None:
-                return pickling.pack_plain(value, pickling.Sender.create())
+                return pickling.pack_plain(value, pickling.Sender())
         return _pack_for_notebook(value)
 
 
@@ -401,7 +397,7 @@ def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pack_for_notebook(value: Any) -> tuple[memfd.PackedObject, int]:
-    return pickling.pack(value, pickling.Sender.create())
+    return pickling.pack(value, pickling.Sender())
 
 
 def report(
@@ -502,7 +498,7 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
         return NotImplemented
     is_found = getattr(sys.modules["__main__"], value.__qualname__, None) is value
     # What has arrived here is not in the `__main__` of a process that starts anew.
-    if is_found and not main_names.has_received(value):
+    if is_found and not pickling.has_received(value):
         return NotImplemented
     # cloudpickle returns the same class if it has made it in this process or in the one it was
     # forked from, so `isinstance` holds on the other side.

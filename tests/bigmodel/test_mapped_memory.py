@@ -402,5 +402,5 @@ def test_a_converted_model_is_handed_to_workers_without_a_copy(tmp_path):
         sharing = arena.share_modules([("model", model)])
         assert model.weight.data_ptr() == address
         assert memory_files() == memfds
-        assert len(sharing.arenas()) == 1
+        assert len(sharing.arenas) == 1
         del model, sharing

@@ -37,7 +37,6 @@ with torch.no_grad():
 DIE_HALF_WAY = """
 import os, signal
 from nbaccel.transfer import memfd as memory
-from nbaccel.transfer import weight_sync as home
 whole = memory.write_at
 def half(fd, data, offset):
     whole(fd, data[: data.nbytes // 2], offset)
@@ -47,13 +46,13 @@ memory.write_at = half
 
 DIE_AT_THE_END = """
 import os, signal
-from nbaccel.transfer import weight_sync as home
-write = home.WeightWriter.write
-def last(self):
-    home.WeightWriter.write = write
-    write(self)
+from nbaccel.transfer.weight_writer import WeightWriter
+write = WeightWriter.write
+def last(self, modules, **settings):
+    WeightWriter.write = write
+    write(self, modules, **settings)
     os.kill(os.getpid(), signal.{signal})
-home.WeightWriter.write = last
+WeightWriter.write = last
 """
 
 NUM_BYTES = 2 * (256 * 256 + 256) * 4
@@ -158,11 +157,11 @@ def test_stop_while_a_rank_writes_keeps_the_workers_and_the_weights(
     sign = tmp_path / "writes"
     slow = (
         "import time\nfrom pathlib import Path\n"
-        "from nbaccel.transfer import weight_sync as home\n"
-        "write = home.WeightWriter.write\n"
-        "def late(self):\n    home.WeightWriter.write = write\n"
+        "from nbaccel.transfer.weight_writer import WeightWriter\n"
+        "write = WeightWriter.write\n"
+        "def late(self, modules, **settings):\n    WeightWriter.write = write\n"
         f"    Path({str(sign)!r}).touch()\n    time.sleep(60)\n"
-        "home.WeightWriter.write = late\n"
+        "WeightWriter.write = late\n"
     )
     with pytest.raises(KeyboardInterrupt, match="the next cell writes them back"):
         with StopWhen(sign.exists):

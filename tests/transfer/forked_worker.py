@@ -14,9 +14,9 @@ import torch
 from nbaccel.calls.post_task import staged
 from nbaccel.transfer import arena
 from nbaccel.transfer.free_names import names_of
-from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync
+from nbaccel.transfer.pickling import unpack
 from nbaccel.transfer.worker_namespace import Namespace
 from nbaccel.workers import messaging
 from nbaccel.workers.fork_safety import pause_pools
@@ -47,18 +47,19 @@ class Forked:
         """Run a cell in the worker; what it has then bound to `answer` is given back."""
         shipment = self.flow.prepare(names_of(text), [0])
         if shipment is not None:
-            self._ask(("take", shipment.message, shipment.wanted[0]), shipment.fds)
+            (part,) = shipment.parts
+            self._ask(("take", part.message), part.fds)
             self.flow.taken(shipment)
             shipment.close()
         (bound, dirty), _ = self._ask(("run", text))
         self.flow.bound(0, bound)
         self._home(dirty)
-        self.sent = shipment.wanted[0] if shipment is not None else None
+        self.sent = tuple(part.tokens) if shipment is not None else None
         return self.pull("answer")["answer"] if "answer" in bound else None
 
     def _home(self, dirty: tuple[str, ...]) -> None:
         records = self.flow.records(dirty)
-        arenas = {key: found for record in records for key, found in record.arenas().items()}
+        arenas = {key: found for record in records for key, found in record.arenas.items()}
         with staged(records, arenas) as weight_receiver:
             files = [weight_receiver.staging[key] for key in arenas]
             (report, keys), whole = self._ask(("home", tuple(arenas)), files)
@@ -69,7 +70,7 @@ class Forked:
     def pull(self, *names: str) -> dict[str, Any]:
         box, (fd,) = self._ask(("pull", names))
         with closing_files(fd):
-            return open_payload(box, fd, self.ns)
+            return unpack(box, fd, {}, namespace=self.ns)
 
     def _ask(self, question: tuple[Any, ...], fds: Any = ()) -> tuple[Any, list[int]]:
         self._channel.send(question, fds)
@@ -88,7 +89,7 @@ def _serve(channel: messaging.Channel) -> None:
         arena.make_arenas_private()
         torch.set_num_threads(1)
         ns = vars(sys.modules["__main__"])
-        namespace = Namespace(ns, own_rank=0, target_device="cpu")
+        namespace = Namespace(ns, rank=0, device="cpu")
         while True:
             question, fds = channel.receive()
             with closing_files(*fds):
@@ -110,19 +111,19 @@ def _answer(
     out: list[int] = []
     try:
         match question:
-            case ("take", cargo, wanted):
-                namespace.take(cargo, fds, wanted)
+            case ("take", cargo):
+                namespace.take(cargo, fds)
             case ("run", text):
                 namespace.begin()
                 run(text, ns)
-                answer = (namespace.bound(), namespace.dirty())
+                answer = (namespace.bound(), namespace.modules.dirty())
             case ("home", keys):
-                report, whole = namespace.write_weights(dict(zip(keys, fds, strict=True)))
+                report, whole = namespace.modules.write_changed(dict(zip(keys, fds, strict=True)))
                 answer = (report, tuple(whole))
                 channel.send((answer, None), list(whole.values()))
                 return
             case ("settle",):
-                namespace.share_equal_pages()
+                namespace.modules.share_equal_pages()
             case ("pull", names):
                 answer, fd = namespace.pack(names)
                 out.append(fd)

@@ -12,28 +12,24 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.transfer import arena, memfd, pickling, weight_sync
-from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer import arena, pickling
+from nbaccel.transfer.object_walk import find_modules
+from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.transfer.weight_writer import WeightReport
 
 
 class Worker:
     """One rank's copy of the arguments, and its way home."""
 
     def __init__(self, trip: Trip, rank: int) -> None:
-        self.mappings = {
-            key: memfd.Mapping(found.fd, found.nbytes, is_private=True)
-            for key, found in trip.arenas.items()
-        }
-        call = pickling.unpack(trip.payload, trip.fd, self.mappings)
-        self.args, modules = call
-        self.homebound = weight_sync.WeightWriter(
-            own_rank=rank,
-            shared_modules=modules,
-            arena_mappings=self.mappings,
-            staging_files=trip.weight_receiver.staging,
-            arena_files={key: found.fd for key, found in trip.arenas.items()},
-        )
+        self.received = ReceivedModules(rank=rank, staging_files=trip.weight_receiver.staging)
+        for key, found in trip.arenas.items():
+            self.received.open_arena(key, found.nbytes, found.fd)
+        self.mappings = self.received.mappings
+        self.args, modules = pickling.unpack(trip.payload, trip.fd, self.mappings)
+        for manifest, module in modules:
+            self.received.add(manifest.path, manifest, module)
 
 
 class Trip:
@@ -41,22 +37,19 @@ class Trip:
 
     def __init__(self, *args: Any) -> None:
         self.sharing = arena.share_modules(find_modules(args))
-        sender = pickling.Sender.create(self.sharing.stand_ins)
-        for found in self.sharing.arenas():
+        sender = pickling.Sender(self.sharing.stand_ins)
+        for found in self.sharing.arenas.values():
             sender.key(found)
-        modules = tuple(
-            (weight_sync.Manifest.of(m.path, m.slots), m.module) for m in self.sharing.modules
-        )
-        self.payload, self.fd = pickling.pack((args, modules), sender)
+        self.payload, self.fd = pickling.pack((args, self.sharing.modules), sender)
         self.arenas = dict(sender.arenas)
         self.weight_receiver = WeightReceiver(self.sharing, self.arenas)
 
     def worker(self, rank: int = 0) -> Worker:
         return Worker(self, rank)
 
-    def come_home(self, *workers: Worker) -> weight_sync.WeightReport:
+    def come_home(self, *workers: Worker) -> WeightReport:
         """All ranks have returned; the first worker's report is given back."""
-        reports = [worker.homebound.write() for worker in workers]
+        reports = [worker.received.write_all() for worker in workers]
         self.weight_receiver.apply(reports)
         return reports[0]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from nbaccel.errors import ModelNotShareable
 from nbaccel.transfer import arena, memfd
-from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer.object_walk import find_modules
 from tests.process import descriptors
 
 pytestmark = pytest.mark.no_memfd_growth
@@ -25,7 +25,7 @@ def fds() -> int:
 
 
 def in_arena(tensor: torch.Tensor) -> bool:
-    return arena.Finder().arena_of(tensor.untyped_storage()) is not None
+    return arena.arena_of(tensor.untyped_storage()) is not None
 
 
 def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,15 +71,16 @@ def test_every_tensor_moves_with_its_values_geometry_and_identity() -> None:
         assert tensor is tensors[name], "the same object, so that an optimizer still knows it"
         assert (tensor.shape, tensor.stride()) == geometry[name], name
         assert in_arena(tensor) or tensor.numel() == 0, name
-    assert len(sharing.arenas()) == 1
-    assert {slot.name for _, slot in sharing.modules[0].slots} == values.keys() - {"empty"}
+    assert len(sharing.arenas) == 1
+    assert {slot.name for slot in sharing.modules[0].manifest.slots} == values.keys() - {"empty"}
 
 
 def test_slots_describe_the_bytes_in_the_file() -> None:
     module = Odd()
     values = snapshot(module)
     sharing = share(module)
-    for home, slot in sharing.modules[0].slots:
+    for slot in sharing.modules[0].manifest.slots:
+        home = sharing.arenas[slot.arena]
         reader = memfd.Mapping(home.fd, home.nbytes, is_private=True)
         assert torch.equal(slot.view(reader), values[slot.name]), slot.name
 
@@ -95,9 +96,9 @@ def test_tied_weights_stay_tied() -> None:
     module = Tied()
     sharing = share(module)
     assert module.head.weight is module.embed.weight
-    starts = {slot.name: slot.start for _, slot in sharing.modules[0].slots}
+    starts = {slot.name: slot.start for slot in sharing.modules[0].manifest.slots}
     assert starts["embed.weight"] == starts["head.weight"]
-    assert sharing.arenas()[0].nbytes < 2 * 10 * 4 * 4, "one copy"
+    assert next(iter(sharing.arenas.values())).nbytes < 2 * 10 * 4 * 4, "one copy"
 
 
 def test_views_of_one_storage_stay_views_of_one_storage() -> None:
@@ -113,14 +114,14 @@ def test_views_of_one_storage_stay_views_of_one_storage() -> None:
 def test_only_the_used_part_of_a_large_storage_moves() -> None:
     module = nn.Linear(1, 1, bias=False)
     module.weight = nn.Parameter(torch.zeros(1_000_000)[500_000:500_001].view(1, 1))
-    assert share(module).arenas()[0].nbytes <= 128
+    assert next(iter(share(module).arenas.values())).nbytes <= 128
 
 
 def test_several_models_share_one_arena() -> None:
     one, other = nn.Linear(3, 3), nn.BatchNorm1d(4)
     sharing = share(one, other)
-    assert [m.path for m in sharing.modules] == ["args[0]", "args[1]"]
-    assert len(sharing.arenas()) == 1
+    assert [m.manifest.path for m in sharing.modules] == ["args[0]", "args[1]"]
+    assert len(sharing.arenas) == 1
 
 
 def test_a_model_that_is_shared_already_is_not_copied_again() -> None:
@@ -128,19 +129,19 @@ def test_a_model_that_is_shared_already_is_not_copied_again() -> None:
     first = share(module)
     address, open_files = module.weight.data_ptr(), fds()
     second = share(module)
-    assert second.arenas() == first.arenas()
+    assert second.arenas == first.arenas
     assert module.weight.data_ptr() == address
     assert fds() == open_files
 
 
 def test_a_part_that_was_replaced_goes_to_a_second_arena() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first = share(module).arenas()[0]
+    first = next(iter(share(module).arenas.values()))
     module[1] = nn.Linear(4, 2)
     values = snapshot(module)
     sharing = share(module)
-    assert first in sharing.arenas()
-    assert len(sharing.arenas()) == 2
+    assert first in sharing.arenas.values()
+    assert len(sharing.arenas) == 2
     assert_holds(module, values)
 
 
@@ -187,7 +188,7 @@ def test_gradients_survive_the_move() -> None:
 def test_a_module_without_tensors_needs_no_arena() -> None:
     before = fds()
     sharing = share(nn.ReLU())
-    assert sharing.arenas() == []
+    assert sharing.arenas == {}
     assert fds() == before
 
 
@@ -207,7 +208,7 @@ def test_a_forked_child_writes_to_memory_of_its_own() -> None:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert torch.equal(module.weight, before)
-    assert arena.find_arena(module.weight.data_ptr(), 4) is kept.arenas()[0]
+    assert arena.find_arena(module.weight.data_ptr(), 4) is next(iter(kept.arenas.values()))
 
 
 # ------------------------------------------------------------------------- refusals

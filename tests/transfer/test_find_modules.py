@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer.object_walk import find_modules
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbaccel.transfer import pickling
+from nbaccel.transfer.object_walk import find_culprit, find_in
 
 LOCK = threading.Lock()
 
@@ -26,7 +26,7 @@ def uses_a_global() -> object:
 
 
 def blamed(*args: Any) -> str:
-    return pickling.find_culprit(takes, args)
+    return find_culprit(takes, args)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def blamed(*args: Any) -> str:
 def test_the_innermost_culprit_is_named_as_the_user_would_write_it(
     args: tuple[Any, ...], path: str
 ) -> None:
-    assert pickling.find_culprit(takes, args) == path
+    assert find_culprit(takes, args) == path
 
 
 def test_what_a_function_closes_over_is_named() -> None:
@@ -50,14 +50,14 @@ def test_what_a_function_closes_over_is_named() -> None:
     def train() -> object:
         return lock
 
-    assert pickling.find_culprit(train, ()) == "lock (which train closes over) (a _thread.lock)"
+    assert find_culprit(train, ()) == "lock (which train closes over) (a _thread.lock)"
     assert blamed(train) == "lock (which args[0] closes over) (a _thread.lock)"
 
 
 def test_a_global_that_a_cells_function_uses_is_named() -> None:
     namespace = {"lock": threading.Lock(), "__name__": "__main__"}
     exec("def train():\n    return lock.locked()", namespace)
-    assert pickling.find_culprit(namespace["train"], ()) == (
+    assert find_culprit(namespace["train"], ()) == (
         "lock (a global that train uses) (a _thread.lock)"
     )
 
@@ -72,7 +72,7 @@ def test_an_unbound_closure_variable_does_no_harm() -> None:
             later = 1
         return train
 
-    assert "lock (which train closes over)" in pickling.find_culprit(outer(), ())
+    assert "lock (which train closes over)" in find_culprit(outer(), ())
 
 
 def test_innocent_large_arguments_are_passed_over() -> None:
@@ -80,7 +80,4 @@ def test_innocent_large_arguments_are_passed_over() -> None:
 
 
 def test_a_value_is_searched_under_the_name_it_has() -> None:
-    assert (
-        pickling.find_in({"a": [1, "x"]}, "mine", can_pickle=lambda v: v == 1)
-        == "mine['a'][1] (a str)"
-    )
+    assert find_in({"a": [1, "x"]}, "mine", can_pickle=lambda v: v == 1) == "mine['a'][1] (a str)"

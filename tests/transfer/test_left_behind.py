@@ -11,7 +11,7 @@ from tqdm import tqdm
 from tqdm.notebook import tqdm_notebook
 
 from nbaccel import Pool, notebook_launcher
-from nbaccel.transfer.find_modules import reached_modules
+from nbaccel.transfer.object_walk import reached_modules
 
 
 class Holder:

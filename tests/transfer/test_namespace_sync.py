@@ -101,8 +101,10 @@ def test_each_rank_gets_what_it_lacks(pair: Pair) -> None:
     pair.send(Names(frozenset({"a", "model"})), 1)
     shipment = pair.send(Names(frozenset({"a", "b", "model"})))
     assert shipment is not None
-    assert shipment.wanted == {0: ("a", "b", "model"), 1: ("b",)}
-    assert len(shipment.message.parts) == 2
+    assert [(part.ranks, tuple(part.tokens)) for part in shipment.parts] == [
+        ((0,), ("a", "b", "model")),
+        ((1,), ("b",)),
+    ]
     assert all(torch.equal(w.ns["model"].weight, pair.ns["model"].weight) for w in pair.workers)
 
 
@@ -221,7 +223,7 @@ def test_functions_see_the_worker_s_names(pair: Pair) -> None:
     pair.notebook("scale = 100")
     shipment = pair.cell("y = use(3)")
     assert shipment is not None
-    assert shipment.wanted[0] == ("scale",)
+    assert tuple(shipment.parts[0].tokens) == ("scale",)
     assert pair.worker["y"] == 301
 
 
@@ -266,7 +268,7 @@ def test_the_lines_of_a_cell_come_with_its_functions(pair: Pair) -> None:
     exec(compile(text, "<cell of mine>", "exec"), pair.ns)
     shipment = pair.send(names_of("broken()"))
     assert shipment is not None
-    assert shipment.message.parts[0].sources == {"<cell of mine>": text.splitlines(True)}
+    assert shipment.parts[0].message.sources == {"<cell of mine>": text.splitlines(True)}
     del linecache.cache["<cell of mine>"]
 
 
@@ -291,12 +293,12 @@ def test_a_module_travels_by_the_arena_and_once(pair: Pair) -> None:
     first = pair.send(names_of("model"))
     assert first is not None
     assert first.nbytes > 2**20
-    assert first.message.parts[0].payload.nbytes < 2**12
-    assert [key for key, _ in first.message.arenas]
+    assert first.parts[0].message.payload.nbytes < 2**12
+    assert [key for key, _ in first.parts[0].message.arenas]
     pair.notebook("again = {'m': model, 'w': model.weight}")
     second = pair.send(names_of("again"))
     assert second is not None
-    assert second.message.arenas == ()
+    assert second.parts[0].message.arenas == ()
     assert second.nbytes < 2**10
     assert pair.worker["again"]["m"] is pair.worker["model"]
     assert pair.worker["again"]["w"] is pair.worker["model"].weight
@@ -467,7 +469,7 @@ def test_a_value_that_only_may_be_needed_is_left_out_with_a_reason(pair: Pair) -
     """)
     shipment = pair.cell("f")
     assert shipment is not None
-    assert set(shipment.wanted[0]) == {"f", "fine"}
+    assert set(shipment.parts[0].tokens) == {"f", "fine"}
     assert "cannot pickle" in pair.flow.reasons["lock"]
     assert "meta device" in pair.flow.reasons["model"]
     assert "cannot pickle" in pair.flow.reasons["locked"]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nbaccel.transfer import memfd
-from nbaccel.transfer.memfd import PAGE_BYTES, Mapping, changed_ranges
+from nbaccel.transfer.local_arena import LocalArena
+from nbaccel.transfer.memfd import PAGE_BYTES, Mapping
 
 Files = Callable[[int], int]
 
@@ -33,9 +34,9 @@ def test_a_page_that_was_written_with_equal_values_has_not_changed(file_of: File
     mapping.bytes()[:] = 1
     mapping.bytes()[PAGE_BYTES] = 2
     mapping.bytes()[3 * PAGE_BYTES - 1] = 2
-    assert changed_ranges(mapping, fd, [(0, num_bytes)]) == [(PAGE_BYTES, 3 * PAGE_BYTES)]
+    assert LocalArena(fd, mapping).changed([(0, num_bytes)]) == [(PAGE_BYTES, 3 * PAGE_BYTES)]
     mapping.bytes()[-1] = 2
-    assert changed_ranges(mapping, fd, [(2 * PAGE_BYTES, num_bytes)]) == [
+    assert LocalArena(fd, mapping).changed([(2 * PAGE_BYTES, num_bytes)]) == [
         (2 * PAGE_BYTES, 3 * PAGE_BYTES),
         (5 * PAGE_BYTES, num_bytes),
     ]
@@ -45,24 +46,7 @@ def test_what_was_not_written_is_not_looked_at(file_of: Files) -> None:
     fd = file_of(4 * PAGE_BYTES)
     mapping = Mapping(fd, 4 * PAGE_BYTES, is_private=True)
     mapping.bytes()[:] = 2
-    assert changed_ranges(mapping, fd, []) == []
-    assert changed_ranges(mapping, fd, [(PAGE_BYTES, 2 * PAGE_BYTES)]) == [
+    assert LocalArena(fd, mapping).changed([]) == []
+    assert LocalArena(fd, mapping).changed([(PAGE_BYTES, 2 * PAGE_BYTES)]) == [
         (PAGE_BYTES, 2 * PAGE_BYTES)
-    ]
-
-
-def test_of_much_one_page_in_each_block_is_looked_at_first(
-    file_of: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memfd, "_CLOSELY_COMPARED_BYTES", PAGE_BYTES)
-    block = memfd._BLOCK_PAGES * PAGE_BYTES
-    fd = file_of(4 * block)
-    mapping = Mapping(fd, 4 * block, is_private=True)
-    own = mapping.bytes()
-    own[:] = 1
-    own[block + 5 * PAGE_BYTES] = 2  # a page inside a block whose first one is equal
-    own[2 * block : 3 * block : PAGE_BYTES] = 2
-    assert changed_ranges(mapping, fd, [(0, 4 * block)]) == [
-        (block + 5 * PAGE_BYTES, block + 6 * PAGE_BYTES),
-        (2 * block, 3 * block),
     ]

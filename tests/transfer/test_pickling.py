@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import Self
 
 from nbaccel.transfer import arena, memfd, pickling
-from nbaccel.transfer.find_modules import find_modules
+from nbaccel.transfer.object_walk import find_modules
 from nbaccel.transfer.pickling import Sender
 from tests.process import descriptors
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.no_memfd_growth
 
 def travel(obj: Any, sender: Sender | None = None, *, most_pickled: int = 100_000) -> Any:
     """Pack and unpack; the pickle itself must be small."""
-    sender = sender or Sender.create()
+    sender = sender or Sender()
     packed, fd = pickling.pack(obj, sender)
     assert memfd.total_bytes([packed.pickle]) < most_pickled
     table = {
@@ -66,7 +66,7 @@ def test_arrays_of_odd_order_and_type() -> None:
 
 
 def test_receivers_do_not_see_each_others_writes() -> None:
-    packed, fd = pickling.pack(torch.zeros(10), Sender.create())
+    packed, fd = pickling.pack(torch.zeros(10), Sender())
     with memfd.closing_files(fd):
         one, other = (pickling.unpack(packed, fd, {}) for _ in range(2))
     one.fill_(3)
@@ -167,7 +167,7 @@ def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> 
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, name, "exec"), namespace)
-    sender = Sender.create()
+    sender = Sender()
     try:
         train, net = travel((namespace["train"], namespace["Net"]()), sender)
     finally:
@@ -177,7 +177,7 @@ def test_functions_and_classes_of_a_cell_travel_by_value_with_their_source() -> 
 
 
 def test_the_source_of_a_file_does_not_travel() -> None:
-    sender = Sender.create()
+    sender = Sender()
     travel(lambda: 1, sender)
     assert sender.sources == {}
 
@@ -188,7 +188,7 @@ def test_the_source_of_a_file_does_not_travel() -> None:
 def test_a_shared_model_travels_by_address_only() -> None:
     module = nn.Linear(512, 512)
     arena.share_modules([("args[0]", module)])
-    sender = Sender.create()
+    sender = Sender()
     packed, fd = pickling.pack((module, module.weight[3], [module.bias]), sender)
     with memfd.closing_files(fd):
         assert packed.nbytes < 100_000
@@ -206,9 +206,9 @@ def test_a_shared_model_travels_by_address_only() -> None:
 def test_a_shared_model_in_a_closure_travels_by_address_too() -> None:
     module = nn.Linear(512, 512)
     sharing = arena.share_modules(find_modules((module,)))
-    sender = Sender.create(sharing.stand_ins)
+    sender = Sender(sharing.stand_ins)
     assert torch.equal(travel(lambda: module.weight, sender)(), module.weight)
-    assert list(sender.arenas.values()) == sharing.arenas()
+    assert sender.arenas == sharing.arenas
 
 
 # ------------------------------------------------------------------------- refusals
@@ -282,19 +282,19 @@ def test_what_a_shared_tensor_has_besides_its_values_travels_too() -> None:
 
 def test_a_pickle_that_grows_too_long_is_given_up() -> None:
     with pytest.raises(pickling.TooCostly):
-        pickling.pack([str(i) * 100 for i in range(10_000)], Sender.create(), limit_bytes=MIB)
+        pickling.pack([str(i) * 100 for i in range(10_000)], Sender(), limit_bytes=MIB)
 
 
 @pytest.mark.usefixtures("no_new_descriptors")
 def test_the_limit_does_not_count_what_travels_beside() -> None:
-    _, fd = pickling.pack(np.zeros(MIB), Sender.create(), limit_bytes=MIB)
+    _, fd = pickling.pack(np.zeros(MIB), Sender(), limit_bytes=MIB)
     os.close(fd)
 
 
 @pytest.mark.usefixtures("no_new_descriptors")
 def test_a_failed_pickle_leaves_no_file() -> None:
     with pytest.raises(TypeError, match="generator"):
-        pickling.pack([np.zeros(MIB), (i for i in range(3))], Sender.create())
+        pickling.pack([np.zeros(MIB), (i for i in range(3))], Sender())
 
 
 class Local(Exception):
@@ -302,7 +302,7 @@ class Local(Exception):
 
 
 def test_a_forked_childs_answer_comes_back_by_name() -> None:
-    packed, fd = pickling.pack_plain((Local("x"), torch.ones(3)), Sender.create())
+    packed, fd = pickling.pack_plain((Local("x"), torch.ones(3)), Sender())
     with memfd.closing_files(fd):
         error, ones = pickling.unpack(packed, fd, {})
     assert type(error) is Local

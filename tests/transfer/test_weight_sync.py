@@ -84,7 +84,6 @@ def test_a_model_trained_whole_is_trained_in_the_staging_file(
     module = Net()
     before, trip = values(module), launch(module)
     worker = trip.worker()
-    worker.homebound.watch_first_step()
     step(worker.args[0], optimizer)
     (mapping,) = worker.mappings.values()
     assert mapping.written() in ([], [(0, mapping.nbytes)]), "no private page is left"
@@ -103,8 +102,6 @@ def test_other_ranks_do_not_disturb_what_rank_0_trained(launch: Launch) -> None:
     trip = launch(module)
     workers = [trip.worker(0), trip.worker(1)]
     for worker in workers:
-        worker.homebound.watch_first_step()
-    for worker in workers:
         step(worker.args[0], torch.optim.SGD)
     trip.come_home(*workers)
     assert_equal(module, values(workers[0].args[0]))
@@ -117,7 +114,6 @@ def test_a_frozen_base_is_not_copied(launch: Launch) -> None:
         p.requires_grad_(requires_grad=False)
     trip = launch(module)
     worker = trip.worker()
-    worker.homebound.watch_first_step()
     step(worker.args[0], torch.optim.SGD)
     (staging,) = trip.weight_receiver.staging.values()
     trip.come_home(worker)
@@ -210,9 +206,8 @@ def test_a_trip_that_is_given_up_changes_nothing(launch: Launch) -> None:
     module = Net()
     before, trip = values(module), launch(module)
     worker = trip.worker()
-    worker.homebound.watch_first_step()
     step(worker.args[0], torch.optim.SGD)
-    worker.homebound.write()
+    worker.received.write_all()
     trip.close()
     assert_equal(module, before)
 
@@ -260,7 +255,6 @@ def test_tensors_that_left_the_arena_come_home(
     trip = launch(module)
     worker = trip.worker()
     if whole:
-        worker.homebound.watch_first_step()
         step(worker.args[0], torch.optim.SGD)
     change(worker.args[0])
     with torch.no_grad():
@@ -344,7 +338,6 @@ def test_a_module_with_another_structure_comes_as_a_state_dict(
     before, trip = values(module), launch(module, {"teacher": other})
     worker = trip.worker()
     copy = worker.args[0]
-    worker.homebound.watch_first_step()
     with torch.no_grad():
         worker.args[1]["teacher"].weight.fill_(4)
     step(copy, torch.optim.SGD)
@@ -364,7 +357,6 @@ def test_two_models_one_of_them_untouched(launch: Launch) -> None:
     before = values(other)
     trip = launch(one, [other])
     worker: Worker = trip.worker()
-    worker.homebound.watch_first_step()
     step(worker.args[0], torch.optim.SGD)
     trip.come_home(worker)
     assert_equal(one, values(worker.args[0]))

@@ -92,7 +92,7 @@ def test_a_rank_with_other_weights_keeps_them(pair: Pair) -> None:
     assert not same(one, other)
     assert pair.workers[0].written() == []
     assert pair.workers[1].written() != []
-    assert not pair.workers[1].namespace.dirty(), "they stay there"
+    assert not pair.workers[1].namespace.modules.dirty(), "they stay there"
 
 
 def test_only_the_pages_that_differ_are_kept(pair: Pair) -> None:
@@ -165,31 +165,33 @@ def test_tensors_that_left_the_arena_come_home_and_are_refreshed(pair: Pair) -> 
     pair.cell(TRAIN.replace("torch.ones(4, 256)", "torch.ones(4, 256).double()"))
     assert pair.ns["model"].weight.dtype is torch.float32
     assert torch.equal(pair.ns["model"].weight, weights(pair)[0].weight.float())
-    assert not pair.workers[0].namespace.dirty()
+    assert not pair.workers[0].namespace.modules.dirty()
     nn.init.ones_(pair.ns["model"].weight)
     pair.cell("model")
     assert all((model.weight == 1).all() for model in weights(pair))
-    assert not pair.workers[0].namespace.dirty(), "it has what the notebook has"
+    assert not pair.workers[0].namespace.modules.dirty(), "it has what the notebook has"
 
 
 def test_a_step_of_an_optimizer_makes_what_left_the_arena_dirty(pair: Pair) -> None:
     pair.cell("model.double(); optimizer = torch.optim.SGD(model.parameters(), lr=1)")
     namespace = pair.workers[0].namespace
-    assert not namespace.dirty()
+    assert not namespace.modules.dirty()
     pair.worker["optimizer"].step()
-    assert namespace.dirty()
+    assert namespace.modules.dirty()
     pair.home()
-    assert not namespace.dirty()
+    assert not namespace.modules.dirty()
 
 
 def test_untouched_weights_are_not_dirty(pair: Pair) -> None:
     pair.cell("model(torch.ones(1, 256))")
-    assert not any(worker.namespace.dirty() for worker in pair.workers)
+    assert not any(worker.namespace.modules.dirty() for worker in pair.workers)
     weights(pair)[1].weight.data.add_(1)
     weights(pair)[0].bias.data.add_(1)
-    assert all(worker.namespace.dirty() for worker in pair.workers), "rank 1's would be lost"
+    assert all(worker.namespace.modules.dirty() for worker in pair.workers), (
+        "rank 1's would be lost"
+    )
     pair.home()
-    assert not any(worker.namespace.dirty() for worker in pair.workers), "told once"
+    assert not any(worker.namespace.modules.dirty() for worker in pair.workers), "told once"
 
 
 def test_a_module_with_another_structure_does_not_come_home_by_halves(pair: Pair) -> None:
@@ -217,7 +219,7 @@ def test_a_sharded_model_comes_home_from_its_pieces(group_without_ports: None, p
     model.weight = nn.Parameter(sharded(model.weight.data.clone(), Shard(0)))
     with torch.no_grad():
         model.weight.to_local().fill_(3)
-    assert pair.workers[0].namespace.dirty()
+    assert pair.workers[0].namespace.modules.dirty()
     pair.home(0)
     assert (pair.ns["model"].weight == 3).all()
     nn.init.ones_(pair.ns["model"].weight)

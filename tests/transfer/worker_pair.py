@@ -12,9 +12,9 @@ from typing import Any
 
 from nbaccel.calls.post_task import staged
 from nbaccel.transfer.free_names import Names, names_of
-from nbaccel.transfer.function_pickling import open_payload
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
+from nbaccel.transfer.pickling import unpack
 from nbaccel.transfer.worker_namespace import Namespace
 
 
@@ -29,10 +29,10 @@ class Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ns: dict[str, Any] = {"__name__": "__main__"}
-        self.namespace = Namespace(self.ns, own_rank=rank, target_device="cpu")
+        self.namespace = Namespace(self.ns, rank=rank, device="cpu")
 
     def mappings(self) -> list[Any]:
-        return list(self.namespace._received_modules.mappings.values())
+        return list(self.namespace.modules.mappings.values())
 
     def written(self) -> list[Any]:
         return [span for mapping in self.mappings() for span in mapping.written()]
@@ -40,7 +40,7 @@ class Worker:
     def pull(self, *names: str, into: dict[str, Any]) -> dict[str, Any]:
         box, fd = self.namespace.pack(names)
         with closing_files(fd):
-            return open_payload(box, fd, into)
+            return unpack(box, fd, {}, namespace=into)
 
 
 class Pair:
@@ -66,10 +66,9 @@ class Pair:
         if shipment is None:
             return None
         try:
-            for worker in self.workers:
-                if worker.rank in shipment.wanted:
-                    wanted = shipment.wanted[worker.rank]
-                    worker.namespace.take(shipment.message, shipment.fds, wanted)
+            for part in shipment.parts:
+                for rank in part.ranks:
+                    self.workers[rank].namespace.take(part.message, part.fds)
             self.flow.taken(shipment)
         finally:
             shipment.close()
@@ -78,7 +77,7 @@ class Pair:
     def need(self, *names: str, force: bool = False) -> tuple[str, ...]:
         """Bring these names to all workers; which were sent."""
         shipment = self.send(Names(frozenset(names)), force=force)
-        return shipment.wanted[0] if shipment else ()
+        return tuple(shipment.parts[0].tokens) if shipment else ()
 
     def cell(self, text: str, *ranks: int) -> PreparedUpdate | None:
         """Run a cell in the workers, with all that belongs to it."""
@@ -105,17 +104,16 @@ class Pair:
     def home(self, *ranks: int) -> list[Any]:
         """Let the notebook have the weights, as the pool does after a cell."""
         workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]
-        records = self.flow.records({key for w in workers for key in w.namespace.dirty()})
-        arenas = {key: found for record in records for key, found in record.arenas().items()}
+        records = self.flow.records({key for w in workers for key in w.namespace.modules.dirty()})
+        arenas = {key: found for record in records for key, found in record.arenas.items()}
         with staged(records, arenas) as weight_receiver:
-            written = [
-                worker.namespace.write_weights(weight_receiver.staging) for worker in workers
-            ]
+            staging = weight_receiver.staging
+            written = [worker.namespace.modules.write_changed(staging) for worker in workers]
             reports = [report for report, _ in written]
             with self.flow.taking_weights(records):
                 weight_receiver.apply(
                     reports, {k: fd for _, whole in written for k, fd in whole.items()}
                 )
         for worker in workers:
-            worker.namespace.share_equal_pages()
+            worker.namespace.modules.share_equal_pages()
         return reports
