@@ -27,7 +27,8 @@ _MAP_NORESERVE = 0x4000
 _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
 
 _PAGE_ENTRIES_READ = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
-_COMPARED_BYTES = 1 << 20  # compared at a time: small enough to stay in the cache
+_COMPARED_BYTES = 1 << 18  # compared at a time: small enough to stay in the cache
+_CLOSELY_COMPARED_BYTES = 1 << 26
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -278,10 +279,17 @@ def total_bytes(ranges: Iterable[ByteRange]) -> int:
 
 
 def equal_runs(own: _Bytes, theirs: _Bytes, spans: Sequence[ByteRange]) -> Iterator[ByteRange]:
-    """The runs of whole pages in these spans that are the same in both."""
+    """The runs of whole pages in these spans that are the same in both.
+
+    Of much, a block whose first page differs counts as changed: that costs a hundredth of copying.
+    """
+    is_much = total_bytes(spans) > _CLOSELY_COMPARED_BYTES
     for low, high in spans:
         for start in range(low, high, _COMPARED_BYTES):
             end = min(start + _COMPARED_BYTES, high)
+            first_page = slice(start, min(start + PAGE_BYTES, end))
+            if is_much and (own[first_page] != theirs[first_page]).any():
+                continue
             pages = np.arange(0, end - start, PAGE_BYTES)
             differs = np.logical_or.reduceat(own[start:end] != theirs[start:end], pages)
             for first, last in _runs(~differs):

@@ -50,3 +50,17 @@ def test_what_was_not_written_is_not_looked_at(file_of: Files) -> None:
     assert LocalArena(fd, mapping).changed([(PAGE_BYTES, 2 * PAGE_BYTES)]) == [
         (PAGE_BYTES, 2 * PAGE_BYTES)
     ]
+
+
+def test_of_much_a_block_whose_first_page_differs_counts_as_changed(file_of: Files) -> None:
+    num_bytes = memfd._CLOSELY_COMPARED_BYTES + 4 * memfd._COMPARED_BYTES
+    block = memfd._COMPARED_BYTES
+    fd = file_of(num_bytes)
+    mapping = Mapping(fd, num_bytes, is_private=True)
+    mapping.bytes()[:] = 1
+    mapping.bytes()[block] = 2  # in the first page of a block
+    mapping.bytes()[3 * block + PAGE_BYTES] = 2  # in the second one
+    assert LocalArena(fd, mapping).changed([(0, num_bytes)]) == [
+        (block, 2 * block),
+        (3 * block + PAGE_BYTES, 3 * block + 2 * PAGE_BYTES),
+    ]
