@@ -38,6 +38,8 @@ from nbaccel.workers.resource_use import process_use
 __all__ = ["InlineBars", "observing_here", "taking_bar_text"]
 
 _POLL_INTERVAL_S = 1.0
+_SHORT_S = 0.05
+"""A function without a bar that is over by then leaves no place for a panel behind."""
 _BAR_MOVES = re.compile(r"[\r\n]|\x1b\[A")  # from one bar's line to another's
 
 
@@ -64,9 +66,10 @@ class BoardChannel:
 
     def try_send(self, message: Any) -> bool:
         """Take in what the function reports."""
-        if self.draws_bars:
-            self._place.hold()
         self.dashboard.receive(0, message)
+        is_short = time.monotonic() < self.dashboard.board.began + _SHORT_S
+        if self.draws_bars and not (is_short and not self.dashboard.has_progress):
+            self._place.hold()
         self._refresh_if_due()
         return True
 

@@ -222,7 +222,7 @@ class Console:
         self._next_tick = 0.0 if self._place is None else time.monotonic() + _FIRST_TICK_S
         self._bars: defaultdict[int, RankBars] = defaultdict(RankBars)
         self._is_over = False
-        self.library_messages = LibraryMessages()
+        self.library_messages = LibraryMessages(has_panel=self._place is not None)
         self.recent_lines = RecentLines()
         self.warnings = SeenWarnings()
 
@@ -272,8 +272,8 @@ class Console:
             self._queue(rank, stream, [line])
 
     def _queue(self, rank: int, stream: str, output_lines: Sequence[str]) -> None:
-        output_lines = self.library_messages.take_from(rank, output_lines)
         self.warnings.take_in(rank, output_lines)
+        output_lines = self.library_messages.take_from(rank, output_lines)
         if self._place is not None:
             output_lines = self._take_bars(rank, output_lines)
         if (rank, stream) not in self._hidden:

@@ -33,6 +33,16 @@ _HARMLESS_LINES = (
     r"perform barrier )?as devices? used by this process (?:is|are) currently unknown).*",
 )
 _IS_HARMLESS = re.compile("|".join(_HARMLESS_LINES))
+_FIRST_LETTERS = "[/WI"
+"""Of all lines that may be taken."""
+# What installed packages say of themselves, in the forms of `warnings` and their loggers. Seen of
+# torch 2.6 to 2.13, transformers 5, DeepSpeed 0.19.
+_OF_PACKAGES = re.compile(
+    r"\S*/(?:site|dist)-packages/\S+:\d+: \w*Warning: .*"
+    r"|[WI]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ torch/\S+\] .*"
+    r"|\[\d{4}-\d\d-\d\d [\d:,]+\] \[(?:INFO|WARNING)\] \[\w+\.py:\d+:\w+\] .*"
+    r"|\[transformers\] .*"
+)
 # As `warnings` writes one, "file:line: Category: text", and as loggers and C++ code imitate it.
 _WARNING_LINE = re.compile(r"(?:^|[\s:\[(])(?P<text>[A-Z]\w*Warning: .*)")
 
@@ -92,21 +102,35 @@ class LibraryMessages(SeenLines):
     """Lines that libraries print when all is well, which say nothing to who trains a model.
 
     They are told in full where something has failed. Only lines that are known are taken, each as a
-    whole: a line that says something else is shown as ever.
+    whole: a line that says something else is shown as ever. Where a panel folds them away, warnings
+    and logs of installed packages are taken, too.
     """
+
+    def __init__(self, *, has_panel: bool = False) -> None:
+        super().__init__()
+        self._has_panel = has_panel
+        self._warned: set[int] = set()
+        """Ranks whose last line was a package's warning: its line of code comes next."""
 
     def take_from(self, rank: int, lines: Sequence[str]) -> Sequence[str]:
         """Take out the harmless lines; returns the others."""
         # First what nearly all lines lack: thousands of lines a second are asked.
-        if not any(text[:1] == "[" for text in lines):
+        if rank not in self._warned and not any(text[:1] in _FIRST_LETTERS for text in lines):
             return lines
-        others = []
-        for text in lines:
-            if text[:1] == "[" and _IS_HARMLESS.fullmatch(text):
-                self.note(rank, text)
-            else:
-                others.append(text)
-        return others
+        return [text for text in lines if not self._take(rank, text)]
+
+    def _take(self, rank: int, text: str) -> bool:
+        if rank in self._warned:
+            self._warned.remove(rank)
+            if text.startswith("  "):
+                return True
+        is_of_package = self._has_panel and _OF_PACKAGES.fullmatch(text) is not None
+        if not (is_of_package or (text[:1] == "[" and _IS_HARMLESS.fullmatch(text))):
+            return False
+        if is_of_package and "Warning: " in text:
+            self._warned.add(rank)
+        self.note(rank, text)
+        return True
 
     def lines(self) -> list[str]:
         """`[0-1] text`, each different one once."""

@@ -123,3 +123,32 @@ def test_many_lines_take_little_time() -> None:
     began = time.perf_counter()
     seen.take_in(0, ["epoch 3, loss 0.27, all is well"] * 1_000_000)
     assert time.perf_counter() - began < 2.0
+
+
+# ------------------------------------------------------------------------- packages
+
+OF_PACKAGES = [
+    "/x/lib/python3.11/site-packages/torch/utils/data/dataloader.py:775: UserWarning: 'pin_memory' "
+    "argument is set as true but no accelerator is found",
+    "W1127 12:22:26.947000 3454 torch/utils/_pytree.py:630] <enum 'KernelPreference'> is an Enum",
+    "[2026-11-27 12:22:29,727] [WARNING] [real_accelerator.py:213:get_accelerator] Setting "
+    "accelerator to CPU.",
+    "[transformers] `loss_type=None` was set in the config but it is unrecognized.",
+]
+
+
+@pytest.mark.parametrize("line", OF_PACKAGES)
+def test_what_packages_say_is_folded_where_there_is_a_panel(line: str) -> None:
+    assert list(LibraryMessages().take_from(0, [line])) == [line]
+    messages = LibraryMessages(has_panel=True)
+    assert list(messages.take_from(0, ["before", line])) == ["before"]
+    assert messages.lines() == [f"[0] {line}"]
+
+
+def test_a_warning_goes_with_its_line_of_code_and_the_user_s_own_stays() -> None:
+    messages = LibraryMessages(has_panel=True)
+    own = ["/home/me/train.py:3: UserWarning: mine", "  warnings.warn('mine')"]
+    assert list(messages.take_from(0, [*own, OF_PACKAGES[0]])) == own
+    assert list(messages.take_from(1, ["  indented"])) == ["  indented"]
+    assert list(messages.take_from(0, ["  warnings.warn(", "  result"])) == ["  result"]
+    assert messages.count == 1

@@ -35,7 +35,7 @@ from nbaccel.output.cell_place import VIEW_MIME, CellPlace
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.panel.live_html import live_html
 from nbaccel.output.panel.run_panel import RunPanel, may_take_clicks
-from nbaccel.output.panel.words import live_text, progress_of
+from nbaccel.output.panel.words import live_text
 from nbaccel.output.report.report_html import summary_html
 from nbaccel.output.report.report_text import finished_line
 from nbaccel.output.report.run_facts import facts_of
@@ -107,8 +107,8 @@ class Dashboard:
 
     @property
     def has_progress(self) -> bool:
-        """Whether a loop has been seen: its bars are nowhere else, however short it was."""
-        return any(map(progress_of, self.board.ranks.values()))
+        """Whether a loop had a bar: it is nowhere else, however short the loop was."""
+        return any(facts.has_bar for facts in self.board.ranks.values())
 
     def _news_due(self) -> float:
         """Only a panel is updated early; an output that is replaced as a whole may flicker."""

@@ -218,6 +218,12 @@ class RankFacts:
     compile_s: float = 0.0
 
     @property
+    def has_bar(self) -> bool:
+        """Whether the panel shows a bar that the function has made."""
+        is_told = bool(self.loop.epoch) and not self.loop.is_seen
+        return is_told or any(not bar.is_elsewhere for bar in self.bars)
+
+    @property
     def metrics(self) -> dict[str, float]:
         """The latest value of each metric."""
         last = {name: history.last for name, history in self.histories.items()}

@@ -225,12 +225,12 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
     if times:
         yield (
             "Times begin with a rank's first loop over batches. Waiting for data is known of "
-            "prepared loaders and of accelerator.progress; computing is what is left."
+            "DataLoaders and of accelerator.progress; computing is what is left."
         )
     else:
         yield (
-            "No times: no rank has gone through a prepared loader or accelerator.progress, or "
-            "called accelerator.log."
+            "No times: no rank has gone through a DataLoader, stepped an optimizer or called "
+            "accelerator.log."
         )
     if len(times) > 1:
         yield (
