@@ -148,10 +148,11 @@ def test_its_summary_stays_as_plain_output_and_unfolds(page: NotebookPage) -> No
         details = cell.locator(".jp-OutputArea-child").first.locator("details").first
         expect(details).to_contain_text("2 ranks · stopped after")
         expect(cell.get_by_alt_text(re.compile("^loss: from")).last).to_be_visible()
-        expect(details.locator("table")).to_be_hidden()
+        ranks = details.locator("table").last
+        expect(ranks).to_be_hidden()
         details.locator("summary").first.click()
-        expect(details.locator("tbody tr")).to_have_count(2)
-        expect(details.locator("table")).to_contain_text("most memory")
+        expect(ranks.locator("tbody tr")).to_have_count(2)
+        expect(ranks).to_contain_text("most host memory")
 
 
 def test_no_widget_is_left_in_the_kernel(page: NotebookPage) -> None:
