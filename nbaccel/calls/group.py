@@ -11,15 +11,17 @@ import itertools
 import os
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
+from nbaccel.base.ports import listen
 from nbaccel.calls import outcome
 from nbaccel.calls.launch_hosts import LaunchHosts
-from nbaccel.calls.message_texts import CellDashboardUpdater, RankStatus, rank_status
+from nbaccel.calls.message_texts import why_lost
 from nbaccel.calls.outcome import CallResult
 from nbaccel.calls.packing import judge_fork
+from nbaccel.calls.status_table import RankStatus, rank_status
 from nbaccel.calls.supervisor import RankTasks, Supervisor
 from nbaccel.output import publish
 from nbaccel.output.cell_place import CellPlace, WaitingLine
@@ -38,14 +40,20 @@ __all__ = ["Group"]
 
 
 class Group(WorkerGroup):
-    """Workers that are started together, and watched while they do what they are given."""
+    """Workers that are started together, and watched while they do what they are given.
+
+    Attributes:
+        why_lost: Why a pool's workers were all ended in a task; empty while they are there.
+    """
 
     def __init__(self, plan: Plan, worker_starter: Starter, **options: Any) -> None:
         super().__init__(plan, worker_starter, **options)
         self._sentinels: dict[int, int] = {}
         """Rank → descriptor that becomes readable when that worker has ended; of a pool's alone.
         The template's report of that may be read by a launch that runs between two tasks."""
-        self._numbers = itertools.count(1)
+        self.why_lost = ""
+        self._numbers = itertools.count()
+        """Of tasks. A worker's first `Idle` has the number 0: that of its start."""
         self._on_end.callback(self._close_sentinels)
         self._rank_logs: RankLogs | None = None
         self._task: Supervisor | None = None
@@ -56,7 +64,7 @@ class Group(WorkerGroup):
     def started(
         cls,
         clean_up: contextlib.ExitStack,
-        launch_hosts: LaunchHosts,
+        hosts: LaunchHosts,
         waiting_line: WaitingLine,
         *,
         forked_call: worker.WorkerCall | None = None,
@@ -65,28 +73,26 @@ class Group(WorkerGroup):
     ) -> Group:
         """Start the workers of a plan, which are set up while this returns.
 
-        Args:
-            clean_up: Ends them; also if the start fails.
-            launch_hosts: Where they run.
-            waiting_line: Says what is waited for.
-            forked_call: The call of workers that are forked from this process for it.
-            variables: Further environment variables.
-            stays: Whether they are a pool's.
+        `clean_up` ends them, also if the start fails. Workers that are forked from this process for
+        a call are given it as `forked_call`.
         """
-        plan = launch_hosts.prepare()
-        clean_up.callback(launch_hosts.close_store)
-        meeting_place = launch_hosts.meeting_place()
-        plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
-        group = cls(
-            plan,
-            launch_hosts.starter() or _local_starter(plan, waiting_line, forked_call),
-            stays=stays,
-            after_end=launch_hosts.close if stays else launch_hosts.close_store,
-        )
+        session = hosts.session()
+        if session is None:
+            plan = hosts.plan
+            place = _meeting_place(plan)
+            starter = _local_starter(plan, waiting_line, forked_call)
+        else:
+            plan = session.plan
+            place = session.bind_store(plan.port)
+            starter = session.starter()
+        close_store = place.store_socket.close if place.store_socket is not None else lambda: None
+        clean_up.callback(close_store)
+        plan = dataclasses.replace(plan, world_size=plan.num_processes * place.num_nodes)
+        group = cls(plan, starter, stays=stays, after_end=hosts.close if stays else close_store)
         clean_up.callback(group.end)
-        group.start(meeting_place, variables)
+        group.start(place, variables)
         # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
-        launch_hosts.close_store()
+        close_store()
         return group
 
     @classmethod
@@ -102,22 +108,20 @@ class Group(WorkerGroup):
                 # The cells to come may use anything that the notebook has.
                 pool_template.wait(waiting_line.say, lambda _package: True)
                 plan = pool_template.told_in(plan)
-            launch_hosts = LaunchHosts(plan)
-            undo_start.callback(launch_hosts.close)
-            group = cls.started(undo_start, launch_hosts, waiting_line, stays=True)
+            hosts = LaunchHosts(plan)
+            undo_start.callback(hosts.close)
+            group = cls.started(undo_start, hosts, waiting_line, stays=True)
             group.await_start()
             # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
         return group
 
-    def start(
-        self, meeting_place: MeetingPlace, environment_variables: Mapping[str, str] | None = None
-    ) -> None:
+    def start(self, place: MeetingPlace, variables: Mapping[str, str] | None = None) -> None:
         """Start all workers and tell each its place; they then wait for a task."""
-        first_rank = self.plan.num_processes * meeting_place.node_rank
+        first_rank = self.plan.num_processes * place.node_rank
         self._rank_logs = self._on_end.enter_context(logs_of_run(self.plan, first_rank=first_rank))
-        group_size = {"GROUP_WORLD_SIZE": str(meeting_place.num_nodes)}
-        super().start(meeting_place, {**group_size, **(environment_variables or {})})
+        group_size = {"GROUP_WORLD_SIZE": str(place.num_nodes)}
+        super().start(place, {**group_size, **(variables or {})})
 
     def let_exit(self) -> None:
         """Let idle workers do what libraries do at the end of a process, before they are ended."""
@@ -134,14 +138,13 @@ class Group(WorkerGroup):
 
     def await_start(self) -> None:
         """Wait until the workers of a pool can take a task."""
-        result = self._watch([member.rank for member in self.members], {}, task_number=0)
+        result = self.run_tasks({}, ranks=[member.rank for member in self.members])
         if result.interrupted:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
             )
-        start_error = outcome.call_error(result, self.plan)
-        if start_error is not None:
-            raise start_error
+        if (error := outcome.call_error(result, self.plan)) is not None:
+            raise error
 
     def sentinels(self) -> Sequence[int]:
         """Descriptors that become readable when a worker may have ended."""
@@ -156,111 +159,82 @@ class Group(WorkerGroup):
         except StartupFailed as error:
             if not self.stays:
                 raise
-            end_reason = str(error).partition("\n")[0]
-            exit_status = self._starter.status or 0
+            reason = str(error).partition("\n")[0]
+            status = self._starter.status or 0
             running_ids = [member.pid for member in self.members if not member.has_ended]
-            return [
-                messaging.Ended(process_id, exit_status, 0, end_reason)
-                for process_id in running_ids
-            ]
+            return [messaging.Ended(pid, status, 0, reason) for pid in running_ids]
 
     # ---- tasks
 
     def run_tasks(
         self,
-        rank_tasks: RankTasks,
+        tasks: RankTasks,
         *,
+        ranks: Collection[int] | None = None,
         timeout_s: float | None = None,
         place: CellPlace | None = None,
         make_show: Callable[[], DashboardUpdater] | None = None,
     ) -> CallResult:
-        """Give some workers a task each, and watch until all of them have finished."""
-        return self._watch(
-            list(rank_tasks),
-            rank_tasks,
-            task_number=next(self._numbers),
-            timeout_s=timeout_s,
-            place=place,
-            make_show=make_show,
-        )
-
-    def show_tasks(
-        self,
-        rank_tasks: RankTasks,
-        *,
-        timeout_s: float | None,
-        on_poll: Callable[[], None] | None = None,
-    ) -> CallResult:
-        """The same with a panel, as a pool shows its cells and calls."""
-        place = CellPlace()
-
-        def make_show() -> CellDashboardUpdater:
-            return CellDashboardUpdater(
-                list(rank_tasks), plan=self.plan, place=place, on_poll=on_poll
-            )
-
-        return self.run_tasks(rank_tasks, timeout_s=timeout_s, place=place, make_show=make_show)
-
-    def everyone(self, task_body: Any, file_descriptors: Sequence[int] = ()) -> CallResult:
-        """Give all workers the same task."""
-        return self.run_tasks(
-            {member.rank: (task_body, file_descriptors) for member in self.members}
-        )
-
-    def post(self, task_body: Any) -> None:
-        """Give all workers a task without waiting for it; it is done before the next one."""
-        for member in self.members:
-            # The worker may have ended; the next task reports that.
-            with contextlib.suppress(OSError):
-                member.channel.send(messaging.Task(number=0, body=task_body))
-
-    def _watch(
-        self,
-        ranks: Sequence[int],
-        rank_tasks: RankTasks,
-        *,
-        task_number: int,
-        place: CellPlace | None = None,
-        **watch_options: Any,
-    ) -> CallResult:
-        line_prefix = self.plan.config.log_line_prefix_template
-        if line_prefix is None and self.stays and len(self.members) == 1:
-            # A single worker needs no prefix to tell its lines from others.
-            line_prefix = ""
+        """Give some workers a task each, and watch until all of them, or `ranks`, have finished."""
+        ranks = ranks or tasks
         member_ranks = [member.rank for member in self.members]
+        prefix = self.plan.config.log_line_prefix_template
+        if prefix is None and self.stays and len(member_ranks) == 1:
+            # A single worker needs no prefix to tell its lines from others.
+            prefix = ""
         console = Console(
             member_ranks,
-            prefix_template=line_prefix,
+            prefix_template=prefix,
             hidden=hidden_streams(self.plan.config.shown_output, member_ranks),
             rank_logs=self._rank_logs,
             place=place,
         )
-        for member in self.members:
-            if member.rank not in ranks:
+        for rank in member_ranks:
+            if rank not in ranks:
                 # Equal lines of ranks are joined; ranks with the task must not wait for this one.
-                console.close(member.rank)
+                console.close(rank)
         self._task = Supervisor(
-            self, ranks, rank_tasks, task_number=task_number, console=console, **watch_options
+            self,
+            ranks,
+            tasks,
+            task_number=next(self._numbers),
+            console=console,
+            timeout_s=timeout_s,
+            make_show=make_show,
         )
         try:
-            return self._task.run()
+            result = self._task.run()
         finally:
             self._task = None
+        if result.lost:
+            self.why_lost = why_lost(result)
+        return result
+
+    def everyone(self, body: Any, fds: Sequence[int] = ()) -> CallResult:
+        """Give all workers the same task."""
+        return self.run_tasks({member.rank: (body, fds) for member in self.members})
+
+    def post(self, body: Any) -> None:
+        """Give all workers a task without waiting for it; it is done before the next one."""
+        for member in self.members:
+            # The worker may have ended; the next task reports that.
+            with contextlib.suppress(OSError):
+                member.channel.send(messaging.Task(number=0, body=body))
 
     # ---- between tasks
 
     def rank_rows(self) -> list[RankStatus]:
         """How each worker stands by what is known of it here; none is asked."""
-        current_time = time.monotonic()
+        now = time.monotonic()
         open_ranks = frozenset() if self._task is None else self._task.open
-        ended_ranks = self._ended_ranks()
+        ended = self._ended_ranks()
         return [
             rank_status(
                 member,
-                current_time - member.since,
-                None if member.rank in ended_ranks else self._latest_place(member, open_ranks),
+                now - member.since,
+                None if member.rank in ended else self._latest_place(member, open_ranks),
                 is_open=member.rank in open_ranks,
-                is_gone=member.rank in ended_ranks,
+                is_gone=member.rank in ended,
             )
             for member in self.members
         ]
@@ -274,43 +248,56 @@ class Group(WorkerGroup):
 
     def _ended_ranks(self) -> frozenset[int]:
         """Ranks whose process is gone, though no task has noticed it yet."""
-        sentinel_poll = select.poll()
+        poll = select.poll()
         rank_of = {
             self._sentinels[member.rank]: member.rank
             for member in self.members
             if not member.has_ended
         }
         for sentinel in rank_of:
-            sentinel_poll.register(sentinel, select.POLLIN)
-        return frozenset(rank_of[sentinel] for sentinel, _ in sentinel_poll.poll(0))
+            poll.register(sentinel, select.POLLIN)
+        return frozenset(rank_of[sentinel] for sentinel, _ in poll.poll(0))
 
     def ask_whereabouts(self) -> None:
         """Ask all workers where they are; of those that do not answer at once nothing is known."""
-        whereabouts_by_rank: dict[int, messaging.Whereabouts] = {}
-        waiting_members = {m.channel.fileno(): m for m in self.members if not m.hung_up}
-        for member in waiting_members.values():
+        answers: dict[int, messaging.Whereabouts] = {}
+        waiting = {m.channel.fileno(): m for m in self.members if not m.hung_up}
+        for member in waiting.values():
             member.ask_where()
-        look_deadline = time.monotonic() + time_limits.ASK_STATUS_S
-        while waiting_members and (time_left := look_deadline - time.monotonic()) > 0:
-            for ready_fd in select.select(list(waiting_members), [], [], time_left)[0]:
+        deadline = time.monotonic() + time_limits.ASK_STATUS_S
+        while waiting and (time_left := deadline - time.monotonic()) > 0:
+            for fd in select.select(list(waiting), [], [], time_left)[0]:
                 try:
-                    look_answer, _ = waiting_members[ready_fd].channel.receive()
+                    answer, _ = waiting[fd].channel.receive()
                 # The worker has ended; the next task reports why.
                 except EOFError:
-                    del waiting_members[ready_fd]
+                    del waiting[fd]
                     continue
-                if isinstance(look_answer, messaging.Whereabouts):
-                    whereabouts_by_rank[waiting_members.pop(ready_fd).rank] = look_answer
-                elif isinstance(look_answer, messaging.Leaves):
-                    waiting_members[ready_fd].note(look_answer)
-                elif isinstance(look_answer, (messaging.Display, messaging.ClearOutput)):
+                if isinstance(answer, messaging.Whereabouts):
+                    answers[waiting.pop(fd).rank] = answer
+                elif isinstance(answer, messaging.Leaves):
+                    waiting[fd].note(answer)
+                elif isinstance(answer, (messaging.Display, messaging.ClearOutput)):
                     # Displayed by a thread that a cell has left running.
-                    publish.show_message(look_answer)
-        self._answers = whereabouts_by_rank
+                    publish.show_message(answer)
+        self._answers = answers
 
     def _close_sentinels(self) -> None:
         while self._sentinels:
             os.close(self._sentinels.popitem()[1])
+
+
+def _meeting_place(plan: Plan) -> MeetingPlace:
+    """Where workers meet whose notebook, or node 0's, has the store's socket."""
+    config = plan.config
+    store_socket = listen(plan.master_addr, plan.port) if config.node_rank == 0 else None
+    return MeetingPlace(
+        address=plan.master_addr,
+        port=store_socket.getsockname()[1] if store_socket is not None else plan.port or 0,
+        store_socket=store_socket,
+        node_rank=config.node_rank,
+        num_nodes=config.num_nodes,
+    )
 
 
 def _local_starter(
