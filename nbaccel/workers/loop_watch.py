@@ -19,18 +19,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import dataloader
 
 from nbaccel.base import env, spent_time
 from nbaccel.base.import_patches import patch_module
 
 if TYPE_CHECKING:
-    from nbaccel.workers.metrics_reporter import Reporter
     from nbaccel.workers.training_loops import RunningLoop
+
 __all__ = ["SeenLoop", "begin_loop", "note_loss", "telling", "watch_loops", "watching_loops"]
 
 SWITCH = "NBACCEL_WATCH_LOOPS"
@@ -40,10 +40,36 @@ _awaited: set[str] = set()
 """Libraries that are looked for when they are imported."""
 
 
+class LoopListener(Protocol):
+    """Whom to tell; see `metrics_reporter.Reporter`."""
+
+    process_id: int
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Take in what is logged."""
+
+    def loss_seen(self, loss: torch.Tensor) -> None:
+        """A backward pass begins."""
+
+    def stepped(self, optimizer_id: int, learning_rate: Any) -> None:
+        """An optimizer has stepped."""
+
+    def loop_begins(
+        self, name: str, total_batches: int | None, epochs: int | None, source: str | None
+    ) -> RunningLoop:
+        """A loop over batches begins."""
+
+    def step_done(self, num_samples: int, loop: RunningLoop | None) -> None:
+        """A batch was used."""
+
+    def loop_ends(self, loop: RunningLoop) -> None:
+        """A loop is over."""
+
+
 class _Watch:
     """The hooks of this process, and what they have seen."""
 
-    def __init__(self, current_reporter: Callable[[], Reporter | None]) -> None:
+    def __init__(self, current_reporter: Callable[[], LoopListener | None]) -> None:
         self._current_reporter = current_reporter
         self._thread = threading.get_ident()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -54,7 +80,7 @@ class _Watch:
         self._backwards_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
-    def reporter(self) -> Reporter | None:
+    def reporter(self) -> LoopListener | None:
         """Who is told; None where nobody is, or where it is told already."""
         # A thread beside the function's does what it does beside the training.
         if self.is_told or threading.get_ident() != self._thread:
@@ -64,7 +90,10 @@ class _Watch:
     def set_hooks(self) -> None:
         """Begin to see."""
         self.replace(torch.autograd, "backward", _noting_backward)
-        self.replace(_BaseDataLoaderIter, "__next__", _noting_batches)
+        # Seen in torch 2.6 to 2.13; where it is missing, loops over loaders are not seen.
+        iterator = vars(dataloader).get("_BaseDataLoaderIter")
+        if iterator is not None:
+            self.replace(iterator, "__next__", _noting_batches)
         self._step_hook = register_optimizer_step_post_hook(self._note_step)
 
     def remove_hooks(self) -> None:
@@ -94,7 +123,7 @@ class _Watch:
         reporter.stepped(id(optimizer), groups[0].get("lr") if groups else None)
 
 
-def watch_loops(current_reporter: Callable[[], Reporter | None]) -> None:
+def watch_loops(current_reporter: Callable[[], LoopListener | None]) -> None:
     """Set the hooks for good; from now on loops of this thread are seen."""
     global _watch  # noqa: PLW0603 - hooks of the process have no other handle on it
     if env.flag(SWITCH) is False or _watch is not None:
@@ -110,7 +139,7 @@ def watch_loops(current_reporter: Callable[[], Reporter | None]) -> None:
 
 
 @contextlib.contextmanager
-def watching_loops(current_reporter: Callable[[], Reporter | None]) -> Iterator[None]:
+def watching_loops(current_reporter: Callable[[], LoopListener | None]) -> Iterator[None]:
     """A block in which loops of this thread are seen."""
     global _watch  # noqa: PLW0603 - see `watch_loops`
     was_watching = _watch is not None
@@ -164,7 +193,7 @@ def begin_loop(loader: Any, dataset: Any) -> SeenLoop | None:
         return None
     # Not the loader or dataset itself: there may be a new one for each epoch.
     source = f"{type(dataset).__qualname__} of {_length(dataset)}"
-    return SeenLoop(reporter, reporter.loop_begins("", _length(loader), None, source=source))
+    return SeenLoop(reporter, reporter.loop_begins("", _length(loader), None, source))
 
 
 def _length(sized: Any) -> int | None:
@@ -177,7 +206,7 @@ def _length(sized: Any) -> int | None:
 class SeenLoop:
     """A loop over batches that was seen from outside."""
 
-    def __init__(self, reporter: Reporter, loop: RunningLoop) -> None:
+    def __init__(self, reporter: LoopListener, loop: RunningLoop) -> None:
         self._reporter = reporter
         self._loop = loop
         self._rows: int | None = None
@@ -223,7 +252,7 @@ def _noting_batches(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_next(self: Any) -> Any:
         loop: SeenLoop | None = vars(self).get("_nbaccel_loop")
         if loop is None:
-            loop = self._nbaccel_loop = begin_loop(self, self._dataset)
+            loop = self._nbaccel_loop = begin_loop(self, vars(self).get("_dataset"))
         return plain(self) if loop is None else loop.read(functools.partial(plain, self))
 
     return read_next
@@ -294,7 +323,7 @@ def _patch_fabric(watch: _Watch, module: ModuleType) -> None:
 def _patch_lightning_module(watch: _Watch, module: ModuleType) -> None:
     def make_log(plain: Callable[..., Any]) -> Callable[..., Any]:
         def log(self: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-            trainer = getattr(self, "_trainer", None)
+            trainer = vars(self).get("_trainer")
             # Of an evaluation the whole is of interest, which the trainer has at its end.
             if trainer is not None and trainer.training:
                 _log({name: value}, trainer.global_step)
@@ -318,7 +347,9 @@ def _patch_lightning_trainer(watch: _Watch, module: ModuleType) -> None:
         return run
 
     # Seen in Lightning 2.0 to 2.6; where it is missing, values of evaluations are not drawn.
-    watch.replace(vars(module)["_EvaluationLoop"], "run", make_run)
+    loop = vars(module).get("_EvaluationLoop")
+    if loop is not None:
+        watch.replace(loop, "run", make_run)
 
 
 _LIBRARIES: dict[str, Callable[[_Watch, ModuleType], None]] = {
