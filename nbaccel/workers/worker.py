@@ -158,6 +158,9 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     # New objects: those of a forked kernel are ipykernel's, which send to the browser.
+    before = {
+        name: (getattr(sys, name), getattr(sys, f"__{name}__")) for name in ("stdout", "stderr")
+    }
     sys.stdin = open(0, closefd=False)
     for number, name in ((1, "stdout"), (2, "stderr")):
         # A kernel prints what is no Unicode, as some names of files are, too.
@@ -168,6 +171,8 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
     # Some libraries print to the "real" streams.
     for name in ("stdin", "stdout", "stderr"):
         setattr(sys, f"__{name}__", getattr(sys, name))
+    for name, streams in before.items():
+        worker_output.move_handlers(streams, getattr(sys, name))
     sys.excepthook = sys.__excepthook__
     worker_output.forget_prompts()
     faulthandler.enable(file=ends.stack, all_threads=True)

@@ -21,7 +21,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -288,6 +288,18 @@ def _stream_of(handler: Any) -> str:
         if stream is not None and stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
             return name
     return ""
+
+
+def move_handlers(streams: Sequence[Any], stream: Any) -> None:
+    """Let handlers that write to one of these streams write to this one.
+
+    transformers and others make theirs when they are imported, with the stream of that process.
+    """
+    loggers = (logging.root, *tuple(logging.root.manager.loggerDict.values()))
+    for logger in loggers:
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+                handler.setStream(stream)
 
 
 def _append_only(handler: Any) -> None:

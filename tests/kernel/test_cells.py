@@ -351,3 +351,19 @@ def test_nothing_survives_the_kernel(fresh_kernel: Kernel, method: str) -> None:
     assert len(left) >= 3
     fresh_kernel.kill()
     assert wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in left)), left
+
+
+def test_a_handler_that_a_package_made_in_the_kernel_prints_as_the_worker_does(
+    kernel: Kernel,
+) -> None:
+    """Transformers makes one when it is imported: a fork has it, with the kernel's own stream."""
+    cell = kernel.run(
+        "import logging, sys\n"
+        "made = logging.StreamHandler(sys.stderr)\n"
+        "logging.getLogger('numpy.somewhere').addHandler(made)\n"
+        "def warn():\n"
+        "    logging.getLogger('numpy.somewhere').warning('from a worker')\n"
+        "notebook_launcher(warn, (), 2, start_method='fork')\n"
+        "logging.getLogger('numpy.somewhere').removeHandler(made)"
+    ).check()
+    assert cell.stderr == "[0-1] from a worker\n"

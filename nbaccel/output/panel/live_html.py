@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
 from nbaccel.output.chart import ACCENT_COLOUR
 from nbaccel.output.folded_lines import RecentLine
+from nbaccel.output.panel.advice import advice_of
 from nbaccel.output.panel.curves import metric_chart
 from nbaccel.output.panel.facts import RankFacts, RunBoard
 from nbaccel.output.panel.rank_times import mean_time_html
@@ -33,6 +34,7 @@ from nbaccel.output.panel.words import (
 )
 
 __all__ = [
+    "advice_html",
     "folded",
     "headline_html",
     "is_long",
@@ -51,6 +53,8 @@ LONG_OUTPUT_LINES = 20
 """From so many lines on the newest are shown in the panel, too: the cell's end is out of sight."""
 _SHOWN_LINES = 100
 _SAME_S = 2.0
+ADVICE_COLOUR = "#d9730d"
+"""Beside the text, which has its own colour: it is seen on light and on dark."""
 _MAX_SMALL_CHARTS = 6  # they are sent every second
 
 PANEL_STYLE = "font-size:0.9em;line-height:1.5"
@@ -61,6 +65,7 @@ _CELL_STYLE = (
 )
 _NUMBER_STYLE = f"{_CELL_STYLE};font-variant-numeric:tabular-nums"
 QUIET_STYLE = "opacity:0.65"
+ADVICE_STYLE = f"border-left:3px solid {ADVICE_COLOUR};padding-left:0.6em;margin:0.3em 0"
 # The display is that of browsers, which Notebook 6 takes the triangle from.
 SUMMARY_STYLE = "cursor:pointer;display:list-item"
 # A grey that lets any background through, as the empty part of a bar.
@@ -82,6 +87,7 @@ def live_html(board: RunBoard, *, by_hand: bool) -> str:
     first, *others = board.metric_names() or [""]
     parts = [
         headline_html(board),
+        advice_html(advice_of(board)),
         ranks_html(board),
         mean_time_html(board.times.by_rank()),
         titled_chart(board, first),
@@ -107,6 +113,13 @@ def headline_html(board: RunBoard) -> str:
     parts = live_parts(board)
     words = count_noun(len(board.ranks), "rank")
     return f"<div><b>{words}</b> · {html.escape(' · '.join(parts))}</div>"
+
+
+def advice_html(sentences: Iterable[str]) -> str:
+    """What is wrong, and what to do; empty for nothing."""
+    return "".join(
+        f'<div style="{ADVICE_STYLE}">{html.escape(sentence)}</div>' for sentence in sentences
+    )
 
 
 def library_html(board: RunBoard) -> str:

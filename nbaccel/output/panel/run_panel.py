@@ -23,6 +23,7 @@ from typing import Any
 
 from nbaccel.base import ipython_private
 from nbaccel.output.panel import live_html
+from nbaccel.output.panel.advice import advice_of
 from nbaccel.output.panel.curves import is_logarithmic, metric_chart, smoothed_value
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.rank_times import mean_time_html
@@ -171,7 +172,7 @@ class RunPanel:
 
     def show(self, board: RunBoard, *, is_stopping: bool) -> None:
         """Change what it shows."""
-        self._head.value = live_html.headline_html(board)
+        self._head.value = live_html.headline_html(board) + live_html.advice_html(advice_of(board))
         self._table.value = live_html.ranks_html(board, with_metrics=False) + mean_time_html(
             board.times.by_rank()
         )

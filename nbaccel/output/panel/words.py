@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
 from nbaccel.output.bars import BATCH_UNIT
 from nbaccel.output.chart import LOGARITHMIC_RATIO
+from nbaccel.output.panel.advice import advice_of
 from nbaccel.output.panel.facts import RankFacts, RunBoard, mean
 from nbaccel.output.panel.time_left import epochs_around, is_over_epochs, most_left, steps_in_all
 
@@ -149,7 +150,8 @@ def live_text(board: RunBoard) -> str:
     ]
     if len(lines) > MOST_ROWS:
         lines = [*lines[:MOST_ROWS], f"… and {len(lines) - MOST_ROWS} more"]
-    return "\n".join([live_line(board), *lines])
+    advice = [f"! {sentence}" for sentence in advice_of(board)]
+    return "\n".join([live_line(board), *advice, *lines])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.live_html import (
     PANEL_STYLE,
     SUMMARY_STYLE,
+    advice_html,
     folded,
     is_long,
     left_out_html,
@@ -74,7 +75,9 @@ def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False)
     headline = f"{sign} <b>{words}</b> · {html.escape(' · '.join(finished_parts(facts)))}"
     details = "".join(
         [
-            report_part(facts, has_headline=False, first_chart=int(not folds_chart)),
+            report_part(
+                facts, has_headline=False, first_chart=int(not folds_chart), has_advice=False
+            ),
             left_out_html(board),
             *(_saved_lines(board) if is_long(board) else ()),
             library_html(board),
@@ -82,9 +85,11 @@ def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False)
     )
     name = "" if folds_chart else next(iter(facts.metric_names), "")
     chart = titled_chart(board, name, as_image=True)
+    # In sight, and not only in the report.
+    advice = advice_html(facts.advice)
     return (
         f'<div style="{PANEL_STYLE}"><details><summary style="{SUMMARY_STYLE}">{headline}</summary>'
-        f"{details}</details>{chart}</div>"
+        f"{details}</details>{advice}{chart}</div>"
     )
 
 
@@ -115,11 +120,13 @@ def report_part(
     has_headline: bool = True,
     charts_are_images: bool = True,
     first_chart: int = 0,
+    has_advice: bool = True,
 ) -> str:
     """The report as a part of a page; charts before `first_chart` are elsewhere on it."""
     parts = " · ".join(finished_parts(facts))
     headline = f"<div><b>{title_of(facts)}</b> {_soft(parts)}</div>" if has_headline else ""
     sections = (
+        advice_html(facts.advice if has_advice else ()),
         _time_section(facts),
         _curve_section(facts, facts.metric_names[first_chart:], as_image=charts_are_images),
         _rank_section(facts),

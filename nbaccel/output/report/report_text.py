@@ -140,6 +140,7 @@ def warning_lines(facts: RunFacts) -> list[str]:
 def report_lines(facts: RunFacts) -> list[str]:
     """The report for a terminal."""
     lines = [f"{title_of(facts)} · {' · '.join(finished_parts(facts))}"]
+    lines += [f"! {sentence}" for sentence in facts.advice]
     times = facts.timed_ranks
     if times:
         lines += ["", "Time by rank", *_indented(_time_rows(times))]

@@ -14,6 +14,7 @@ is `"nan"`, `"inf"` or `"-inf"`.
                  compiled (programs of a compiling device, as text), times (or null): total_s,
                  computing_s, communicating_s, data_s, waiting_s, is_partial, starting_s (the first
                  step's start, in no other part)
+    advice       what is wrong and what to do, in sentences
     slowest      the rank that the others wait for (or null): rank, waited_s, waited_share
     curves       per metric and rank: name, rank, steps, values (all, or the extremes of stretches)
     marks        on the curves: step, text
@@ -36,6 +37,7 @@ from pydantic import BeforeValidator, TypeAdapter
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.metric_history import Point
 from nbaccel.config.capabilities import device_row
+from nbaccel.output.panel.advice import advice_of
 from nbaccel.output.panel.facts import RankFacts, RunBoard, loss_name
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
 from nbaccel.output.panel.time_left import steps_in_all
@@ -130,6 +132,7 @@ class RunFacts:
     ending: str
     plan: PlannedRun
     ranks: tuple[RankFigures, ...]
+    advice: tuple[str, ...] = ()
     slowest: SlowestRank | None = None
     curves: tuple[MetricCurve, ...] = ()
     marks: tuple[tuple[float, str], ...] = ()
@@ -182,6 +185,7 @@ def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
         ranks=tuple(
             _figures_of(facts, times.get(rank), board.now) for rank, facts in board.ranks.items()
         ),
+        advice=tuple(advice_of(board)),
         slowest=board.times.slowest(),
         curves=tuple(
             MetricCurve(

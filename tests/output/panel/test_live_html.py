@@ -46,7 +46,10 @@ class Page(HTMLParser):
             *("details", "summary", "ul", "li"),
         }
         # A bar has a colour that is seen on light and on dark, and a grey that lets both through.
-        for known in (f"background:{ACCENT_COLOUR}", "background:rgba(128,128,128,0.3)"):
+        for known in (
+            *(f"background:{ACCENT_COLOUR}", "background:rgba(128,128,128,0.3)"),
+            f"solid {live_html.ADVICE_COLOUR}",
+        ):
             text = text.replace(known, "")
         # In tags only: a worker may print the name of a colour.
         tags = " ".join(re.findall(r"<[^>]*>", text))

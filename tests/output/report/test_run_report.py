@@ -160,7 +160,7 @@ def test_the_json_form_is_the_documented_one() -> None:
     assert (document["format"], document["version"]) == ("nbaccel.report", 1)
     assert set(document) == {
         *("format", "version", "nbaccel_version", "began", "seconds", "ending", "plan", "ranks"),
-        *("slowest", "curves", "marks", "warnings", "notes"),
+        *("advice", "slowest", "curves", "marks", "warnings", "notes"),
     }
     assert document["slowest"] == {"rank": 1, "waited_s": 5.0, "waited_share": 0.52}
     assert document["ranks"][1]["times"] == {

@@ -1,0 +1,68 @@
+"""What a run's facts mean, and what to do: at most a sentence for each thing that is wrong."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from nbaccel.base.units import number_ranges
+from nbaccel.config.capabilities import device_row
+from nbaccel.output.panel.facts import RankFacts, RunBoard
+from nbaccel.output.panel.rank_times import RankTimes
+
+__all__ = ["advice_of"]
+
+_LEAST_S = 2.0  # of training, before its shares mean something
+_LEAST_DATA_SHARE = 0.3
+
+
+def advice_of(board: RunBoard) -> list[str]:
+    """Sentences, the most urgent first; none where nothing is wrong."""
+    times = [one for one in board.times.by_rank() if one.steady_s >= _LEAST_S]
+    return [*_no_numbers(board.ranks.values()), *_alone(board, times), *_data(times)]
+
+
+def _no_numbers(ranks: Iterable[RankFacts]) -> Iterator[str]:
+    """Of a loss that is no number any more: since when."""
+    for facts in ranks:
+        points = facts.loss.points()
+        if not points or math.isfinite(points[-1][1]):
+            continue
+        finite = [place for place, (_, value) in enumerate(points) if math.isfinite(value)]
+        step, value = points[finite[-1] + 1 if finite else 0]
+        yield (
+            f"{facts.loss_name} is {value} since step {step:,.0f}: what follows "
+            "trains nothing. Stop, and try a smaller learning rate, clip_grad_norm_, or bf16 in "
+            "place of fp16."
+        )
+        return  # the other ranks' are the same
+
+
+def _alone(board: RunBoard, times: Sequence[RankTimes]) -> Iterator[str]:
+    """Of several ranks that have trained and exchanged nothing."""
+    plan = board.plan
+    # Elsewhere collectives of FSDP and DeepSpeed run beside the program, and are not seen.
+    if plan is None or not device_row(plan.device).in_host_memory:
+        return
+    trained = [facts.rank for facts in board.ranks.values() if facts.steps and facts.histories]
+    waited_s = sum(one.communicating_s + one.waiting_s for one in times)
+    if len(trained) > 1 and len(times) == len(board.ranks) and not waited_s:
+        yield (
+            f"Ranks {number_ranges(trained)} have exchanged nothing: each trains a model of its "
+            "own, perhaps on the same data. Accelerator.prepare or DistributedDataParallel makes "
+            "them train one."
+        )
+
+
+def _data(times: Sequence[RankTimes]) -> Iterator[str]:
+    """Of ranks that mostly wait for batches."""
+    if not times:
+        return
+    share = statistics.fmean(one.data_s / one.steady_s for one in times)
+    if share >= _LEAST_DATA_SHARE:
+        yield (
+            f"{share:.0%} of the time goes into waiting for data. Let the DataLoader read ahead in "
+            "processes of its own (num_workers=2 or more, persistent_workers=True), or prepare the "
+            "samples once before.".replace("%", " %", 1)
+        )
