@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
     )
     from nbaccel.bigmodel.device_map_display import show_device_map
-    from nbaccel.calls import Pool
+    from nbaccel.calls.pool import Pool
     from nbaccel.config import (
         Fp8Config,
         RunConfig,
@@ -245,7 +245,7 @@ _HOMES = {
         "resolve",
     ),
     "nbaccel.plan.training_plan": ("TrainingPlan",),
-    "nbaccel.calls": ("Pool",),
+    "nbaccel.calls.pool": ("Pool",),
     "nbaccel.state": ("PartialState",),
     "nbaccel.plan.topology": ("Topology",),
     "nbaccel.train.prepare_loader": ("skip_first_batches",),

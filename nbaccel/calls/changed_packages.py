@@ -191,9 +191,9 @@ class _PackageScan:
 
     def _changes_in(self, place: _PackagePlace) -> Iterator[PackageChange]:
         for key, value in place.items():
-            value_type = type(value)
+            kind = type(value)
             # First what most values are told by.
-            is_code = value_type in _WRAPPERS or issubclass(value_type, type)
+            is_code = kind in _WRAPPERS or issubclass(kind, type)
             if (is_code and self._is_users(value)) or (
                 place.kind == "entry" and self._is_users(key)
             ):
@@ -203,15 +203,15 @@ class _PackageScan:
 
     def _is_users(self, value: Any, depth_left: int = 3) -> bool:
         """Whether it is a function or class of the notebook, or wraps one."""
-        value_type = type(value)
-        if issubclass(value_type, type):
+        kind = type(value)
+        if issubclass(kind, type):
             return _module_of(value) in self._users
-        if value_type is types.FunctionType:
+        if kind is types.FunctionType:
             if value.__globals__.get("__name__") in self._users:
                 return True
             if value.__closure__ is None:
                 return False
-        wrapped_by = _WRAPPERS.get(value_type)
+        wrapped_by = _WRAPPERS.get(kind)
         return (
             wrapped_by is not None
             and depth_left > 0
@@ -239,9 +239,9 @@ class _PackageScan:
             return
         for name, value in place.items():
             path = f"{place.path}.{name}" if place.path else name
-            value_type = type(value)
-            if issubclass(value_type, type):
-                if value_type is _TENSOR_TYPE:
+            kind = type(value)
+            if issubclass(kind, type):
+                if kind is _TENSOR_TYPE:
                     continue
                 # Elsewhere than in its own module it is another name of it.
                 if not place.path and _module_of(value) == place.module:
@@ -249,16 +249,16 @@ class _PackageScan:
                 continue
             if not place.has_tables or name.startswith("__") or "cache" in name.lower():
                 continue
-            if issubclass(value_type, dict) and _may_hold_code(value):
+            if issubclass(kind, dict) and _may_hold_code(value):
                 yield _PackagePlace(place.module, path, "entry", value, has_tables=False)
-            elif value_type is list and len(value) <= _LONGEST_TABLE:
+            elif kind is list and len(value) <= _LONGEST_TABLE:
                 yield _PackagePlace(place.module, path, "element", value, has_tables=False)
             # An object of a package: it may have tables.
             if (
                 not place.path
-                and _module_of(value_type) in self._packages
+                and _module_of(kind) in self._packages
                 and type(_attributes_of(value)) is dict
-                and not issubclass(value_type, types.ModuleType)
+                and not issubclass(kind, types.ModuleType)
             ):
                 yield _PackagePlace(place.module, path, "attribute", value, has_tables=True)
 
@@ -426,33 +426,33 @@ def tell_of_edits() -> bool:
     Each edit is reported once.
     """
     has_edits = False
-    for module_name in sorted(local_modules()):
-        module = sys.modules.get(module_name)
-        module_spec: ModuleSpec | None = getattr(module, "__spec__", None)
-        if module is None or module_spec is None:
+    for name in sorted(local_modules()):
+        module = sys.modules.get(name)
+        spec: ModuleSpec | None = getattr(module, "__spec__", None)
+        if module is None or spec is None:
             continue
         source_time = _time_of(module.__file__)
         known_spec, imported_time, told_time = _KNOWN_VERSIONS.get(module, (None, 0, 0))
-        if known_spec is not module_spec:
+        if known_spec is not spec:
             # Python writes the bytecode file when it imports. Where it may not, there may be one of
             # an older version. Without one, edits count from here.
-            bytecode = None if sys.dont_write_bytecode else module_spec.cached
+            bytecode = None if sys.dont_write_bytecode else spec.cached
             imported_time = told_time = _time_of(bytecode) or source_time
         has_edits |= source_time > imported_time
         if source_time > told_time:
             write_notice(
                 f"nbaccel: {os.path.basename(str(module.__file__))} has been edited since the "
-                f"notebook imported {module_name}. Workers that import it now run the edited "
+                f"notebook imported {name}. Workers that import it now run the edited "
                 "version, and the notebook runs the old one unless %autoreload has replaced it. To "
-                f"have one version everywhere: import importlib; importlib.reload({module_name})\n"
+                f"have one version everywhere: import importlib; importlib.reload({name})\n"
             )
-        _KNOWN_VERSIONS[module] = (module_spec, imported_time, max(source_time, told_time))
+        _KNOWN_VERSIONS[module] = (spec, imported_time, max(source_time, told_time))
     return has_edits
 
 
-def _time_of(file_path: str | None) -> int:
+def _time_of(path: str | None) -> int:
     """When a file was written, in nanoseconds; 0 where there is none."""
     try:
-        return os.stat(file_path or "").st_mtime_ns
+        return os.stat(path or "").st_mtime_ns
     except OSError:
         return 0

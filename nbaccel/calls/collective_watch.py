@@ -39,24 +39,24 @@ class CollectiveWatch:
 
     def advance(self, members: Sequence[WorkerHandle]) -> str:
         """Do what is due. Returns a notice for the user; empty for none."""
-        current_time = time.monotonic()
-        if current_time < self._due_at:
+        now = time.monotonic()
+        if now < self._due_at:
             return ""
-        self._due_at = current_time + LOOK_S
-        running_members = [member for member in members if member.state is HandleState.RUNNING]
+        self._due_at = now + LOOK_S
+        running = [member for member in members if member.state is HandleState.RUNNING]
         if self._idle_ranks:
-            return self._judge(members, running_members)
-        self._idle_ranks = self._find_idle(running_members)
+            return self._judge(members, running)
+        self._idle_ranks = self._find_idle(running)
         if self._idle_ranks:
-            self._due_at = current_time + time_limits.ANSWER_S
-            for member in running_members:
+            self._due_at = now + time_limits.ANSWER_S
+            for member in running:
                 _forget_answer(member)
                 member.ask_where()
         return ""
 
-    def _find_idle(self, running_members: Iterable[WorkerHandle]) -> frozenset[int]:
+    def _find_idle(self, running: Iterable[WorkerHandle]) -> frozenset[int]:
         cpu_before = self._cpu_s
-        uses = {member.rank: member.starter.use_of(member.pid) for member in running_members}
+        uses = {member.rank: member.starter.use_of(member.pid) for member in running}
         self._cpu_s = {rank: use.cpu_s for rank, use in uses.items() if use is not None}
         return frozenset(
             rank
@@ -64,13 +64,9 @@ class CollectiveWatch:
             if rank in cpu_before and cpu_s - cpu_before[rank] < _IDLE_SHARE * LOOK_S
         )
 
-    def _judge(
-        self, members: Sequence[WorkerHandle], running_members: Iterable[WorkerHandle]
-    ) -> str:
-        activities = {
-            member.rank: RankActivity.of_stack(member.stack) for member in running_members
-        }
-        for member in running_members:
+    def _judge(self, members: Sequence[WorkerHandle], running: Iterable[WorkerHandle]) -> str:
+        activities = {member.rank: RankActivity.of_stack(member.stack) for member in running}
+        for member in running:
             _forget_answer(member)
         waits_before = self._waits
         self._waits = frozenset(
@@ -79,13 +75,13 @@ class CollectiveWatch:
             if activity.collective and rank in self._idle_ranks
         )
         self._idle_ranks = frozenset()
-        lasting_waits = self._waits & waits_before
+        lasting = self._waits & waits_before
         calls = {(activity.collective, activity.is_comparing) for activity in activities.values()}
         have_all_come = len(calls) == 1 and len(activities) == len(members)
-        if not lasting_waits or have_all_come or lasting_waits & self._told_waits:
+        if not lasting or have_all_come or lasting & self._told_waits:
             return ""
-        self._told_waits = lasting_waits
-        waiting_ranks = ", ".join(str(rank) for rank in sorted(rank for rank, _ in lasting_waits))
+        self._told_waits = lasting
+        waiting_ranks = ", ".join(str(rank) for rank in sorted(rank for rank, _ in lasting))
         lines = [
             f"nbaccel: not all ranks have come to a collective, where rank {waiting_ranks} waited "
             f"for more than {format_seconds(LOOK_S)}:"

@@ -10,16 +10,18 @@ import dataclasses
 import itertools
 import select
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nbaccel.base import process_death
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
+from nbaccel.base.ports import listen
 from nbaccel.calls import outcome
 from nbaccel.calls.launch_hosts import LaunchHosts
-from nbaccel.calls.message_texts import CellDashboardUpdater, RankStatus, rank_status
+from nbaccel.calls.message_texts import why_lost
 from nbaccel.calls.outcome import CallResult
 from nbaccel.calls.packing import judge_fork
+from nbaccel.calls.status_table import RankStatus, rank_status
 from nbaccel.calls.supervisor import RankTasks, Supervisor
 from nbaccel.output import publish
 from nbaccel.output.cell_place import CellPlace, WaitingLine
@@ -49,6 +51,7 @@ class Group:
         members: The workers that have been started, by rank.
         stays: Whether they take one task after the other, as a pool's do, or make a single call.
         oom_kills: How often the system had run out of memory before.
+        why_lost: Why a pool's workers were all ended in a task; empty while they are there.
     """
 
     def __init__(
@@ -63,12 +66,14 @@ class Group:
         self.stays = stays
         self.members: list[WorkerHandle] = []
         self.oom_kills = process_death.oom_kills()
+        self.why_lost = ""
         self._starter = starter
         self._on_end = contextlib.ExitStack()
         self._on_end.callback(after_end)
         # Before all others, so that it runs after them: workers are reaped through the starter.
         self._on_end.callback(starter.close)
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count()
+        """Of tasks. A worker's first `Idle` has the number 0: that of its start."""
         self._rank_logs: RankLogs | None = None
         self._task: Supervisor | None = None
         self._answers: dict[int, messaging.Whereabouts] = {}
@@ -78,7 +83,7 @@ class Group:
     def started(
         cls,
         clean_up: contextlib.ExitStack,
-        launch_hosts: LaunchHosts,
+        hosts: LaunchHosts,
         waiting_line: WaitingLine,
         *,
         forked_call: worker.WorkerCall | None = None,
@@ -90,20 +95,23 @@ class Group:
         They are ended by `clean_up`, also if the start fails. Workers that are forked from this
         process for one call have `forked_call`; the `variables` are further ones of theirs.
         """
-        plan = launch_hosts.prepare()
-        clean_up.callback(launch_hosts.close_store)
-        meeting_place = launch_hosts.meeting_place()
-        plan = dataclasses.replace(plan, world_size=plan.num_processes * meeting_place.num_nodes)
-        group = cls(
-            plan,
-            launch_hosts.starter() or _local_starter(plan, waiting_line, forked_call),
-            stays=stays,
-            after_end=launch_hosts.close if stays else launch_hosts.close_store,
-        )
+        session = hosts.session()
+        if session is None:
+            plan = hosts.plan
+            place = _meeting_place(plan)
+            starter = _local_starter(plan, waiting_line, forked_call)
+        else:
+            plan = session.plan
+            place = session.bind_store(plan.port)
+            starter = session.starter()
+        close_store = place.store_socket.close if place.store_socket is not None else lambda: None
+        clean_up.callback(close_store)
+        plan = dataclasses.replace(plan, world_size=plan.num_processes * place.num_nodes)
+        group = cls(plan, starter, stays=stays, after_end=hosts.close if stays else close_store)
         clean_up.callback(group.end)
-        group._start(meeting_place, variables or {})
+        group._start(place, variables or {})
         # Rank 0 has a copy. With this one open, connections to a dead rank 0 would not be refused.
-        launch_hosts.close_store()
+        close_store()
         return group
 
     @classmethod
@@ -119,9 +127,9 @@ class Group:
                 # The cells to come may use anything that the notebook has.
                 pool_template.wait(waiting_line.say, lambda _package: True)
                 plan = pool_template.told_in(plan)
-            launch_hosts = LaunchHosts(plan)
-            undo_start.callback(launch_hosts.close)
-            group = cls.started(undo_start, launch_hosts, waiting_line, stays=True)
+            hosts = LaunchHosts(plan)
+            undo_start.callback(hosts.close)
+            group = cls.started(undo_start, hosts, waiting_line, stays=True)
             group.await_start()
             # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
@@ -179,14 +187,13 @@ class Group:
 
     def await_start(self) -> None:
         """Wait until the workers of a pool can take a task."""
-        result = self._watch([member.rank for member in self.members], {}, task_number=0)
+        result = self.run_tasks({}, ranks=[member.rank for member in self.members])
         if result.interrupted:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
             )
-        start_error = outcome.call_error(result, self.plan)
-        if start_error is not None:
-            raise start_error
+        if (error := outcome.call_error(result, self.plan)) is not None:
+            raise error
 
     def collect(self) -> Sequence[messaging.Ended]:
         """Workers that have ended since the last call; all of a pool's, if their template has."""
@@ -249,99 +256,73 @@ class Group:
 
     def run_tasks(
         self,
-        rank_tasks: RankTasks,
+        tasks: RankTasks,
         *,
+        ranks: Collection[int] | None = None,
         timeout_s: float | None = None,
         place: CellPlace | None = None,
         make_show: Callable[[], DashboardUpdater] | None = None,
     ) -> CallResult:
-        """Give some workers a task each, and watch until all of them have finished."""
-        return self._watch(
-            list(rank_tasks),
-            rank_tasks,
-            task_number=next(self._numbers),
-            timeout_s=timeout_s,
-            place=place,
-            make_show=make_show,
-        )
-
-    def show_tasks(
-        self,
-        rank_tasks: RankTasks,
-        *,
-        timeout_s: float | None,
-        on_poll: Callable[[], None] | None = None,
-    ) -> CallResult:
-        """The same with a panel, as a pool shows its cells and calls."""
-        place = CellPlace()
-
-        def make_show() -> CellDashboardUpdater:
-            return CellDashboardUpdater(
-                list(rank_tasks), plan=self.plan, place=place, on_poll=on_poll
-            )
-
-        return self.run_tasks(rank_tasks, timeout_s=timeout_s, place=place, make_show=make_show)
-
-    def everyone(self, task_body: Any, file_descriptors: Sequence[int] = ()) -> CallResult:
-        """Give all workers the same task."""
-        return self.run_tasks(
-            {member.rank: (task_body, file_descriptors) for member in self.members}
-        )
-
-    def post(self, task_body: Any) -> None:
-        """Give all workers a task without waiting for it; it is done before the next one."""
-        for member in self.members:
-            # The worker may have ended; the next task reports that.
-            with contextlib.suppress(OSError):
-                member.channel.send(messaging.Task(number=0, body=task_body))
-
-    def _watch(
-        self,
-        ranks: Sequence[int],
-        rank_tasks: RankTasks,
-        *,
-        task_number: int,
-        place: CellPlace | None = None,
-        **watch_options: Any,
-    ) -> CallResult:
-        line_prefix = self.plan.config.log_line_prefix_template
-        if line_prefix is None and self.stays and len(self.members) == 1:
-            # A single worker needs no prefix to tell its lines from others.
-            line_prefix = ""
+        """Give some workers a task each, and watch until all of them, or `ranks`, have finished."""
+        ranks = ranks or tasks
         member_ranks = [member.rank for member in self.members]
+        prefix = self.plan.config.log_line_prefix_template
+        if prefix is None and self.stays and len(member_ranks) == 1:
+            # A single worker needs no prefix to tell its lines from others.
+            prefix = ""
         console = Console(
             member_ranks,
-            prefix_template=line_prefix,
+            prefix_template=prefix,
             hidden=hidden_streams(self.plan.config.shown_output, member_ranks),
             rank_logs=self._rank_logs,
             place=place,
         )
-        for member in self.members:
-            if member.rank not in ranks:
+        for rank in member_ranks:
+            if rank not in ranks:
                 # Equal lines of ranks are joined; ranks with the task must not wait for this one.
-                console.close(member.rank)
+                console.close(rank)
         self._task = Supervisor(
-            self, ranks, rank_tasks, task_number=task_number, console=console, **watch_options
+            self,
+            ranks,
+            tasks,
+            task_number=next(self._numbers),
+            console=console,
+            timeout_s=timeout_s,
+            make_show=make_show,
         )
         try:
-            return self._task.run()
+            result = self._task.run()
         finally:
             self._task = None
+        if result.lost:
+            self.why_lost = why_lost(result)
+        return result
+
+    def everyone(self, body: Any, fds: Sequence[int] = ()) -> CallResult:
+        """Give all workers the same task."""
+        return self.run_tasks({member.rank: (body, fds) for member in self.members})
+
+    def post(self, body: Any) -> None:
+        """Give all workers a task without waiting for it; it is done before the next one."""
+        for member in self.members:
+            # The worker may have ended; the next task reports that.
+            with contextlib.suppress(OSError):
+                member.channel.send(messaging.Task(number=0, body=body))
 
     # ---- between tasks
 
     def rank_rows(self) -> list[RankStatus]:
         """How each worker stands by what is known of it here; none is asked."""
-        current_time = time.monotonic()
+        now = time.monotonic()
         open_ranks = frozenset() if self._task is None else self._task.open
-        ended_ranks = self._ended_ranks()
+        ended = self._ended_ranks()
         return [
             rank_status(
                 member,
-                current_time - member.since,
-                None if member.rank in ended_ranks else self._latest_place(member, open_ranks),
+                now - member.since,
+                None if member.rank in ended else self._latest_place(member, open_ranks),
                 is_open=member.rank in open_ranks,
-                is_gone=member.rank in ended_ranks,
+                is_gone=member.rank in ended,
             )
             for member in self.members
         ]
@@ -394,6 +375,19 @@ def _wait(descriptors: Iterable[int], limit_s: float) -> list[int]:
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
     shared_memory_files.remove(worker_places)
     shared_memory_files.remove_orphans()
+
+
+def _meeting_place(plan: Plan) -> MeetingPlace:
+    """Where workers meet whose notebook, or node 0's, has the store's socket."""
+    config = plan.config
+    store_socket = listen(plan.master_addr, plan.port) if config.node_rank == 0 else None
+    return MeetingPlace(
+        address=plan.master_addr,
+        port=store_socket.getsockname()[1] if store_socket is not None else plan.port or 0,
+        store_socket=store_socket,
+        node_rank=config.node_rank,
+        num_nodes=config.num_nodes,
+    )
 
 
 def _local_starter(

@@ -40,13 +40,13 @@ def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) 
     address = ports.loopback(plan.config.master_addr)
     with _reserved_port(address, plan.port) as store_port, _tidy_process():
         topology = Topology(master_addr=address, master_port=store_port)
-        environment_variables: dict[str, str | None] = dict(
+        variables: dict[str, str | None] = dict(
             topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
             | run_variables(plan.config)
         )
         # Without this variable rank 0 serves the rendezvous store, which no launcher does here.
-        environment_variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
-        with env.applied(environment_variables), _own_libraries(args), _own_layers(args):
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
+        with env.applied(variables), _own_libraries(args), _own_layers(args):
             return [function(*args)]
 
 
@@ -73,11 +73,11 @@ def _layer_classes(module: nn.Module) -> list[type]:
 def _reserved_port(host_name: str, store_port: int | None) -> Iterator[int]:
     """A port that is bound but not listened on: reserved, and the store can still listen there."""
     address_family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
-    with socket.socket(address_family, socket.SOCK_STREAM) as probe_socket:
+    with socket.socket(address_family, socket.SOCK_STREAM) as probe:
         # Lets the store bind the same port while this socket holds it without listening.
-        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe_socket.bind((host_name, store_port or 0))
-        yield int(probe_socket.getsockname()[1])
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host_name, store_port or 0))
+        yield int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -93,22 +93,22 @@ def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
     modules = _modules_in(args)
     state_before = [
         (
-            strategy_row,
-            registry.load_object(strategy_row.observe)(),
-            [_remember_state(strategy_row, module) for module in modules],
+            row,
+            registry.load_object(row.observe)(),
+            [_remember_state(row, module) for module in modules],
         )
-        for strategy_row in STRATEGIES
-        if strategy_row.shards
+        for row in STRATEGIES
+        if row.shards
     ]
     try:
         yield
     finally:
-        for strategy_row, process, remembered_states in state_before:
-            if strategy_row.library in sys.modules:
-                shard_reader: ShardReader = registry.load_object(strategy_row.shards)
+        for row, process, remembered_states in state_before:
+            if row.library in sys.modules:
+                reader: ShardReader = registry.load_object(row.shards)
                 for module, remembered in zip(modules, remembered_states, strict=True):
-                    shard_reader.take_back(module, remembered)
-                shard_reader.tear_down(process)
+                    reader.take_back(module, remembered)
+                reader.tear_down(process)
 
 
 def _modules_in(args: tuple[Any, ...]) -> list[nn.Module]:
@@ -123,8 +123,8 @@ def _remember_state(row: StrategyRow, module: nn.Module) -> Remembered:
     """A module's state before the call; an engine that wraps it knows the original state."""
     if row.library not in sys.modules:
         return remember(module)
-    shard_reader: ShardReader = registry.load_object(row.shards)
-    return shard_reader.remember(module)
+    reader: ShardReader = registry.load_object(row.shards)
+    return reader.remember(module)
 
 
 @contextlib.contextmanager

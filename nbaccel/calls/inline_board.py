@@ -70,7 +70,7 @@ class BoardChannel:
         is_short = time.monotonic() < self.dashboard.board.began + _SHORT_S
         if self.draws_bars and not (is_short and not self.dashboard.has_progress):
             self._place.hold()
-        self._refresh_if_due()
+        self._show_if_due()
         return True
 
     def send(self, message: Any) -> None:
@@ -83,14 +83,12 @@ class BoardChannel:
         # Other threads of the function may not display in its cell.
         if threading.get_ident() == self._launching_thread:
             self._place.hold()
-            self._refresh_if_due()
+            self._show_if_due()
 
-    def _refresh_if_due(self) -> None:
-        if time.monotonic() >= self._next_poll:
-            self.refresh()
-
-    def refresh(self) -> None:
+    def _show_if_due(self) -> None:
         """Look how much memory the process has, and show what is known."""
+        if time.monotonic() < self._next_poll:
+            return
         self._next_poll = time.monotonic() + _POLL_INTERVAL_S
         rows = [self._own_row("running")]
         if self.dashboard.is_due:
@@ -101,7 +99,7 @@ class BoardChannel:
     def end(self, ending: str) -> None:
         """Leave the summary."""
         self.dashboard.finish(
-            [self._own_row(ending or "done")],
+            [self._own_row(ending)],
             has_failed=ending == "failed",
             was_interrupted=ending == "stopped",
         )
@@ -121,23 +119,21 @@ class BoardChannel:
 def observing_here(plan: Plan) -> Iterator[RunBoard]:
     """A block in which loops of this process report to a board, and are shown in a panel."""
     __tracebackhide__ = True
-    board_channel = BoardChannel(plan)
-    ending = ""
+    channel = BoardChannel(plan)
+    ending = "done"
     with contextlib.ExitStack() as clean_up:
-        clean_up.callback(lambda: board_channel.end(ending))
-        if board_channel.draws_bars:
-            clean_up.enter_context(taking_bar_text(sys.stderr, board_channel.note_bar_text))
+        clean_up.callback(lambda: channel.end(ending))
+        if channel.draws_bars:
+            clean_up.enter_context(taking_bar_text(sys.stderr, channel.note_bar_text))
         # Else nothing can report: torch takes a second to import, and the function need not use it.
         if "torch" in sys.modules:
             from nbaccel.workers import metrics_reporter
 
             hardware = registry.device(plan.device)
             device_name = str(hardware.torch_device(0))
-            clean_up.enter_context(
-                metrics_reporter.reporting_to(board_channel, hardware, device_name)
-            )
+            clean_up.enter_context(metrics_reporter.reporting_to(channel, hardware, device_name))
         try:
-            yield board_channel.dashboard.board
+            yield channel.dashboard.board
         except KeyboardInterrupt:
             ending = "stopped"
             raise
@@ -170,17 +166,17 @@ class InlineBars:
 
     def shown(self) -> tuple[BarText, ...]:
         """All bars, the outer one first; what is not drawn in the panel is marked so."""
-        open_bars = {_bar_key(bar): bar for bar in self._open_bars()}
+        bars = {_bar_key(bar): bar for bar in self._open_bars()}
         text_bars = tuple(
-            _with_exact_time(bar, open_bars.get(_bar_key(bar)))
+            _with_exact_time(bar, bars.get(_bar_key(bar)))
             for bar in self._text_bars.shown([self._unread_text])
         )
         text_keys = {_bar_key(bar) for bar in text_bars}
         self._elsewhere = _with_inner_bar(
-            self._elsewhere, [bar for key, bar in open_bars.items() if key not in text_keys]
+            self._elsewhere, [bar for key, bar in bars.items() if key not in text_keys]
         )
         # One of either kind may be drawn around one of the other.
-        if next(iter(open_bars), None) in text_keys:
+        if next(iter(bars), None) in text_keys:
             return (*text_bars, *self._elsewhere)
         return (*self._elsewhere, *text_bars)
 
@@ -198,21 +194,19 @@ def _bar_key(bar: BarText) -> tuple[str, str]:
     return bar.description, bar.total
 
 
-def _with_exact_time(text_bar: BarText, same_bar: BarText | None) -> BarText:
+def _with_exact_time(bar: BarText, same_bar: BarText | None) -> BarText:
     """A bar with the fractions of a second that its text leaves out."""
-    if same_bar is None or same_bar.done != text_bar.done:
-        return text_bar
-    return replace(text_bar, elapsed_s=same_bar.elapsed_s)
+    if same_bar is None or same_bar.done != bar.done:
+        return bar
+    return replace(bar, elapsed_s=same_bar.elapsed_s)
 
 
-def _with_inner_bar(
-    bars_before: tuple[BarText, ...], open_bars: list[BarText]
-) -> tuple[BarText, ...]:
+def _with_inner_bar(bars_before: tuple[BarText, ...], bars: list[BarText]) -> tuple[BarText, ...]:
     """The outermost bar and the innermost; that stays between two rounds of the outer one."""
-    if len(open_bars) > 1:
-        return open_bars[0], open_bars[-1]
-    is_between = len(bars_before) > 1 and [*map(_bar_key, open_bars)] == [_bar_key(bars_before[0])]
-    return (*open_bars, bars_before[1]) if is_between else tuple(open_bars)
+    if len(bars) > 1:
+        return bars[0], bars[-1]
+    is_between = len(bars_before) > 1 and [*map(_bar_key, bars)] == [_bar_key(bars_before[0])]
+    return (*bars, bars_before[1]) if is_between else tuple(bars)
 
 
 @contextlib.contextmanager
@@ -223,11 +217,11 @@ def taking_bar_text(stream: Any, note_text: Callable[[str], None]) -> Iterator[N
     held it before, such as handlers of `logging`, and all its other attributes are its own.
     """
     try:
-        own_attributes = vars(stream)
+        attributes = vars(stream)
     except TypeError:
         yield
         return
-    had_own_write = "write" in own_attributes
+    had_own_write = "write" in attributes
     plain_write = stream.write
     launching_pid = os.getpid()
     takes_bars = True
@@ -239,17 +233,17 @@ def taking_bar_text(stream: Any, note_text: Callable[[str], None]) -> Iterator[N
             return len(text)
         return plain_write(text)
 
-    own_attributes["write"] = write_no_bars
+    attributes["write"] = write_no_bars
     has_failed = True
     try:
         yield
         has_failed = False
     finally:
-        is_still_own = own_attributes.get("write") is write_no_bars
+        is_still_own = attributes.get("write") is write_no_bars
         if is_still_own and had_own_write:
-            own_attributes["write"] = plain_write
+            attributes["write"] = plain_write
         elif is_still_own:
-            del own_attributes["write"]
+            del attributes["write"]
         # Bars keep the method that they were made with. Those of a function that has failed are
         # closed when its traceback is dropped, in whatever cell that is: they draw nothing there.
         takes_bars = has_failed and is_still_own

@@ -29,10 +29,13 @@ from nbaccel.calls.outcome import CallOutcome, CallResult
 from nbaccel.calls.packing import pack_for_running_workers
 from nbaccel.calls.pool_planning import PoolState, plan_pool, ranks_of
 from nbaccel.calls.post_task import PostTask
+from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
+from nbaccel.calls.supervisor import RankTasks
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
 from nbaccel.config.mistakes import shown
 from nbaccel.output import publish
+from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.report.run_report import RunReport, report_of
 from nbaccel.transfer.free_names import Names, names_of
@@ -116,17 +119,21 @@ class Pool:
         self._namespace = _notebook_names() if namespace is None else namespace
         self._dist = dist
         self._state = PoolState.NEW
+        self._lock = threading.Lock()
         self._workers: Group | None = None
         self._end: Callable[[], object] = lambda: None
-        self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
-        self._post_task: PostTask | None = None
-        self._lock = threading.Lock()
-        self._cwd_env_tracker = _CwdEnvTracker()
-        self._live_changes = LiveChanges()
         self._observed: RunBoard | None = None
         self._activity = ""
+        self._forget_workers()
         self.on_poll: Callable[[], None] | None = None
         """Called about once a second while a cell runs, from the thread that runs it."""
+
+    def _forget_workers(self) -> None:
+        """Know of new workers that they have received nothing."""
+        self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
+        self._post_task = PostTask(self._namespace_sync)
+        self._surroundings = _Surroundings()
+        self._live_changes = LiveChanges()
 
     # ---- what it is
 
@@ -153,8 +160,8 @@ class Pool:
             PortTaken, UnsafeFork: Before any process is started.
             WorkerFailed: A worker could not be set up.
         """
-        with self._undisturbed():
-            self._ready()
+        with self._working():
+            pass
 
     def restart(self, config: RunConfig | Configured | None = None) -> None:
         """End the workers and start new ones; variables in the workers are lost.
@@ -167,7 +174,7 @@ class Pool:
         with self._undisturbed():
             self.config = plan.config
             self.plan = plan
-            self._ready()
+            self._start_workers()
 
     def stop(self) -> None:
         """End the workers. The next use starts new ones."""
@@ -204,34 +211,32 @@ class Pool:
             KeyboardInterrupt: The notebook was interrupted; the workers live on.
         """
         __tracebackhide__ = True
-        cell_source = code if isinstance(code, CellSource) else _source_of(code)
-        cell_source.publish()
-        with self._undisturbed():
-            asked_ranks = ranks_of(ranks, self.num_processes)
-            self._ready()
-            names = names_of(cell_source.text)
-            with self._live_changes.named(self._namespace, names) as wanted_names:
-                prepared_update = self._namespace_sync.prepare(wanted_names, asked_ranks)
-            self._send(prepared_update)
+        source = code if isinstance(code, CellSource) else _source_of(code)
+        source.publish()
+        with self._working(ranks) as (group, asked):
+            names = names_of(source.text)
+            with self._live_changes.named(self._namespace, names) as wanted:
+                update = self._namespace_sync.prepare(wanted, asked)
+            self._send(group, update)
             start_time = time.monotonic()
             # The task itself handles interrupts; what follows it must not be left half done.
             with uninterrupted():
-                call_result = self._cell(cell_source, asked_ranks)
-                run_seconds = time.monotonic() - start_time
+                result = self._run_cell(group, source, asked)
+                seconds = time.monotonic() - start_time
                 # Before another task makes the members forget this one.
-                cell_error = self._judgement(call_result)
-                task_trouble = self._after_cell(call_result)
-            message_texts.raise_first(cell_error, task_trouble)
-            publish.show_results(call_result.shown)
-            fetched_values = (
-                self._fetch(tuple(out), asked_ranks, single_values=ranks is not None) if out else {}
-            )
-        return CellResult(
-            shown=call_result.shown,
-            out=fetched_values,
-            seconds=run_seconds,
-            observed=call_result.observed,
-        )
+                error = self._error_of(result)
+                for rank, idle in result.idle.items():
+                    self._namespace_sync.bound(rank, idle.bound)
+                trouble = None if result.lost else self._post_task.after_cell(group, result)
+            if error is None:
+                error = trouble
+            elif trouble is not None:
+                sys.stderr.write(f"nbaccel: {trouble}\n")
+            if error is not None:
+                raise error
+            publish.show_results(result.shown)
+            values = self._fetch(group, tuple(out), asked, by_rank=ranks is None) if out else {}
+        return CellResult(shown=result.shown, out=values, seconds=seconds, observed=result.observed)
 
     def call(
         self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
@@ -260,35 +265,25 @@ class Pool:
         ranks: Sequence[int] | None = None,
     ) -> CallOutcome:
         """What `notebook_launcher(..., pool=pool)` does: `call`, with the whole outcome."""
-        with self._undisturbed():
-            asked_ranks = ranks_of(ranks, self.num_processes)
-            group = self._ready()
+        with self._working(ranks) as (group, asked), contextlib.ExitStack() as clean_up:
             self._live_changes.call_made()
             tell_of_edits()
-            with contextlib.ExitStack() as clean_up:
-                packed_call = pack_for_running_workers(function, args)
-                clean_up.enter_context(closing_files(*packed_call.files()))
-                weight_receiver = clean_up.enter_context(
-                    packed_call.staged(share_back=self.config.share_back)
+            packed = pack_for_running_workers(function, args)
+            clean_up.enter_context(closing_files(*packed.files()))
+            receiver = clean_up.enter_context(packed.staged(share_back=self.config.share_back))
+            clean_up.enter_context(uninterrupted())
+            result = self._show_tasks(group, dict.fromkeys(asked, packed.task(receiver)))
+            was_stopped, closing_lines = message_texts.after_call(result)
+            try:
+                return outcome.conclude_call(
+                    self.plan,
+                    result,
+                    receiver,
+                    was_stopped=was_stopped,
+                    closing_lines=closing_lines,
                 )
-                clean_up.enter_context(uninterrupted())
-                call_result = group.show_tasks(
-                    dict.fromkeys(asked_ranks, packed_call.task(weight_receiver)),
-                    timeout_s=self.config.timeout,
-                )
-                self._note_lost(call_result)
-                was_stopped, closing_lines = message_texts.after_call(call_result)
-                try:
-                    return outcome.conclude_call(
-                        self.plan,
-                        call_result,
-                        weight_receiver,
-                        was_stopped=was_stopped,
-                        closing_lines=closing_lines,
-                    )
-                finally:
-                    if self._post_task is not None:
-                        self._post_task.after_call(call_result, self._note_lost)
+            finally:
+                self._post_task.keep_in_step(group, result)
 
     def report(self) -> RunReport:
         """The report of the latest cell or call, also of one that failed or was stopped.
@@ -311,22 +306,14 @@ class Pool:
         Returns:
             Bytes that were copied; modules are shared and cost none.
         """
-        missing_names = [name for name in names if name not in self._namespace]
-        if missing_names or not names:
-            raise NameError(
-                message_texts.unknown_names_message(
-                    missing_names, self._namespace, namespace_words="the notebook"
-                )
-            )
-        with self._undisturbed():
-            asked_ranks = ranks_of(ranks, self.num_processes)
-            self._ready()
-            wanted_names = Names(needed=frozenset(names), possible=frozenset())
-            prepared_update = self._namespace_sync.prepare(
-                wanted_names, asked_ranks, force_send=True
-            )
-            self._send(prepared_update)
-            return prepared_update.nbytes if prepared_update is not None else 0
+        missing = [name for name in names if name not in self._namespace]
+        if missing or not names:
+            raise NameError(message_texts.unknown_names(missing, self._namespace, "the notebook"))
+        with self._working(ranks) as (group, asked):
+            wanted = Names(needed=frozenset(names), possible=frozenset())
+            update = self._namespace_sync.prepare(wanted, asked, force_send=True)
+            self._send(group, update)
+            return update.nbytes if update is not None else 0
 
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, Any]:
         """Bring values of the workers' names into the notebook's process.
@@ -344,15 +331,9 @@ class Pool:
                 be sent.
         """
         if not names:
-            raise NameError(
-                message_texts.unknown_names_message(
-                    [], self._namespace, namespace_words="the workers"
-                )
-            )
-        with self._undisturbed():
-            asked_ranks = ranks_of(ranks, self.num_processes)
-            self._ready()
-            return self._fetch(names, asked_ranks, single_values=ranks is not None)
+            raise NameError(message_texts.unknown_names([], self._namespace, "the workers"))
+        with self._working(ranks) as (group, asked):
+            return self._fetch(group, names, asked, by_rank=ranks is None)
 
     def complete(self, code: str, cursor: int) -> pool_messages.Completions | None:
         """Completions from rank 0's namespace; None if the pool is not idle."""
@@ -362,7 +343,7 @@ class Pool:
         """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
         return self._ask(pool_messages.Inspect(name=name, detail=detail))  # type: ignore[no-any-return]
 
-    def status(self, *, asks_workers: bool = True) -> message_texts.StatusTable:
+    def status(self, *, asks_workers: bool = True) -> StatusTable:
         """What each worker is doing and what it has in memory.
 
         Args:
@@ -373,122 +354,97 @@ class Pool:
         if asks_workers and self._workers is not None and self._state is PoolState.IDLE:
             self._workers.ask_whereabouts()
         rows = self._workers.rank_rows() if self._workers is not None else []
-        return message_texts.status_table(self._state, self.reason, self.plan, rows, self._activity)
+        return status_table(self._state, self.reason, self.plan, rows, self._activity)
 
-    # ---- a cell
+    # ---- tasks
 
-    def _cell(self, source: CellSource, ranks: Sequence[int]) -> CallResult:
-        group = self._ready()
-        task_body = pool_messages.RunCell(
+    def _run_cell(self, group: Group, source: CellSource, ranks: Sequence[int]) -> CallResult:
+        body = pool_messages.RunCell(
             source=source,
-            directory=self._cwd_env_tracker.directory(),
-            environment=self._cwd_env_tracker.environment(),
+            directory=self._surroundings.new_directory(),
+            environment=self._surroundings.new_variables(),
             logging=worker_output.as_configured(),
             settings=library_settings(),
         )
         self._activity = f"cell In[{source.count}]" if source.count else ""
         try:
-            return group.show_tasks(
-                dict.fromkeys(ranks, (task_body, ())),
-                timeout_s=self.config.timeout,
-                on_poll=self.on_poll,
-            )
+            return self._show_tasks(group, dict.fromkeys(ranks, (body, ())))
         finally:
             self._activity = ""
 
-    def _after_cell(self, result: CallResult) -> BaseException | None:
-        """Update names, weights and process groups; returns the error of that, if any."""
-        for rank, idle in result.idle.items():
-            self._namespace_sync.bound(rank, idle.bound)
-        self._note_lost(result)
-        if self._post_task is None or result.lost:
-            return None
-        return self._post_task.after_cell(result, self._note_lost)
+    def _show_tasks(self, group: Group, tasks: RankTasks) -> CallResult:
+        place = CellPlace()
 
-    def _note_lost(self, result: CallResult) -> None:
-        # Of what is shown: not of the small tasks around it.
-        self._observed = result.observed or self._observed
-        if result.lost:
-            self._dissolve(PoolState.BROKEN, message_texts.why_lost(result))
+        def make_show() -> CellDashboardUpdater:
+            return CellDashboardUpdater(
+                list(tasks), plan=self.plan, place=place, on_poll=self.on_poll
+            )
 
-    def _judgement(self, result: CallResult) -> BaseException | None:
+        result = group.run_tasks(
+            tasks, timeout_s=self.config.timeout, place=place, make_show=make_show
+        )
+        self._observed = result.observed
+        return result
+
+    def _error_of(self, result: CallResult) -> BaseException | None:
         """What a task has to raise, if it did not end well."""
         if result.interrupted:
             return outcome.stopped_error(message_texts.stopped_message(result), result)
         lines = message_texts.closing_lines(result, self._namespace_sync.reasons)
         return outcome.call_error(result, self.plan, closing_lines=lines)
 
-    def _raise_failure(self, result: CallResult) -> None:
-        """Raise if a task that is not a cell did not end well."""
+    def _run_tasks(self, group: Group, tasks: RankTasks) -> CallResult:
+        """Run tasks that are no cell; raise if they did not end well."""
         __tracebackhide__ = True
-        error = self._judgement(result)
-        self._note_lost(result)
-        if error is not None:
+        result = group.run_tasks(tasks)
+        if (error := self._error_of(result)) is not None:
             raise error
+        return result
 
-    # ---- names
-
-    def _send(self, prepared_update: PreparedUpdate | None) -> None:
-        if prepared_update is None or self._workers is None:
+    def _send(self, group: Group, update: PreparedUpdate | None) -> None:
+        if update is None:
             return
         tell_of_edits()
-        with contextlib.closing(prepared_update):
+        with contextlib.closing(update), uninterrupted():
             tasks = {
                 rank: (pool_messages.BindNames(update=part.message), part.fds)
-                for part in prepared_update.parts
+                for part in update.parts
                 for rank in part.ranks
             }
-            with uninterrupted():
-                self._raise_failure(self._workers.run_tasks(tasks))
-                self._namespace_sync.taken(prepared_update)
+            self._run_tasks(group, tasks)
+            self._namespace_sync.taken(update)
 
     def _fetch(
-        self, names: tuple[str, ...], ranks: Sequence[int], *, single_values: bool
+        self, group: Group, names: tuple[str, ...], ranks: Sequence[int], *, by_rank: bool
     ) -> dict[str, Any]:
-        group = self._ready()
-        call_result = group.run_tasks(
-            {rank: (pool_messages.Pull(names=names), ()) for rank in ranks}
-        )
-        self._raise_failure(call_result)
-        fetched_values = []
-        for pool_member in call_result.members:
-            packed_values = (
-                pool_member.returned.payload if pool_member.returned is not None else None
-            )
-            if packed_values is not None and pool_member.result_fd is not None:
-                fetched_values.append(
-                    unpack(packed_values, pool_member.result_fd, {}, namespace=self._namespace)
-                )
-        is_single_rank = single_values and len(ranks) == 1
-        return {
-            name: fetched_values[0][name]
-            if is_single_rank
-            else [rank_values[name] for rank_values in fetched_values]
-            for name in names
-        }
+        pull = pool_messages.Pull(names=names)
+        result = self._run_tasks(group, dict.fromkeys(ranks, (pull, ())))
+        values = [
+            unpack(member.returned.payload, member.result_fd, {}, namespace=self._namespace)
+            for member in result.members
+            if member.returned is not None
+            and member.returned.payload is not None
+            and member.result_fd is not None
+        ]
+        if len(ranks) == 1 and not by_rank:
+            return {name: values[0][name] for name in names}
+        return {name: [of_rank[name] for of_rank in values] for name in names}
 
     def bound_here(self, names: Sequence[str]) -> None:
         """Note that these names of the notebook hold what was pulled, which is not to be sent."""
         for rank in range(self.num_processes):
             self._namespace_sync.bound(rank, names)
 
-    # ---- inside
-
-    def _ask(self, task_body: Any) -> Any:
+    def _ask(self, body: Any) -> Any:
         # Never waits: completion is requested by a key press, while a cell may run for hours.
-        if self._state is not PoolState.IDLE or not self._lock.acquire(blocking=False):
+        if self._state is not PoolState.IDLE:
             return None
-        try:
-            group = self._workers
-            result = (
-                # A completion that takes longer is of no use, and the lock is held meanwhile.
-                group.run_tasks({0: (task_body, ())}, timeout_s=1.0) if group is not None else None
-            )
-        finally:
-            self._lock.release()
-        if result is not None:
-            self._note_lost(result)
-        return result.shown.get(0) if result is not None else None
+        with contextlib.suppress(UnsafeMoment), self._working() as (group, _):
+            # A completion that takes longer is of no use, and the pool is held meanwhile.
+            return group.run_tasks({0: (body, ())}, timeout_s=1.0).shown.get(0)
+        return None
+
+    # ---- inside
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -497,40 +453,48 @@ class Pool:
                 f"The pool is busy ({self._state.value}): another thread of this notebook is using "
                 "it. Its workers do one thing at a time; wait until that has finished."
             )
-        try:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self._lock.release)
+            at_end.callback(self._settle_state)
             yield
-        finally:
-            if self._state in (PoolState.RUNNING, PoolState.STARTING):
-                self._state = PoolState.IDLE if self._workers is not None else PoolState.NEW
-            self._lock.release()
 
-    def _ready(self) -> Group:
-        """The workers; started first if there are none."""
-        if self._workers is None:
-            if self._state is PoolState.BROKEN:
-                write_notice(message_texts.regrouped_line(self.num_processes, self.reason))
-            self._state = PoolState.STARTING
-            self._workers = group = Group.ready(
-                requirements.check_requirements(self.plan, is_live=True)
-            )
-            # With an engine, what its hosts have is known only now.
-            self.plan = group.plan
-            # A finalizer, so that a pool that is dropped without stop() ends its workers too.
-            self._end = weakref.finalize(self, group.end)
-            # New, because new workers have received nothing.
-            self._namespace_sync = NamespaceSync(self._namespace, range(self.num_processes))
-            self._post_task = PostTask(group, self._namespace_sync)
-            self.reason = ""
-            self._cwd_env_tracker = _CwdEnvTracker()
-            self._live_changes = LiveChanges()
-            if self._dist:
-                group.everyone(pool_messages.JoinAll())
-        self._state = PoolState.RUNNING
-        return self._workers
+    def _settle_state(self) -> None:
+        if self._workers is not None and self._workers.why_lost:
+            with uninterrupted():
+                self._dissolve(PoolState.BROKEN, self._workers.why_lost)
+        elif self._state in (PoolState.RUNNING, PoolState.STARTING):
+            self._state = PoolState.IDLE if self._workers is not None else PoolState.NEW
+
+    @contextlib.contextmanager
+    def _working(
+        self, ranks: Sequence[int] | None = None
+    ) -> Iterator[tuple[Group, tuple[int, ...]]]:
+        """A block with the workers, started if there are none, and the ranks that are meant."""
+        with self._undisturbed():
+            asked = ranks_of(ranks, self.num_processes)
+            group = self._workers or self._start_workers()
+            self._state = PoolState.RUNNING
+            yield group, asked
+
+    def _start_workers(self) -> Group:
+        if self._state is PoolState.BROKEN:
+            write_notice(message_texts.new_workers_line(self.num_processes, self.reason))
+        self._state = PoolState.STARTING
+        group = Group.ready(requirements.check_requirements(self.plan, is_live=True))
+        self._workers = group
+        # With an engine, what its hosts have is known only now.
+        self.plan = group.plan
+        # A finalizer, so that a pool that is dropped without stop() ends its workers too.
+        self._end = weakref.finalize(self, group.end)
+        self.reason = ""
+        self._forget_workers()
+        if self._dist:
+            group.everyone(pool_messages.JoinAll())
+        return group
 
     def _dissolve(self, state: PoolState, reason: str) -> None:
         # First, so that an interrupt while workers end leaves no pool that seems alive.
-        self._workers = self._post_task = None
+        self._workers = None
         self._state = state
         self.reason = reason
         self._end()
@@ -544,18 +508,18 @@ def _notebook_names() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
-def _source_of(cell_text: str) -> CellSource:
+def _source_of(text: str) -> CellSource:
     """Code that comes from no cell."""
-    if not isinstance(cell_text, str):
+    if not isinstance(text, str):
         raise WrongArguments(
-            f"Pool.run takes a cell's code as text: got {shown(cell_text)}. There is nothing to "
+            f"Pool.run takes a cell's code as text: got {shown(text)}. There is nothing to "
             "parse. Give text, or pool.call(function, ...) for a function."
         )
     # Equal code gets an equal name, so that linecache does not grow with each call.
-    return CellSource.of_text(cell_text, filename=f"<pool code {abs(hash(cell_text)):x}>")
+    return CellSource.of_text(text, filename=f"<pool code {abs(hash(text)):x}>")
 
 
-class _CwdEnvTracker:
+class _Surroundings:
     """Changes of the notebook's folder and environment that workers have to follow.
 
     It starts with what they were when the workers were started.
@@ -564,31 +528,22 @@ class _CwdEnvTracker:
     def __init__(self) -> None:
         self._directory = working_folder.current_folder()
         self._state = env.state()
-        self._environment = env.snapshot()
+        self._variables = env.snapshot()
 
-    def directory(self) -> str | None:
+    def new_directory(self) -> str | None:
         """The notebook's folder, if it has changed since the last call."""
-        current_directory = working_folder.current_folder()
-        known_directory = self._directory
-        self._directory = current_directory
-        return current_directory if current_directory != known_directory else None
+        before = self._directory
+        self._directory = working_folder.current_folder()
+        return self._directory if self._directory != before else None
 
-    def environment(self) -> dict[str, str | None]:
+    def new_variables(self) -> dict[str, str | None]:
         """Variables that have changed since the last call; None for one that is gone."""
         state = env.state()
-        known_variables = self._environment
         if state == self._state:
             return {}
+        before = self._variables
         self._state = state
-        self._environment = env.snapshot()
-        variables = self._environment
-        removed_names: dict[str, str | None] = {
-            variable_name: None
-            for variable_name in known_variables
-            if variable_name not in variables
-        }
-        return removed_names | {
-            variable_name: value
-            for variable_name, value in variables.items()
-            if known_variables.get(variable_name) != value
-        }
+        self._variables = env.snapshot()
+        changed: dict[str, str | None] = dict.fromkeys(before.keys() - self._variables.keys())
+        changed.update(self._variables.items() - before.items())
+        return changed

@@ -16,24 +16,6 @@ from typing import Any
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.workers import messaging
 
-__all__ = [
-    "PACKAGE_CHANGES",
-    "BindNames",
-    "CloseGroups",
-    "Complete",
-    "Completions",
-    "GroupWanted",
-    "Idle",
-    "Inspect",
-    "JoinAll",
-    "JoinGroup",
-    "Pull",
-    "RunCell",
-    "Staged",
-    "WeightsReceived",
-    "WriteWeights",
-]
-
 PACKAGE_CHANGES = "nbaccel_package_changes"
 """The name by which changes of packages travel; see `changed_packages.LiveChanges`."""
 
@@ -127,7 +109,6 @@ class CloseGroups:
     """Drop every process group: they are out of step. New ones get another name in the store."""
 
     generation: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,24 +42,24 @@ def plan_pool(config: RunConfig) -> Plan:
             f"Live workers need Linux (memfd_create, pidfd_open): this is {sys.platform}. Run the "
             "code in an ordinary cell."
         )
-    config_mistakes = []
+    mistakes = []
     if config.num_nodes > 1:
-        config_mistakes.append(
+        mistakes.append(
             f"num_nodes={config.num_nodes}: live workers belong to one notebook on one machine. "
             "Use notebook_launcher(num_nodes=...) for several."
         )
     if config.start_method == "inline":
-        config_mistakes.append(
+        mistakes.append(
             'start_method="inline" has no workers: the code would run in this very process. Run it '
             'in an ordinary cell, or use "template".'
         )
     if config.max_restarts:
-        config_mistakes.append(
+        mistakes.append(
             f"max_restarts={config.max_restarts}: a cell is not run again after a failure, because "
             "its variables would be those of the first try. Leave it at 0."
         )
-    if config_mistakes:
-        raise ConfigError(*config_mistakes)
+    if mistakes:
+        raise ConfigError(*mistakes)
     plan = resolve(config)
     registry.check_strategy(plan.strategy, plan.device, config)
     if start_method_row(plan.start_method).separate_processes:

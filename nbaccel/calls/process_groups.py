@@ -55,32 +55,31 @@ __all__ = ["ProcessGroups", "reattach_models"]
 
 
 _SOCKET_CLOSING_S = 1.0  # gloo takes less than a millisecond to close what was shut down
-_RequestGroup = Callable[[GroupWanted], None]
 
 
 class ProcessGroups:
-    """The process groups of one worker."""
+    """The process groups of one worker.
 
-    def __init__(self, place: Topology, group_wanted: _RequestGroup) -> None:
+    Attributes:
+        has_left: Whether groups before these were left.
+    """
+
+    def __init__(self, place: Topology, ask_for_group: Callable[[GroupWanted], None]) -> None:
+        self.has_left = False
         self._place = place
-        self._wanted = group_wanted
+        self._ask_for_group = ask_for_group
         self._generation = 0
         self._made = 0
         self._sockets: set[int] = set()  # inodes of those that belong to groups
         self._before: set[int] | None = None  # only while a group is being made
+        # Kept, so that their ids are not reused: errors and DDP models are compared with them.
         self._left: list[Any] = []
         self._left_defaults: list[Any] = []
-        self.left_for = ""
-        """Why the groups before these were left, if so."""
 
     def watch(self) -> None:
         """Take part in how torch makes and finds groups. Once per worker."""
         rendezvous.join_store(self._place, self._next_name)
-        reattach_models(
-            lambda process_group: any(
-                process_group is left_group for left_group in self._left_defaults
-            )
-        )
+        reattach_models(lambda group: any(group is left for left in self._left_defaults))
         torch_private.create_in_default_group(self.join)
         torch_private.watch_new_groups(self._noting_sockets)
         c10d = dist.distributed_c10d
@@ -92,13 +91,13 @@ class ProcessGroups:
             if dist.is_initialized():
                 self._check_same(backend)
                 return
-            group_timeout = kwargs.get("timeout") or timedelta(seconds=distributed.timeout_s(None))
-            self._wanted(
+            timeout = kwargs.get("timeout") or timedelta(seconds=distributed.timeout_s(None))
+            self._ask_for_group(
                 GroupWanted(
                     generation=self._generation,
                     ordinal=self._made,
                     backend=backend,
-                    timeout_s=group_timeout.total_seconds(),
+                    timeout_s=timeout.total_seconds(),
                 )
             )
             torch_init_process_group(backend, *args, **kwargs)
@@ -111,46 +110,46 @@ class ProcessGroups:
                 sharded_tensors.forget_process_groups()
 
         # In both: torch.distributed has bound the functions to names of its own.
-        for patched_module in (c10d, dist):
-            patched_module.init_process_group = init_process_group  # type: ignore[attr-defined]
-            patched_module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+        for module in (c10d, dist):
+            module.init_process_group = init_process_group  # type: ignore[attr-defined]
+            module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
     def _next_name(self) -> str:
         """Where the ranks of the next default group meet in the store."""
         self._made += 1
         return f"generation_{self._generation}/group_{self._made}"
 
-    def join_others(self, group_wanted: GroupWanted) -> None:
+    def join_others(self, wanted: GroupWanted) -> None:
         """Join the group that another rank is waiting in; not if this rank has been in it."""
-        if (self._generation, self._made) == (group_wanted.generation, group_wanted.ordinal):
-            self.join(group_wanted.backend, group_wanted.timeout_s)
+        if (self._generation, self._made) == (wanted.generation, wanted.ordinal):
+            self.join(wanted.backend, wanted.timeout_s)
 
-    def join(self, group_backend: str | None = None, timeout_s: float | None = None) -> None:
+    def join(self, backend: str | None = None, timeout_s: float | None = None) -> None:
         """Join the default group, if this worker is in none yet."""
-        if not dist.is_initialized():
-            timeout_seconds = timeout_s or distributed.timeout_s(None)
-            group_timeout = timedelta(seconds=timeout_seconds)
-            settings = InitProcessGroupKwargs(backend=group_backend, timeout=group_timeout)
-            if self._place.world_size > 1:
-                distributed.init_process(settings=settings)
-            # `init_process` makes no group for one process, but a collective in a cell needs one.
-            else:
-                dist.init_process_group(group_backend or "gloo", timeout=group_timeout)
+        if dist.is_initialized():
+            return
+        timeout = timedelta(seconds=timeout_s or distributed.timeout_s(None))
+        if self._place.world_size > 1:
+            settings = InitProcessGroupKwargs(backend=backend, timeout=timeout)
+            distributed.init_process(settings=settings)
+        # `init_process` makes no group for one process, but a collective in a cell needs one.
+        else:
+            dist.init_process_group(backend or "gloo", timeout=timeout)
 
     def sequence(self) -> tuple[tuple[str, int], ...]:
         """How many collectives each group has begun: equal on all ranks that are in step."""
         # Calls that processes compare before a collective are none of torch's.
-        group_counts = [("calls of nbaccel", call_check.calls_begun())]
-        for process_group, name in torch_private.process_group_names().items():
+        counts = [("calls of nbaccel", call_check.calls_begun())]
+        for group, name in torch_private.process_group_names().items():
             # Raised by a backend that does not count its collectives.
             with contextlib.suppress(RuntimeError):
-                group_counts.append((name, torch_private.collectives_begun(process_group)))
-        return tuple(sorted(group_counts))
+                counts.append((name, torch_private.collectives_begun(group)))
+        return tuple(sorted(counts))
 
     def cut(self) -> None:
         """Let a collective that will never complete fail. For the second thread."""
-        for process_group in torch_private.process_groups():
-            for backend in torch_private.device_backends(process_group):
+        for group in torch_private.process_groups():
+            for backend in torch_private.device_backends(group):
                 # gloo's own `abort` does not reach a wait that has begun (torch 2.13).
                 if backend.name() != "gloo" and hasattr(backend, "abort"):
                     backend.abort()
@@ -159,17 +158,16 @@ class ProcessGroups:
         # A rank may also hang while a group is being made; its sockets are not recorded yet.
         if self._before is not None:
             sockets |= set(_own_sockets()) - self._before
-        for socket_inode, fd in _own_sockets().items():
-            if socket_inode in sockets:
+        for inode, fd in _own_sockets().items():
+            if inode in sockets:
                 _shut_connection(fd, spared_port=self._place.master_port)
 
-    def close(self, generation: int, leave_reason: str) -> None:
+    def close(self, generation: int) -> None:
         """Drop every group; the next one is made in this generation."""
         self._generation = generation
         self._made = 0
         if dist.is_initialized():
-            self.left_for = leave_reason
-            # Kept, so that their ids are not reused: errors and DDP models are compared with them.
+            self.has_left = True
             self._left += torch_private.process_groups()
             self._left_defaults.append(dist.group.WORLD)
             # Broken groups may raise when they are destroyed; they are dropped all the same.
@@ -178,17 +176,13 @@ class ProcessGroups:
             sharded_tensors.forget_process_groups()
         self._close_sockets()
 
-    def are_behind(self, traceback_entry: TracebackType | None) -> bool:
+    def are_behind(self, entry: TracebackType | None) -> bool:
         """Whether an error comes from the use of a group that was left."""
-        while traceback_entry is not None:
-            frame_values = tuple(traceback_entry.tb_frame.f_locals.values())
-            if any(
-                frame_value is left_group
-                for frame_value in frame_values
-                for left_group in self._left
-            ):
+        while entry is not None:
+            values = tuple(entry.tb_frame.f_locals.values())
+            if any(value is left for value in values for left in self._left):
                 return True
-            traceback_entry = traceback_entry.tb_next
+            entry = entry.tb_next
         return False
 
     def _close_sockets(self) -> None:
@@ -199,30 +193,29 @@ class ProcessGroups:
         numbers of the rest stay taken, by the null device, so that these threads touch nothing
         else.
         """
-        shut_inodes = {
-            socket_inode
-            for socket_inode, socket_fd in _own_sockets().items()
-            if socket_inode in self._sockets
-            and _shut_connection(socket_fd, spared_port=self._place.master_port)
+        shut = {
+            inode
+            for inode, fd in _own_sockets().items()
+            if inode in self._sockets and _shut_connection(fd, spared_port=self._place.master_port)
         }
-        closing_deadline = time.monotonic() + _SOCKET_CLOSING_S
-        while shut_inodes & _own_sockets().keys() and time.monotonic() < closing_deadline:
+        deadline = time.monotonic() + _SOCKET_CLOSING_S
+        while shut & _own_sockets().keys() and time.monotonic() < deadline:
             # There is nothing to wait on: gloo's threads close the descriptors without notice.
             time.sleep(0.001)
         null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for socket_inode, socket_fd in _own_sockets().items():
-            if socket_inode in self._sockets:
+        for inode, fd in _own_sockets().items():
+            if inode in self._sockets:
                 # Listening sockets are left; the docstring says why their numbers stay taken.
-                os.dup2(null_fd, socket_fd, inheritable=False)
+                os.dup2(null_fd, fd, inheritable=False)
         os.close(null_fd)
         self._sockets.clear()
 
-    def _check_same(self, group_backend: str | None) -> None:
-        joined_backends = str(dist.get_backend_config())
-        if group_backend is not None and group_backend not in joined_backends:
+    def _check_same(self, backend: str | None) -> None:
+        joined = str(dist.get_backend_config())
+        if backend is not None and backend not in joined:
             raise ConfigError(
-                f"init_process_group({group_backend!r}): this worker is in a process group over "
-                f"{joined_backends} already, and there can be no second default group. Leave "
+                f"init_process_group({backend!r}): this worker is in a process group over "
+                f"{joined} already, and there can be no second default group. Leave "
                 "the call out, call dist.destroy_process_group() on all ranks first, or use "
                 "dist.new_group for another backend."
             )
@@ -230,21 +223,21 @@ class ProcessGroups:
     @contextlib.contextmanager
     def _noting_sockets(self) -> Iterator[None]:
         """What is connected while a group is made belongs to it."""
-        inodes_before = set(_own_sockets())
-        outer_inodes = self._before
-        self._before = inodes_before if self._before is None else self._before
+        before = set(_own_sockets())
+        outer = self._before
+        self._before = before if self._before is None else self._before
         try:
             yield
         finally:
-            self._before = outer_inodes
-            self._sockets |= set(_own_sockets()) - inodes_before
+            self._before = outer
+            self._sockets |= set(_own_sockets()) - before
 
 
 def _own_sockets() -> dict[int, int]:
     """Inode → descriptor of every socket of this process."""
     return {
-        int(target[8:-1]): file_descriptor
-        for file_descriptor, target in fork_safety.open_descriptors()
+        int(target[8:-1]): fd
+        for fd, target in fork_safety.open_descriptors()
         if target.startswith("socket:[")
     }
 
@@ -253,17 +246,15 @@ def _shut_connection(fd: int, *, spared_port: int) -> bool:
     """Shut a TCP connection down, unless this process serves the store over it."""
     # The descriptor may have been closed meanwhile. A duplicate, because closing the socket object
     # would close gloo's descriptor.
-    with contextlib.suppress(OSError):
-        duplicate_socket = socket.socket(fileno=os.dup(fd))
-        with duplicate_socket:
-            is_internet = duplicate_socket.family in (socket.AF_INET, socket.AF_INET6)
-            is_listening = duplicate_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if not is_internet or is_listening or duplicate_socket.getsockname()[1] == spared_port:
-                return False
-            # Either side may have shut it already.
-            with contextlib.suppress(OSError):
-                duplicate_socket.shutdown(socket.SHUT_RDWR)
-            return True
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        is_internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
+        is_listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if not is_internet or is_listening or duplicate.getsockname()[1] == spared_port:
+            return False
+        # Either side may have shut it already.
+        with contextlib.suppress(OSError):
+            duplicate.shutdown(socket.SHUT_RDWR)
+        return True
     return False
 
 
@@ -282,134 +273,99 @@ def reattach_models(was_left: Callable[[Any], bool]) -> None:
     DistributedDataParallel.forward = attached  # type: ignore[method-assign]
 
 
-def _attach_to_new_group(ddp_model: DistributedDataParallel) -> None:
+def _attach_to_new_group(model: DistributedDataParallel) -> None:
     """Give a DDP model a new reducer in the default group; a collective."""
-    communication_hooks = tuple(torch_private.communication_hooks(ddp_model))
-    ddp_state = {
-        attribute_name: attribute_value
-        for attribute_name, attribute_value in vars(ddp_model).items()
-        if attribute_name not in ("process_group", "reducer", "logger")
-    }
+    hooks = tuple(torch_private.communication_hooks(model))
+    left_out = ("process_group", "reducer", "logger")
+    state = {name: value for name, value in vars(model).items() if name not in left_out}
     dist.get_rank()  # joins the default group, if this rank is in none
     # Dropped before the new one is made, because its hooks on the parameters go with it.
-    vars(ddp_model).pop("reducer", None)
-    vars(ddp_model).pop("logger", None)
+    vars(model).pop("reducer", None)
+    vars(model).pop("logger", None)
     # Unpickling is DDP's own way to make both anew, in the default group.
-    ddp_model.__setstate__(ddp_state)  # type: ignore[no-untyped-call]
+    model.__setstate__(state)  # type: ignore[no-untyped-call]
     # Registering a hook appends it again.
-    torch_private.communication_hooks(ddp_model).clear()
-    for hook, hook_state in communication_hooks:
-        ddp_model.register_comm_hook(hook_state, hook)
-    _send_weights(ddp_model)
-    unfinished_parameters = [
-        trained_parameter
-        for trained_parameter in ddp_model.parameters()
-        if trained_parameter.grad is not None
-    ]
-    # Gradients of a step that other ranks have not reached must not be added to the next ones.
-    for model_parameter in unfinished_parameters:
-        model_parameter.grad = None
-    states_were_equal = _even_out(ddp_model.module)
+    torch_private.communication_hooks(model).clear()
+    for hook, hook_state in hooks:
+        model.register_comm_hook(hook_state, hook)
+    _send_weights(model)
+    for parameter in model.parameters():
+        # Gradients of a step that other ranks have not reached must not be added to the next ones.
+        parameter.grad = None
+    were_equal = _even_out(model.module)
     if dist.get_rank() == 0:
-        sys.stderr.write(_reattached_message(states_were_equal))
+        rank_0 = "rank 0's state, since ranks were at different steps"
+        sys.stderr.write(
+            "nbaccel: the DDP model goes on in new process groups, with rank 0's weights; "
+            f"optimizers keep {'their state' if were_equal else rank_0}. The step that was cut "
+            "short is left out.\n"
+        )
 
 
 @torch.no_grad()
-def _send_weights(ddp_model: DistributedDataParallel) -> None:
+def _send_weights(model: DistributedDataParallel) -> None:
     """Give all ranks the weights and buffers of rank 0; a collective."""
-    for name, tensor in (
-        *ddp_model.module.named_parameters(),
-        *ddp_model.module.named_buffers(),
-    ):
-        if name not in ddp_model.parameters_to_ignore:
+    for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
+        if name not in model.parameters_to_ignore:
             # gloo refuses tensors that are not contiguous.
             dense = tensor.detach().contiguous()
-            dist.broadcast(dense, 0, group=ddp_model.process_group)
+            dist.broadcast(dense, 0, group=model.process_group)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
 
 
-def _reattached_message(states_were_equal: bool) -> str:
-    words = (
-        "their state"
-        if states_were_equal
-        else "rank 0's state, since ranks were at different steps"
-    )
-    return (
-        "nbaccel: the DDP model goes on in new process groups, with rank 0's weights; "
-        f"optimizers keep {words}. The step that was cut short is left out.\n"
-    )
-
-
-def _even_out(trained_module: nn.Module) -> bool:
-    """Let all ranks have rank 0's optimizer states, where they differ."""
-    optimizers = [*_optimizers_of(trained_module)]
-    rank_facts: list[Any] = [None] * dist.get_world_size()
+def _even_out(module: nn.Module) -> bool:
+    """Let all ranks have rank 0's optimizer states; returns whether they had."""
+    optimizers = _optimizers_of(module)
+    facts: list[Any] = [None] * dist.get_world_size()
     # Facts instead of states, which are as large as the model or larger.
-    dist.all_gather_object(rank_facts, [_optimizer_facts(optimizer) for optimizer in optimizers])
-    if all(rank_fact == rank_facts[0] for rank_fact in rank_facts):
+    dist.all_gather_object(facts, [_comparable(o.state_dict()) for o in optimizers])
+    if all(fact == facts[0] for fact in facts):
         return True
-    if len({len(rank_fact) for rank_fact in rank_facts}) > 1:
+    if len({len(fact) for fact in facts}) > 1:
         raise RuntimeError(
-            f"The ranks have {', '.join(str(len(rank_fact)) for rank_fact in rank_facts)} "
-            f"optimizers for this model, so their states cannot be compared. Run the cell again "
+            f"The ranks have {', '.join(str(len(fact)) for fact in facts)} "
+            "optimizers for this model, so their states cannot be compared. Run the cell again "
             "that makes the optimizer, on all ranks."
         )
-    state_dicts: list[Any] = [[optimizer.state_dict() for optimizer in optimizers]]
-    dist.broadcast_object_list(state_dicts, src=0)
-    for optimizer, optimizer_state in zip(optimizers, state_dicts[0], strict=True):
-        optimizer.load_state_dict(optimizer_state)
+    states: list[Any] = [[optimizer.state_dict() for optimizer in optimizers]]
+    dist.broadcast_object_list(states, src=0)
+    for optimizer, state in zip(optimizers, states[0], strict=True):
+        optimizer.load_state_dict(state)
     return False
 
 
-def _optimizers_of(trained_module: nn.Module) -> Iterator[torch.optim.Optimizer]:
+def _optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
     """Those that train this module, in an order that is the same on all ranks."""
-    parameter_positions = {
-        id(model_parameter): position
-        for position, model_parameter in enumerate(trained_module.parameters())
-    }
-    optimizers = []
+    positions = {id(parameter): position for position, parameter in enumerate(module.parameters())}
+    found = []
     # A DDP model does not know its optimizers, and torch keeps no list of them.
-    for heap_object in gc.get_objects():
+    for candidate in gc.get_objects():
+        kind = type(candidate)
         # isinstance would ask objects for __class__, which proxies answer with code of their own.
-        if issubclass(type(heap_object), torch.optim.Optimizer) and not _is_in_parts(
-            type(heap_object)
-        ):
-            # An optimizer whose constructor has failed has no groups.
-            parameter_groups = getattr(heap_object, "param_groups", ())
-            trained_positions = [
-                parameter_positions.get(id(trained_parameter), -1)
-                for parameter_group in parameter_groups
-                for trained_parameter in parameter_group["params"]
-            ]
-            if any(trained_position >= 0 for trained_position in trained_positions):
-                optimizers.append((trained_positions, type(heap_object).__qualname__, heap_object))
-    yield from (
-        heap_object for *_, heap_object in sorted(optimizers, key=lambda sort_entry: sort_entry[:2])
-    )
+        if not issubclass(kind, torch.optim.Optimizer) or _is_in_parts(kind):
+            continue
+        # An optimizer whose constructor has failed has no groups.
+        groups = getattr(candidate, "param_groups", ())
+        trained = [positions.get(id(one), -1) for group in groups for one in group["params"]]
+        if any(position >= 0 for position in trained):
+            found.append((trained, kind.__qualname__, candidate))
+    return [optimizer for *_, optimizer in sorted(found, key=lambda entry: entry[:2])]
 
 
-def _is_in_parts(optimizer_class: type) -> bool:
+def _is_in_parts(kind: type) -> bool:
     """Whether each rank has a part of such an optimizer's state; by name: importing it is slow."""
-    return any(
-        base_class.__name__ == "ZeroRedundancyOptimizer" for base_class in optimizer_class.__mro__
-    )
+    return any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__)
 
 
-def _optimizer_facts(optimizer: torch.optim.Optimizer) -> Any:
+def _comparable(value: Any) -> Any:
     """What is equal where two optimizers would step alike."""
-    return _comparable(optimizer.state_dict())
-
-
-def _comparable(state_value: Any) -> Any:
-    if isinstance(state_value, torch.Tensor):
-        return str(state_value.dtype), tuple(state_value.shape), tensor_fingerprint(state_value)
-    if isinstance(state_value, dict):
-        return {key: _comparable(inner_value) for key, inner_value in state_value.items()}
-    if isinstance(state_value, (list, tuple)):
-        return [_comparable(inner_value) for inner_value in state_value]
-    return (
-        state_value
-        if isinstance(state_value, (bool, int, float, str, type(None)))
-        else type(state_value).__name__
-    )
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), tensor_fingerprint(value)
+    if isinstance(value, dict):
+        return {key: _comparable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(inner) for inner in value]
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return type(value).__name__

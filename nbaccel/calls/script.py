@@ -81,10 +81,10 @@ def run_script_here(script: Script) -> ScriptEnd:
     """Run it as the only process, and tell its end from a mistake that nbaccel found."""
     try:
         _run_in_main(script)
-    except SystemExit as raised_exit:
-        return ScriptEnd(exit_status=exit_status_of(raised_exit.code))
-    except Exception as raised_error:  # the user's code may raise anything
-        record = FailureRecord.of_error(0, raised_error, failure_time=time.monotonic())
+    except SystemExit as exit_:
+        return ScriptEnd(exit_status=exit_status_of(exit_.code))
+    except Exception as error:  # the user's code may raise anything
+        record = FailureRecord.of_error(0, error, failure_time=time.monotonic())
         return ScriptEnd(exit_status=1, record=record)
     return ScriptEnd()
 

@@ -39,6 +39,7 @@ __all__ = [
     "ExitBarrier",
     "ShutdownLadder",
     "ShutdownPolicy",
+    "ShutdownStep",
 ]
 
 _CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init_device_mesh"}
@@ -59,10 +60,11 @@ class ShutdownStep(enum.Enum):
 ShutdownSteps = tuple[tuple[ShutdownStep, float], ...]
 """What is done one after the other, each with the seconds that it gets to have an effect."""
 
-_KILL_STEP = (ShutdownStep.KILL, limits.KILL_S)
-_TERMINATE_STEP = (ShutdownStep.TERMINATE, limits.TERMINATE_S)
-_ASK_STEP = (ShutdownStep.ASK, limits.ASK_S)
-_INTERRUPT_STEP = (ShutdownStep.INTERRUPT, limits.ANSWER_S)
+_ASK = (ShutdownStep.ASK, limits.ASK_S)
+_INTERRUPT = (ShutdownStep.INTERRUPT, limits.ANSWER_S)
+_CUT = (ShutdownStep.CUT_AND_INTERRUPT, limits.CUT_S)
+_TERMINATE = (ShutdownStep.TERMINATE, limits.TERMINATE_S)
+_KILL = (ShutdownStep.KILL, limits.KILL_S)
 _MAKES_UNWIND = (ShutdownStep.INTERRUPT, ShutdownStep.CUT_AND_INTERRUPT, ShutdownStep.TERMINATE)
 
 
@@ -84,72 +86,90 @@ class ShutdownPolicy:
 
 
 END_WORKERS = ShutdownPolicy(
-    on_stop=(_ASK_STEP, _INTERRUPT_STEP, _TERMINATE_STEP, _KILL_STEP),
-    on_failure=(
-        (ShutdownStep.WAIT, limits.GRACE_END_S),
-        _ASK_STEP,
-        _INTERRUPT_STEP,
-        _TERMINATE_STEP,
-        _KILL_STEP,
-    ),
-    leaving=(
-        (ShutdownStep.LET_LEAVE, limits.EXIT_S + limits.UNWIND_S),
-        _TERMINATE_STEP,
-        _KILL_STEP,
-    ),
+    on_stop=(_ASK, _INTERRUPT, _TERMINATE, _KILL),
+    on_failure=((ShutdownStep.WAIT, limits.GRACE_END_S), _ASK, _INTERRUPT, _TERMINATE, _KILL),
+    leaving=((ShutdownStep.LET_LEAVE, limits.EXIT_S + limits.UNWIND_S), _TERMINATE, _KILL),
 )
 KEEP_WORKERS = ShutdownPolicy(
-    on_stop=(
-        _ASK_STEP,
-        _INTERRUPT_STEP,
-        (ShutdownStep.CUT_AND_INTERRUPT, limits.CUT_S),
-        _KILL_STEP,
-    ),
+    on_stop=(_ASK, _INTERRUPT, _CUT, _KILL),
     on_failure=(
         (ShutdownStep.WAIT, limits.GRACE_KEEP_S),
-        _ASK_STEP,
+        _ASK,
         (ShutdownStep.CUT_AND_INTERRUPT, limits.ANSWER_S),
-        (ShutdownStep.CUT_AND_INTERRUPT, limits.CUT_S),
-        _KILL_STEP,
+        _CUT,
+        _KILL,
     ),
 )
-AFTER_LOSS: ShutdownSteps = ((ShutdownStep.ASK, limits.ASK_LAST_S), _KILL_STEP)
+AFTER_LOSS: ShutdownSteps = ((ShutdownStep.ASK, limits.ASK_LAST_S), _KILL)
 """For the workers of a pool when one was lost: none can go on without it."""
 
 
-@dataclass(kw_only=True)
-class _ShutdownCourse:
-    """Which steps one worker has been through."""
+class _Course:
+    """Which steps one worker has been through, and when the next is due."""
 
-    member: WorkerHandle
-    left: deque[tuple[ShutdownStep, float]]
-    until: float
-    """When the next step is due."""
-    step: ShutdownStep = ShutdownStep.WAIT
-    """The latest one."""
-    has_answered: bool = False
-    has_unwound: bool = False
-    """It has had its time to unwind."""
-    is_given_up: bool = False
+    def __init__(self, member: WorkerHandle, steps: ShutdownSteps, due_at: float) -> None:
+        self.member = member
+        self.left = deque(steps)
+        self.due_at = due_at
+        self.step = ShutdownStep.WAIT
+        self.has_answered = False
+        self.has_unwound = False
+        self.is_given_up = False
 
-    def take_next(self) -> tuple[ShutdownStep, float]:
-        next_step, step_seconds = self.left.popleft()
-        is_listening = self.member.state is not HandleState.FORKED
-        while not is_listening and next_step in _MAKES_UNWIND:
-            # An interrupt might even wake what hangs in it.
-            next_step, step_seconds = self.left.popleft()
-        return next_step, step_seconds
+    def advance(self) -> None:
+        """Take the steps that are due."""
+        while not self.is_given_up and time.monotonic() >= self.due_at:
+            # One that is still being forked hears no signal: an interrupt might even wake what
+            # hangs in it.
+            while self.left and self._is_unborn() and self.left[0][0] in _MAKES_UNWIND:
+                self.left.popleft()
+            if not self.left:
+                self.is_given_up = True
+                return
+            self.step, seconds = self.left.popleft()
+            if not self._act():
+                # No time for an answer that cannot come: this worker cannot be asked.
+                seconds = 0.0
+            self.due_at = time.monotonic() + seconds
+
+    def _is_unborn(self) -> bool:
+        return self.member.state is HandleState.FORKED
+
+    def _act(self) -> bool:
+        """Carry the step out; returns whether it can have an effect."""
+        match self.step:
+            case ShutdownStep.ASK:
+                return self.member.ask_where()
+            case ShutdownStep.INTERRUPT:
+                self.member.interrupt()
+            case ShutdownStep.CUT_AND_INTERRUPT:
+                self.member.cut_connections()
+                self.member.interrupt()
+            case ShutdownStep.TERMINATE:
+                self.member.terminate()
+            case ShutdownStep.KILL:
+                self.member.kill()
+            case ShutdownStep.LET_LEAVE:
+                self.member.let_exit()
+                # A stopped process (SIGSTOP) would not read the message.
+                self.member.wake()
+        return True
 
     def hurry(self) -> None:
+        """Let KILL be the next step, due at once."""
         while self.left and self.left[0][0] is not ShutdownStep.KILL:
             self.left.popleft()
         if self.left:
-            # Due at once: the monotonic clock is always beyond 0.
-            self.until = 0.0
+            self.due_at = 0.0  # the monotonic clock is always beyond it
 
 
 class ShutdownLadder:
-    """Makes workers give up, step by step."""
+    """Makes workers give up, step by step.
+
+    Attributes:
+        began: When it began (CLOCK_MONOTONIC).
+        has_cut: Whether connections were cut, so that the process groups are unusable.
+    """
 
     def __init__(
         self,
@@ -160,38 +180,29 @@ class ShutdownLadder:
         leaving: ShutdownSteps = (),
     ) -> None:
         self.began = time.monotonic()
-        self._courses = {member.rank: _begun(member, steps, self.began) for member in members}
+        self.has_cut = False
+        self._courses = {member.rank: _Course(member, steps, self.began) for member in members}
         self._finished = {member.rank: member for member in finished}
         self._leaving = leaving
-        self.has_cut = False
-        """Whether connections were cut, so that the process groups are unusable."""
 
     # ---- events
 
     def answered(self, member: WorkerHandle) -> None:
         """This worker has said where it is. Once all have, waiting for answers ends."""
-        members = {
-            rank: member_course
-            for rank, member_course in self._courses.items()
-            if member_course.step is ShutdownStep.ASK
-        }
-        if member.rank in members:
-            members[member.rank].has_answered = True
-        if all(member_course.has_answered for member_course in members.values()):
-            for member_course in members.values():
-                member_course.until = 0.0
+        asked = {c.member.rank: c for c in self._courses.values() if c.step is ShutdownStep.ASK}
+        if member.rank in asked:
+            asked[member.rank].has_answered = True
+        if all(course.has_answered for course in asked.values()):
+            for course in asked.values():
+                course.due_at = 0.0
 
     def unwinds(self, member: WorkerHandle) -> None:
         """This worker has raised KeyboardInterrupt: let its `finally` blocks run, once."""
-        member_course = self._courses.get(member.rank)
-        if (
-            member_course is not None
-            and not member_course.has_unwound
-            and member_course.step in _MAKES_UNWIND
-        ):
+        course = self._courses.get(member.rank)
+        if course is not None and not course.has_unwound and course.step in _MAKES_UNWIND:
             # Once only: a `finally` block that is interrupted again must not prolong it for ever.
-            member_course.has_unwound = True
-            member_course.until = time.monotonic() + limits.UNWIND_S
+            course.has_unwound = True
+            course.due_at = time.monotonic() + limits.UNWIND_S
 
     def finished(self, member: WorkerHandle) -> None:
         """This worker's work is over."""
@@ -206,68 +217,26 @@ class ShutdownLadder:
 
     def hurry(self) -> None:
         """Skip all steps before KILL, which is then taken at the next `advance`."""
-        for member_course in self._courses.values():
-            member_course.hurry()
+        for course in self._courses.values():
+            course.hurry()
 
     # ---- time
 
     def due(self) -> float | None:
         """When `advance` has something to do (CLOCK_MONOTONIC); None if nothing is left to do."""
-        return min(
-            (
-                member_course.until
-                for member_course in self._courses.values()
-                if not member_course.is_given_up
-            ),
-            default=None,
-        )
+        return min((c.due_at for c in self._courses.values() if not c.is_given_up), default=None)
 
     def advance(self) -> None:
         """Do what is due."""
         # Also true when no course is left: then those whose work is over may leave.
-        if all(member_course.is_given_up for member_course in self._courses.values()):
-            current_time = time.monotonic()
+        if all(course.is_given_up for course in self._courses.values()):
+            now = time.monotonic()
             for rank, member in self._finished.items():
-                self._courses[rank] = _begun(member, self._leaving, current_time)
+                self._courses[rank] = _Course(member, self._leaving, now)
             self._finished.clear()
-        for member_course in self._courses.values():
-            while not member_course.is_given_up and time.monotonic() >= member_course.until:
-                self._take_step(member_course)
-
-    def _take_step(self, member_course: _ShutdownCourse) -> None:
-        if not member_course.left:
-            member_course.is_given_up = True
-            return
-        member_course.step, step_seconds = member_course.take_next()
-        if not self._act(member_course.step, member_course.member):
-            # No time for an answer that cannot come: this worker cannot be asked.
-            step_seconds = 0.0
-        member_course.until = time.monotonic() + step_seconds
-
-    def _act(self, next_step: ShutdownStep, member: WorkerHandle) -> bool:
-        """Carry a step out; returns whether it can have an effect."""
-        if next_step is ShutdownStep.ASK:
-            return member.ask_where()
-        if next_step is ShutdownStep.CUT_AND_INTERRUPT:
-            self.has_cut = True
-            member.cut_connections()
-        if next_step in (ShutdownStep.INTERRUPT, ShutdownStep.CUT_AND_INTERRUPT):
-            member.interrupt()
-        elif next_step is ShutdownStep.TERMINATE:
-            member.terminate()
-        elif next_step is ShutdownStep.KILL:
-            member.kill()
-        elif next_step is ShutdownStep.LET_LEAVE:
-            member.let_exit()
-            # A stopped process (SIGSTOP) would not read the message.
-            member.wake()
-        return True
-
-
-def _begun(
-    member: WorkerHandle, steps: Sequence[tuple[ShutdownStep, float]], current_time: float
-) -> _ShutdownCourse:
-    return _ShutdownCourse(member=member, left=deque(steps), until=current_time)
+        for course in self._courses.values():
+            course.advance()
+            self.has_cut |= course.step is ShutdownStep.CUT_AND_INTERRUPT
 
 
 class ExitBarrier:
@@ -275,59 +244,59 @@ class ExitBarrier:
 
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self._members = members
-        self._next_poll: float | None = None
+        self._next_look: float | None = None
         """When ranks at work are looked at; None if no rank waits to leave."""
         self._are_asked = False
-        self._released_at: float | None = None
         self._released: set[int] = set()
+        self._overdue_at: float | None = None
+        """When those that may leave must have left."""
 
     def note_return(self) -> None:
         """A worker has returned."""
-        if self._next_poll is None:
-            self._next_poll = time.monotonic() + limits.EXIT_RECHECK_S
+        if self._next_look is None:
+            self._next_look = time.monotonic() + limits.EXIT_RECHECK_S
 
     def due(self) -> float | None:
         """When something is to be done (CLOCK_MONOTONIC); None if there is nothing to decide."""
         if self._at_work():
-            return self._next_poll
+            return self._next_look
         if self._waiting():
             # No rank is at work any more: those that wait may leave at once.
             return 0.0
-        return None if self._released_at is None else self._released_at + limits.EXIT_S
+        return self._overdue_at
 
-    def is_overdue(self) -> bool:
-        """Whether workers that may leave and have not must be ended; not while one is at work.
+    def advance(self) -> bool:
+        """Do what is due. Returns whether workers that may leave and have not must be ended.
 
         They have handed over all they had. One that does not leave (stopped by a signal, or stuck
         in a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
         """
-        if self._released_at is None or self._waiting() or self._at_work():
+        now = time.monotonic()
+        due_at = self.due()
+        if due_at is None or now < due_at:
             return False
-        return time.monotonic() >= self._released_at + limits.EXIT_S
-
-    def advance(self) -> None:
-        """Do what is due."""
-        current_time = time.monotonic()
-        due_time = self.due()
-        if due_time is None or current_time < due_time:
-            return
-        busy_members = self._at_work()
-        if not busy_members:
-            self.release(self._waiting())
-        elif not self._are_asked:
-            for member in busy_members:
+        busy = self._at_work()
+        waiting = self._waiting()
+        if not busy and not waiting:
+            return True
+        if busy and not self._are_asked:
+            for member in busy:
                 # Or the old dump would be taken for the answer.
                 member.stack_text = ""
                 member.ask_stack()
             self._are_asked = True
-            self._next_poll = current_time + limits.ANSWER_S
-        else:
-            self._are_asked = False
-            self._next_poll = current_time + limits.EXIT_RECHECK_S
-            # A rank that sets up a group may still need the connections of one that has returned.
-            waiting_members = self._waiting()
-            if waiting_members and not any(map(_sets_up, busy_members)):
-                self.release(waiting_members)
+            self._next_look = now + limits.ANSWER_S
+            return False
+        self._are_asked = False
+        self._next_look = now + limits.EXIT_RECHECK_S
+        # A rank that sets up a group may still need the connections of one that has returned.
+        if waiting and not any(map(_sets_up, busy)):
+            self._next_look = None
+            self._overdue_at = self._overdue_at or now + limits.EXIT_S
+            for member in waiting:
+                self._released.add(member.rank)
+                member.let_exit()
+        return False
 
     def _at_work(self) -> list[WorkerHandle]:
         return [member for member in self._members if member.is_busy]
@@ -340,17 +309,9 @@ class ExitBarrier:
             if member.state is HandleState.RETURNED and member.rank not in self._released
         ]
 
-    def release(self, members: Iterable[WorkerHandle]) -> None:
-        """Let workers that have returned exit."""
-        self._next_poll = None
-        self._released_at = self._released_at or time.monotonic()
-        for member in members:
-            self._released.add(member.rank)
-            member.let_exit()
-
 
 def _sets_up(member: WorkerHandle) -> bool:
     """Whether it sets up a process group, or itself."""
     return member.state is not HandleState.RUNNING or any(
-        stack_frame.function in _CONNECTING_FUNCTIONS for stack_frame in member.stack
+        frame.function in _CONNECTING_FUNCTIONS for frame in member.stack
     )

@@ -21,6 +21,7 @@ import linecache
 import re
 import sys
 import tokenize
+import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -32,13 +33,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Instance, Type, default
 from traitlets.config import Config
 
-from nbaccel.base import ipython_private
+from nbaccel.base import frames, ipython_private
 from nbaccel.base.errors import InputRefused, UserMistake
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.pool_messages import Completions
+from nbaccel.workers import worker_output
 from nbaccel.workers.worker_output import without_widgets
 
-__all__ = ["WorkerShell"]
+__all__ = ["WorkerShell", "make_shell"]
 
 
 _TIMED_FILE_NAMES = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles
@@ -64,22 +66,12 @@ class _LineKeepingTransformer(TransformerManager):
 
     def do_one_token_transform(self, lines: list[str]) -> tuple[bool, list[str]]:
         has_changed, new_lines = super().do_one_token_transform(lines)  # type: ignore[no-untyped-call]
-        missing_lines = len(lines) - len(new_lines)
-        if missing_lines > 0:
-            line_pairs = enumerate(zip(lines, new_lines, strict=False))
-            first_changed = next(
-                (
-                    line_number
-                    for line_number, (line_before, line_after) in line_pairs
-                    if line_before != line_after
-                ),
-                len(new_lines) - 1,
-            )
-            new_lines = [
-                *new_lines[: first_changed + 1],
-                *["\n"] * missing_lines,
-                *new_lines[first_changed + 1 :],
-            ]
+        num_missing = len(lines) - len(new_lines)
+        if num_missing > 0:
+            first = 0
+            while first < len(new_lines) - 1 and lines[first] == new_lines[first]:
+                first += 1
+            new_lines = [*new_lines[: first + 1], *["\n"] * num_missing, *new_lines[first + 1 :]]
         return has_changed, new_lines
 
 
@@ -104,14 +96,14 @@ class _CellCompiler(CachingCompiler):
     def learn(self, raw: str, transformed: str) -> None:
         """Remember where in the cell a piece stands: all of it, or what is below a `%%` line."""
         source = self._source
-        code_piece = raw.rstrip()
-        whole_text = source.text.rstrip() if source is not None else ""
-        if source is None or not code_piece or not whole_text.endswith(code_piece):
+        piece = raw.rstrip()
+        whole = source.text.rstrip() if source is not None else ""
+        if source is None or not piece or not whole.endswith(piece):
             return
-        text_above = whole_text[: len(whole_text) - len(code_piece)]
+        text_above = whole[: len(whole) - len(piece)]
         # IPython removes empty lines at the top before it compiles.
-        num_blank = len(code_piece) - len(code_piece.lstrip())
-        lines = text_above.count("\n") + code_piece[:num_blank].count("\n")
+        num_blank = len(piece) - len(piece.lstrip())
+        lines = text_above.count("\n") + piece[:num_blank].count("\n")
         self._lines_above[transformed] = source.first_line - 1 + lines
 
     def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
@@ -125,13 +117,13 @@ class _CellCompiler(CachingCompiler):
             return super().ast_parse(source, filename, symbol)
         self._is_timed = filename != self._source.filename
         try:
-            syntax_tree = super().ast_parse(source, self._source.filename, symbol)
+            tree = super().ast_parse(source, self._source.filename, symbol)
         except SyntaxError as error:
             error.lineno = (error.lineno or 1) + lines
             if error.end_lineno:
                 error.end_lineno += lines
             raise
-        return ast.increment_lineno(syntax_tree, lines)
+        return ast.increment_lineno(tree, lines)
 
     def __call__(self, source: Any, filename: str, symbol: str, *more: Any, **options: Any) -> Any:
         if self._is_timed and self._source is not None and filename in _TIMED_FILE_NAMES:
@@ -152,10 +144,8 @@ def _ends_in_semicolon(code: str) -> bool:
     code_tokens = tokenize.generate_tokens(io.StringIO(code).readline)
     # Lines of IPython's own syntax do not tokenize.
     with contextlib.suppress(tokenize.TokenError, SyntaxError):
-        last_token = [
-            code_token.string for code_token in code_tokens if code_token.type not in _LAYOUT_TOKENS
-        ][-1:]
-        return last_token == [";"]
+        last = [token.string for token in code_tokens if token.type not in _LAYOUT_TOKENS][-1:]
+        return last == [";"]
     return False
 
 
@@ -169,9 +159,9 @@ class _BundleHook(DisplayHook):
 
     def take(self) -> dict[str, Any] | None:
         """The value, once."""
-        mime_bundle = self.bundle
+        bundle = self.bundle
         self.bundle = None
-        return mime_bundle
+        return bundle
 
     def compute_format_data(self, result: Any) -> Any:
         """The formats of a value. Numbers and text have one, so a dozen formatters are skipped."""
@@ -288,33 +278,29 @@ class WorkerShell(InteractiveShell):
     def run(self, source: CellSource) -> dict[str, Any] | None:
         """Run a cell."""
         self.compile.begin(source)
-        display_hook: _BundleHook = self.displayhook  # type: ignore[assignment]
+        hook: _BundleHook = self.displayhook  # type: ignore[assignment]
         # A value of a cell that failed must not be shown by this one.
-        display_hook.take()
-        display_hook.text = source.text
+        hook.take()
+        hook.text = source.text
         if source.count is not None:
             self.execution_count = source.count
         self._errors = []
         self._raised = None
         result = self.run_cell(source.text, store_history=False)
-        raised_errors = self._errors
+        errors = self._errors
         self._errors = []
         self._raised = None
-        if not raised_errors:
-            return display_hook.take()
+        if not errors:
+            return hook.take()
         # An error in a cycle keeps its frames, and all tensors in them, until some collection.
         result.error_before_exec = result.error_in_exec = self.last_execution_result = None
         # The innermost run of a %% magic comes first, and is what the others fail by.
-        error = (
-            raised_errors[-1]
-            if isinstance(raised_errors[-1], KeyboardInterrupt)
-            else raised_errors[0]
-        )
+        error = errors[-1] if isinstance(errors[-1], KeyboardInterrupt) else errors[0]
         try:
             raise _from_the_cell(error)
         finally:
             # The frame is part of the error's traceback: the cycle would keep its tensors alive.
-            del error, raised_errors
+            del error, errors
 
     def run_cell(self, *args: Any, **options: Any) -> Any:
         """As IPython's; an error of it, also where a `%%` magic calls it, fails the whole cell."""
@@ -367,16 +353,14 @@ class WorkerShell(InteractiveShell):
 
     # ---- what is asked of names
 
-    def completions_at(self, code: str, cursor_position: int) -> Completions:
+    def completions_at(self, code: str, cursor: int) -> Completions:
         """What could stand at the cursor, by what this worker's names are bound to."""
         with completer.provisionalcompleter():
             completions = list(
-                completer.rectify_completions(
-                    code, self.Completer.completions(code, cursor_position)
-                )
+                completer.rectify_completions(code, self.Completer.completions(code, cursor))
             )
         if not completions:
-            return Completions(matches=(), start=cursor_position, end=cursor_position, types=())
+            return Completions(matches=(), start=cursor, end=cursor, types=())
         return Completions(
             matches=tuple(completion.text for completion in completions),
             start=completions[0].start,
@@ -435,3 +419,34 @@ def _no_debugger(name: str, rank: int) -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+def make_shell(send: Callable[[Any], None], *, rank: int) -> WorkerShell:
+    """Make the shell of this process, whose `__main__` module is the namespace of cells.
+
+    That of a forked kernel is dropped.
+    """
+    worker_output.text_bars()
+    worker_output.forget_shells(InteractiveShell)
+    worker_output.mute_comms()
+    # A forked kernel's hook would send results to the browser; the shell sets one around a cell.
+    sys.displayhook = sys.__displayhook__
+    publisher = worker_output.publisher_class(send)
+    shell: WorkerShell = WorkerShell.instance(rank=rank, publisher=publisher)
+    warnings.formatwarning = _format_warning
+    worker_output.connect_inline_figures(shell)
+    return shell
+
+
+def _format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """A warning with the place as a notebook's user knows it, and the line of code."""
+    frame = frames.Frame(file=filename, line=lineno, function="")
+    code = line.strip() if line else frames.source_line(frame)
+    text = f"{frames.place(frame)}: {category.__name__}: {message}\n"
+    return text + (f"  {code}\n" if code else "")

@@ -11,7 +11,7 @@ import dataclasses
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nbaccel.base.errors import ConfigError, PortTaken, StartupFailed
@@ -19,8 +19,7 @@ from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
 from nbaccel.hosts.missing_hosts import missing_hosts
-from nbaccel.hosts.node_links import NodeLinks, error_line
-from nbaccel.hosts.remote_starter import RemoteStarter
+from nbaccel.hosts.node_links import NodeLinks, RemoteStarter, error_line
 from nbaccel.hosts.versions import version_mismatch
 from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
@@ -51,11 +50,19 @@ class HostSession:
         self._on_end = contextlib.ExitStack()
         try:
             self._crew = engine.start_nodes(hosts)
-            self._on_end.callback(self._end_nodes)
+            self._on_end.callback(self._crew.end)
+            self._links = NodeLinks(self._crew.problems)
+            # Before Ray ends, for whose answers its threads wait.
+            self._on_end.callback(self._links.close)
+            self._on_end.callback(self._kill_actors)
+            self._on_end.callback(self._links.leave)
+            actors = self._crew.actors
+            device = _template_device(plan)
+            runs_cells = "IPython" in sys.modules
             facts = self._await_answers(
                 {
-                    name: actor.join.remote(_template_device(plan), runs_cells=_runs_cells())
-                    for name, actor in self._crew.actors.items()
+                    name: actor.join.remote(device, runs_cells=runs_cells)
+                    for name, actor in actors.items()
                 }
             )
             self._check_versions(facts)
@@ -67,9 +74,7 @@ class HostSession:
             device = _same_device(inventories, plan.config)
             self.shares = _share_out(hosts, inventories, device, plan.config.num_processes)
             self.plan = _plan_on(self.shares, plan.config)
-            actors = self._crew.actors
             self._await_answers({name: actor.get_ready.remote() for name, actor in actors.items()})
-            self._links = NodeLinks(self._crew.problems)
             for name, actor in actors.items():
                 self._links.add(name, actor)
         except BaseException:  # an interrupt must leave nothing behind either
@@ -91,7 +96,7 @@ class HostSession:
     @property
     def lost_hosts(self) -> tuple[str, ...]:
         """Names of hosts that have joined and were lost since."""
-        return tuple(self._links.lost())
+        return self._links.lost()
 
     def starter(self) -> RemoteStarter:
         """What starts workers on these hosts: a new one for each attempt."""
@@ -115,7 +120,6 @@ class HostSession:
             raise PortTaken(f"on host {first_host}: {problem}", port=port)
         # In messages it stands for the socket on that host.
         stand_in = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._on_end.callback(stand_in.close)
         return MeetingPlace(address=address, port=bound_port, store_socket=stand_in)
 
     def close(self) -> None:
@@ -123,15 +127,12 @@ class HostSession:
         with uninterrupted():
             self._on_end.close()
 
-    def _end_nodes(self) -> None:
-        links: NodeLinks | None = getattr(self, "_links", None)
-        if links is not None:
-            links.leave()
-        _kill(self._crew.actors.values())
-        # Before Ray ends, for whose answers its threads wait.
-        if links is not None:
-            links.close()
-        self._crew.end()
+    def _kill_actors(self) -> None:
+        import ray
+
+        if ray.is_initialized():  # or the user has left the cluster, which ended all
+            for actor in self._crew.actors.values():
+                ray.kill(actor)
 
     # ---- starting
 
@@ -174,20 +175,8 @@ class HostSession:
         return missing_hosts(missing, len(self._hosts), problems, _JOIN_S, silence)
 
 
-def _kill(actors: Iterable[Any]) -> None:
-    import ray
-
-    if ray.is_initialized():  # or the user has left the cluster, which ended all
-        for actor in actors:
-            ray.kill(actor)
-
-
 def _template_device(plan: Plan) -> str:
     return plan.device if registry.known_device(plan.device).own_template else ""
-
-
-def _runs_cells() -> bool:
-    return "IPython" in sys.modules
 
 
 def _named_devices(
@@ -237,10 +226,7 @@ def _plan_on(shares: Sequence[HostShare], config: RunConfig) -> Plan:
 
 
 def _share_out(
-    hosts: Sequence[Host],
-    inventories: Mapping[str, Inventory],
-    device: str,
-    num_wanted: int | None,
+    hosts: Sequence[Host], inventories: Mapping[str, Inventory], device: str, num_wanted: int | None
 ) -> tuple[HostShare, ...]:
     """How many workers each host gets: the first ones are filled first."""
     num_units = {

@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,15 +65,15 @@ class HostfileEngine(Engine):
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """See :meth:`Engine.hosts`."""
-        read_hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
-        num_places = sum(host.slots or 0 for host in read_hosts)
+        hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
+        num_places = sum(host.slots or 0 for host in hosts)
         if config.num_processes is not None and config.num_processes > num_places:
             raise ConfigError(
                 f"num_processes={config.num_processes} with the {num_places} slots of "
                 f"{config.hostfile}{_filter_note(config)}: some workers would have nowhere to run. "
                 "Ask for fewer, or write more slots."
             )
-        return list(_hosts_needed(read_hosts, config.num_processes or num_places))
+        return own_cluster.first_hosts(hosts, config.num_processes)
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
         """See :meth:`Engine.start_nodes`."""
@@ -90,10 +90,10 @@ def _ssh_command() -> list[str]:
     return shlex.split(env.read(_SSH_VARIABLE, "") or _SSH_COMMAND)
 
 
-def _filtered_hosts(read_hosts: Sequence[Host], config: RunConfig) -> list[Host]:
+def _filtered_hosts(hosts: Sequence[Host], config: RunConfig) -> list[Host]:
     """The hosts that the settings leave, with as many slots as they leave of each."""
     left_slots = kept_slots(
-        {host.name: host.slots or 0 for host in read_hosts},
+        {host.name: host.slots or 0 for host in hosts},
         include=config.include,
         exclude=config.exclude,
     )
@@ -102,7 +102,7 @@ def _filtered_hosts(read_hosts: Sequence[Host], config: RunConfig) -> list[Host]
         host
         if len(left_slots[host.name]) == host.slots
         else replace(host, slots=len(left_slots[host.name]), devices=left_slots[host.name])
-        for host in read_hosts
+        for host in hosts
         if host.name in left_slots
     ]
 
@@ -112,26 +112,17 @@ def _filter_note(config: RunConfig) -> str:
     return "".join(f" with {name}={text!r}" for name, text in filters.items() if text)
 
 
-def _hosts_needed(read_hosts: Sequence[Host], num_workers: int) -> Iterator[Host]:
-    """The first hosts, as many as so many workers take."""
-    for host in read_hosts:
-        if num_workers <= 0:
-            return
-        yield host
-        num_workers -= host.slots or 0
-
-
-def _read_hostfile(file_path: Path) -> list[Host]:
+def _read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file."""
     try:
-        lines = file_path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"hostfile={str(file_path)!r} cannot be read ({error.strerror or error}), so there "
+            f"hostfile={str(path)!r} cannot be read ({error.strerror or error}), so there "
             "are no hosts to run on. Give the path of a file with lines such as `worker-1 "
             "slots=4`."
         ) from error
-    read_hosts: dict[str, Host] = {}
+    hosts: dict[str, Host] = {}
     mistakes = []
     own_names = _own_names()
     for line_number, line in enumerate(lines, 1):
@@ -141,29 +132,29 @@ def _read_hostfile(file_path: Path) -> list[Host]:
         found = _LINE.match(text)
         if found is None or found[2] == "0":
             mistakes.append(
-                f"{file_path}, line {line_number}: {text!r} is not `name slots=N` with N of 1 or "
+                f"{path}, line {line_number}: {text!r} is not `name slots=N` with N of 1 or "
                 "more. It would be unclear how many workers run there. Correct the line."
             )
-        elif found[1] in read_hosts:
+        elif found[1] in hosts:
             mistakes.append(
-                f"{file_path}, line {line_number}: {found[1]} is there twice. Its slots would be "
+                f"{path}, line {line_number}: {found[1]} is there twice. Its slots would be "
                 "counted twice. Remove one of the lines."
             )
         else:
-            read_hosts[found[1]] = Host(
+            hosts[found[1]] = Host(
                 name=found[1],
                 address=found[1].rpartition("@")[2],
                 slots=int(found[2]),
                 is_here=found[1] in own_names,
             )
-    if not read_hosts and not mistakes:
+    if not hosts and not mistakes:
         mistakes.append(
-            f"{file_path} names no host, so there is nowhere to run. Write lines such as "
+            f"{path} names no host, so there is nowhere to run. Write lines such as "
             "`worker-1 slots=4`."
         )
     if mistakes:
         raise ConfigError(*mistakes)
-    return list(read_hosts.values())
+    return list(hosts.values())
 
 
 def _own_names() -> frozenset[str]:

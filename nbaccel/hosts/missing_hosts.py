@@ -17,17 +17,10 @@ def missing_hosts(
     waited_s: float,
     silence: str,
 ) -> StartupFailed:
-    """The error about hosts that did not join.
+    """The error about hosts that did not join, to be raised.
 
-    Args:
-        missing: Their names.
-        num_hosts: How many there should be in all.
-        problems: What is known of them, by name.
-        waited_s: For how long nothing was heard, in seconds.
-        silence: What that may mean, where nothing is known.
-
-    Returns:
-        The error, to be raised.
+    `problems` is what is known of them, by name; `silence` what it may mean where nothing is known
+    and nothing was heard for so long.
     """
     lines = [
         f"{count_noun(len(missing), 'host')} of {num_hosts} did not join the launch: "

@@ -162,18 +162,18 @@ class NodeActor:
         for folders in leftovers:
             folders.remove()
 
-    def _end_of(self, process_id: int) -> Ended:
+    def _end_of(self, pid: int) -> Ended:
         """How a worker has ended that is about to be reaped."""
         starter = self._template_starter()
-        while process_id not in self._ends:
+        while pid not in self._ends:
             try:
                 self._ends |= {ended.pid: ended for ended in starter.collect()}
             except Exception as error:  # the template has ended, and took its workers along
-                return Ended(process_id, -signal.SIGKILL, 0, str(error).partition("\n")[0])
-            if process_id not in self._ends:
+                return Ended(pid, -signal.SIGKILL, 0, str(error).partition("\n")[0])
+            if pid not in self._ends:
                 # The template is about to report it, or another worker's thread has read that.
                 time.sleep(_END_LOOK_S)
-        return self._ends[process_id]
+        return self._ends[pid]
 
     # ---- to the notebook
 
@@ -181,10 +181,10 @@ class NodeActor:
         """What has happened since the last call, in order; waits until something has."""
         return self._outbox.take()
 
-    def read(self, number: int, byte_ranges: Sequence[memfd.ByteRange]) -> list[Any]:
+    def read(self, number: int, ranges: Sequence[memfd.ByteRange]) -> list[Any]:
         """Bytes of a staging file, as arrays of uint8."""
         arrays = []
-        for first_byte, end_byte in byte_ranges:
+        for first_byte, end_byte in ranges:
             content = np.empty(end_byte - first_byte, dtype=np.uint8)
             memfd.read_at(self._files[number], memoryview(content.data), first_byte)
             arrays.append(content)
@@ -203,26 +203,30 @@ class NodeActor:
 
     def _take_record(self, record: Any) -> None:
         try:
-            _RECORD_TAKERS[type(record)](self, record)
+            match record:
+                case node_messages.NewFile():
+                    self._files[record.number] = memfd.create_file(record.kind, record.num_bytes)
+                case node_messages.FileBytes():
+                    self._write_bytes(record)
+                case node_messages.Forget():
+                    memfd.close_all([self._files.pop(number) for number in record.files])
+                case node_messages.Packet():
+                    self._pass_on(record)
+                case node_messages.ChannelClosed():
+                    self._close_channel(record.channel)
         except Exception as error:  # nobody waits for this call: the notebook hears of it here
             self._outbox.put(node_messages.NodeFailed(f"{type(error).__name__}: {error}"))
 
-    def _on_new_file(self, new_file: node_messages.NewFile) -> None:
-        self._files[new_file.number] = memfd.create_file(new_file.kind, new_file.num_bytes)
-
-    def _on_bytes(self, file_bytes: node_messages.FileBytes) -> None:
+    def _write_bytes(self, record: node_messages.FileBytes) -> None:
         import ray
 
-        pieces = file_bytes.pieces
+        pieces = record.pieces
         if isinstance(pieces, ray.ObjectRef):
             pieces = ray.get(pieces)
         for first_byte, content in pieces:
-            memfd.write_at(self._files[file_bytes.number], memoryview(content.data), first_byte)
+            memfd.write_at(self._files[record.number], memoryview(content.data), first_byte)
 
-    def _on_forget(self, forget: node_messages.Forget) -> None:
-        memfd.close_all([self._files.pop(number) for number in forget.files])
-
-    def _on_packet(self, packet: node_messages.Packet) -> None:
+    def _pass_on(self, packet: node_messages.Packet) -> None:
         worker = self._workers.get(packet.channel)
         channel = worker.channel if worker else self._second_channels.get(packet.channel)
         if channel is None:
@@ -230,10 +234,10 @@ class NodeActor:
         if packet.topology and packet.topology not in self._topologies:
             self._topologies.add(packet.topology)
             self._forget_shared_memory()
-        descriptors = [self._descriptor(one) for one in packet.attached]
+        fds = [self._descriptor(one) for one in packet.attached]
         # It may have ended: its end is told elsewhere.
-        with memfd.closing_files(*descriptors), contextlib.suppress(OSError):
-            channel.send_packet(packet.content, descriptors)
+        with memfd.closing_files(*fds), contextlib.suppress(OSError):
+            channel.send_packet(packet.content, fds)
 
     def _descriptor(
         self,
@@ -251,28 +255,16 @@ class NodeActor:
         self._second_channels[attached.number] = end
         return worker_end.detach()
 
-    def _on_channel_closed(self, closed: node_messages.ChannelClosed) -> None:
-        worker = self._workers.get(closed.channel)
-        channel = worker.channel if worker else self._second_channels.pop(closed.channel, None)
-        if worker is not None:
-            worker.hang_up()
-        elif channel is not None:
-            channel.close()
+    def _close_channel(self, number: int) -> None:
+        if number in self._workers:
+            self._workers[number].hang_up()
+        elif number in self._second_channels:
+            self._second_channels.pop(number).close()
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
-        worker_places = [Topology.from_json(topology) for topology in self._topologies]
-        shared_memory_files.remove(worker_places)
+        shared_memory_files.remove([Topology.from_json(one) for one in self._topologies])
         shared_memory_files.remove_orphans()
-
-
-_RECORD_TAKERS: dict[type, Callable[[NodeActor, Any], None]] = {
-    node_messages.NewFile: NodeActor._on_new_file,
-    node_messages.FileBytes: NodeActor._on_bytes,
-    node_messages.Forget: NodeActor._on_forget,
-    node_messages.Packet: NodeActor._on_packet,
-    node_messages.ChannelClosed: NodeActor._on_channel_closed,
-}
 
 
 class _Outbox:
@@ -308,11 +300,7 @@ class _NodeWorker:
     _file_numbers = itertools.count(1, 2)
 
     def __init__(
-        self,
-        number: int,
-        starter: TemplateStarter,
-        outbox: _Outbox,
-        end_of: Callable[[int], Ended],
+        self, number: int, starter: TemplateStarter, outbox: _Outbox, end_of: Callable[[int], Ended]
     ) -> None:
         self._number = number
         self._starter = starter
@@ -350,22 +338,22 @@ class _NodeWorker:
             readable, _, _ = select.select([*self._pipes, self._exit, *channel_fds], [], [])
             if self._exit in readable:
                 break
-            packet = self._receive() if self.channel.fileno() in readable else None
-            # After the packet has been read: what was printed before it goes first.
-            self._pass_output()
-            if packet is not None:
-                self._pass_packet(*packet)
+            self._pass_on(is_readable=self.channel.fileno() in readable)
         ended = self._end_of(self.pid)
         self.has_ended = True
         while self._is_heard and select.select([self.channel], [], [], 0)[0]:
-            packet = self._receive()
-            self._pass_output()
-            if packet is not None:
-                self._pass_packet(*packet)
-        self._pass_output()
+            self._pass_on(is_readable=True)
+        self._pass_on(is_readable=False)
         self._outbox.put(node_messages.WorkerEnded(self._number, ended))
         self.channel.close()
         memfd.close_all([*self._pipes, self._exit])
+
+    def _pass_on(self, *, is_readable: bool) -> None:
+        packet = self._receive() if is_readable else None
+        # After the packet has been read: what was printed before it goes first.
+        self._pass_output()
+        if packet is not None:
+            self._pass_packet(*packet)
 
     def _receive(self) -> tuple[bytes, list[int]] | None:
         try:
@@ -376,30 +364,30 @@ class _NodeWorker:
 
     def _pass_output(self) -> None:
         """Pass on what it has printed so far."""
-        for pipe_end, name in tuple(self._pipes.items()):
+        for pipe, name in tuple(self._pipes.items()):
             num_bytes = 0
             # No more than a pipe holds: one that is never empty must not keep back what it says.
             while num_bytes < _PIPE_BYTES:
                 try:
-                    content = os.read(pipe_end, _PIPE_BYTES)
+                    content = os.read(pipe, _PIPE_BYTES)
                 except BlockingIOError:
                     break
                 self._outbox.put(node_messages.Output(self._number, name, content), len(content))
                 if not content:
-                    del self._pipes[pipe_end]
-                    os.close(pipe_end)
+                    del self._pipes[pipe]
+                    os.close(pipe)
                     break
                 num_bytes += len(content)
 
-    def _pass_packet(self, content: bytes, file_descriptors: list[int]) -> None:
+    def _pass_packet(self, content: bytes, fds: list[int]) -> None:
         numbers = []
-        with memfd.closing_files(*file_descriptors):
-            for file_descriptor in file_descriptors:
+        with memfd.closing_files(*fds):
+            for fd in fds:
                 number = next(self._file_numbers)
                 numbers.append(number)
-                num_bytes = os.fstat(file_descriptor).st_size
+                num_bytes = os.fstat(fd).st_size
                 self._outbox.put(node_messages.NewFile(number, "payload", num_bytes))
-                for piece in _pieces(file_descriptor, num_bytes):
+                for piece in _pieces(fd, num_bytes):
                     self._outbox.put(node_messages.FileBytes(number, [piece]), piece[1].nbytes)
         self._outbox.put(
             node_messages.Packet(
@@ -411,10 +399,10 @@ class _NodeWorker:
         )
 
 
-def _pieces(file_descriptor: int, num_bytes: int) -> Iterator[tuple[int, Any]]:
+def _pieces(fd: int, num_bytes: int) -> Iterator[tuple[int, Any]]:
     for first_byte in range(0, num_bytes, _PIECE_BYTES):
         content = np.empty(min(_PIECE_BYTES, num_bytes - first_byte), dtype=np.uint8)
-        memfd.read_at(file_descriptor, memoryview(content.data), first_byte)
+        memfd.read_at(fd, memoryview(content.data), first_byte)
         yield first_byte, content
 
 
@@ -425,7 +413,7 @@ def _unblock_interrupts() -> None:
 
 def _interface_of(own_address: str) -> str:
     """The network interface with an address of this machine; empty if none has it."""
-    for interface, interface_addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own_address for entry in interface_addresses):
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == own_address for entry in addresses):
             return interface
     return ""

@@ -28,13 +28,14 @@ from nbaccel.base.errors import StartupFailed
 from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.units import shorten_text
 from nbaccel.hosts import node_messages
-from nbaccel.hosts.shared_files import MESSAGE, SharedFiles, file_kind
+from nbaccel.hosts.shared_files import SharedFiles
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
 from nbaccel.workers.resource_use import ProcessUse
+from nbaccel.workers.start_method import HostShare, Starter
 
-__all__ = ["NodeLink", "NodeLinks", "error_line"]
+__all__ = ["NodeLinks", "RemoteStarter", "error_line"]
 
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
@@ -59,23 +60,17 @@ class _RemoteWorker:
     def __init__(self, number: int, ends: WorkerEnds) -> None:
         self.number = number
         self.channel = messaging.Channel.from_fd(os.dup(ends.channel), waits=False)
-        self.pipes = {
-            name: os.dup(pipe_end)
-            for name, pipe_end in (
-                ("stdout", ends.stdout),
-                ("stderr", ends.stderr),
-                ("stack", ends.stack),
-            )
-        }
-        for pipe_end in self.pipes.values():
-            os.set_blocking(pipe_end, False)
+        ends_by_name = {"stdout": ends.stdout, "stderr": ends.stderr, "stack": ends.stack}
+        self.pipes = {name: os.dup(end) for name, end in ends_by_name.items()}
+        for pipe in self.pipes.values():
+            os.set_blocking(pipe, False)
         self.second_channels: list[messaging.Channel] = []
         self.staging: dict[str, int] = {}
         """Key of an arena → number of its staging file."""
         self.leftovers: set[LeftoverFolders] = set()
         self.is_killed = False
 
-    def put(self, file_descriptor: int, write: Callable[[], bool]) -> None:
+    def _put(self, fd: int, write: Callable[[], bool]) -> None:
         """Write as soon as there is room; nothing to one that is killed, whom nobody reads."""
         while not self.is_killed:
             try:
@@ -86,7 +81,7 @@ class _RemoteWorker:
             except OSError:  # the notebook reads no more
                 return
             with selectors.DefaultSelector() as selector:
-                selector.register(file_descriptor, selectors.EVENT_WRITE)
+                selector.register(fd, selectors.EVENT_WRITE)
                 selector.select(_LOOK_S)
 
     def put_output(self, name: str, content: bytes) -> None:
@@ -103,11 +98,11 @@ class _RemoteWorker:
             unwritten = unwritten[os.write(self.pipes[name], unwritten) :]
             return not unwritten
 
-        self.put(self.pipes[name], write)
+        self._put(self.pipes[name], write)
 
-    def put_packet(self, content: bytes, file_descriptors: Sequence[int]) -> None:
+    def put_packet(self, content: bytes, fds: Sequence[int]) -> None:
         """Pass on what it has said."""
-        self.put(self.channel.fileno(), lambda: self.channel.send_packet(content, file_descriptors))
+        self._put(self.channel.fileno(), lambda: self.channel.send_packet(content, fds))
 
     def channels(self) -> list[messaging.Channel]:
         """Its channels."""
@@ -126,21 +121,20 @@ class NodeLink:
 
     Attributes:
         name: The host, as messages call it.
-        uses: What its workers used when they were last asked, by number.
         lost_because: Why it is lost; empty while it is there.
     """
 
     def __init__(self, name: str, actor: Any, links: NodeLinks) -> None:
         self.name = name
-        self.uses: dict[int, ProcessUse] = {}
         self.lost_because = ""
         self._actor = actor
         self._links = links
         self._workers: dict[int, _RemoteWorker] = {}
         self._files: dict[int, int] = {}
         self._num_sent = 0
-        self._use_asked_at = float("-inf")
-        self._use: Any = None
+        self._uses: dict[int, ProcessUse] = {}
+        self._uses_answer: Any = None
+        self._uses_asked_at = float("-inf")
         self._lock = threading.Lock()
         self._ahead_s = self._clock_ahead()
         self._thread = threading.Thread(target=self._listen, name=f"nbaccel: {name}", daemon=True)
@@ -200,17 +194,18 @@ class NodeLink:
             worker.is_killed = True
             self._actor.kill.remote(number)
 
-    def ask_use(self) -> None:
-        """Have `uses` brought up to date; often called, seldom asked."""
+    def use_of(self, number: int) -> ProcessUse | None:
+        """What a worker used when they were last asked. Often called, seldom asked."""
         import ray
 
-        if self._use is not None and ray.wait([self._use], timeout=0)[0]:
+        if self._uses_answer is not None and ray.wait([self._uses_answer], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):
-                self.uses = dict(ray.get(self._use))
-            self._use = None
-        if self._use is None and time.monotonic() - self._use_asked_at >= _USE_S:
-            self._use_asked_at = time.monotonic()
-            self._use = self._actor.uses.remote()
+                self._uses = dict(ray.get(self._uses_answer))
+            self._uses_answer = None
+        if self._uses_answer is None and time.monotonic() - self._uses_asked_at >= _USE_S:
+            self._uses_asked_at = time.monotonic()
+            self._uses_answer = self._actor.uses.remote()
+        return self._uses.get(number)
 
     # ---- from the node
 
@@ -220,11 +215,94 @@ class NodeLink:
         try:
             while True:
                 for record in ray.get(self._actor.events.remote()):
-                    _RECORD_TAKERS[type(record)](self, record)
+                    self._take(record)
         except Exception as error:  # whatever it is, its workers cannot be heard any more
             # Of an actor that has died the last line says why.
             lines = [line for line in str(error).splitlines() if line.strip()]
             self.lose(f"Ray says: {shorten_text((lines or [type(error).__name__])[-1], 300)}")
+
+    def _take(self, record: Any) -> None:
+        match record:
+            case node_messages.Output():
+                worker = self._workers.get(record.worker)
+                if worker is not None:
+                    worker.put_output(record.stream, record.content)
+            case node_messages.NewFile():
+                self._files[record.number] = memfd.create_file(record.kind, record.num_bytes)
+            case node_messages.FileBytes():
+                for first_byte, content in record.pieces:
+                    memfd.write_at(self._files[record.number], memoryview(content), first_byte)
+            case node_messages.Packet():
+                fds = [
+                    self._files.pop(one.number)
+                    for one in record.attached
+                    if isinstance(one, node_messages.FileCopy)
+                ]
+                worker = self._workers.get(record.channel)
+                if worker is not None:
+                    self._pass_on(worker, record.content, fds)
+                memfd.close_all(fds)
+            case node_messages.WorkerEnded():
+                self._on_end(record.worker, record.ended)
+            case node_messages.NodeFailed():
+                self.lose(record.reason)
+
+    def _pass_on(self, worker: _RemoteWorker, content: bytes, fds: list[int]) -> None:
+        """Pass a message of a worker on to the notebook, with its files."""
+        message = _peek(content, fds)
+        if isinstance(message, messaging.Leaves):
+            # The folders are on the node's disks.
+            if message.is_there:
+                worker.leftovers.add(message.leftover)
+            else:
+                worker.leftovers.discard(message.leftover)
+            return
+        self._bring_home(worker, message)
+        if type(message) in _TIMED_MESSAGES:
+            content = self._in_own_time(message, content, fds)
+        worker.put_packet(content, fds)
+
+    def _in_own_time(self, message: Any, content: bytes, fds: list[int]) -> bytes:
+        """The packet of a message with its time in this machine's clock."""
+        if isinstance(message, messaging.Failed):
+            record = message.record
+            record = dataclasses.replace(record, time=record.time - self._ahead_s)
+            timed: Any = dataclasses.replace(message, record=record)
+        else:
+            timed = dataclasses.replace(message, time=message.time - self._ahead_s)
+        if content[:1] == messaging.IN_FILE:
+            os.close(fds.pop())
+        changed, files = messaging.pack_message(timed)
+        fds += files
+        return changed
+
+    def _bring_home(self, worker: _RemoteWorker, message: Any) -> None:
+        """Fetch what the worker has written into staging files, by its own report."""
+        report = getattr(message, "weight_report", None) or getattr(message, "report", None)
+        own_bytes = report.own_bytes if report is not None else {}
+        parts = [
+            (worker.staging[key], part)
+            for key, ranges in own_bytes.items()
+            if key in worker.staging
+            for part in _parts(ranges)
+        ]
+        waiting: tuple[int, list[memfd.ByteRange], Any] | None = None
+        for number, part in parts:
+            answer = self._actor.read.remote(number, part)
+            # It is under way while the one before is written.
+            if waiting is not None:
+                self._links.write_home(*waiting)
+            waiting = (number, part, answer)
+        if waiting is not None:
+            self._links.write_home(*waiting)
+
+    def _on_end(self, number: int, ended: Ended) -> None:
+        import ray
+
+        worker = self._workers.get(number)
+        if worker is not None and worker.leftovers:
+            ray.get(self._actor.remove_leftovers.remote(list(worker.leftovers)))
+        self._end(number, dataclasses.replace(ended, pid=number))
 
     def lose(self, reason: str) -> None:
         """Note that the node is lost, and all its workers with it."""
@@ -248,84 +326,6 @@ class NodeLink:
             worker.close()
             self._links.note_end(ended)
 
-    def _on_output(self, output: node_messages.Output) -> None:
-        worker = self._workers.get(output.worker)
-        if worker is not None:
-            worker.put_output(output.stream, output.content)
-
-    def _on_new_file(self, new_file: node_messages.NewFile) -> None:
-        self._files[new_file.number] = memfd.create_file(new_file.kind, new_file.num_bytes)
-
-    def _on_bytes(self, file_bytes: node_messages.FileBytes) -> None:
-        for first_byte, content in file_bytes.pieces:
-            memfd.write_at(self._files[file_bytes.number], memoryview(content), first_byte)
-
-    def _on_packet(self, packet: node_messages.Packet) -> None:
-        """Pass a message of a worker on to the notebook, with its files."""
-        file_descriptors = [
-            self._files.pop(one.number)
-            for one in packet.attached
-            if isinstance(one, node_messages.FileCopy)
-        ]
-        worker = self._workers.get(packet.channel)
-        if worker is not None:
-            message = _peek(packet.content, file_descriptors)
-            content = packet.content
-            if isinstance(message, messaging.Leaves):
-                # The folders are on the node's disks.
-                change = worker.leftovers.add if message.is_there else worker.leftovers.discard
-                change(message.leftover)
-            else:
-                self._bring_home(worker, message)
-                if type(message) in _TIMED_MESSAGES:
-                    content = self._in_own_time(message, content, file_descriptors)
-                worker.put_packet(content, file_descriptors)
-        memfd.close_all(file_descriptors)
-
-    def _in_own_time(self, message: Any, content: bytes, file_descriptors: list[int]) -> bytes:
-        """The packet of a message with its time in this machine's clock."""
-        if isinstance(message, messaging.Failed):
-            record = message.record
-            changed_record = dataclasses.replace(record, time=record.time - self._ahead_s)
-            timed: Any = dataclasses.replace(message, record=changed_record)
-        else:
-            timed = dataclasses.replace(message, time=message.time - self._ahead_s)
-        if content[:1] == messaging.IN_FILE:
-            os.close(file_descriptors.pop())
-        changed, files = messaging.pack_message(timed)
-        file_descriptors += files
-        return changed
-
-    def _bring_home(self, worker: _RemoteWorker, message: Any) -> None:
-        """Fetch what the worker has written into staging files, by its own report."""
-        report = getattr(message, "weight_report", None) or getattr(message, "report", None)
-        fetched: list[tuple[int, list[memfd.ByteRange], Any]] = []
-        for key, byte_ranges in report.own_bytes.items() if report is not None else ():
-            for part in _parts(byte_ranges if key in worker.staging else ()):
-                number = worker.staging[key]
-                fetched.append((number, part, self._actor.read.remote(number, part)))
-                if len(fetched) > 1:
-                    self._write_home(*fetched.pop(0))
-        for waiting in fetched:
-            self._write_home(*waiting)
-
-    def _write_home(self, number: int, part: list[memfd.ByteRange], reference: Any) -> None:
-        import ray
-
-        self._links.write_home(number, part, ray.get(reference))
-
-    def _on_end(self, worker_ended: node_messages.WorkerEnded) -> None:
-        import ray
-
-        worker = self._workers.get(worker_ended.worker)
-        if worker is not None and worker.leftovers:
-            ray.get(self._actor.remove_leftovers.remote(list(worker.leftovers)))
-        number = worker_ended.worker
-        self._end(number, dataclasses.replace(worker_ended.ended, pid=number))
-
-    def _on_failure(self, failure: node_messages.NodeFailed) -> None:
-        self.lose(failure.reason)
-
     # ---- the end
 
     def leave(self) -> Any:
@@ -340,22 +340,12 @@ class NodeLink:
         self._files.clear()
 
 
-_RECORD_TAKERS: dict[type, Callable[[NodeLink, Any], None]] = {
-    node_messages.Output: NodeLink._on_output,
-    node_messages.NewFile: NodeLink._on_new_file,
-    node_messages.FileBytes: NodeLink._on_bytes,
-    node_messages.Packet: NodeLink._on_packet,
-    node_messages.WorkerEnded: NodeLink._on_end,
-    node_messages.NodeFailed: NodeLink._on_failure,
-}
-
-
 class NodeLinks:
     """All nodes of a launch or pool, and a thread that passes on what the notebook sends."""
 
-    def __init__(self, explain: Callable[[], Mapping[str, str]]) -> None:
-        self._explain = explain
-        self._links: list[NodeLink] = []
+    def __init__(self, problems: Callable[[], Mapping[str, str]]) -> None:
+        self._problems = problems
+        self._links: dict[str, NodeLink] = {}
         self._files = SharedFiles()
         self._numbers = itertools.count(_FIRST_WORKER)
         self._ended: list[Ended] = []
@@ -365,26 +355,24 @@ class NodeLinks:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._is_over, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._pass_on, name="nbaccel: nodes", daemon=True)
+        self._thread = threading.Thread(target=self._relay, name="nbaccel: nodes", daemon=True)
         self._thread.start()
 
-    def add(self, name: str, actor: Any) -> NodeLink:
+    def add(self, name: str, actor: Any) -> None:
         """Connect a node."""
-        link = NodeLink(name, actor, self)
-        self._links.append(link)
-        return link
+        self._links[name] = NodeLink(name, actor, self)
 
     def named(self, name: str) -> NodeLink:
         """The connection to a node."""
-        return next(link for link in self._links if link.name == name)
+        return self._links[name]
 
-    def lost(self) -> list[str]:
+    def lost(self) -> tuple[str, ...]:
         """Names of the nodes that are lost."""
-        return [link.name for link in self._links if link.lost_because]
+        return tuple(link.name for link in self._links.values() if link.lost_because)
 
     def explain(self, name: str) -> str:
         """What the engine knows of a node that is lost."""
-        return self._explain().get(name, "")
+        return self._problems().get(name, "")
 
     def start_worker(self, link: NodeLink, ends: WorkerEnds) -> int:
         """Start a worker on a node; returns the number that it goes by."""
@@ -428,7 +416,7 @@ class NodeLinks:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(channel)
 
-    def _pass_on(self) -> None:
+    def _relay(self) -> None:
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._is_over:
@@ -441,7 +429,7 @@ class NodeLinks:
                     elif packet[0]:
                         self._forward(link, worker, number, *packet)
                 except Exception as error:  # of Ray: its object store is full, it was shut down
-                    for each in self._links:
+                    for each in self._links.values():
                         each.lose(f"what it was sent did not get there: {error_line(error)}")
 
     def _receive(self, channel: Any) -> tuple[bytes, list[int]] | None:
@@ -459,28 +447,20 @@ class NodeLinks:
             return packet
 
     def _forward(
-        self,
-        link: NodeLink,
-        worker: _RemoteWorker,
-        number: int,
-        content: bytes,
-        file_descriptors: list[int],
+        self, link: NodeLink, worker: _RemoteWorker, number: int, content: bytes, fds: list[int]
     ) -> None:
         """Pass a message of the notebook on to a worker, with copies of its files."""
-        message = messaging.peek_packet(content, file_descriptors)
+        message = messaging.peek_packet(content, fds)
         hints = _hints_of(message)
-        for_all: list[Any] = self._files.changes() if hints.reads_arenas else []
-        for_node: list[Any] = []
+        records: list[Any] = self._files.changes() if hints.reads_arenas else []
         # Also where Ray cannot take a copy, such as for want of room.
-        with memfd.closing_files(*file_descriptors):
-            attached = [
-                self._attach(link, worker, file_descriptor, for_all, for_node)
-                for file_descriptor in file_descriptors
-            ]
+        with memfd.closing_files(*fds):
+            attached = [self._attach(link, worker, fd, records) for fd in fds]
+        self._send_all(records)
         numbers = [one.number for one in attached if isinstance(one, node_messages.FileCopy)]
-        staging_numbers = [one for one in numbers if self._files.is_staging(one)]
+        staging = [one for one in numbers if self._files.is_staging(one)]
         # Not strict: where nothing is brought home, no staging files come with it.
-        worker.staging.update(zip(hints.staging, staging_numbers, strict=False))
+        worker.staging.update(zip(hints.staging, staging, strict=False))
         self._files.name_arenas(hints.arenas, numbers[: len(hints.arenas)])
         packet = node_messages.Packet(
             channel=number,
@@ -488,36 +468,27 @@ class NodeLinks:
             attached=tuple(attached),
             topology=getattr(message, "topology", ""),
         )
-        for each in self._links:
-            each.send(for_all)
-        passed_once = [one.number for one in for_node if isinstance(one, node_messages.NewFile)]
-        link.send([*for_node, packet, node_messages.Forget(tuple(passed_once))])
+        link.send([packet])
         forgotten = self._files.forget_arenas(hints.forgets)
         if hints.ends_staging:
             forgotten += self._files.forget_staging()
         forgotten += self._files.forget_old_payloads()
         if forgotten:
-            for each in self._links:
-                each.send([node_messages.Forget(tuple(forgotten))])
+            self._send_all([node_messages.Forget(tuple(forgotten))])
+
+    def _send_all(self, records: Sequence[Any]) -> None:
+        for link in self._links.values():
+            link.send(records)
 
     def _attach(
-        self,
-        link: NodeLink,
-        worker: _RemoteWorker,
-        file_descriptor: int,
-        for_all: list[Any],
-        for_node: list[Any],
+        self, link: NodeLink, worker: _RemoteWorker, fd: int, records: list[Any]
     ) -> node_messages.FileCopy | node_messages.SecondChannel | node_messages.StoreListener:
-        """What stands for a descriptor on the node."""
-        if stat.S_ISREG(os.fstat(file_descriptor).st_mode):
-            if file_kind(file_descriptor) == MESSAGE:
-                number, records = self._files.pass_once(file_descriptor)
-                for_node += records
-            else:
-                number, records = self._files.share(file_descriptor)
-                for_all += records
+        """What stands for a descriptor on the node; adds what nodes need to have it."""
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            number, new_records = self._files.share(fd)
+            records += new_records
             return node_messages.FileCopy(number)
-        with socket.socket(fileno=os.dup(file_descriptor)) as attached_socket:
+        with socket.socket(fileno=os.dup(fd)) as attached_socket:
             if attached_socket.family != socket.AF_UNIX:
                 return node_messages.StoreListener()
             channel = messaging.Channel.from_fd(attached_socket.detach(), waits=False)
@@ -526,11 +497,11 @@ class NodeLinks:
         self._listen_to(channel, link, worker, number)
         return node_messages.SecondChannel(number)
 
-    def write_home(
-        self, number: int, byte_ranges: Sequence[memfd.ByteRange], contents: Sequence[Any]
-    ) -> None:
+    def write_home(self, number: int, ranges: Sequence[memfd.ByteRange], answer: Any) -> None:
         """Write what a rank has written of a staging file to the notebook's."""
-        for (first_byte, _), content in zip(byte_ranges, contents, strict=True):
+        import ray
+
+        for (first_byte, _), content in zip(ranges, ray.get(answer), strict=True):
             self._files.take_home(number, first_byte, memoryview(content))
 
     # ---- the end
@@ -539,13 +510,13 @@ class NodeLinks:
         """Have all nodes end what is left there, which must not take long."""
         import ray
 
-        answers = [link.leave() for link in self._links if not link.lost_because]
+        answers = [link.leave() for link in self._links.values() if not link.lost_because]
         with contextlib.suppress(Exception):  # Ray may be gone: then all has ended
             ray.wait(answers, num_returns=len(answers) or 1, timeout=_LEAVE_S)
 
     def close(self) -> None:
         """Close everything, once all actors have been ended."""
-        for link in self._links:
+        for link in self._links.values():
             link.close()
         os.eventfd_write(self._is_over, 1)
         self._thread.join()
@@ -554,27 +525,64 @@ class NodeLinks:
         memfd.close_all([self._has_ended, self._is_over])
 
 
+class RemoteStarter(Starter):
+    """Starts workers on hosts that have joined."""
+
+    def __init__(self, links: NodeLinks, shares: Sequence[HostShare]) -> None:
+        self.shares = shares
+        self._links = links
+        self._places = [share.name for share in shares for _ in range(share.num_workers)]
+        self._link_of: dict[int, NodeLink] = {}
+
+    def start(self, ends: WorkerEnds) -> int:
+        """Start a worker on the next host that has room; returns a number for it."""
+        link = self._links.named(self._places[len(self._link_of)])
+        number = self._links.start_worker(link, ends)
+        self._link_of[number] = link
+        return number
+
+    def collect(self) -> Sequence[Ended]:
+        """Workers that have ended since the last call."""
+        return [ended for ended in self._links.collect() if ended.pid in self._link_of]
+
+    def sentinel(self, pid: int) -> int:
+        """A descriptor that is readable when any worker has ended."""
+        return os.dup(self._links.fileno())
+
+    def signal(self, pid: int, number: int) -> None:
+        """Have its host send a worker a signal."""
+        self._link_of[pid].signal(pid, number)
+
+    def kill(self, pid: int) -> None:
+        """Have its host end a worker."""
+        self._link_of[pid].kill(pid)
+
+    def use_of(self, pid: int) -> ProcessUse | None:
+        """Its host's last answer."""
+        return self._link_of[pid].use_of(pid)
+
+
 def error_line(error: BaseException) -> str:
     """The first line of an error's text that says something."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _peek(content: bytes, file_descriptors: Sequence[int]) -> Any:
+def _peek(content: bytes, fds: Sequence[int]) -> Any:
     try:
-        return messaging.peek_packet(content, file_descriptors)
+        return messaging.peek_packet(content, fds)
     except Exception:  # a class that this process lacks: what it says is the reader's
         return None
 
 
-def _parts(byte_ranges: Sequence[memfd.ByteRange]) -> Iterator[list[memfd.ByteRange]]:
+def _parts(ranges: Sequence[memfd.ByteRange]) -> Iterator[list[memfd.ByteRange]]:
     """Ranges in groups, each of about as many bytes as one call fetches."""
     part: list[memfd.ByteRange] = []
     num_bytes = 0
-    for first_byte, end_byte in byte_ranges:
-        for piece_start in range(first_byte, end_byte, _HOME_BYTES):
-            piece_end = min(end_byte, piece_start + _HOME_BYTES)
-            part.append((piece_start, piece_end))
-            num_bytes += piece_end - piece_start
+    for first_byte, end_byte in ranges:
+        for start in range(first_byte, end_byte, _HOME_BYTES):
+            end = min(end_byte, start + _HOME_BYTES)
+            part.append((start, end))
+            num_bytes += end - start
             if num_bytes >= _HOME_BYTES:
                 yield part
                 part = []

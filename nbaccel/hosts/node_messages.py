@@ -16,21 +16,6 @@ from typing import Any
 
 from nbaccel.workers.messaging import Ended
 
-__all__ = [
-    "STAGING",
-    "ChannelClosed",
-    "FileBytes",
-    "FileCopy",
-    "Forget",
-    "NewFile",
-    "NodeFailed",
-    "Output",
-    "Packet",
-    "SecondChannel",
-    "StoreListener",
-    "WorkerEnded",
-]
-
 STAGING = "staging"
 """The kind of a file that workers fill; others are filled by whoever sends them."""
 

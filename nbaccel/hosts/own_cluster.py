@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
@@ -42,7 +42,7 @@ from nbaccel.base.ports import LOOPBACK_ADDRESSES, listen
 from nbaccel.hosts.missing_hosts import missing_hosts
 from nbaccel.plan.contracts.host_engine import Host, NodeCrew
 
-__all__ = ["OwnCluster", "host_command", "unready_reason"]
+__all__ = ["OwnCluster", "first_hosts", "host_command", "is_connected", "unready_reason"]
 
 _HOST_CODE = (
     "import sys, os; folder = {folder!r}; "
@@ -59,6 +59,7 @@ _HEAD_NAME = "(this machine)"
 _ANY_PORT = 9  # nothing is sent there
 _RAYS_VARIABLES = ("RAY_", "PYTHONBREAKPOINT")
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_TLS_VARIABLES = ["RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"]
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Workers see all devices of their host, as without Ray.
@@ -85,7 +86,7 @@ def unready_reason(engine: str) -> str:
             f"engine={engine!r} starts a Ray cluster on its hosts, and Ray is not installed. "
             'Install it with pip install "nbaccel[ray]", in the same version on all of them.'
         )
-    if _clusters or not _is_connected():
+    if _clusters or not is_connected():
         return ""
     return (
         f"engine={engine!r} starts a Ray cluster on its hosts, and a process can be connected to "
@@ -94,9 +95,23 @@ def unready_reason(engine: str) -> str:
     )
 
 
-def _is_connected() -> bool:
+def is_connected() -> bool:
+    """Whether this process is connected to a Ray cluster; imports nothing."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
+
+
+def first_hosts(hosts: Sequence[Host], num_workers: int | None) -> list[Host]:
+    """The first hosts, as many as so many workers take; all for None."""
+    if num_workers is None:
+        return list(hosts)
+    needed = []
+    for host in hosts:
+        if num_workers <= 0:
+            break
+        needed.append(host)
+        num_workers -= host.slots or 1
+    return needed
 
 
 def host_command(python: str = "") -> list[str]:
@@ -127,23 +142,20 @@ class _HostProcess:
             start_new_session=True,
         )
         # Not closed: what runs there ends with it.
-        stdin: Any = self.process.stdin
-        self._stdin = stdin
+        self._stdin = cast("IO[bytes]", self.process.stdin)
         # It may have ended already; its status says why.
         with contextlib.suppress(BrokenPipeError):
-            stdin.write(json.dumps(order).encode() + b"\n")
-            stdin.flush()
+            self._stdin.write(json.dumps(order).encode() + b"\n")
+            self._stdin.flush()
 
     def problem(self) -> str:
         """How it has ended and what it said; empty while it runs."""
-        exit_status = self.process.poll()
-        if exit_status is None:
+        status = self.process.poll()
+        if status is None:
             return ""
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace").strip()[-_ERROR_CHARS:]
-        how = f"exit code {exit_status}"
-        if exit_status < 0:
-            how = f"signal {signal.Signals(-exit_status).name}"
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
         return f"{self.command[0]} has ended ({how})" + (f": {text}" if text else "")
 
     def hang_up(self) -> None:
@@ -270,15 +282,10 @@ class OwnCluster(NodeCrew):
         name_variable: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start what is not there of it.
+        """Start what is not there of it. The notebook's own machine has its head.
 
-        Args:
-            engine: For messages.
-            hosts: Where it has nodes. The notebook's own machine has its head.
-            commands: Names of hosts → the command that runs `ray_host` on them.
-            name_variable: Environment variable of a host with its name, where one command is for
-                several.
-            environment: Of these commands; by default this process's.
+        `commands` has the command that runs `ray_host` on hosts, by their names. Where one is for
+        several, each host finds its name in the environment variable `name_variable`.
         """
         if reason := unready_reason(engine):
             raise ConfigError(reason)
@@ -362,10 +369,9 @@ def _start_actors(node_ids: Mapping[str, str]) -> dict[str, Any]:
 
 def _settings() -> dict[str, str | None]:
     """Variables of all processes of the cluster; those that the user has set are kept."""
-    names = ("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-    kept = {name: env.read(name) for name in (*_SETTINGS, *_TOKEN_VARIABLES, *names)}
-    settings = {name: kept[name] or value for name, value in _SETTINGS.items()}
-    settings |= {name: value for name, value in kept.items() if value and name not in _SETTINGS}
+    settings = {name: env.read(name) or value for name, value in _SETTINGS.items()}
+    users = {name: env.read(name) for name in (*_TOKEN_VARIABLES, *_TLS_VARIABLES)}
+    settings |= {name: value for name, value in users.items() if value}
     if not any(name in settings for name in _TOKEN_VARIABLES):
         settings["RAY_AUTH_TOKEN"] = _token()
     return {**settings, "RAY_AUTH_MODE": env.read("RAY_AUTH_MODE", "token")}
@@ -382,19 +388,15 @@ def _kernel_as_before() -> Iterator[None]:
     """Undo what `ray.init` leaves behind once the block ends."""
     environment = env.snapshot()
     # Ray sets it in the main thread alone, and nobody else may.
-    handler = signal.getsignal(signal.SIGTERM) if _is_main_thread() else None
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if handler is not None and _is_main_thread():
+        if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         left = [name for name in env.snapshot() if name not in environment]
         env.update({name: None for name in left if name.startswith(_RAYS_VARIABLES)})
         _reread_settings()
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _reread_settings() -> None:
@@ -438,7 +440,7 @@ def _own_address(host_addresses: Sequence[str]) -> str:
 
 def _address_towards(host_address: str) -> str:
     family = socket.AF_INET6 if ":" in host_address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe_socket:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing: the system only looks up the way.
-        probe_socket.connect((host_address, _ANY_PORT))
-        return str(probe_socket.getsockname()[0])
+        probe.connect((host_address, _ANY_PORT))
+        return str(probe.getsockname()[0])

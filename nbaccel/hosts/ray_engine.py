@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from nbaccel.base.units import format_seconds
 from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import CONCURRENT_CALLS, NodeActor
 from nbaccel.hosts.node_links import error_line
+from nbaccel.hosts.own_cluster import is_connected
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
 __all__ = ["RayCrew", "RayEngine"]
@@ -41,7 +41,6 @@ class RayEngine(Engine):
     name = "ray"
 
     def __init__(self) -> None:
-        self._num_workers: dict[str, int] = {}
         self._resource = "CPU"
 
     def unavailable_reason(self, config: RunConfig) -> str:
@@ -51,8 +50,7 @@ class RayEngine(Engine):
                 'engine="ray" needs Ray, which is not installed. Install it with pip install '
                 '"nbaccel[ray]", in the version that the cluster has.'
             )
-        ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
+        if not is_connected():
             return (
                 'engine="ray" was asked for, and this notebook is not connected to a Ray cluster: '
                 "nbaccel starts and joins none by itself. Connect first: import ray; "
@@ -89,7 +87,6 @@ class RayEngine(Engine):
         # The notebook's own node first: its ranks reach the notebook without a network.
         node_ids = sorted(placed, key=lambda node_id: (node_id != node, -placed[node_id]))
         names = _node_names(nodes)
-        self._num_workers = {names[node_id]: placed[node_id] for node_id in node_ids}
         return [
             Host(
                 name=names[node_id],
@@ -108,10 +105,7 @@ class RayEngine(Engine):
                 f"{', '.join(missing)} left the Ray cluster before the workers were started. Run "
                 "the cell again."
             )
-        bundles = [
-            {self._resource: self._num_workers[host.name], "CPU": self._num_workers[host.name]}
-            for host in hosts
-        ]
+        bundles = [{self._resource: host.slots or 1, "CPU": host.slots or 1} for host in hosts]
         group = _reserve(bundles, [node_ids[host.name] for host in hosts])
         return RayCrew(group, hosts, bundles)
 

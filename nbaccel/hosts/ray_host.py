@@ -46,15 +46,15 @@ def main() -> NoReturn:
         _await_head(order["address"])
     adopt_orphans()
     began_at = time.monotonic()
-    exit_status = _run(order, name)
-    if exit_status == 1 and time.monotonic() - began_at < _START_S:
+    status = _run(order, name)
+    if status == 1 and time.monotonic() - began_at < _START_S:
         # On a busy machine a raylet gives up while it starts, and comes up the second time.
-        exit_status = _run(order, name)
+        status = _run(order, name)
     if order["head_folder"]:
         # The notebook does that, too, unless it was killed.
         shutil.rmtree(order["head_folder"], ignore_errors=True)
     sys.stderr.flush()
-    os._exit(exit_status)
+    os._exit(status)
 
 
 def _run(order: dict[str, Any], name: str) -> int:
@@ -65,10 +65,10 @@ def _run(order: dict[str, Any], name: str) -> int:
     exit_fd = os.pidfd_open(process.pid)
     # What it reads is nothing but the end.
     select.select([sys.stdin, exit_fd], [], [])
-    exit_status = process.poll()
+    status = process.poll()
     end_descendants()
     os.close(exit_fd)
-    return exit_status or 0
+    return status or 0
 
 
 def _await_head(address: str) -> None:

@@ -30,11 +30,9 @@ from nbaccel.hosts import node_messages
 from nbaccel.hosts.node_messages import STAGING
 from nbaccel.transfer import memfd
 
-__all__ = ["MESSAGE", "SharedFiles", "file_kind"]
+__all__ = ["SharedFiles"]
 
 ARENA = "arena"
-MESSAGE = "message"
-"""A message that is too long for a packet."""
 _KEPT_PAYLOADS = 8
 """A payload is sent to one rank after the other; further ones are not needed again."""
 _PIECE_BYTES = 1 << 20
@@ -46,9 +44,9 @@ _MEMORY_FILE = re.compile(r"/memfd:nbaccel-(\S+) \(deleted\)$")
 _Record = node_messages.NewFile | node_messages.FileBytes | node_messages.Forget
 
 
-def file_kind(file_descriptor: int) -> str:
+def _file_kind(fd: int) -> str:
     """What a file is for: `arena`, `staging`, `payload`, `message`."""
-    file = _MEMORY_FILE.match(str(Path(f"/proc/self/fd/{file_descriptor}").readlink()))
+    file = _MEMORY_FILE.match(str(Path(f"/proc/self/fd/{fd}").readlink()))
     # A file on disk is a checkpoint whose tensors are mapped: an arena like any other.
     return file[1] if file else ARENA
 
@@ -119,32 +117,21 @@ class SharedFiles:
         self._numbers = itertools.count(0, 2)
         self._arena_keys: dict[str, int] = {}
 
-    def share(self, file_descriptor: int) -> tuple[int, Sequence[_Record]]:
+    def share(self, fd: int) -> tuple[int, Sequence[_Record]]:
         """The number of a file, and what nodes need to have a copy, unless they have one."""
-        identity = memfd.file_identity(file_descriptor)
+        identity = memfd.file_identity(fd)
         file = self._files.get(identity)
         if file is not None:
             return file.number, ()
-        shared_file = _SharedFile(
+        shared = _SharedFile(
             number=next(self._numbers),
             # Open as long as the copies are there: the system could give its number to another.
-            descriptor=os.dup(file_descriptor),
-            kind=file_kind(file_descriptor),
-            num_bytes=os.fstat(file_descriptor).st_size,
+            descriptor=os.dup(fd),
+            kind=_file_kind(fd),
+            num_bytes=os.fstat(fd).st_size,
         )
-        self._files[identity] = shared_file
-        return shared_file.number, tuple(shared_file.first_records())
-
-    def pass_once(self, file_descriptor: int) -> tuple[int, Sequence[_Record]]:
-        """The number of a file that one rank alone is sent, and what its node needs to have it."""
-        with memfd.closing_files(descriptor := os.dup(file_descriptor)):
-            file = _SharedFile(
-                number=next(self._numbers),
-                descriptor=descriptor,
-                kind=MESSAGE,
-                num_bytes=os.fstat(descriptor).st_size,
-            )
-            return file.number, tuple(file.first_records())
+        self._files[identity] = shared
+        return shared.number, tuple(shared.first_records())
 
     def name_arenas(self, arena_keys: Sequence[str], file_numbers: Sequence[int]) -> None:
         """Note the keys of arenas that were just shared."""
@@ -154,23 +141,19 @@ class SharedFiles:
         """What the notebook has written to its arenas since they were sent."""
         return [record for file in self._of_kind(ARENA) for record in file.changed_records()]
 
-    def is_staging(self, file_number: int) -> bool:
+    def is_staging(self, number: int) -> bool:
         """Whether it is a staging file."""
-        return any(file.number == file_number for file in self._of_kind(STAGING))
+        return any(file.number == number for file in self._of_kind(STAGING))
 
-    def take_home(self, file_number: int, first_byte: int, content: memoryview) -> None:
+    def take_home(self, number: int, first_byte: int, content: memoryview) -> None:
         """Write what a rank has written of a staging file to the notebook's."""
         for file in self._of_kind(STAGING):
-            if file.number == file_number:
+            if file.number == number:
                 memfd.write_at(file.descriptor, content, first_byte)
 
     def forget_arenas(self, arena_keys: Iterable[str]) -> list[int]:
         """Drop arenas; returns their numbers."""
-        numbers = {
-            self._arena_keys.pop(arena_key)
-            for arena_key in arena_keys
-            if arena_key in self._arena_keys
-        }
+        numbers = {self._arena_keys.pop(key) for key in arena_keys if key in self._arena_keys}
         return self._drop(file for file in self._files.values() if file.number in numbers)
 
     def forget_staging(self) -> list[int]:

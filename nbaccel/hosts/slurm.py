@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
@@ -66,14 +66,14 @@ class SlurmEngine(Engine):
         # An allocation that does not say how many tasks takes one per device, or core.
         slots_by_name = dict(zip(names, slots, strict=True)) if len(slots) == len(names) else {}
         num_places = sum(slots_by_name.values())
-        if config.num_processes is None or config.num_processes > num_places:
+        if config.num_processes is not None and config.num_processes > num_places:
             # More workers than tasks were allocated: they are shared out evenly.
-            slots_by_name = {} if config.num_processes is not None else slots_by_name
-        found = [
+            slots_by_name = {}
+        hosts = [
             Host(name=name, address=name, slots=slots_by_name.get(name), is_here=False)
             for name in names
         ]
-        return list(_first_nodes(found, config.num_processes))
+        return own_cluster.first_hosts(hosts, config.num_processes)
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
         """See :meth:`Engine.start_nodes`."""
@@ -139,13 +139,3 @@ def _tasks_per_node(text: str) -> list[int]:
             return []
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
-
-
-def _first_nodes(found: Sequence[Host], num_workers: int | None) -> Iterator[Host]:
-    """The first nodes, as many as so many workers take."""
-    for host in found:
-        if num_workers is not None and num_workers <= 0:
-            return
-        yield host
-        if num_workers is not None:
-            num_workers -= host.slots or 1

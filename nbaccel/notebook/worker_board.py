@@ -26,7 +26,7 @@ from nbaccel.notebook.session import Session
 from nbaccel.output import publish
 
 if TYPE_CHECKING:  # it would import torch, which loading the extension does not
-    from nbaccel.calls.message_texts import StatusTable
+    from nbaccel.calls.status_table import StatusTable
 
 __all__ = ["WorkerBoard"]
 

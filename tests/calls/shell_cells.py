@@ -93,7 +93,7 @@ def filename(count: int) -> str:
 def main() -> None:
     requests, answers = sys.stdin, sys.stdout
     sys.stdin = open(os.devnull)  # noqa: PTH123  (a device)
-    from nbaccel.calls.cell_running import make_shell
+    from nbaccel.calls.worker_shell import make_shell
 
     sent: list[Any] = []
     shell = make_shell(sent.append, rank=3)

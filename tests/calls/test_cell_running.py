@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nbaccel.calls.cell_running import make_shell
 from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_worker import make_shell
 from nbaccel.errors import MissingBackend
 from tests.calls.shell_cells import Cells, filename
 

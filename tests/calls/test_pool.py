@@ -18,7 +18,7 @@ from torch import nn
 
 import nbaccel
 from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
-from nbaccel.calls import PoolState
+from nbaccel.calls.pool_planning import PoolState
 from nbaccel.errors import NotSendable, UnsafeMoment
 from nbaccel.workers import template
 from tests import worker_functions as workers

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nbaccel import Pool, WorkerDied, WorkerFailed
-from nbaccel.calls import PoolState
+from nbaccel.calls.pool_planning import PoolState
 from tests.process import descriptors
 
 TRAIN = """

@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from nbaccel.calls.message_texts import RankStatus, StatusTable
+from nbaccel.calls.status_table import RankStatus, StatusTable
 
 GIB = 2**30
 

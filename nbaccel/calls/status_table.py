@@ -1,0 +1,210 @@
+"""What each rank of a pool is doing, as a table: between cells, and while a cell runs."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+from nbaccel.base.units import first_few, format_bytes, format_seconds, number_ranges
+from nbaccel.calls.pool_planning import PoolState
+from nbaccel.calls.supervisor import Supervisor
+from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.panel.facts import RankStatus
+from nbaccel.output.panel.following import DashboardUpdater, WatchedCall, resident
+from nbaccel.plan import Plan
+from nbaccel.workers import messaging
+from nbaccel.workers.failure import RankActivity
+from nbaccel.workers.template import template_for
+from nbaccel.workers.worker_handle import WorkerHandle
+
+__all__ = ["CellDashboardUpdater", "RankStatus", "StatusTable", "rank_status", "status_table"]
+
+
+class CellDashboardUpdater(DashboardUpdater):
+    """The dashboard of a cell, or of a call in live workers: it also shows where each rank is."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        plan: Plan,
+        place: CellPlace,
+        on_poll: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(ranks, plan=plan, place=place, always_shown=True)
+        self._on_poll = on_poll
+
+    def row(
+        self,
+        watched_call: WatchedCall,
+        member: WorkerHandle,
+        *,
+        last_line: str,
+        device_bytes: int | None,
+    ) -> RankStatus:
+        """One rank, as it is now, with what it is doing."""
+        # DashboardUpdater is given the supervisor itself, as a `WatchedCall`.
+        task = cast("Supervisor", watched_call)
+        is_open = member.rank in task.open
+        values = rank_status(member, task.seconds, member.whereabouts, is_open=is_open)
+        return replace(
+            values,
+            # A rank that has finished is idle; how it finished is of more interest.
+            state=values.state if is_open else _how_it_finished(member),
+            device_bytes=values.device_bytes if device_bytes is None else device_bytes,
+            last_line=last_line,
+        )
+
+    def ask_ranks(self, watched_call: WatchedCall) -> None:
+        """Ask the ranks where they are, for the next time."""
+        if self._on_poll is not None:
+            self._on_poll()
+        task = cast("Supervisor", watched_call)
+        for member in task.at_work():
+            if member.rank in task.open:
+                member.ask_where()
+
+
+def _how_it_finished(member: WorkerHandle) -> str:
+    if member.has_ended:
+        return "gone"
+    if member.record is None:
+        return "done"
+    return "stopped" if member.record.was_stopped else "failed"
+
+
+def rank_status(
+    member: WorkerHandle,
+    state_seconds: float,
+    place: messaging.Whereabouts | None,
+    *,
+    is_open: bool,
+    is_gone: bool = False,
+) -> RankStatus:
+    """One row of the table."""
+    if member.has_ended or is_gone:
+        state = "gone"
+    elif is_open:
+        state = "stopping" if member.is_stopped else "running"
+    else:
+        state = "idle"
+    place = place or messaging.Whereabouts(stack=(), device_bytes=None)
+    return RankStatus(
+        rank=member.rank,
+        state=state,
+        seconds=state_seconds,
+        rss_bytes=resident(member),
+        device_bytes=place.device_bytes,
+        doing=str(RankActivity.of_stack(place.stack)) if is_open and place.stack else "",
+        names=place.names,
+        group=place.group,
+    )
+
+
+def status_table(
+    state: PoolState, reason: str, plan: Plan, rows: Sequence[RankStatus], activity: str
+) -> StatusTable:
+    """The pool as `%accelerate status` shows it."""
+    ended = [row.rank for row in rows if row.state == "gone"]
+    told = f": {reason}" if reason else ""
+    if activity and state is PoolState.RUNNING:
+        told = f" {activity}"
+    elif ended and state is PoolState.IDLE:
+        have_ended = (
+            f"rank {ended[0]} has" if len(ended) == 1 else f"ranks {number_ranges(ended)} have"
+        )
+        told = (
+            f", but {have_ended} ended: the next cell tells why, and the one after that starts "
+            "new workers"
+        )
+    workers = plan.headline() if rows else f"The next cell starts {plan.headline()}"
+    left_out = template_for(plan.device).left_out_text()
+    headline = f"{state.name.lower()}{told}. {workers} {left_out}".rstrip()
+    return StatusTable(rows, headline=headline)
+
+
+class StatusTable:
+    """The ranks as a table, in a notebook and as text."""
+
+    def __init__(self, rows: Sequence[RankStatus], *, headline: str = "") -> None:
+        self.rows = tuple(rows)
+        self.headline = headline
+
+    def under(self, headline: str) -> StatusTable:
+        """The same ranks below another line."""
+        return StatusTable(self.rows, headline=headline)
+
+    def _cells(self) -> list[list[str]]:
+        # A column without a value for any rank would only take space.
+        columns = [
+            (name, value_of)
+            for name, value_of in _COLUMNS
+            if name in _LASTING_COLUMNS or any(map(value_of, self.rows))
+        ]
+        head = [name for name, _ in columns]
+        body = [
+            [value_of(row) or _NO_VALUES.get(name, "-") for name, value_of in columns]
+            for row in self.rows
+        ]
+        return [head, *body]
+
+    def __str__(self) -> str:
+        cells = self._cells() if self.rows else []
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        return "\n".join([self.headline, *lines] if self.headline else lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        headline = f"<div>{html.escape(self.headline)}</div>" if self.headline else ""
+        if not self.rows:
+            return headline
+        head, *body = self._cells()
+        head_row = f'<tr style="background:none">{_html_cells("th", head, ";opacity:0.6")}</tr>'
+        body_rows = "".join(f"<tr>{_html_cells('td', line)}</tr>" for line in body)
+        return (
+            f'{headline}<table style="border:none;margin:0"><thead>{head_row}</thead>'
+            f"<tbody>{body_rows}</tbody></table>"
+        )
+
+
+# No colour is named, and the background shows through: it reads on light and dark alike.
+_CELL_STYLE = "text-align:left;padding:0.2em 1.2em 0.2em 0;border:none;background:none"
+
+
+def _html_cells(tag: str, texts: Sequence[str], more_style: str = "") -> str:
+    return "".join(
+        f'<{tag} style="{_CELL_STYLE}{more_style}">{html.escape(text)}</{tag}>' for text in texts
+    )
+
+
+def _duration_words(row: RankStatus) -> str:
+    """How long it has been in its state; of one that waits in whole minutes, without haste.
+
+    A board that counted the seconds of workers that do nothing would change all the time.
+    """
+    if row.state == "gone":
+        return ""  # when it ended has not been seen
+    if row.state != "idle":
+        return format_seconds(row.seconds)
+    minutes = int(row.seconds // 60)
+    if minutes < 1:
+        return "under 1 min"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[RankStatus], str]], ...] = (
+    ("rank", lambda row: str(row.rank)),
+    ("state", lambda row: row.state),
+    ("for", _duration_words),
+    ("memory", lambda row: format_bytes(row.rss_bytes) if row.rss_bytes else ""),
+    ("on device", lambda row: "" if row.device_bytes is None else format_bytes(row.device_bytes)),
+    ("group", lambda row: row.group),
+    ("names", lambda row: first_few(row.names, 6)),
+    ("doing", lambda row: row.doing),
+)
+_LASTING_COLUMNS = ("rank", "state", "for", "memory", "doing")
+_NO_VALUES = {"doing": ""}
