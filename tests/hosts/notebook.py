@@ -322,8 +322,8 @@ def cell_weighed(hostfile, folder):
         for rank, rank_doings in doings.items():
             rank_doings.add(ranks[rank].doing)
         waiting = "barrier" in ranks[3].doing and "barrier" in ranks[1].doing
-        if waiting and all(ranks[rank].rss_bytes for rank in range(4)):
-            boards.append([ranks[rank].rss_bytes for rank in range(4)])
+        if waiting and all(ranks[rank].memory.rss for rank in range(4)):
+            boards.append([ranks[rank].memory.rss for rank in range(4)])
             seen.touch()
 
     DashboardUpdater.poll = noting_look
