@@ -37,12 +37,14 @@ _FIRST_LETTERS = "[/WI"
 """Of all lines that may be taken."""
 # What installed packages say of themselves, in the forms of `warnings` and their loggers. Seen of
 # torch 2.6 to 2.13, transformers 5, DeepSpeed 0.19.
-_OF_PACKAGES = re.compile(
-    r"\S*/(?:site|dist)-packages/\S+:\d+: \w*Warning: .*"
-    r"|[WI]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ torch/\S+\] .*"
-    r"|\[\d{4}-\d\d-\d\d [\d:,]+\] \[(?:INFO|WARNING)\] \[\w+\.py:\d+:\w+\] .*"
-    r"|\[transformers\] .*"
+_LINES_OF_PACKAGES = (
+    r"\S*/(?:site|dist)-packages/\S+:\d+: \w*Warning: .*",
+    _TORCH_HEAD + r"Warning: .*",
+    r"[WI]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ torch/\S+\] .*",
+    r"\[\d{4}-\d\d-\d\d [\d:,]+\] \[(?:INFO|WARNING)\] \[\w+\.py:\d+:\w+\] .*",
+    r"\[transformers\] .*",
 )
+_OF_PACKAGES = re.compile("|".join(_LINES_OF_PACKAGES))
 # As `warnings` writes one, "file:line: Category: text", and as loggers and C++ code imitate it.
 _WARNING_LINE = re.compile(r"(?:^|[\s:\[(])(?P<text>[A-Z]\w*Warning: .*)")
 

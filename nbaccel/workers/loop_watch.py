@@ -103,6 +103,7 @@ class _Watch:
             # Who has replaced it since calls this hook, which does nothing any more.
             if vars(owner).get(name) is hook:
                 setattr(owner, name, plain)
+        self._replaced.clear()
 
     def replace(self, owner: Any, name: str, make_hook: Callable[[Any], Any]) -> None:
         """Put a hook around a function of a module or class."""

@@ -91,4 +91,5 @@ def test_it_is_seen_without_a_line_of_code(page: NotebookPage, number: int) -> N
     assert cell.locator("img[alt^='loss: from']").count() == 1
     # What libraries print in the notebook's own process is shown as ever; of workers it is folded.
     errors = [o["text"] for o in page.outputs(number) if o.get("name") == "stderr"]
-    assert not any(line.startswith("[0") for text in errors for line in "".join(text).splitlines())
+    lines = [line for text in errors for line in "".join(text).splitlines()]
+    assert [line for line in lines if line.startswith("[0")] == []

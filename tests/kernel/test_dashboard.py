@@ -496,7 +496,8 @@ def test_an_executed_notebook_keeps_the_summary_and_no_widget(tmp_path: Path) ->
         (shown,) = (o for o in notebook.cells[number].outputs if o.output_type == "display_data")
         assert shown.data.keys() == {"text/plain", "text/html"}
         assert "step" in shown.data["text/plain"]
-        assert shown.data["text/html"].count('<th scope="row"') == 2
+        # A row for each rank, in the table of times and in that of steps.
+        assert shown.data["text/html"].count('<th scope="row"') == 4
     for number in (1, 4, 5):
         assert notebook.cells[number].outputs[0].output_type == "display_data", "at the top"
     assert [o.output_type for o in notebook.cells[5].outputs[1:]] == ["stream", "execute_result"]

@@ -12,9 +12,11 @@ def test_the_status_of_a_cell_is_one_output_that_is_changed(kernel: Kernel) -> N
     cell = kernel.run(
         """
         from nbaccel.output.panel.facts import RankStatus
+        from nbaccel import RunConfig, resolve
         from nbaccel.output.panel.display import Dashboard
         now = [0.0]
-        board = Dashboard([0, 1], read_clock=lambda: now[0])
+        plan = resolve(RunConfig(num_processes=2))
+        board = Dashboard([0, 1], plan=plan, read_clock=lambda: now[0])
         for _ in range(2):
             now[0] += 1
             board.update([RankStatus(rank=r, state="running", seconds=1, rss_bytes=2**30)
@@ -23,8 +25,8 @@ def test_the_status_of_a_cell_is_one_output_that_is_changed(kernel: Kernel) -> N
         """
     ).check()
     assert [data["text/plain"].splitlines()[0] for data in cell.displays] == [
-        "2 ranks · 1.0 s · up to 1.0 GiB each",
-        "2 ranks · 2.0 s · up to 1.0 GiB each",
+        "2 ranks · 1.0 s",
+        "2 ranks · 2.0 s",
         "2 ranks · 2.0 s · up to 1.0 GiB each",
     ]
     assert "\n" in cell.displays[1]["text/plain"]

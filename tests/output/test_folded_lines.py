@@ -133,6 +133,8 @@ OF_PACKAGES = [
     "W1127 12:22:26.947000 3454 torch/utils/_pytree.py:630] <enum 'KernelPreference'> is an Enum",
     "[2026-11-27 12:22:29,727] [WARNING] [real_accelerator.py:213:get_accelerator] Setting "
     "accelerator to CPU.",
+    "[rank0]:[W1127 13:30:58.917060584 reducer.cpp:1529] Warning: find_unused_parameters=True was "
+    "specified in DDP constructor, but did not find any unused parameters",
     "[transformers] `loss_type=None` was set in the config but it is unrecognized.",
 ]
 

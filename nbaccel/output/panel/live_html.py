@@ -306,10 +306,9 @@ def _progress_html(loop: ShownProgress) -> str:
         return html.escape(str(loop))
     # The words say what the bar shows: a bar alone would say nothing to a screen reader.
     bar = f'<span style="{_FILL_STYLE};width:{loop.fraction:.1%}"></span>'
-    words = f"{loop.label}, {loop.done}" if loop.label else loop.done
     return (
         f'<span style="{_TRACK_STYLE}">{bar}</span>{loop.fraction * 100:.0f} %'
-        f'<br><span style="{QUIET_STYLE}">{html.escape(words)}</span>'
+        f'<br><span style="{QUIET_STYLE}">{html.escape(loop.words)}</span>'
     )
 
 

@@ -164,6 +164,11 @@ class ShownProgress:
     done: str
     """`412 of 650`, `12`, or the text of a line that is rewritten in place."""
 
+    @property
+    def words(self) -> str:
+        """`epoch 3, 412 of 650`."""
+        return f"{self.label}, {self.done}" if self.label else self.done
+
     def __str__(self) -> str:
         """`epoch 3, 63 % (412 of 650)`."""
         words = f"{self.label}, " if self.label else ""

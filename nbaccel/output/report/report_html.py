@@ -194,10 +194,11 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
         for cell in head
     )
     body_html = "".join(
-        '<tr style="background:none">'
+        f'<tr style="background:none"><th scope="row" style="{_TABLE_CELL_STYLE}">'
+        f"{html.escape(rank)}</th>"
         + "".join(f'<td style="{_TABLE_CELL_STYLE}">{html.escape(cell)}</td>' for cell in row)
         + "</tr>"
-        for row in body
+        for rank, *row in body
     )
     return (
         '<div style="overflow-x:auto"><table style="border:none;border-collapse:collapse;margin:0">'

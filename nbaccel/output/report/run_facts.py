@@ -211,7 +211,7 @@ def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFi
     return RankFigures(
         rank=facts.rank,
         state=facts.phase or facts.state,
-        progress=", ".join(map(str, progress_of(facts))),
+        progress=" · ".join(filter(None, (loop.words for loop in progress_of(facts)))),
         steps=facts.steps,
         steps_in_all=steps_in_all(facts, now),
         steps_per_s=facts.pace.overall,

@@ -207,7 +207,7 @@ def test_a_stopped_training_says_how_far_it_came_and_a_finished_one_does_not() -
     finished = Training(epochs=EPOCHS)
     finished.run(EPOCHS)
     assert " · step 280 (" in final_line(finished.board)
-    assert "epoch 14 of 14, 100 % (20 of 20)" in final_html(finished.board)
+    assert "epoch 14 of 14, 20 of 20" in final_html(finished.board)
 
 
 def test_a_second_training_counts_its_own_epochs() -> None:
