@@ -273,7 +273,7 @@ class Console:
 
     def _queue(self, rank: int, stream: str, output_lines: Sequence[str]) -> None:
         self.warnings.take_in(rank, output_lines)
-        output_lines = self.library_messages.take_from(rank, output_lines)
+        output_lines = self.library_messages.take_from(rank, output_lines, stream)
         if self._place is not None:
             output_lines = self._take_bars(rank, output_lines)
         if (rank, stream) not in self._hidden:

@@ -111,27 +111,28 @@ class LibraryMessages(SeenLines):
     def __init__(self, *, has_panel: bool = False) -> None:
         super().__init__()
         self._has_panel = has_panel
-        self._warned: set[int] = set()
-        """Ranks whose last line was a package's warning: its line of code comes next."""
+        self._warned: set[tuple[int, str]] = set()
+        """Ranks and streams whose last line was a package's warning: its line of code is next."""
 
-    def take_from(self, rank: int, lines: Sequence[str]) -> Sequence[str]:
+    def take_from(self, rank: int, lines: Sequence[str], stream: str = "stderr") -> Sequence[str]:
         """Take out the harmless lines; returns the others."""
+        source = (rank, stream)
         # First what nearly all lines lack: thousands of lines a second are asked.
-        if rank not in self._warned and not any(text[:1] in _FIRST_LETTERS for text in lines):
+        if source not in self._warned and not any(text[:1] in _FIRST_LETTERS for text in lines):
             return lines
-        return [text for text in lines if not self._take(rank, text)]
+        return [text for text in lines if not self._take(source, text)]
 
-    def _take(self, rank: int, text: str) -> bool:
-        if rank in self._warned:
-            self._warned.remove(rank)
+    def _take(self, source: tuple[int, str], text: str) -> bool:
+        if source in self._warned:
+            self._warned.remove(source)
             if text.startswith("  "):
                 return True
         is_of_package = self._has_panel and _OF_PACKAGES.fullmatch(text) is not None
         if not (is_of_package or (text[:1] == "[" and _IS_HARMLESS.fullmatch(text))):
             return False
         if is_of_package and "Warning: " in text:
-            self._warned.add(rank)
-        self.note(rank, text)
+            self._warned.add(source)
+        self.note(source[0], text)
         return True
 
     def lines(self) -> list[str]:

@@ -384,6 +384,8 @@ class Metrics:
     """Time that took, in seconds."""
     spent: SpentTime | None = None
     """Where the time has gone; None before the first loop over batches."""
+    had_group: bool = False
+    """Whether the process has been in a process group of torch's since the task began."""
     loop_name: str = ""
     """What the loop over batches is called; empty for no name."""
     epoch: int = 0

@@ -1,6 +1,7 @@
 """What a training loop reports, sent to the launch's dashboard.
 
-    worker: accelerator.log, accelerator.progress ─► Reporter ── Metrics ──► notebook: dashboard
+    accelerator.log, accelerator.progress ─┐
+    loops that are only seen (`loop_watch`) ┴► Reporter ── Metrics ──► notebook: panel
 
 Without a launch there is no reporter, and each call costs one comparison. With one, a message goes
 out at most four times a second, and never waits: a busy notebook delays no worker. What has not
@@ -90,6 +91,7 @@ class Reporter:
         self._counts_batches = False
         self._optimizer_steps: dict[int, int] = {}
         self._learning_rate: float | None = None
+        self._had_group = False
         self._is_news = False
         self._phase = ""
         self._programs: int | None = None
@@ -99,7 +101,9 @@ class Reporter:
     @property
     def steps(self) -> int | None:
         """Batches of loops that say when they begin; else steps of an optimizer, or of the log."""
-        if self._counts_batches or not self._optimizer_steps:
+        # One over epochs counts none where the loops within it were only seen.
+        holds_seen = self._loops.latest.is_seen and not self._told_steps
+        if (self._counts_batches and not holds_seen) or not self._optimizer_steps:
             return self._told_steps if self._told_steps is not None else self._batches or None
         return max(self._optimizer_steps.values())
 
@@ -276,6 +280,7 @@ class Reporter:
 
     def _message(self, now: float, *, is_last: bool = False) -> messaging.Metrics:
         self._read_values(is_last=is_last)
+        self._had_group = self._had_group or dist.is_initialized()
         loop = self._loops.latest
         return messaging.Metrics(
             time=now,
@@ -291,6 +296,7 @@ class Reporter:
             programs=self._programs,
             compile_s=self._compile_s,
             spent=spent_time.present_spent(),
+            had_group=self._had_group,
             loop_name=loop.name[:_NAME_CHARS],
             loop_began_at_step=loop.began_at_step,
             loop_is_seen=loop.is_seen,

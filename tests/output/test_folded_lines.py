@@ -152,5 +152,6 @@ def test_a_warning_goes_with_its_line_of_code_and_the_user_s_own_stays() -> None
     own = ["/home/me/train.py:3: UserWarning: mine", "  warnings.warn('mine')"]
     assert list(messages.take_from(0, [*own, OF_PACKAGES[0]])) == own
     assert list(messages.take_from(1, ["  indented"])) == ["  indented"]
+    assert list(messages.take_from(0, ["  mine"], "stdout")) == ["  mine"]
     assert list(messages.take_from(0, ["  warnings.warn(", "  result"])) == ["  result"]
     assert messages.count == 1

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import notebook_launcher
 from tests.isolation import isolated
+from tests.peers.test_trainers import Regression
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,15 +25,6 @@ STEPS = 12
 
 def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(96, 2), torch.zeros(96, 1)), 4, shuffle=True)
-
-
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.layer(x) - labels).square().mean()}
 
 
 def trainer_of(folder: str) -> Any:

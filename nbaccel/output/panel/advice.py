@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from nbaccel.base.units import number_ranges
-from nbaccel.config.capabilities import device_row
 from nbaccel.output.panel.facts import RankFacts, RunBoard
 from nbaccel.output.panel.rank_times import RankTimes
 
@@ -40,18 +39,14 @@ def _no_numbers(ranks: Iterable[RankFacts]) -> Iterator[str]:
 
 
 def _alone(board: RunBoard, times: Sequence[RankTimes]) -> Iterator[str]:
-    """Of several ranks that have trained and exchanged nothing."""
-    plan = board.plan
-    # Elsewhere collectives of FSDP and DeepSpeed run beside the program, and are not seen.
-    if plan is None or not device_row(plan.device).in_host_memory:
-        return
-    trained = [facts.rank for facts in board.ranks.values() if facts.steps and facts.histories]
-    waited_s = sum(one.communicating_s + one.waiting_s for one in times)
-    if len(trained) > 1 and len(times) == len(board.ranks) and not waited_s:
+    """Of several ranks that have trained, and none was ever in a process group."""
+    ranks = board.ranks.values()
+    has_trained = all(facts.steps and facts.histories for facts in ranks)
+    if len(times) == len(ranks) > 1 and has_trained and not any(one.had_group for one in ranks):
         yield (
-            f"Ranks {number_ranges(trained)} have exchanged nothing: each trains a model of its "
-            "own, perhaps on the same data. Accelerator.prepare or DistributedDataParallel makes "
-            "them train one."
+            f"Ranks {number_ranges(board.ranks)} have exchanged nothing: each trains a model of "
+            "its own, perhaps on the same data. Accelerator.prepare or DistributedDataParallel "
+            "makes them train one."
         )
 
 
@@ -62,7 +57,7 @@ def _data(times: Sequence[RankTimes]) -> Iterator[str]:
     share = statistics.fmean(one.data_s / one.steady_s for one in times)
     if share >= _LEAST_DATA_SHARE:
         yield (
-            f"{share:.0%} of the time goes into waiting for data. Let the DataLoader read ahead in "
-            "processes of its own (num_workers=2 or more, persistent_workers=True), or prepare the "
-            "samples once before.".replace("%", " %", 1)
+            f"{100 * share:.0f} % of the time goes into waiting for data. Let the DataLoader read "
+            "ahead in processes of its own (num_workers=2 or more, persistent_workers=True), or "
+            "prepare the samples once before."
         )

@@ -195,6 +195,8 @@ class RankFacts:
     samples: int = 0
     """Samples that it has used in loops over batches."""
     samples_pace: StepPace = field(default_factory=StepPace)
+    had_group: bool = False
+    """Whether it has been in a process group."""
     received_at: float = 0.0
     """When it has reported last, by the clock of the rank."""
     loop: LoopFacts = field(default_factory=LoopFacts)
@@ -262,6 +264,7 @@ class RankFacts:
         """Take in what the rank has reported of its training."""
         self.loop.receive(message)
         self.received_at = message.time
+        self.had_group = message.had_group
         self.steps = message.steps
         if message.steps is not None:
             self.pace.add(message.time, message.steps)

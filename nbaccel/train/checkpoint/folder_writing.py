@@ -320,22 +320,22 @@ def _clear_killed_save(site: _SaveSite, series: bool) -> None:
 
 def _write_manifest_together(
     site: _SaveSite,
-    folder: bool,
+    made_folder: bool,
     entry: Mapping[str, Any] | None,
     collectives: Collectives,
 ) -> None:
     error = None
     try:
-        if folder:
+        if made_folder:
             write_manifest(site.partial_folder, entry)
     except Exception as caught:  # of any kind: the others must be told before it is raised
         error = caught
     _check_all_written(site, collectives, error)
 
 
-def _publish_together(site: _SaveSite, folder: bool, collectives: Collectives) -> None:
+def _publish_together(site: _SaveSite, made_folder: bool, collectives: Collectives) -> None:
     with all_succeed(collectives, f"save_state({str(site.target)!r})"):
-        if folder:
+        if made_folder:
             _rename_into_place(site)
 
 

@@ -21,15 +21,14 @@ PLAN = resolve(RunConfig(num_processes=2, device="cpu"))
 
 
 def board_of(
-    *losses: float, data_s: float = 0.0, communication_s: float = 0.5, ranks: int = 2
+    *losses: float, data_s: float = 0.0, had_group: bool = True, ranks: int = 2
 ) -> RunBoard:
     board = RunBoard(range(ranks), began_at=0.0, plan=PLAN)
     for step, loss in enumerate(losses, 1):
         for rank in range(ranks):
-            spent = SpentTime(
-                total_s=float(step), data_s=data_s * step, communication_s=communication_s * step
-            )
-            board.receive(rank, report(float(step), step, {"loss": loss}, spent=spent))
+            spent = SpentTime(total_s=float(step), data_s=data_s * step, communication_s=0.0)
+            message = report(float(step), step, {"loss": loss}, spent=spent, had_group=had_group)
+            board.receive(rank, message)
     board.now = float(len(losses))
     return board
 
@@ -39,7 +38,7 @@ FALLING = [1 / step for step in range(1, 9)]
 
 def test_a_run_that_does_well_gets_no_advice() -> None:
     assert advice_of(board_of(*FALLING)) == []
-    assert advice_of(board_of(*FALLING, communication_s=0.0, ranks=1)) == []
+    assert advice_of(board_of(*FALLING, had_group=False, ranks=1)) == []
     assert advice_of(RunBoard([0], began_at=0.0)) == []
 
 
@@ -59,7 +58,7 @@ def test_waiting_for_data_is_told_with_a_remedy() -> None:
 
 
 def test_ranks_that_exchange_nothing_are_told() -> None:
-    (sentence,) = advice_of(board_of(*FALLING, communication_s=0.0))
+    (sentence,) = advice_of(board_of(*FALLING, had_group=False))
     assert sentence.startswith("Ranks 0-1 have exchanged nothing")
 
 

@@ -42,6 +42,7 @@ def test_a_plain_loop_is_seen(seen: Seen) -> None:
         assert (facts.steps, facts.samples) == (steps, EPOCHS * SAMPLES)
         assert (facts.loop.epoch, facts.loop.batches, facts.loop.total_batches) == (3, 8, 8)
         assert facts.loop.is_seen
+        assert facts.had_group
         assert [step for step, _ in facts.loss.points()] == [*range(1, steps + 1)], "each step's"
         rates = facts.histories["learning rate"].points()
         assert [value for _, value in rates] == [0.05, 0.025]
@@ -104,6 +105,21 @@ def test_a_loop_of_progress_counts_its_own_batches(seen: Seen) -> None:
         assert facts.samples == SAMPLES // 2
 
 
+def test_within_a_loop_over_epochs_steps_are_those_of_the_optimizer(seen: Seen) -> None:
+    def train(net: nn.Module) -> None:
+        accelerator = Accelerator()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        net, optimizer, batches = accelerator.prepare(net, optimizer, loader())
+        for _ in accelerator.progress(range(EPOCHS)):
+            for inputs, _ in batches:
+                accelerator.backward(net(inputs).mean())
+                optimizer.step()
+
+    notebook_launcher(train, (nn.Linear(2, 1),), 2)
+    for facts in seen.board.ranks.values():
+        assert facts.steps == EPOCHS * SAMPLES // 2 // BATCH
+
+
 def test_a_spike_of_one_step_is_seen(seen: Seen) -> None:
     def train() -> None:
         weight = nn.Parameter(torch.ones(()))
@@ -116,6 +132,7 @@ def test_a_spike_of_one_step_is_seen(seen: Seen) -> None:
     for facts in seen.board.ranks.values():
         assert len(facts.loss.points()) == 300
         assert facts.loss.points()[150] == (151.0, 100.0)
+        assert not facts.had_group, "each has trained alone"
 
 
 def test_one_process_is_seen_and_leaves_no_hook(seen: Seen, capsys: object) -> None:
