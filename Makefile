@@ -76,7 +76,7 @@ quick-tests:
 	@$(PYTEST) --numprocesses 2 --quiet --slow none $(QUICK_TESTS) \
 		$(if $(CHANGED),$$($(BIN)/python -m tests.selection)) $(PYTEST_ARGS)
 
-demo: $(VENV)/.demo  ## train the quickstart notebook on two CPU workers; prints its accuracy and the time
+demo: $(VENV)/.demo  ## run the quickstart: a small language model is taught and fine-tuned by two CPU workers, and writes
 	@$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb --label demo
 
 test: $(VENV)/.dev $(VENV)/.deepspeed $(VENV)/.browser $(if $(filter-out none,$(SLOW)),$(VENV)/.hosts)  ## run the tests, and the notebooks in real kernels (under ten minutes)
@@ -122,7 +122,6 @@ bench: $(VENV)/.dev  ## time launches, steps, live workers and fp32 weights agai
 	@$(BIN)/python benchmarks/zero_memory.py
 	@$(BIN)/python benchmarks/zero_training.py
 	@$(BIN)/python benchmarks/pickers.py
-	@$(BIN)/python benchmarks/step_estimates.py
 	@$(BIN)/python benchmarks/output.py
 	@$(BIN)/python benchmarks/bigmodel.py
 
@@ -142,7 +141,7 @@ $(VENV)/.created:
 
 $(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 	@echo "setting up $(VENV) for the demo (once; a few minutes where torch must be fetched)"
-	@$(INSTALL) --editable '.[demo]'
+	@$(INSTALL) --editable . ipykernel nbclient
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created

@@ -35,7 +35,7 @@ WARM_UP, TRIPS, PIPE_TRIPS = 50, 60, 200
 HALF = 0.5
 # What stands between: parts of the way that both revisions have, and where their code is.
 PARTS = {
-    "logging is described": (("nbaccel.workers.worker_output", "as_configured"),),
+    "settings are read": (("nbaccel.transfer.library_settings", "library_settings"),),
     "the dashboard is made, and ended unseen": (
         ("nbaccel.output.panel.following", "DashboardUpdater.__init__"),
         ("nbaccel.output.panel.following", "DashboardUpdater.end"),

@@ -32,6 +32,12 @@ PAPERS = [ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGE
 ADDED = {path: f"notebooks/{path.name}" for path in NOTEBOOKS}
 ADDED |= {path: f"project/{path.name.lower()}" for path in PAPERS}
 
+# A search is to lead to what explains, and each word of the project is in these tables.
+UNSEARCHED = {
+    f"{name}.md" for name in ("benchmarks", "figures", "reliability", "upstream", "versions")
+}
+UNSEARCHED |= {"project/changelog.md", "reference/where_is.md"}
+
 _FENCED = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 # nbconvert loads MathJax from a server; no notebook has formulas, and the site works offline.
@@ -56,8 +62,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Point links at pages of the site."""
+    """Point links at pages of the site, and leave figures out of its search."""
     source = Path(page.file.abs_src_path or "")
+    if page.file.src_uri in UNSEARCHED:
+        page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri.startswith(("guides/", "recipes/")):
+        page.meta["search"] = {"boost": 2}
 
     def rewritten(link: re.Match[str]) -> str:
         target = Path(os.path.normpath(source.parent / link["path"]))

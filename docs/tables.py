@@ -8,20 +8,24 @@ Tests compare the pages with the data. The tables of measurements are written by
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from docs import drawing
 from nbaccel.config import RunConfig
 from nbaccel.notebook.options import kinds_of, words_of
-from nbaccel.notebook.picker.choices import CHOICES_BEGIN, CHOICES_END, choices_tables
+from nbaccel.notebook.picker.choices import Setting, by_name
 from nbaccel.plan.matrix import MATRIX_BEGIN, MATRIX_END, compatibility_tables, markdown_table
 from tests.house import public_names, row
 from tests.house.markers import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "pages" / "reference"
+GUIDES = ROOT / "docs" / "pages" / "guides"
+CHOICES_BEGIN, CHOICES_END = "<!-- choices:begin -->", "<!-- choices:end -->"
 FIELDS_BEGIN, FIELDS_END = "<!-- run_config:begin -->", "<!-- run_config:end -->"
 PUBLIC_BEGIN, PUBLIC_END = "<!-- public:begin -->", "<!-- public:end -->"
+INSTALL_BEGIN, INSTALL_END = "<!-- install:begin -->", "<!-- install:end -->"
 
 
 def run_config_table() -> str:
@@ -35,6 +39,34 @@ def run_config_table() -> str:
     return markdown_table(("Field", "Values", "Default", "Meaning"), rows)
 
 
+def choices_tables() -> str:
+    """The tables of `docs/pages/reference/choices.md`: each choice, and what it sets."""
+    all_settings = list(by_name().values())
+    common_settings = [setting for setting in all_settings if not setting.section]
+    other_settings = [setting for setting in all_settings if setting.section]
+    head = ("Choice", "Meaning", "`RunConfig` field", "DeepSpeed key")
+    return "\n\n".join(
+        [
+            "## Shown first",
+            markdown_table(head, [_table_row(setting) for setting in common_settings]),
+            f"## In the list of all settings: {len(other_settings)} more",
+            markdown_table(head, [_table_row(setting) for setting in other_settings]),
+        ]
+    )
+
+
+def _table_row(setting: Setting) -> tuple[str, str, str, str]:
+    unit_text = f" [{setting.unit}]" if setting.unit else ""
+    strategy_keys = setting.strategy_key.split(", ") if setting.strategy_key else []
+    section_text = f"{setting.section}: " if setting.section else ""
+    return (
+        f"{section_text}{setting.label}{unit_text}",
+        setting.meaning.replace("|", "\\|"),
+        f"`{setting.run_field}`",
+        ", ".join(f"`{strategy_key}`" for strategy_key in strategy_keys),
+    )
+
+
 def public_table() -> str:
     """The public modules, each with its names."""
     rows = []
@@ -44,7 +76,34 @@ def public_table() -> str:
     return markdown_table(("Module", "Names"), rows)
 
 
+def install_line(project: str = "") -> str:
+    """What installs nbaccel, from the repository that pyproject.toml names."""
+    address = _repository(project)
+    command = f'    pip install "nbaccel[notebook] @ git+{address or "ADDRESS"}"'
+    return command if address else f"{command}\n\nADDRESS is what you would clone."
+
+
+def way_in(project: str = "") -> str:
+    """The same, with a badge that opens the quickstart on Colab, which reads from GitHub alone."""
+    name = _repository(project).removeprefix("https://github.com/")
+    if not name or name.startswith("https:"):
+        return install_line(project)
+    page = (
+        f"https://colab.research.google.com/github/{name}/blob/main/notebooks/01_quickstart.ipynb"
+    )
+    picture = "https://colab.research.google.com/assets/colab-badge.svg"
+    return f"{install_line(project)}\n\n[![Open the quickstart in Colab]({picture})]({page})"
+
+
+def _repository(project: str) -> str:
+    text = project or (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^Repository = "(.+?)(?:\.git)?/?"$', text, flags=re.MULTILINE)
+    return found[1] if found else ""
+
+
 TABLES = (
+    (ROOT / "README.md", way_in, INSTALL_BEGIN, INSTALL_END),
+    (GUIDES / "install.md", install_line, INSTALL_BEGIN, INSTALL_END),
     (REFERENCE / "compatibility.md", compatibility_tables, MATRIX_BEGIN, MATRIX_END),
     (REFERENCE / "choices.md", choices_tables, CHOICES_BEGIN, CHOICES_END),
     (REFERENCE / "settings.md", run_config_table, FIELDS_BEGIN, FIELDS_END),

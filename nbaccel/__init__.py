@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         ZeroPicker,
         configure,
     )
+    from nbaccel.output.report.comparing import compare
     from nbaccel.parallelism_config import (
         ParallelismConfig,
     )
@@ -146,6 +147,7 @@ __all__ = [
     "ZeroPicker",
     "__version__",
     "advise",
+    "compare",
     "configure",
     "cpu_offload",
     "cpu_offload_with_hook",
@@ -236,6 +238,7 @@ _HOMES = {
         "ZeroPicker",
         "configure",
     ),
+    "nbaccel.output.report.comparing": ("compare",),
     "nbaccel.parallelism_config": ("ParallelismConfig",),
     "nbaccel.plan": (
         "Choice",

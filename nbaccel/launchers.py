@@ -53,11 +53,14 @@ class Results(list[Any]):
         self.state_dicts = state_dicts or {}
         self._observed = observed
 
-    def report(self) -> RunReport:
+    def report(self, path: str | os.PathLike[str] | None = None) -> RunReport:
         """What the run can tell of itself.
 
         Curves of what was logged, samples per second, each rank's time in computing, communicating,
         waiting for data and waiting for others, most memory, warnings in the output, the plan.
+
+        Args:
+            path: Where it is saved, too: a name that ends with .html or .json.
 
         Returns:
             It shows itself in a notebook; `.save("run.html")` and `.save("run.json")` write a file,
@@ -68,7 +71,7 @@ class Results(list[Any]):
         """
         from nbaccel.output.report.run_report import report_of
 
-        return report_of(self._observed, f"A list of {len(self)} results")
+        return report_of(self._observed, f"A list of {len(self)} results", path)
 
 
 @explained
@@ -93,6 +96,9 @@ def notebook_launcher(
     start_method: str = "auto",
     timeout: float | None = None,
     share_back: bool = True,
+    on_stop: str = "keep",
+    resume: bool | str | os.PathLike[str] | None = None,
+    compare: int | None = None,
     engine: str = "auto",
     hostfile: str | os.PathLike[str] | None = None,
     include: str | None = None,
@@ -130,6 +136,15 @@ def notebook_launcher(
         start_method: `"auto"`, `"template"`, `"fork"` or `"inline"`.
         timeout: Seconds after which the launch is ended with `LaunchTimeout`.
         share_back: Whether trained weights come back into the notebook's modules.
+        on_stop: What Stop does while the function trains. `"keep"`: it ends where the step under
+            way ends, on all ranks, and the weights come back; a second press discards them.
+            `"discard"`: it ends at once, and the model is as it was.
+        resume: Whether a launch that is stopped keeps what an `Accelerator` of the function has
+            prepared (weights, optimizer, schedule, random numbers, place in the data), so that the
+            next launch of the function goes on from there, to the bit. True keeps it as long as
+            this process lives; a folder for longer. A launch that comes to its end forgets it.
+        compare: Steps that one worker takes before the launch, so that its report can say what more
+            workers are worth. Nothing of these steps is kept.
         engine: What brings workers on several machines together: `"local"`, `"elastic"`,
             `"slurm"`, `"deepspeed"`, `"ray"`; `"auto"` goes by the other settings.
         hostfile: A DeepSpeed hostfile, for `engine="deepspeed"`.
@@ -147,7 +162,8 @@ def notebook_launcher(
         ModelNotShareable, NotSendable, UnsafeFork, PortTaken: Before any process is started.
         WorkerFailed: If a worker failed. It is also of the type that the worker raised, and says
             which rank failed first and where. The notebook's model is as it was.
-        KeyboardInterrupt: If interrupted. All workers have ended, and the model is as it was.
+        KeyboardInterrupt: If interrupted. All workers have ended; its message says whether the
+            model has the weights of the last step (see `on_stop`) or is as it was.
     """
     # IPython leaves such frames out of tracebacks.
     __tracebackhide__ = True
@@ -168,6 +184,9 @@ def notebook_launcher(
         "start_method": start_method,
         "timeout": timeout,
         "share_back": share_back,
+        "on_stop": on_stop,
+        "resume": resume,
+        "compare": compare,
         "engine": engine,
         "hostfile": hostfile,
         "include": include,
@@ -203,14 +222,15 @@ def shutdown() -> None:
 
 
 def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, Any]) -> RunConfig:
-    if config is None:
-        return RunConfig(**settings)
     # A value equal to the default cannot be told from one that was not given.
-    defaults = RunConfig().model_dump()
-    conflicting_names = [
-        setting_name for setting_name, value in settings.items() if value != defaults[setting_name]
-    ]
-    if conflicting_names:
+    given = {
+        setting_name: value
+        for setting_name, value in settings.items()
+        if not _is_same(value, RunConfig.model_fields[setting_name].default)
+    }
+    if config is None:
+        return RunConfig(**given)
+    if conflicting_names := list(given):
         raise ConfigError(
             f"config and {', '.join(conflicting_names)} were both given, and one would silently "
             "override the other. Use "
@@ -218,6 +238,11 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
             "or leave config out."
         )
     return run_config_of(config)
+
+
+def _is_same(value: object, default: object) -> bool:
+    # By type first: True is no number of processes, and an array is equal to nothing.
+    return type(value) is type(default) and value == default
 
 
 def launch_configured(
@@ -243,8 +268,27 @@ def launch_configured(
         return Results(values, plan, observed=observed)
     from nbaccel.calls import launch
 
+    if config.compare is not None:
+        _measure_alone(function, args, config)
     outcome: CallOutcome = launch.launch_plan(plan, function, args)
     return _results_of(outcome)
+
+
+def _measure_alone(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> None:
+    """Let one worker take some steps, which the report compares with; its weights are dropped."""
+    from nbaccel.calls import launch
+    from nbaccel.config.variables import MOST_STEPS_VARIABLE
+
+    write_notice(f"nbaccel: {config.compare} steps in one worker first, to compare.\n")
+    alone = config.changed(
+        num_processes=1,
+        compare=None,
+        resume=None,
+        share_back=False,
+        start_method="template",
+        variables={**(config.variables or {}), MOST_STEPS_VARIABLE: str(config.compare)},
+    )
+    launch.launch_plan(resolve(alone), function, args)
 
 
 def _launch_in_pool(
@@ -281,4 +325,9 @@ def _launch_in_pool(
 
 
 def _results_of(outcome: CallOutcome) -> Results:
-    return Results(outcome.values, outcome.plan, outcome.state_dicts, observed=outcome.observed)
+    __tracebackhide__ = True
+    results = Results(outcome.values, outcome.plan, outcome.state_dicts, observed=outcome.observed)
+    if outcome.stopped is not None:
+        outcome.stopped.results = results
+        raise outcome.stopped
+    return results

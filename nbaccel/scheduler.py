@@ -1,37 +1,37 @@
-"""The prepared scheduler, under the name by which Accelerate's users import it."""
+"""``AcceleratedScheduler``: a learning-rate schedule that advances when optimizers really step."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nbaccel.train import distributed
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.prepared_scheduler import PreparedScheduler
 
 __all__ = ["AcceleratedScheduler"]
 
 
-class _PreparedSchedulerType(type):
-    """Lets what `prepare` returned be an instance of the class by whose name users know it."""
+class AcceleratedScheduler:
+    """A learning-rate scheduler tied to optimizers.
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        is_public_class = cls is AcceleratedScheduler
-        return (
-            isinstance(instance, PreparedScheduler)
-            if is_public_class
-            else super().__instancecheck__(instance)
-        )
-
-
-class AcceleratedScheduler(PreparedScheduler, metaclass=_PreparedSchedulerType):
-    """A scheduler made by hand as `prepare` makes them.
+    A schedule written for one process sees, in one optimizer step of a run, as many batches as
+    there are processes; so it advances that many times. It stops silently at its `total_steps`
+    (``OneCycleLR``), where torch would raise. ``ReduceLROnPlateau`` counts how often it is shown a
+    metric, whichever process computed it, and so always advances once.
 
     Args:
         scheduler: The scheduler itself.
-        optimizers: The prepared optimizers that it waits for: one, or several.
-        step_with_optimizer: False: every call is one plain step.
+        optimizers: The optimizers that it waits for: one, or several.
+        step_with_optimizer: False leaves it to the caller: every call is one plain step.
         split_batches: Whether a batch is split among the processes, so that one optimizer step is
             one of the schedule, however many there are.
+        gradient_state: Says whether the current batch ends a group; None takes the optimizers'.
+        num_processes: How many processes train; None: those of this process's group.
+
+    Attributes:
+        scheduler: The scheduler itself.
     """
 
     def __init__(
@@ -40,15 +40,107 @@ class AcceleratedScheduler(PreparedScheduler, metaclass=_PreparedSchedulerType):
         optimizers: Any,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        *,
+        gradient_state: GradientState | None = None,
+        num_processes: int | None = None,
     ) -> None:
-        waited_optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        gradient_states = [
-            getattr(optimizer, "gradient_state", None) for optimizer in waited_optimizers
-        ]
-        super().__init__(
-            scheduler,
-            waited_optimizers,
-            next((state for state in gradient_states if state is not None), GradientState()),
-            steps_per_call=1 if split_batches else distributed.init_process().world_size,
-            with_optimizer=step_with_optimizer,
+        self.scheduler = scheduler
+        self.optimizers = tuple(
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         )
+        states = (getattr(optimizer, "gradient_state", None) for optimizer in self.optimizers)
+        self.gradient_state = gradient_state or next(filter(None, states), None) or GradientState()
+        self.with_optimizer = step_with_optimizer
+        self.steps_per_call = 1
+        if not split_batches:
+            self.steps_per_call = num_processes or distributed.init_process().world_size
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance, if the optimizers stepped with the current batch.
+
+        Args:
+            *args: For the scheduler's own step, for example a metric.
+            **kwargs: The same.
+        """
+        if self.gradient_state.is_skipping:
+            return
+        if not self.with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            return
+        for optimizer in self.optimizers:
+            # A scheduler constructed by hand may wait for torch's optimizers, without such a flag.
+            if getattr(optimizer, "step_was_skipped", False):
+                return
+        for _ in range(self._steps_to_advance()):
+            # Several steps per call may pass the end of a schedule, where OneCycleLR raises.
+            if self._is_over():
+                return
+            self.scheduler.step(*args, **kwargs)
+
+    @property
+    def step_with_optimizer(self) -> bool:
+        """Whether it waits for the optimizers."""
+        return self.with_optimizer
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether it advances once per optimizer step, however many processes there are."""
+        return self.steps_per_call == 1
+
+    def _steps_to_advance(self) -> int:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            return 1
+        if self.gradient_state.adjust_scheduler:
+            self._warn_adjusted()
+            return self.steps_per_call * self.gradient_state.batches_in_group
+        return self.steps_per_call
+
+    def _warn_adjusted(self) -> None:
+        if (
+            self.gradient_state.batches_in_group == 1
+            or not self.gradient_state.must_tell_adjusted()
+        ):
+            return
+        warnings.warn(
+            "GradientAccumulationPlugin(adjust_scheduler=True): the schedule advances by all "
+            f"{self.gradient_state.batches_in_group} batches of an optimizer step, as a schedule "
+            "written in batches needs it. Accelerate always advances it by one: for the "
+            "same learning rates leave adjust_scheduler out.",
+            stacklevel=4,  # past _steps_to_advance and step, to the training loop
+        )
+
+    def _is_over(self) -> bool:
+        total_steps: int | None = getattr(self.scheduler, "total_steps", None)
+        return total_steps is not None and self.scheduler.last_epoch >= total_steps
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates of the optimizer's groups, as they are now."""
+        return list(self.scheduler.get_last_lr())
+
+    def get_lr(self) -> list[Any]:
+        """The result of the scheduler's `get_lr`."""
+        return list(self.scheduler.get_lr())
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """Call the scheduler's `print_lr`; newer torch has none."""
+        self.scheduler.print_lr(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever else the scheduler has.
+        if name == "scheduler":
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it is constructed")
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.scheduler!r})"

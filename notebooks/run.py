@@ -21,6 +21,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from traitlets.config import Config
 
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
 
 class PrintingClient(NotebookClient):
     """A notebook client that hands on text output the moment the kernel sends it."""
@@ -69,8 +71,15 @@ def run(path: Path, *, timeout_s: int) -> Any:
 
 
 def save(notebook: Any, path: Path) -> None:
-    """Write the notebook without what differs from machine to machine."""
+    """Write the notebook without what differs from machine to machine, and without widgets.
+
+    A widget is dead without its kernel; what stands in its place is an output of its own.
+    """
     notebook.metadata.language_info = {"name": "python"}
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [one for one in cell.outputs if _WIDGET not in one.get("data", {})]
     nbformat.write(notebook, path)
 
 

@@ -81,6 +81,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     With all packages imported that tests train beside, there are millions of objects: a second for
     each collection that nbaccel or a test asks for, and as much for those that Python makes.
     """
+    selection.skip_if_late(item)
     if len(gc.get_objects()) > FEW_OBJECTS:
         # A launch that forks brings all of it back; what was made since is young.
         was_brought_back = gc.get_freeze_count() == 0 and item.config.stash.get(HAS_FROZEN, False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,16 @@ import pytest
 
 from tests.isolation import ROOT
 
-__all__ = ["SLOW_NOTEBOOKS", "add_option", "changed", "deselect", "git", "is_ignored", "landings"]
+__all__ = [
+    "SLOW_NOTEBOOKS",
+    "add_option",
+    "changed",
+    "deselect",
+    "git",
+    "is_ignored",
+    "landings",
+    "skip_if_late",
+]
 
 LANDINGS = ROOT / ".ci" / "landings"
 SLOW_NOTEBOOKS = {
@@ -113,6 +123,12 @@ def add_option(parser: pytest.Parser) -> None:
         default="all",
         help="slow tests: all of them; none; those of what has changed; or nothing but them",
     )
+    parser.addoption(
+        "--slow-until",
+        type=float,
+        default=float("inf"),
+        help="when no further slow test begins, in seconds since the epoch; those left are skipped",
+    )
 
 
 def is_ignored(path: Path, config: pytest.Config) -> bool:
@@ -137,16 +153,24 @@ def _is_taken(path: Path, chosen: str) -> bool:
     return _is_changed(name) or _is_changed(SLOW_NOTEBOOKS.get(name, name))
 
 
+def _is_slow(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow") is not None:
+        return True
+    return item.path.suffix == ".ipynb" and item.path.relative_to(ROOT).as_posix() in SLOW_NOTEBOOKS
+
+
+def skip_if_late(item: pytest.Item) -> None:
+    """Skip a slow test that would begin after `--slow-until`: CI ends a run that takes too long."""
+    if time.time() > item.config.getoption("slow_until") and _is_slow(item):
+        pytest.skip("slow, and no time is left for it: make test SLOW=all runs it")
+
+
 def deselect(items: list[pytest.Item], config: pytest.Config) -> None:
     """Leave out the slow tests that are not asked for, or the others."""
     chosen = config.getoption("slow")
     kept, left_out = [], []
     for item in items:
-        is_notebook = item.path.suffix == ".ipynb"
-        is_slow = item.get_closest_marker("slow") is not None or (
-            is_notebook and item.path.relative_to(ROOT).as_posix() in SLOW_NOTEBOOKS
-        )
-        runs = _is_taken(item.path, chosen) if is_slow else chosen != "only"
+        runs = _is_taken(item.path, chosen) if _is_slow(item) else chosen != "only"
         (kept if runs else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

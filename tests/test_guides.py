@@ -14,7 +14,11 @@ pytestmark = pytest.mark.slow
 # The DeepSpeed guide has a test of its own, which needs a compiler: tests/deepspeed/test_guide.py
 GUIDES = [
     page
-    for page in (ROOT / "README.md", PAGES / "index.md", *sorted((PAGES / "guides").glob("*.md")))
+    for page in (
+        *(ROOT / "README.md", PAGES / "index.md"),
+        *sorted((PAGES / "guides").glob("*.md")),
+        *sorted((PAGES / "recipes").glob("*.md")),
+    )
     if python_of(page) and page.stem != "deepspeed"
 ]
 

@@ -7,6 +7,7 @@ plan, and the plan names the strategy and the precision that do the work.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,19 +34,18 @@ from nbaccel.config.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from nbaccel.optimizer import AcceleratedOptimizer
+from nbaccel.scheduler import AcceleratedScheduler
 from nbaccel.state import remember_accelerator
 from nbaccel.train import checkpoint, distributed, trackers
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.in_sync import check_in_sync
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.prepare_loader import skip_first_batches
-from nbaccel.train.prepared_optimizer import PreparedOptimizer
-from nbaccel.train.prepared_scheduler import PreparedScheduler
 from nbaccel.train.profiling import profile_block
 from nbaccel.train.progress import Progress
+from nbaccel.train.resuming import Resuming
 from nbaccel.workers import metrics_reporter, precision_check
-
-__all__ = ["Accelerator"]
 
 _AnyBatch = TypeVar("_AnyBatch")
 
@@ -170,6 +170,13 @@ class Accelerator(RunDescription):
         self._preparer = Preparer(run, self.gradient_state, prepared)
         self._gradient_steps = steps = GradientSteps(run, self.gradient_state, prepared)
         self._checkpoints = TrainingCheckpoints(run, prepared, steps, self.gradient_state)
+        self.gradient_state.resuming = Resuming.asked_for(
+            run.place,
+            prepared.loaders,
+            save=functools.partial(self._checkpoints.save, may_be_numbered=False),
+            load=self.load_state,
+            rest_of=skip_first_batches,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would count steps separately, with the same prepared objects
@@ -214,7 +221,7 @@ class Accelerator(RunDescription):
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> PreparedOptimizer:
+    ) -> AcceleratedOptimizer:
         """Make one optimizer ready; its model is prepared elsewhere."""
         return self.prepare(optimizer, device_placement=[device_placement])  # type: ignore[no-any-return]
 
@@ -239,7 +246,7 @@ class Accelerator(RunDescription):
             slice_fn=slice_fn_for_dispatch,
         )
 
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Make one learning-rate scheduler ready; its optimizer must be prepared before it."""
         return self._preparer.prepare_scheduler(
             scheduler, with_optimizer=self.step_scheduler_with_optimizer
@@ -505,6 +512,9 @@ class Accelerator(RunDescription):
             ConfigError: There is nowhere to save to.
             CheckpointFailed: Some process could not write; it says which, and nothing has changed.
         """
+        if self.gradient_state.is_skipping:
+            # It would hold what training has become since.
+            return Path(output_dir or ".")
         return self._checkpoints.save(
             output_dir,
             safe_serialization=safe_serialization,
@@ -640,6 +650,8 @@ class Accelerator(RunDescription):
             step: Number of the training step.
             log_kwargs: Tracker's name → further arguments of its `log`.
         """
+        if self.gradient_state.is_skipping:
+            return
         if reporter := metrics_reporter.current():
             reporter.log(values, step)
         for tracker in self.trackers:
@@ -674,8 +686,12 @@ class Accelerator(RunDescription):
         """
         before = self._progress
         self._progress = Progress(loader, self._place, description, epochs)
+        resuming = self.gradient_state.resuming
         try:
-            yield from self._progress
+            if resuming is None or isinstance(loader, PreparedLoader):
+                yield from self._progress
+            else:
+                yield from resuming.rounds(self._progress)
         finally:  # loops with bars may be nested
             self._progress = before
 

@@ -27,8 +27,6 @@ from nbaccel.plan.training_plan import TrainingPlan
 from nbaccel.state import AcceleratorState, distributed_type
 from nbaccel.train.process_control import ProcessInfo
 
-__all__ = ["RunDescription"]
-
 
 class RunDescription(ProcessInfo):
     """What can be read of a run: it holds before anything is prepared, and trains nothing.

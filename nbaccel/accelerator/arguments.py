@@ -32,8 +32,6 @@ from nbaccel.plan.contracts.asking import Said, SaidBySettings, Wanted
 from nbaccel.plan.training_plan import TrainingRequest
 from nbaccel.train import distributed
 
-__all__ = ["Handlers", "Request", "dynamo_settings", "refuse_unserved"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handlers:

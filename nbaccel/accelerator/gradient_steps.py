@@ -13,11 +13,9 @@ from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.accelerator.preparer import PreparedObjects
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.prepared_optimizer import PreparedOptimizer
 from nbaccel.workers import loop_watch
-
-__all__ = ["GradientSteps"]
 
 # It has no state, so one object serves every batch.
 _NO_CONTEXT = contextlib.nullcontext()
@@ -124,7 +122,7 @@ class GradientSteps:
         ):
             torch_optimizer = (
                 chosen_optimizer.optimizer
-                if isinstance(chosen_optimizer, PreparedOptimizer)
+                if isinstance(chosen_optimizer, AcceleratedOptimizer)
                 else chosen_optimizer
             )
             # `clip_grad_norm_` may have unscaled them already, and torch raises the second time.

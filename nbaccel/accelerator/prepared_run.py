@@ -21,8 +21,6 @@ from nbaccel.plan.training_plan import ProcessFacts, TrainingPlan, plan_training
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["TrainingRun"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:

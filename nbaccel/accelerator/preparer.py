@@ -16,18 +16,16 @@ from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import first_few
+from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.bundle import Bundle
 from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
+from nbaccel.scheduler import AcceleratedScheduler
 from nbaccel.strategies.compiling import compile_regions
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.prepare_loader import prepare_data_loader
-from nbaccel.train.prepared_optimizer import PreparedOptimizer
-from nbaccel.train.prepared_scheduler import PreparedScheduler
-
-__all__ = ["PrepareOptions", "PreparedObjects", "Preparer"]
 
 _DATA_PARALLEL_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _MARK = "_is_accelerate_prepared"
@@ -39,8 +37,8 @@ class PreparedObjects:
     """What `prepare` returned so far, in its order; shared by the parts of an accelerator."""
 
     models: list[nn.Module] = field(default_factory=list)
-    optimizers: list[PreparedOptimizer] = field(default_factory=list)
-    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
 
     def clear(self) -> None:
@@ -143,13 +141,13 @@ class Preparer:
         self._prepared.loaders.append(prepared_loader)
         return prepared_loader
 
-    def prepare_scheduler(self, scheduler: Any, *, with_optimizer: bool) -> PreparedScheduler:
+    def prepare_scheduler(self, scheduler: Any, *, with_optimizer: bool) -> AcceleratedScheduler:
         """Make one learning-rate scheduler ready, after its optimizer."""
         # Two wrappers around one scheduler would advance it twice per step.
         for earlier in self._prepared.schedulers:
             if scheduler is earlier or scheduler is earlier.scheduler:
                 return earlier
-        if isinstance(scheduler, PreparedScheduler):
+        if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         torch_private.watch_steps_again(scheduler)
         optimizer = getattr(scheduler, "optimizer", None)
@@ -161,15 +159,15 @@ class Preparer:
                 for optimizer_part in _optimizer_parts(prepared_optimizer)
             )
         ]
-        splits_batches = self._run.request.data.split_batches
-        prepared_scheduler = PreparedScheduler(
+        prepared_scheduler = AcceleratedScheduler(
             scheduler,
             # A scheduler of another class need not say which optimizer it sets: then it waits for
             # all.
             optimizers or list(self._prepared.optimizers),
-            self._gradient_state,
-            steps_per_call=1 if splits_batches else self._run.place.world_size,
-            with_optimizer=with_optimizer,
+            with_optimizer,
+            self._run.request.data.split_batches,
+            gradient_state=self._gradient_state,
+            num_processes=self._run.place.world_size,
         )
         _mark(prepared_scheduler)
         self._prepared.schedulers.append(prepared_scheduler)
@@ -269,7 +267,7 @@ class Preparer:
         for optimizer in self._prepared.optimizers:
             if any(item is optimizer_part for optimizer_part in _optimizer_parts(optimizer)):
                 return optimizer
-        return item if isinstance(item, PreparedOptimizer) else None
+        return item if isinstance(item, AcceleratedOptimizer) else None
 
     def _place_models(self, bundle: Bundle, placements: Sequence[bool]) -> Bundle:
         for model, to_device in zip(bundle.models, placements, strict=True):
@@ -287,7 +285,7 @@ class Preparer:
             )
             if to_device and not is_spread:
                 device = registry.device(self._run.place.device_name)
-                device.place_module(model, self._run.place.device)  # PreparedOptimizer follows
+                device.place_module(model, self._run.place.device)  # AcceleratedOptimizer follows
         return bundle
 
     def _wrap_forward(self, bundle: Bundle) -> Bundle:
@@ -307,9 +305,13 @@ class Preparer:
         return bundle
 
     def _wrap_optimizers(self, bundle: Bundle) -> Bundle:
-        step = registry.device(self._run.place.device_name).mark_step
         wrapped_optimizers = tuple(
-            PreparedOptimizer(optimizer, self._gradient_state, self._run.precision.scaler, step)
+            AcceleratedOptimizer(
+                optimizer,
+                scaler=self._run.precision.scaler,
+                gradient_state=self._gradient_state,
+                mark_step=registry.device(self._run.place.device_name).mark_step,
+            )
             for optimizer in bundle.optimizers
         )
         self._prepared.optimizers.extend(wrapped_optimizers)
@@ -421,13 +423,13 @@ def _is_scheduler(given_object: Any) -> bool:
     if isinstance(given_object, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
         return True
     scheduler_methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
-    is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, PreparedScheduler, type))
+    is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, AcceleratedScheduler, type))
     return not is_other and all(
         callable(getattr(given_object, name, None)) for name in scheduler_methods
     )
 
 
-def _optimizer_parts(optimizer: PreparedOptimizer) -> tuple[Any, ...]:
+def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:
     """The optimizer, what is in it, and what was given for it."""
     inner_optimizer = optimizer.optimizer
     given_optimizer = getattr(inner_optimizer, "given", None)

@@ -17,8 +17,6 @@ from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint.own_disks import send_to_writers
 from nbaccel.train.gradient import GradientState
 
-__all__ = ["TrainingCheckpoints"]
-
 
 class TrainingCheckpoints:
     """Checkpoints of a run.
@@ -42,7 +40,12 @@ class TrainingCheckpoints:
         self.folders = checkpoint.Checkpoints(run.request.project, run.place, run.collectives)
 
     def save(
-        self, folder: str | Path | None, *, safe_serialization: bool, exclude_frozen: bool
+        self,
+        folder: str | Path | None,
+        *,
+        safe_serialization: bool = True,
+        exclude_frozen: bool = False,
+        may_be_numbered: bool = True,
     ) -> Path:
         """Save everything that training needs to continue; see `Accelerator.save_state`."""
         parts = self._checkpoint_parts(leaves_out_frozen=exclude_frozen)
@@ -56,7 +59,13 @@ class TrainingCheckpoints:
                 "where accelerator.sync_gradients is True.",
                 stacklevel=3,
             )
-        return self.folders.save(folder, parts, step=step, safe_serialization=safe_serialization)
+        return self.folders.save(
+            folder,
+            parts,
+            step=step,
+            safe_serialization=safe_serialization,
+            may_be_numbered=may_be_numbered,
+        )
 
     def load(
         self,

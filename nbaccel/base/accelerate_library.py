@@ -16,8 +16,6 @@ from typing import Any
 from nbaccel.base.errors import PlatformUnsupported
 from nbaccel.base.import_patches import patch_module
 
-__all__ = ["forget", "is_set_up", "mixed_precision", "prepare_anew"]
-
 _MODULE = "accelerate.accelerator"
 # Accelerate sets it on what it has prepared, and returns what has it as it is. Seen in 1.15.
 _MARK = "_is_accelerate_prepared"

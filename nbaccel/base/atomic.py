@@ -16,18 +16,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "clear_leftovers",
-    "hold_claim",
-    "keep_access",
-    "partial_folder",
-    "partial_name",
-    "publish_weights",
-    "sync_path",
-    "sync_tree",
-    "write_text",
-]
-
 _INDEX_SUFFIX = ".index.json"
 # The name is new, so only a process that is clearing up can hold the lock, and not for long.
 _CLAIM_TIMEOUT_S = 10.0

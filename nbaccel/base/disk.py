@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-__all__ = ["free_bytes", "nearest_folder"]
-
 
 def free_bytes(folder: Path) -> int:
     """What is free on the disk that a folder is, or will be, on."""

@@ -17,8 +17,6 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["NamedRow", "rows_from_outside"]
-
 
 class NamedRow(Protocol):
     """What every row has."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = ["applied", "changes", "flag", "read", "replace_all", "snapshot"]
-
 _YES_WORDS = frozenset({"1", "true", "yes", "on", "y", "t"})
 _OF_THIS_MACHINE = frozenset({"PATH", "HOME", "PWD", "TMPDIR", "HOSTNAME", "LD_LIBRARY_PATH"})
 _NO_WORDS = frozenset({"0", "false", "no", "off", "n", "f"})
@@ -40,13 +38,6 @@ def changes() -> dict[str, str]:
         for name, value in os.environ.items()
         if os.fsencode(f"{name}={value}") not in started_with and name not in _OF_THIS_MACHINE
     }
-
-
-def state() -> Mapping[bytes, bytes]:
-    """The environment as it is now, to compare with later: much faster than a :func:`snapshot`."""
-    # The private table: the public mapping decodes every value.
-    environment: Mapping[bytes, bytes] = dict(os.environb._data)  # type: ignore[attr-defined]  # noqa: SLF001
-    return environment
 
 
 def replace_all(environment: Mapping[str, str]) -> None:

@@ -27,6 +27,7 @@
     ├── PlatformUnsupported      (RuntimeError)  this operating system lacks what is needed
     └── InternalError            a bug in nbaccel; please report it
     LaunchInterrupted            (KeyboardInterrupt)  stopped by the user; no `Exception`
+    StoppedAtStep                (KeyboardInterrupt)  the same, within the function
 
 Each leaf is also the built-in exception that a reader would expect, so code which catches
 ``ValueError`` or ``TimeoutError`` keeps working. Every message says what was wrong (with the
@@ -254,7 +255,14 @@ class StartupFailed(WorkerFailed):
 
 
 class LaunchInterrupted(_WatchedRunEnd, KeyboardInterrupt):
-    """The user stopped a launch. Like any interrupt it is no `Exception`."""
+    """The user stopped a launch. Like any interrupt it is no `Exception`.
+
+    Attributes:
+        results: What the functions had returned by then, where a step had ended and the trained
+            weights are in the notebook's modules; else None.
+    """
+
+    results: Any = None
 
     def _render_traceback_(self) -> list[str]:
         return render_failure(self)
@@ -262,6 +270,10 @@ class LaunchInterrupted(_WatchedRunEnd, KeyboardInterrupt):
 
 # A kernel sends its clients the name of the class, and they recognise an interrupt by this one.
 LaunchInterrupted.__name__ = "KeyboardInterrupt"
+
+
+class StoppedAtStep(KeyboardInterrupt):
+    """Raised in the function of a launch that the user has stopped, where a step has ended."""
 
 
 class PlatformUnsupported(_PlainlyShownError, RuntimeError):

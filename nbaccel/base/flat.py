@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["by_dtype", "flatten", "unflatten"]
-
 
 def by_dtype(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors in groups of one data type, in the order in which the types come."""

@@ -20,22 +20,6 @@ from typing import Any
 
 from nbaccel.base import ipython_private
 
-__all__ = [
-    "MODULE_LEVEL",
-    "Frame",
-    "caller_level",
-    "cell_number",
-    "has_magic",
-    "is_module",
-    "of_traceback",
-    "place",
-    "running_shell",
-    "source",
-    "source_line",
-    "user_frame",
-    "within_worker",
-]
-
 MODULE_LEVEL = "<module>"
 _PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 _WORKER_FILE = str(_PACKAGE_FOLDER / "workers" / "worker.py")

@@ -9,8 +9,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["patch_module"]
-
 PatchModule = Callable[[ModuleType], None]
 
 

@@ -16,16 +16,6 @@ from typing import IO
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-__all__ = [
-    "OLD_TORCH_FORMAT",
-    "Recorded",
-    "Window",
-    "archive_problem",
-    "digest",
-    "file_problem",
-    "is_archive",
-]
-
 # Files before torch 1.6 begin with this number: they have neither records nor checksums.
 OLD_TORCH_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 

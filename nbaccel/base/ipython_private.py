@@ -18,21 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "PRIVATE_NAMES",
-    "cell_numbers",
-    "inspect_also",
-    "is_in_output_widget",
-    "keep_cell_lines",
-    "keep_no_prints",
-    "number_cell",
-    "publish_display",
-    "reply_where_sent",
-    "show_traceback_lines",
-    "wrap_completions",
-]
-
-
 _SENDING_S = 10.0  # for ipykernel's thread to send what it has; its own limit for a flush
 
 
@@ -123,13 +108,6 @@ PRIVATE_NAMES = (
         loss="live workers keep all that cells print in memory",
     ),
     PrivateName(
-        module="ipykernel.comm.comm",
-        holder="BaseComm",
-        name="_reply_subshell_for",
-        first=(7, 4),
-        loss="the dashboard's Stop button acts only when the cell has ended",
-    ),
-    PrivateName(
         module="ipykernel.iostream",
         holder="OutStream",
         name="_flush_pending",
@@ -218,18 +196,6 @@ def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: li
         show(kind, error, lines)
 
 
-def reply_where_sent(comm: Any) -> None:
-    """Let a comm's messages be handled where the front end sends them.
-
-    ipykernel 7.4 passes what a front end sends to the thread that used this comm last, which is the
-    busy main one, whatever the message's header says (`BaseComm._reply_subshell_for` in
-    https://github.com/ipython/ipykernel/blob/v7.4.0/ipykernel/comm/comm.py). Versions without that
-    method do not redirect.
-    """
-    if hasattr(comm, "_reply_subshell_for"):
-        comm._reply_subshell_for = _as_sent
-
-
 def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) -> None:
     """Publish rich output; without flushing printed text first where there is none.
 
@@ -286,10 +252,6 @@ def _is_thread_through(stream: Any) -> bool:
     # What a flush hands on is behind it in the same queue, and so before this.
     thread.schedule(through.set)
     return through.wait(_SENDING_S) and not any(map(_has_text, (sys.stdout, sys.stderr)))
-
-
-def _as_sent(data: Any, subshell: str | None) -> str | None:
-    return subshell
 
 
 _check_names()

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LeftoverFolders", "announce_leftover", "listen_for_leftovers"]
-
 
 @dataclass(frozen=True, slots=True)
 class LeftoverFolders:

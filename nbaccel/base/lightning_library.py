@@ -18,8 +18,6 @@ from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.import_patches import patch_module
 
-__all__ = ["guard_trainers", "tell_of_worker"]
-
 _TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 """One package under two names; each has a class `Trainer` of its own."""
 _TRAINER_ENTRIES = ("fit", "validate", "test", "predict")

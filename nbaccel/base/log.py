@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from nbaccel.base import env, frames
 
-__all__ = ["ROOT_LOGGER_NAME", "get_logger", "notice_stream", "write_notice"]
-
 ROOT_LOGGER_NAME = "nbaccel"
 
 if TYPE_CHECKING:

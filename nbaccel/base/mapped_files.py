@@ -18,8 +18,6 @@ from weakref import WeakSet
 
 _BOOT_NUMBER = Path("/proc/sys/kernel/random/boot_id")  # drawn anew by each start of a system
 
-__all__ = ["FileMapping", "drop_pages", "find_mapping", "forget_mapping", "register", "same_bytes"]
-
 _PAGE_BYTES = mmap.PAGESIZE
 
 

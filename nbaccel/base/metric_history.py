@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["MetricHistory", "Point"]
-
 Point = tuple[float, float]
 """Step and value."""
 

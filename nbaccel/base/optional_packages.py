@@ -14,8 +14,6 @@ from types import ModuleType
 from nbaccel.base.errors import MissingBackend
 from nbaccel.base.package_origin import install_line
 
-__all__ = ["installed_version", "is_installed", "is_package", "metadata_version", "require"]
-
 _VERSION_FIELD = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 
 

@@ -7,8 +7,6 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["install_line"]
-
 _PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 
 

@@ -14,8 +14,6 @@ import psutil
 from nbaccel.base.errors import PortTaken
 from nbaccel.base.process_names import describe_process
 
-__all__ = ["LOOPBACK_ADDRESSES", "listen", "loopback", "store_options"]
-
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 """Addresses that lead to this machine alone: version 4, version 6."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import psutil
 
-__all__ = ["describe_process"]
-
 _LONGEST_COMMAND = 80  # characters: what fits beside the rest of a message
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-__all__ = ["Bar"]
-
 
 class Bar(tqdm):  # type: ignore[type-arg]
     """tqdm's bar without the thread that watches over all bars of a process.

@@ -11,8 +11,6 @@ import textwrap
 
 from nbaccel.base import frames
 
-__all__ = ["coloured", "render_failure", "render_mistake"]
-
 _ANSI_RED = "\x1b[31m"
 _ANSI_BOLD = "\x1b[1m"
 _ANSI_GREEN = "\x1b[32m"

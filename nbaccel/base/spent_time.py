@@ -15,20 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = [
-    "SpentTime",
-    "TimeAccount",
-    "add_exchange",
-    "begin_account",
-    "communicating",
-    "end_step",
-    "open_account",
-    "present_account",
-    "present_spent",
-    "reading_data",
-    "use_account",
-]
-
 ExchangeSource = Callable[[], "float | None"]
 """Seconds for which an exchange of gradients has delayed its process so far; None where its library
 does not tell."""

@@ -16,8 +16,6 @@ from typing import Any
 from nbaccel.base import accelerate_library, env
 from nbaccel.base.import_patches import patch_module
 
-__all__ = ["is_sharding_new_models", "run_notebook_trainers"]
-
 _TRAINER_MODULE = "transformers.trainer"
 _DEEPSPEED_MODULE = "transformers.integrations.deepspeed"
 _TRAINER_ENTRIES = ("train", "evaluate", "predict")

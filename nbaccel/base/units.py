@@ -7,16 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = [
-    "count_noun",
-    "format_bytes",
-    "format_seconds",
-    "mark_left_out",
-    "number_ranges",
-    "parse_bytes",
-    "shorten_text",
-]
-
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE_TEXT = re.compile(
     r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE
@@ -68,6 +58,16 @@ def format_bytes(num_bytes: int) -> str:
             break
         size /= 1024
     return f"{text}{size:.0f} {name}" if name == "B" else f"{text}{size:.1f} {name}"
+
+
+def format_number(value: float | None) -> str:
+    """Write a number for people, in few characters: `0.0912`, `1,904`, `2e-7`; `-` for none."""
+    if value is None:
+        return "-"
+    if 1000 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    mantissa, has_exponent, exponent = f"{value:.4g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if has_exponent else mantissa
 
 
 def format_seconds(seconds: float) -> str:

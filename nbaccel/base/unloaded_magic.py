@@ -9,8 +9,6 @@ import sys
 
 from nbaccel.base.errors import UserMistake
 
-__all__ = ["register_stand_in"]
-
 
 def register_stand_in() -> None:
     """Register the stand-in in the shell of this process, if it has one and lacks the magic."""

@@ -11,20 +11,6 @@ from typing import Any, NoReturn
 
 from nbaccel.base.errors import PlatformUnsupported
 
-__all__ = [
-    "DEEPSPEED_INTERNALS",
-    "FSDP_INTERNALS",
-    "LAUNCH_COMMANDS",
-    "MEGATRON_LM",
-    "MIXED_PARALLELISMS",
-    "NOT_INSTALLED",
-    "PIPELINE_PARALLELISM",
-    "QUANTIZED_LOADING",
-    "XLA_INSTALLATION",
-    "LaterPart",
-    "missing_name_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LaterPart:

@@ -39,14 +39,6 @@ from nbaccel.bigmodel.tensor_placing import (
 from nbaccel.bigmodel.weight_source import prefetch_weights, release_weights
 from nbaccel.train.trees import leaves, send_to_device
 
-__all__ = [
-    "AlignDevicesHook",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "check_values",
-]
-
 _Device = int | str | torch.device
 _TiedMap = dict[int, PlacedTensors]
 

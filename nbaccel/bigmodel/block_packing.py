@@ -12,8 +12,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-__all__ = ["Block", "BlockForest", "Packing", "Refusal", "Tier", "find_block", "pack_blocks"]
-
 DecisionText = tuple[str, tuple[object, ...]]
 """A message with its arguments, as loggers take them."""
 

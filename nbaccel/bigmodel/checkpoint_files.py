@@ -23,8 +23,6 @@ from safetensors import SafetensorError, safe_open
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.units import first_few
 
-__all__ = ["CheckpointContent", "CheckpointTensor", "read_checkpoint"]
-
 SAFE_FILE = "model.safetensors"
 TORCH_FILE = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"

@@ -43,15 +43,6 @@ from nbaccel.transfer.sharded_tensors import (
     is_sharded,
 )
 
-__all__ = [
-    "LoadedWeights",
-    "fill_model",
-    "load_checkpoint_in_model",
-    "load_state_dict",
-    "parse_dtype",
-    "write_offload_index",
-]
-
 _PORTION_BYTES = 16 << 20  # copied at a time
 _BAR_DELAY_S = 0.5  # a load that is over by then needs no bar
 

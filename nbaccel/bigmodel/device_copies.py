@@ -17,8 +17,6 @@ from nbaccel.base.log import get_logger
 from nbaccel.bigmodel.tensor_placing import is_accelerator
 from nbaccel.plan import registry
 
-__all__ = ["CopiesUnderWay", "start_copies"]
-
 _copy_log = get_logger(__name__)
 
 

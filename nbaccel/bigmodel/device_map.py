@@ -34,8 +34,6 @@ from nbaccel.bigmodel.module_sizes import (
 from nbaccel.bigmodel.module_tensors import find_tied_parameters
 from nbaccel.plan.inventory import Inventory
 
-__all__ = ["check_device_map", "clean_device_map", "fallback_allocate", "infer_auto_device_map"]
-
 DeviceOfMap = int | str | torch.device
 
 _log = get_logger(__name__)

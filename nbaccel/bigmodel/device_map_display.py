@@ -31,8 +31,6 @@ from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
-__all__ = ["BlockRun", "DeviceMapView", "TierBar", "show_device_map"]
-
 _BAR_CHARS = 40
 _FREE_CHAR = "·"
 _RUN_CHARS = "█▓"

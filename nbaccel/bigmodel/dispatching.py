@@ -46,14 +46,6 @@ from nbaccel.bigmodel.offload_folder import (
 from nbaccel.bigmodel.tensor_placing import PlacedTensors, retie_parameters
 from nbaccel.strategies.choosing import own_block_classes
 
-__all__ = [
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "load_checkpoint_and_dispatch",
-]
-
 _MAP_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 

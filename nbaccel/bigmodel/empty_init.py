@@ -24,8 +24,6 @@ from nbaccel.base.transformers_library import is_sharding_new_models
 from nbaccel.bigmodel.tensor_placing import check_device_same, parameter_like, usable_device
 from nbaccel.transfer.sharded_tensors import shard_readers
 
-__all__ = ["init_empty_weights", "init_on_device"]
-
 _INCLUDE_BUFFERS_VARIABLE = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 
 

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from nbaccel.plan.inspecting import free_host_bytes
 
-__all__ = ["PREFETCH_WINDOW_BYTES", "ExecutionOrder", "OffloadedBlock"]
-
 PREFETCH_WINDOW_BYTES = 256 * 1024**2
 """How many bytes of weights are asked for ahead of time."""
 

@@ -19,8 +19,6 @@ from nbaccel.bigmodel.module_tensors import get_non_persistent_buffers
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.sharded_tensors import full_shape, module_inside
 
-__all__ = ["LoadPlan", "Placement", "inner_model", "plan_loading", "tier_of"]
-
 _log = get_logger(__name__)
 
 _MOST_LISTED = 10

@@ -25,16 +25,6 @@ from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 
-__all__ = [
-    "DISK",
-    "HOST",
-    "NAMED_TIERS",
-    "DeviceKey",
-    "get_balanced_memory",
-    "get_max_memory",
-    "is_accelerator",
-]
-
 DeviceKey = int | str
 """A tier of a device map: an accelerator's number, ``mps``, ``cpu`` or ``disk``."""
 

@@ -22,21 +22,6 @@ from nbaccel.plan import registry
 from nbaccel.train.distributed import find_device
 from nbaccel.train.trees import send_to_device
 
-__all__ = [
-    "HOOK_ATTRIBUTE",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "attach_layerwise_casting_hooks",
-    "each_hook",
-    "outside_compiled_code",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
-
 HOOK_ATTRIBUTE = "_hf_hook"
 """Where a module has its hook."""
 

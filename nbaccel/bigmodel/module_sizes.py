@@ -18,19 +18,6 @@ from nbaccel.base.log import get_logger
 from nbaccel.bigmodel.module_tensors import dtype_byte_size, named_module_tensors
 from nbaccel.config.enumerations import CustomDtype
 
-__all__ = [
-    "calculate_maximum_sizes",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "class_names",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "get_max_layer_size",
-    "get_module_leaves",
-    "get_module_size_with_ties",
-    "names_upwards",
-]
-
 WeightFormat = str | torch.dtype | CustomDtype
 NamedPart = tuple[str, Any]
 """A module, a parameter or a buffer, with its name in front."""

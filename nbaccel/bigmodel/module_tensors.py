@@ -9,14 +9,6 @@ from torch import nn
 
 from nbaccel.config.enumerations import CustomDtype
 
-__all__ = [
-    "dtype_byte_size",
-    "find_tied_parameters",
-    "get_non_persistent_buffers",
-    "id_tensor_storage",
-    "named_module_tensors",
-]
-
 _BYTES = {CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
 
 

@@ -23,18 +23,6 @@ from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
 from nbaccel.bigmodel.weight_source import prefetch_weights, release_weights
 
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offload_index",
-    "load_offloaded_weight",
-    "load_offloaded_weights",
-    "offload_state_dict",
-    "offload_weight",
-    "save_offload_index",
-]
-
 INDEX_NAME = "index.json"
 _HIDDEN_NAME = "weights"
 _8_BIT_STATISTICS = "SCB"

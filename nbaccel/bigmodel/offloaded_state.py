@@ -17,13 +17,6 @@ from nbaccel.base.units import first_few
 from nbaccel.bigmodel.model_hooks import each_hook
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device
 
-__all__ = [
-    "align_module_device",
-    "get_state_dict_from_offload",
-    "get_state_dict_offloaded_model",
-    "has_offloaded_params",
-]
-
 _MOST_NAMES_TOLD = 5
 
 _state_log = get_logger(__name__)

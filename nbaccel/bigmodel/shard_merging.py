@@ -21,8 +21,6 @@ from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.bigmodel.checkpoint_files import SAFE_DTYPE_NAMES, SAFE_FILE
 
-__all__ = ["write_merged_file"]
-
 _LENGTH_BYTES = 8
 _ALIGNMENT = 16
 """Bytes of the largest element: at multiples of it every tensor can be mapped."""

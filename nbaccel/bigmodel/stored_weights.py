@@ -19,9 +19,7 @@ from nbaccel.base import mapped_files
 from nbaccel.base.errors import CheckpointDamaged
 from nbaccel.bigmodel.checkpoint_files import CheckpointTensor
 from nbaccel.transfer import arena
-from nbaccel.transfer.arena import FileArena
-
-__all__ = ["StoredWeights", "WeightFiles"]
+from nbaccel.transfer.arena import Arena
 
 _HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 _MADV_POPULATE_READ = 22  # <asm-generic/mman-common.h>, Linux 5.14; the mmap module lacks it
@@ -32,7 +30,7 @@ class WeightFiles:
     """Files of a checkpoint, each mapped once, when the first of its tensors is asked for."""
 
     def __init__(self) -> None:
-        self._arenas: dict[Path, FileArena] = {}
+        self._arenas: dict[Path, Arena] = {}
         # Whose view has which memory of a file of torch, in which names may share theirs.
         self._owners: dict[int, str] = {}
 
@@ -95,9 +93,9 @@ class WeightFiles:
         storage = arena.storage_at(self._arena_of(stored.path), stored.first_byte, stored.num_bytes)
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
-    def _arena_of(self, path: Path) -> FileArena:
+    def _arena_of(self, path: Path) -> Arena:
         if path not in self._arenas:
-            self._arenas[path] = FileArena(path)
+            self._arenas[path] = Arena.of_file(path)
         return self._arenas[path]
 
     def bring_in(
@@ -127,7 +125,7 @@ class WeightFiles:
             file_arena, first_byte, end_byte = mapped
             mapped_files.drop_pages(file_arena.address + first_byte, end_byte - first_byte)
 
-    def _span_of(self, stored: CheckpointTensor) -> tuple[FileArena, int, int] | None:
+    def _span_of(self, stored: CheckpointTensor) -> tuple[Arena, int, int] | None:
         file_arena = self._arenas.get(stored.path)
         if file_arena is None or stored.opened is not None or not stored.num_bytes:
             return None

@@ -16,19 +16,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.torch_private import module_tables, store_own_tensor
 from nbaccel.plan import registry
 
-__all__ = [
-    "PlacedTensors",
-    "as_device",
-    "check_device_same",
-    "is_accelerator",
-    "own_module",
-    "parameter_like",
-    "placed_on",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-    "usable_device",
-]
-
 PlacedTensors = MutableMapping[Any, torch.Tensor]
 """Where one group of tied tensors has been placed already: devices (or their names) → tensors."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["PrefetchingWeights", "prefetch_weights", "release_weights"]
-
 
 class PrefetchingWeights(Protocol):
     """A map of weights that reads ahead."""

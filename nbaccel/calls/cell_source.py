@@ -5,8 +5,6 @@ from __future__ import annotations
 import linecache
 from dataclasses import dataclass
 
-__all__ = ["CellSource"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CellSource:

@@ -5,7 +5,7 @@
                                └─► objects ───► their tables         (CONFIG_MAPPING of AutoConfig)
 
 Looked for are functions and classes of the notebook, or of the user's own modules. Each place is
-remembered with what was there: before a later launch only places that have changed are looked
+remembered with what was there: before a later launch only modules that have changed are looked
 into, so that hundreds of thousands of attributes take milliseconds.
 
 What cannot be told from a package's own doing is not found: plain values (`package.FLAG = True`),
@@ -38,10 +38,7 @@ from nbaccel.calls.pool_messages import PACKAGE_CHANGES
 from nbaccel.transfer import pickling
 from nbaccel.transfer.free_names import Names
 from nbaccel.transfer.package_changes import ChangeKind, LateChange, PackageChange
-from nbaccel.workers import installed_modules
-from nbaccel.workers.installed_modules import local_modules
-
-__all__ = ["LiveChanges", "sendable_changes", "tell_of_edits"]
+from nbaccel.workers.notebook_imports import installed_modules, local_modules
 
 # They hold the notebook's functions as they run or pickle them. Symbols of sympy and mpmath are
 # slow to compare, and the last two are thousands of constants.
@@ -57,22 +54,18 @@ _INNER_MODULES = (
 )
 _TENSOR_TYPE = type(torch.FloatTensor)  # of 50 classes with the same hundreds of methods
 _LONGEST_TABLE = 4096
-_AT_ONCE = 32
 
 
 @dataclass(eq=False, slots=True)
 class _PackagePlace:
     """A module, class, object, table or list."""
 
-    module: str
     path: str
     kind: ChangeKind
     owner: Any
     """The thing itself."""
     has_tables: bool
     """Whether its tables and lists are looked into: not in private modules, where caches are."""
-    changes: tuple[PackageChange, ...] = ()
-    inner: tuple[_PackagePlace, ...] = ()
 
     def values(self) -> Iterable[Any]:
         """A view of all that it holds, which follows changes and runs no Python code."""
@@ -88,28 +81,35 @@ class _PackagePlace:
             return list(dict.items(self.owner))
         return [(None, element) for element in self.owner]
 
-    def walk(self) -> Iterator[_PackagePlace]:
-        """It, and all within it."""
-        yield self
-        for inner in self.inner:
-            yield from inner.walk()
+
+@dataclass(eq=False, slots=True)
+class _ScannedModule:
+    """A module of a package: the places in it, and what all of them held."""
+
+    module: types.ModuleType
+    places: list[_PackagePlace]
+    views: list[Iterable[Any]]
+    held: list[Any]
+    changes: tuple[PackageChange, ...]
+
+    def has_changed(self) -> bool:
+        """Whether any place holds something else now."""
+        values = list(itertools.chain.from_iterable(self.views))
+        try:
+            return values != self.held
+        except Exception:  # values of packages compare as they like
+            return True
 
 
 class _PackageScan:
-    """Places in installed packages, and what was found in them."""
+    """Modules of installed packages, and what was found in them."""
 
     def __init__(self) -> None:
         self._users: frozenset[str] = frozenset()
         self._packages: Mapping[str, str] = {}
-        self._modules: dict[str, _PackagePlace] = {}
+        self._modules: dict[str, _ScannedModule] = {}
         self._owned: dict[tuple[int, ChangeKind], _PackagePlace] = {}
         """By the id of what a place is: the same table may have a name in many modules."""
-        self._places: list[_PackagePlace] = []
-        self._views: list[Iterable[Any]] = []
-        self._before: list[list[Any]] = []
-        self._flat: dict[int, list[Any]] = {}
-        """What some places together held, by the position of the first."""
-        self._found: list[PackageChange] = []
 
     def changes(self) -> list[PackageChange]:
         """All changes that there are now."""
@@ -120,76 +120,52 @@ class _PackageScan:
             self._packages = {}
             self._modules = {}
             self._owned = {}
-        packages = installed_modules.installed_modules()
+        packages = installed_modules()
         if packages is not self._packages:
             self._packages = packages
             with _collector_paused():
-                self._scan(self._new_modules(), has_new=True)
-        self._scan(self._changed_places())
-        return self._found
+                self._find_modules()
+        for name, scanned in self._modules.items():
+            if scanned.has_changed():
+                self._modules[name] = self._scan(name, scanned.module, scanned)
+        return [change for scanned in self._modules.values() for change in scanned.changes]
 
     def is_behind(self) -> bool:
         """Whether modules have been imported since."""
-        return installed_modules.installed_modules() is not self._packages
+        return installed_modules() is not self._packages
 
-    def _new_modules(self) -> list[_PackagePlace]:
-        new_places = []
-        places = self._modules
+    def _find_modules(self) -> None:
+        known = self._modules
         self._modules = {}
         for name in self._packages:
             module = sys.modules.get(name)
             is_left_out = name.partition(".")[0] in _NOT_LOOKED_AT
             if module is None or is_left_out or name.startswith(_INNER_MODULES):
                 continue
-            place = places.get(name)
-            if place is None or place.owner is not module:
-                is_public = not any(part.startswith("_") for part in name.split("."))
-                place = _PackagePlace(name, "", "attribute", module, has_tables=is_public)
-                new_places.append(place)
-            self._modules[name] = place
-        return new_places
+            scanned = known.get(name)
+            if scanned is None or scanned.module is not module:
+                scanned = self._scan(name, module, scanned)
+            self._modules[name] = scanned
 
-    def _changed_places(self) -> list[_PackagePlace]:
-        changed = []
-        # A few at a time: what they hold is counted up and down again while it is in the cache.
-        for start in range(0, len(self._views), _AT_ONCE):
-            views = self._views[start : start + _AT_ONCE]
-            flat = list(itertools.chain.from_iterable(views))
-            if _are_same(flat, self._flat.get(start, [])):
-                continue
-            self._flat[start] = flat
-            for position, view in enumerate(views, start):
-                values = list(view)
-                if not _are_same(values, self._before[position]):
-                    self._before[position] = values
-                    changed.append(self._places[position])
-        return changed
+    def _scan(
+        self, name: str, module: types.ModuleType, before: _ScannedModule | None
+    ) -> _ScannedModule:
+        for place in before.places if before is not None else ():
+            self._owned.pop((id(place.owner), place.kind), None)
+        is_public = not any(part.startswith("_") for part in name.split("."))
+        places = list(
+            self._places_in(name, _PackagePlace("", "attribute", module, has_tables=is_public))
+        )
+        views = [place.values() for place in places]
+        return _ScannedModule(
+            module=module,
+            places=places,
+            views=views,
+            held=list(itertools.chain.from_iterable(views)),
+            changes=tuple(change for place in places for change in self._changes_in(name, place)),
+        )
 
-    def _scan(self, places: list[_PackagePlace], *, has_new: bool = False) -> None:
-        """Find changes in these places, and in those that are new within them."""
-        for place in places:
-            inner_before = place.inner
-            place.changes = tuple(self._changes_in(place))
-            self._scan_new(self._find_inner(place))
-            has_new |= place.inner != inner_before
-        if has_new:
-            known = dict(zip(map(id, self._places), self._before, strict=True))
-            self._places = [p for module in self._modules.values() for p in module.walk()]
-            self._views = [place.values() for place in self._places]
-            self._flat = {}
-            self._before = [
-                known[id(place)] if id(place) in known else list(view)
-                for place, view in zip(self._places, self._views, strict=True)
-            ]
-        if places:
-            self._found = [change for place in self._places for change in place.changes]
-
-    def _scan_new(self, places: Iterable[_PackagePlace]) -> None:
-        for place in places:
-            place.changes = tuple(self._changes_in(place))
-            self._scan_new(self._find_inner(place))
-
-    def _changes_in(self, place: _PackagePlace) -> Iterator[PackageChange]:
+    def _changes_in(self, module: str, place: _PackagePlace) -> Iterator[PackageChange]:
         for key, value in place.items():
             kind = type(value)
             # First what most values are told by.
@@ -198,7 +174,7 @@ class _PackageScan:
                 place.kind == "entry" and self._is_users(key)
             ):
                 yield PackageChange(
-                    module=place.module, holder=place.path, kind=place.kind, key=key, value=value
+                    module=module, holder=place.path, kind=place.kind, key=key, value=value
                 )
 
     def _is_users(self, value: Any, depth_left: int = 3) -> bool:
@@ -218,41 +194,32 @@ class _PackageScan:
             and any(self._is_users(inner, depth_left - 1) for inner in wrapped_by(value))
         )
 
-    # ---- places within places
+    def _places_in(self, module: str, place: _PackagePlace) -> Iterator[_PackagePlace]:
+        """A place and those within it, unless another module has them already."""
+        place_id = (id(place.owner), place.kind)
+        if place_id not in self._owned:
+            self._owned[place_id] = place
+            yield place
+            for inner in self._inner_places(module, place):
+                yield from self._places_in(module, inner)
 
-    def _find_inner(self, place: _PackagePlace) -> list[_PackagePlace]:
-        """Note which places there are within it; returns those that are new."""
-        known = {(id(inner.owner), inner.kind): inner for inner in place.inner}
-        for inner_id in known:
-            del self._owned[inner_id]
-        found = []
-        for inner in self._inner_places(place):
-            inner_id = (id(inner.owner), inner.kind)
-            if inner_id not in self._owned:
-                self._owned[inner_id] = known.get(inner_id, inner)
-                found.append(self._owned[inner_id])
-        place.inner = tuple(found)
-        return [inner for inner in found if (id(inner.owner), inner.kind) not in known]
-
-    def _inner_places(self, place: _PackagePlace) -> Iterator[_PackagePlace]:
+    def _inner_places(self, module: str, place: _PackagePlace) -> Iterator[_PackagePlace]:
         if place.kind != "attribute":
             return
         for name, value in place.items():
             path = f"{place.path}.{name}" if place.path else name
             kind = type(value)
             if issubclass(kind, type):
-                if kind is _TENSOR_TYPE:
-                    continue
                 # Elsewhere than in its own module it is another name of it.
-                if not place.path and _module_of(value) == place.module:
-                    yield _PackagePlace(place.module, path, "attribute", value, place.has_tables)
+                if kind is not _TENSOR_TYPE and not place.path and _module_of(value) == module:
+                    yield _PackagePlace(path, "attribute", value, place.has_tables)
                 continue
             if not place.has_tables or name.startswith("__") or "cache" in name.lower():
                 continue
             if issubclass(kind, dict) and _may_hold_code(value):
-                yield _PackagePlace(place.module, path, "entry", value, has_tables=False)
+                yield _PackagePlace(path, "entry", value, has_tables=False)
             elif kind is list and len(value) <= _LONGEST_TABLE:
-                yield _PackagePlace(place.module, path, "element", value, has_tables=False)
+                yield _PackagePlace(path, "element", value, has_tables=False)
             # An object of a package: it may have tables.
             if (
                 not place.path
@@ -260,7 +227,7 @@ class _PackageScan:
                 and type(_attributes_of(value)) is dict
                 and not issubclass(kind, types.ModuleType)
             ):
-                yield _PackagePlace(place.module, path, "attribute", value, has_tables=True)
+                yield _PackagePlace(path, "attribute", value, has_tables=True)
 
 
 def _attributes_of(owner: Any) -> Mapping[str, Any]:
@@ -296,13 +263,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _are_same(values: list[Any], before: list[Any]) -> bool:
-    try:
-        return values == before
-    except Exception:  # as above
-        return False
 
 
 def _closed_over(function: types.FunctionType) -> Iterator[Any]:

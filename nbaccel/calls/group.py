@@ -15,43 +15,69 @@ from typing import Any
 
 from nbaccel.base import process_death
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
+from nbaccel.base.log import write_notice
 from nbaccel.base.ports import listen
 from nbaccel.calls import outcome
-from nbaccel.calls.launch_hosts import LaunchHosts
-from nbaccel.calls.message_texts import why_lost
-from nbaccel.calls.outcome import CallResult
+from nbaccel.calls.outcome import CallResult, why_lost
 from nbaccel.calls.packing import judge_fork
-from nbaccel.calls.status_table import RankStatus, rank_status
+from nbaccel.calls.status_table import rank_status
 from nbaccel.calls.supervisor import RankTasks, Supervisor
+from nbaccel.config.capabilities import engine_row
+from nbaccel.hosts.host_session import HostSession
 from nbaccel.output import publish
 from nbaccel.output.cell_place import CellPlace, WaitingLine
 from nbaccel.output.console import Console
+from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.panel.following import DashboardUpdater
-from nbaccel.output.rank_logs import RankLogs, hidden_streams, logs_of_run
+from nbaccel.output.rank_logs import RankLogs, hidden_streams
 from nbaccel.plan import Plan, shared_memory_files
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template, time_limits, worker
 from nbaccel.workers.assignments import MeetingPlace, assignments, places
-from nbaccel.workers.fork import ForkStarter
-from nbaccel.workers.start_method import Starter
-from nbaccel.workers.template_starter import TemplateStarter
+from nbaccel.workers.starters import ForkStarter, Starter, TemplateStarter
 from nbaccel.workers.worker_handle import WorkerHandle, connect
 
-__all__ = ["Group"]
-
 _REPORT_PAUSE_S = 0.001  # between the end of a process and the template's report of it
+
+
+class LaunchHosts:
+    """Where the workers of a launch or pool run: here, or on hosts that stay for all attempts."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._session: HostSession | None = None
+        self._lost: list[str] = []
+
+    def session(self) -> HostSession | None:
+        """Hosts for the next attempt: those of the last one, unless some were lost; None: here."""
+        if not engine_row(self.plan.engine).runs_on_hosts:
+            return None
+        if self._session is not None and self._session.lost_hosts:
+            self._lost += self._session.lost_hosts
+            self.close()
+        if self._session is None:
+            self._session = HostSession.open(self.plan, self._lost)
+            for warning in self._session.plan.warnings:
+                write_notice(f"nbaccel: {warning}\n")
+        return self._session
+
+    def what_is_left(self) -> str:
+        """What a message about a new attempt adds: hosts that were lost."""
+        hosts = self._session.lost_hosts if self._session is not None else ()
+        return f", without {', '.join(hosts)}" if hosts else ""
+
+    def close(self) -> None:
+        """Let all hosts go."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
 
 class Group:
     """Workers that are started together, watched while they do what they are given, and ended.
 
-    Attributes:
-        plan: What was planned.
-        members: The workers that have been started, by rank.
-        stays: Whether they take one task after the other, as a pool's do, or make a single call.
-        oom_kills: How often the system had run out of memory before.
-        why_lost: Why a pool's workers were all ended in a task; empty while they are there.
+    They take one task after the other if the group stays, as a pool's does, or make a single call.
     """
 
     def __init__(
@@ -67,6 +93,7 @@ class Group:
         self.members: list[WorkerHandle] = []
         self.oom_kills = process_death.oom_kills()
         self.why_lost = ""
+        """Why a pool's workers were all ended in a task; empty while they are there."""
         self._starter = starter
         self._on_end = contextlib.ExitStack()
         self._on_end.callback(after_end)
@@ -123,7 +150,6 @@ class Group:
         with contextlib.ExitStack() as undo_start, contextlib.closing(waiting_line):
             if template.uses_template(plan):
                 pool_template = template.template_for(plan.device)
-                pool_template.drop_outdated()
                 # The cells to come may use anything that the notebook has.
                 pool_template.wait(waiting_line.say, lambda _package: True)
                 plan = pool_template.told_in(plan)
@@ -139,7 +165,10 @@ class Group:
         """Start all workers and tell each its place; they then wait for a task."""
         shares = self._starter.shares
         first_rank = self.plan.num_processes * meeting_place.node_rank
-        self._rank_logs = self._on_end.enter_context(logs_of_run(self.plan, first_rank=first_rank))
+        if self.plan.config.log_dir is not None:
+            ranks = range(first_rank, first_rank + self.plan.num_processes)
+            self._rank_logs = RankLogs(self.plan.config.log_dir, ranks)
+            self._on_end.callback(self._rank_logs.close)
         worker_places = places(self.plan, shares, meeting_place)
         # Shared memory that libraries make in workers: what is there before, and theirs.
         _forget_memory(worker_places)
@@ -148,14 +177,22 @@ class Group:
         self._on_end.callback(self._end_workers)
         for place in worker_places:
             self._start_worker(place.rank)
-        told = assignments(self.plan, shares, meeting_place, variables, stays=self.stays)
+        told = assignments(
+            self.plan,
+            shares,
+            meeting_place,
+            variables,
+            stays=self.stays,
+            has_cells=publish.has_cells(),
+        )
         for member, assignment in zip(self.members, told, strict=True):
             with contextlib.ExitStack() as sent:
                 fds = []
                 if assignment.serves_store and meeting_place.store_socket is not None:
                     fds.append(meeting_place.store_socket.fileno())
                 if self.stays:
-                    member.control, worker_end = messaging.Channel.pair()
+                    control, worker_end = messaging.Channel.pair()
+                    member.control = self._starter.channel_to(member.pid, control, is_second=True)
                     sent.enter_context(contextlib.closing(worker_end))
                     fds.append(worker_end.fileno())
                 # If it has died already, its sentinel says so.
@@ -171,7 +208,7 @@ class Group:
             pid = starter.start(worker_ends)
         member = WorkerHandle(
             rank=rank,
-            channel=channel,
+            channel=starter.channel_to(pid, channel),
             pipes=pipes,
             pid=pid,
             sentinel=starter.sentinel(pid),
@@ -216,8 +253,7 @@ class Group:
         """Let idle workers do what libraries do at the end of a process, before they are ended."""
         for member in self._living():
             member.let_exit()
-        with contextlib.suppress(StartupFailed):  # the template has ended, with all of them
-            self._wait_for_ends(time_limits.UNWIND_S)
+        self._wait_for_ends(time_limits.UNWIND_S)
 
     def end(self) -> None:
         """End what is left of the workers, wait until they are reaped, close all connections."""
@@ -245,12 +281,10 @@ class Group:
         deadline = time.monotonic() + limit_s
         while (living := self._living()) and (left_s := deadline - time.monotonic()) > 0:
             _wait([member.sentinel for member in living], left_s)
-            ended = {one.pid for one in self._starter.collect()}
+            ended = {one.pid for one in self.collect()}
             for member in living:
                 if member.pid in ended:
                     member.end()
-            if not ended:
-                time.sleep(_REPORT_PAUSE_S)
 
     # ---- tasks
 
@@ -270,10 +304,11 @@ class Group:
         if prefix is None and self.stays and len(member_ranks) == 1:
             # A single worker needs no prefix to tell its lines from others.
             prefix = ""
+        shown = self.plan.config.shown_output
         console = Console(
             member_ranks,
             prefix_template=prefix,
-            hidden=hidden_streams(self.plan.config.shown_output, member_ranks),
+            hidden=hidden_streams(shown, member_ranks) if shown is not None else frozenset(),
             rank_logs=self._rank_logs,
             place=place,
         )
@@ -315,29 +350,20 @@ class Group:
         """How each worker stands by what is known of it here; none is asked."""
         now = time.monotonic()
         open_ranks = frozenset() if self._task is None else self._task.open
-        ended = self._ended_ranks()
+        # Processes that are gone, though no task has noticed it yet.
+        ended = _wait([member.sentinel for member in self._living()], 0.0)
         return [
             rank_status(
                 member,
                 now - member.since,
-                None if member.rank in ended else self._latest_place(member, open_ranks),
+                # While a cell runs a worker is asked about once a second.
+                (member.whereabouts if member.rank in open_ranks else None)
+                or self._answers.get(member.rank),
                 is_open=member.rank in open_ranks,
-                is_gone=member.rank in ended,
+                is_gone=member.sentinel in ended,
             )
             for member in self.members
         ]
-
-    def _latest_place(
-        self, member: WorkerHandle, ranks: frozenset[int]
-    ) -> messaging.Whereabouts | None:
-        """What a worker has answered last: while a cell runs it is asked about once a second."""
-        in_task = member.whereabouts if member.rank in ranks else None
-        return in_task or self._answers.get(member.rank)
-
-    def _ended_ranks(self) -> frozenset[int]:
-        """Ranks whose process is gone, though no task has noticed it yet."""
-        rank_of = {member.sentinel: member.rank for member in self._living()}
-        return frozenset(rank_of[sentinel] for sentinel in _wait(rank_of, 0.0))
 
     def ask_whereabouts(self) -> None:
         """Ask all workers where they are; of those that do not answer at once nothing is known."""

@@ -1,28 +1,42 @@
 """One worker, in the notebook's own process: results look the same, and a debugger works.
 
 The function trains the notebook's model itself, so nothing has to be copied back; and if it raises,
-the exception is the original one, with frames for `%debug`.
+the exception is the original one, with frames for `%debug`. A panel shows its loops, bars and
+memory, as it does those of workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import accelerate_library, env, ports
-from nbaccel.calls.inline_board import observing_here
+from nbaccel.base.errors import LaunchInterrupted, StoppedAtStep
+from nbaccel.calls import launched_functions
 from nbaccel.config.capabilities import STRATEGIES, StrategyRow
 from nbaccel.config.variables import run_variables
-from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.panel.display import Dashboard
+from nbaccel.output.panel.facts import RankStatus, RunBoard
+from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.shards import Remembered, ShardReader, remember
 from nbaccel.plan.topology import Topology
+from nbaccel.workers.resource_use import process_use
 
 if TYPE_CHECKING:
     from torch import nn
+
+_POLL_INTERVAL_S = 1.0
+_SHORT_S = 0.05
+"""A function without a bar that is over by then leaves no place for a panel behind."""
 
 
 def run_observed(
@@ -30,12 +44,39 @@ def run_observed(
 ) -> tuple[list[Any], RunBoard]:
     """Call the function here with the environment of a worker, and tidy up after it."""
     __tracebackhide__ = True  # so that what the function raises shows the user's frames
-    with observing_here(plan) as board:
-        values = _call_here(plan, function, args)
-    return values, board
+    folder = launched_functions.resume_folder(plan, function)
+    board: RunBoard | None = None
+    try:
+        title = launched_functions.call_title(function, args)
+        with observing_here(plan, title) as board, _stopped_after_step(plan):
+            values = _call_here(plan, function, args, launched_functions.variables_of(folder))
+        launched_functions.note_end(folder, None)
+        return values, board
+    # After the block: it has noted the last steps.
+    except StoppedAtStep:
+        from nbaccel.calls import outcome
+        from nbaccel.transfer.object_walk import find_modules, reached_modules
+
+        steps = board.ranks[0].told.steps if board is not None else None
+        modules = find_modules(args) or reached_modules(function, args)
+        error = LaunchInterrupted(outcome.kept_words(steps, modules))
+        launched_functions.note_end(folder, error)
+        error.make_report = functools.partial(report_of, board, type(error).__name__)
+        raise error from None
 
 
-def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+def _stopped_after_step(plan: Plan) -> contextlib.AbstractContextManager[None]:
+    # Without torch nothing trains; see `observing_here`.
+    if "torch" not in sys.modules or plan.config.on_stop != "keep":
+        return contextlib.nullcontext()
+    from nbaccel.workers import step_stop
+
+    return step_stop.interrupted_at_step()
+
+
+def _call_here(
+    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...], more: Mapping[str, str]
+) -> list[Any]:
     __tracebackhide__ = True
     address = ports.loopback(plan.config.master_addr)
     with _reserved_port(address, plan.port) as store_port, _tidy_process():
@@ -45,7 +86,7 @@ def _call_here(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) 
             | run_variables(plan.config)
         )
         # Without this variable rank 0 serves the rendezvous store, which no launcher does here.
-        variables |= {"TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
+        variables |= {**more, "TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
         with env.applied(variables), _own_libraries(args), _own_layers(args):
             return [function(*args)]
 
@@ -148,3 +189,90 @@ def _has_group() -> bool:
         and torch_distributed.is_available()
         and torch_distributed.is_initialized()
     )
+
+
+# ---- what is seen of it
+
+
+class BoardChannel:
+    """Takes the place of a worker's channel to the notebook: messages go to the board at once.
+
+    With the first of them the panel has its place in the cell. It is drawn whenever something is
+    reported, since nothing else runs meanwhile.
+    """
+
+    def __init__(self, plan: Plan, title: str = "") -> None:
+        self._place = CellPlace()
+        self.has_panel = (
+            self._place.has_panel and threading.current_thread() is threading.main_thread()
+        )
+        self.dashboard = Dashboard(
+            [0], plan=plan, title=title, place=self._place, is_wanted=self.has_panel
+        )
+        self._next_poll = 0.0
+
+    def try_send(self, message: Any) -> bool:
+        """Take in what the function reports."""
+        self.dashboard.receive(0, message)
+        is_short = time.monotonic() < self.dashboard.board.began + _SHORT_S
+        if self.has_panel and (message.bars or self.dashboard.has_progress or not is_short):
+            self._place.hold()
+        self._show_if_due()
+        return True
+
+    def send(self, message: Any) -> None:
+        """Take in what the function reports."""
+        self.try_send(message)
+
+    def _show_if_due(self) -> None:
+        """Look how much memory the process has, and show what is known."""
+        if time.monotonic() < self._next_poll:
+            return
+        self._next_poll = time.monotonic() + _POLL_INTERVAL_S
+        rows = [self._own_row("running")]
+        if self.dashboard.is_due:
+            self.dashboard.update(rows)
+        else:
+            self.dashboard.board.see(rows)
+
+    def end(self, ending: str) -> None:
+        """Leave the summary."""
+        self.dashboard.finish([self._own_row(ending or "done")], ending=ending)
+
+    def _own_row(self, state: str) -> RankStatus:
+        use = process_use(os.getpid())
+        return RankStatus(
+            rank=0,
+            state=state,
+            seconds=time.monotonic() - self.dashboard.board.began,
+            rss_bytes=use.rss_bytes if use is not None else 0,
+        )
+
+
+@contextlib.contextmanager
+def observing_here(plan: Plan, title: str = "") -> Iterator[RunBoard]:
+    """A block in which loops of this process report to a board, and are shown in a panel."""
+    __tracebackhide__ = True
+    channel = BoardChannel(plan, title)
+    ending = ""
+    with contextlib.ExitStack() as clean_up:
+        clean_up.callback(lambda: channel.end(ending))
+        # Else nothing can report: torch takes a second to import, and the function need not use it.
+        if "torch" in sys.modules:
+            from nbaccel.workers import loop_watch
+
+            hardware = registry.device(plan.device)
+            device_name = str(hardware.torch_device(0))
+            clean_up.enter_context(
+                loop_watch.reporting_to(
+                    channel, hardware, device_name, shows_bars=channel.has_panel
+                )
+            )
+        try:
+            yield channel.dashboard.board
+        except KeyboardInterrupt:
+            ending = "stopped"
+            raise
+        except BaseException:  # whatever the function raises, SystemExit too, it has failed
+            ending = "failed"
+            raise

@@ -12,14 +12,15 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from nbaccel.base.errors import LaunchTimeout, StartupFailed, WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.units import first_few, format_bytes
+from nbaccel.calls import launched_functions
 from nbaccel.calls.changed_packages import tell_of_edits
-from nbaccel.calls.group import Group
-from nbaccel.calls.launch_hosts import LaunchHosts
+from nbaccel.calls.group import Group, LaunchHosts
 from nbaccel.calls.outcome import CallOutcome, conclude_call
 from nbaccel.calls.packing import PackedCall, fork_if_sooner, pack_call
 from nbaccel.config.capabilities import device_row
@@ -28,23 +29,22 @@ from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.plan import Choice, Plan
 from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.transfer.memfd import closing_files
-from nbaccel.workers import requirements, template
+from nbaccel.workers import starters, template
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
 
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
     """Run `function(*args)` in the workers of a plan."""
-    plan = requirements.check_requirements(plan)
+    plan = starters.check_requirements(plan)
+    folder = launched_functions.resume_folder(plan, function)
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         waiting_line = WaitingLine(plan.num_processes)
         clean_up.callback(waiting_line.close)
         # A fork has the notebook's modules and imports none anew.
         has_edits = plan.start_method != "fork" and tell_of_edits()
-        if template.uses_template(plan):
-            is_outdated = template.template_for(plan.device).drop_outdated()
-            if not has_edits and not is_outdated:
-                plan = fork_if_sooner(plan)
+        if template.uses_template(plan) and not has_edits:
+            plan = fork_if_sooner(plan)
         packed, plan = pack_call(plan, function, args)
         plan = _tell_host_memory(plan, packed)
         clean_up.enter_context(closing_files(*packed.files()))
@@ -54,7 +54,10 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             plan = launch_template.told_in(plan)
         hosts = LaunchHosts(plan)
         clean_up.callback(hosts.close)
-        return _run_attempts(hosts, packed, waiting_line)
+        outcome = _run_attempts(hosts, packed, waiting_line, folder)
+        if folder is not None or outcome.stopped is not None:
+            launched_functions.note_end(folder, outcome.stopped, has_ended=outcome.has_ended)
+        return outcome
 
 
 def _tell_host_memory(plan: Plan, packed: PackedCall) -> Plan:
@@ -106,13 +109,15 @@ def _one_at_a_time() -> Iterator[None]:
         _ONE_AT_A_TIME.release()
 
 
-def _run_attempts(hosts: LaunchHosts, packed: PackedCall, waiting_line: WaitingLine) -> CallOutcome:
+def _run_attempts(
+    hosts: LaunchHosts, packed: PackedCall, waiting_line: WaitingLine, folder: Path | None
+) -> CallOutcome:
     """Launch, and launch anew after a failure as often as allowed."""
     max_restarts = hosts.plan.config.max_restarts
     attempt = 0
     while True:
         try:
-            return _run_attempt(hosts, packed, attempt, waiting_line)
+            return _run_attempt(hosts, packed, attempt, waiting_line, folder)
         except (LaunchTimeout, StartupFailed):
             # The same would happen again, after the same wait.
             raise
@@ -129,14 +134,19 @@ def _run_attempts(hosts: LaunchHosts, packed: PackedCall, waiting_line: WaitingL
 
 
 def _run_attempt(
-    hosts: LaunchHosts, packed: PackedCall, attempt: int, waiting_line: WaitingLine
+    hosts: LaunchHosts,
+    packed: PackedCall,
+    attempt: int,
+    waiting_line: WaitingLine,
+    folder: Path | None,
 ) -> CallOutcome:
     config = hosts.plan.config
-    num_restarts = {
+    variables = {
         # The variables that torchrun sets, which training scripts read.
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RUN_ID": config.rdzv_id,
+        **launched_functions.variables_of(folder),
     }
     with contextlib.ExitStack() as clean_up:
         receiver = clean_up.enter_context(packed.staged(share_back=config.share_back))
@@ -146,7 +156,7 @@ def _run_attempt(
             hosts,
             waiting_line,
             forked_call=packed.call if packed.is_inherited else None,
-            variables=num_restarts,
+            variables=variables,
         )
         ranks = [member.rank for member in group.members]
         result = group.run_tasks(
@@ -154,7 +164,11 @@ def _run_attempt(
             timeout_s=config.timeout,
             place=waiting_line.place,
             make_show=lambda: DashboardUpdater(
-                ranks, plan=group.plan, place=waiting_line.place, waiting_line=waiting_line
+                ranks,
+                plan=group.plan,
+                place=waiting_line.place,
+                waiting_line=waiting_line,
+                title=launched_functions.call_title(packed.call.function, packed.call.args),
             ),
         )
         was_stopped, closing_lines = _closing_words(packed, group.plan)

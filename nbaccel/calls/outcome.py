@@ -7,9 +7,11 @@ import functools
 import itertools
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
+
+from torch import nn
 
 from nbaccel.base import frames
 from nbaccel.base.errors import (
@@ -20,8 +22,9 @@ from nbaccel.base.errors import (
     WorkerFailed,
 )
 from nbaccel.base.process_death import uninterrupted
-from nbaccel.base.units import count_noun, format_seconds
+from nbaccel.base.units import count_noun, first_few, format_seconds
 from nbaccel.calls import pool_messages
+from nbaccel.config.mistakes import closest
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.report.run_report import report_of
@@ -32,8 +35,6 @@ from nbaccel.transfer.weight_writer import WeightReport
 from nbaccel.workers import failure, library_texts, messaging
 from nbaccel.workers.portable_exception import PortableException
 from nbaccel.workers.worker_handle import WorkerHandle
-
-__all__ = ["CallOutcome", "CallResult", "conclude_call", "stopped_error"]
 
 
 @dataclass(kw_only=True)
@@ -74,6 +75,11 @@ class CallResult:
         return not self.interrupted and all(member.returned is not None for member in self.members)
 
     @property
+    def came_to_end_of_step(self) -> bool:
+        """Whether a call that was interrupted has handed over the weights of one whole step."""
+        return all(m.returned is not None and not m.is_stopped for m in self.members)
+
+    @property
     def shown(self) -> dict[int, Any]:
         """What the task gives the user to see, by rank."""
         return {rank: answer.shown for rank, answer in self.idle.items()}
@@ -108,11 +114,7 @@ class RemoteTraceback(Exception):
 
 
 class UnsendableResult:
-    """Stands in the results for a value that could not leave its worker.
-
-    Attributes:
-        reason: What it was, and why it could not be sent.
-    """
+    """Stands in the results for a value that could not leave its worker, and says why."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -294,7 +296,7 @@ def _stuck_error(
 
 @dataclass(frozen=True, kw_only=True)
 class CallOutcome:
-    """What a launch that succeeded hands to the notebook."""
+    """What a launch hands to the notebook that succeeded, or was stopped where a step had ended."""
 
     values: list[Any]
     plan: Plan
@@ -302,6 +304,10 @@ class CallOutcome:
     """Weights of modules whose structure changed, so that they could not be copied in place."""
     observed: RunBoard | None = None
     """What was seen of it."""
+    stopped: LaunchInterrupted | None = None
+    """What is to be raised where the user has stopped it and its weights are kept."""
+    has_ended: bool = True
+    """Whether the functions came to their ends."""
 
 
 def conclude_call(
@@ -313,7 +319,7 @@ def conclude_call(
     closing_lines: str,
 ) -> CallOutcome:
     """Copy the weights back and open the results, or raise what went wrong."""
-    if result.interrupted:
+    if result.interrupted and not result.came_to_end_of_step:
         raise stopped_error("\n".join([was_stopped, *_where_ranks_were(result)]), result)
     if (error := call_error(result, plan, closing_lines=closing_lines)) is not None:
         raise error
@@ -337,7 +343,40 @@ def conclude_call(
     state_dicts = {
         path: state_dict for report in reports for path, state_dict in report.state_dicts.items()
     }
-    return CallOutcome(values=values, plan=plan, state_dicts=state_dicts, observed=result.observed)
+    return CallOutcome(
+        values=values,
+        plan=plan,
+        state_dicts=state_dicts,
+        observed=result.observed,
+        stopped=_stopped_at_step(result, receiver) if result.interrupted else None,
+        has_ended=_has_ended(result),
+    )
+
+
+def _stopped_at_step(result: CallResult, receiver: WeightReceiver) -> LaunchInterrupted:
+    """The exception of a call that was stopped where a step had ended."""
+    ranks = result.observed.ranks.values() if result.observed is not None else ()
+    steps = max((facts.told.steps or 0 for facts in ranks), default=0)
+    words = kept_words(None if _has_ended(result) else steps, receiver.modules)
+    return stopped_error(words, result)
+
+
+def _has_ended(result: CallResult) -> bool:
+    return not any(m.returned is not None and m.returned.was_stopped for m in result.members)
+
+
+def kept_words(steps: int | None, modules: Sequence[tuple[str, nn.Module]]) -> str:
+    """What a Stop says that keeps the weights: the step, and where they are in the notebook."""
+    ending = "it had ended already" if steps is None else f"stopped at step {steps}"
+    if not modules:
+        return ending
+    shell = frames.running_shell()
+    variables = tuple(shell.user_ns.items()) if shell is not None else ()
+    names = []
+    for path, module in modules:
+        known = [name for name, value in variables if value is module and name[0] != "_"]
+        names.append(f"`{known[0] if known else path}`")
+    return f"{ending}; its weights are in {first_few(names, 3)}"
 
 
 def _lost_values_lines(values: Sequence[Any]) -> list[str]:
@@ -369,3 +408,107 @@ def _disturbed_line(path: str) -> str:
         "the new values wherever they had not written themselves, so they may have trained on a "
         "mixture. Let that thread wait until the launch is over, or give it a copy."
     )
+
+
+# ---- what a pool says: of a cell that failed, and of what is left of its workers
+
+_STILL_ALIVE = "The workers live on, with all their variables."
+_RUN_AGAIN = (
+    "by themselves; run the cells again that build what else holds one (a DeepSpeed engine, FSDP2, "
+    "dist.new_group)."
+)
+_REGROUPED = (
+    "Their process groups were ended, since ranks were waiting in them; the next collective "
+    f"makes new ones. DDP models and Accelerators go on with these {_RUN_AGAIN}"
+)
+UNEVEN_COLLECTIVES = (
+    "nbaccel: the ranks have called different numbers of collectives in this cell, so their "
+    "process groups were ended: the next collective would have met the wrong partner. DDP models "
+    f"and Accelerators go on in new ones {_RUN_AGAIN}\n"
+)
+_POOL_LOST = (
+    "All workers have been ended, and their variables are lost. The next cell starts new ones. "
+    "The notebook's own variables and models are as they were before this cell."
+)
+
+
+def closing_lines(result: CallResult, unsendable: Mapping[str, str]) -> str:
+    """The closing lines of a failure report: what is left, and why a name was missing."""
+    missing = {
+        member.record.raised.missing_name
+        for member in result.members
+        if member.record and member.record.raised
+    }
+    lines = [
+        f"The notebook has {name!r}, but it cannot be sent to the workers: {reason}"
+        for name, reason in unsendable.items()
+        if name in missing
+    ]
+    return "\n".join([*lines, _what_is_left(result)])
+
+
+def _what_is_left(result: CallResult) -> str:
+    if result.lost:
+        return _POOL_LOST
+    in_groups = any(idle.in_groups for idle in result.idle.values())
+    return f"{_STILL_ALIVE} {_REGROUPED}" if result.out_of_step and in_groups else _STILL_ALIVE
+
+
+def why_lost(result: CallResult) -> str:
+    """In one clause, why a pool is broken."""
+    if result.lost_because:
+        return failure.as_clause(result.lost_because)
+    records = [
+        member.record
+        for member in result.members
+        if member.record is not None and member.rank in result.lost
+    ]
+    if not records:
+        return "a worker was lost"
+    cause = failure.first_cause(records)
+    if cause.exit_status is None:
+        return f"rank {cause.rank} did not answer an interrupt and had to be ended"
+    return f"rank {cause.rank} {failure.name_exit(cause.exit_status)}"
+
+
+def new_workers_line(num_processes: int, reason: str) -> str:
+    """The line that says that new workers are started."""
+    return (
+        f"nbaccel: {count_noun(num_processes, 'new worker')} started, because {reason}; what "
+        "the cells before had defined in them is gone.\n"
+    )
+
+
+def stopped_message(result: CallResult) -> str:
+    """What a Stop has ended with."""
+    lines = ["the cell was stopped."]
+    for member in result.members:
+        record = member.record
+        if record is not None and record.doing:
+            lines.append(f"  rank {member.rank} {record.doing}")
+        elif member.returned is not None:
+            lines.append(f"  rank {member.rank} was through with it")
+    lines.append(_what_is_left(result))
+    return "\n".join(lines)
+
+
+def after_call(result: CallResult) -> tuple[str, str]:
+    """What a Stop and a failure of a call in live workers say at their end."""
+    if result.lost:
+        return (
+            "the call was stopped, and the workers were ended; the model is as it was",
+            "The notebook's model is as it was before the call; all workers have been ended, and "
+            "their variables are lost. The next cell starts new ones.",
+        )
+    return (
+        "the call was stopped; the model is as it was, and the workers live on",
+        "The notebook's model is as it was before the call; the workers live on.",
+    )
+
+
+def unknown_names(missing: Sequence[str], known: Iterable[str], owner: str) -> str:
+    """Which names are not there, and which ones were probably meant."""
+    if not missing:
+        return f"No name was given: say which names of {owner} are meant, for example loss."
+    names = [name for name in known if not name.startswith("_")]
+    return " ".join(f"{owner} has no name {name!r}.{closest(name, names)}" for name in missing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from nbaccel.calls.changed_packages import sendable_changes
 from nbaccel.config.capabilities import ENGINES
 from nbaccel.plan import Plan, registry
 from nbaccel.transfer import arena, pickling
-from nbaccel.transfer.library_settings import library_settings
+from nbaccel.transfer.library_settings import library_settings, logging_only, seeded_states
 from nbaccel.transfer.object_walk import (
     find_culprit,
     find_modules,
@@ -32,8 +32,8 @@ from nbaccel.transfer.object_walk import (
     reached_modules,
 )
 from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers import fork_safety, messaging, template, worker, worker_output
-from nbaccel.workers.template_starter import dispose
+from nbaccel.workers import fork_safety, messaging, template, worker
+from nbaccel.workers.starters import dispose
 
 _COPY_LIMIT_BYTES = 256 * 2**20
 """A pickle longer than this costs seconds per launch; a fork would cost nothing."""
@@ -63,16 +63,9 @@ class PackedCall:
         """Whether workers have it because they are forked from the notebook."""
         return self.job.payload is None
 
-    @contextlib.contextmanager
-    def staged(self, *, share_back: bool) -> Iterator[WeightReceiver]:
+    def staged(self, *, share_back: bool) -> contextlib.AbstractContextManager[WeightReceiver]:
         """Files for the trained weights, as long as the block lasts."""
-        with contextlib.ExitStack() as clean_up:
-            # An interrupt before the callback is registered would leak the files.
-            with uninterrupted():
-                receiver = WeightReceiver(self.sharing, self.arenas if share_back else {})
-                # By the template process: freeing gigabytes would delay the notebook.
-                clean_up.callback(receiver.close, dispose)
-            yield receiver
+        return staged([self.sharing], self.arenas if share_back else {})
 
     def task(self, receiver: WeightReceiver) -> tuple[messaging.Job, list[int]]:
         """What each rank is given, with its descriptors in the order of `messaging.Job`."""
@@ -93,6 +86,21 @@ class PackedCall:
             return True
         with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as payload_bytes:
             return payload_bytes.find(package.encode(), first_byte, end_byte) >= 0
+
+
+@contextlib.contextmanager
+def staged(
+    sharings: Iterable[arena.Sharing], arenas: Mapping[str, arena.Arena]
+) -> Iterator[WeightReceiver]:
+    """Staging files for these arenas, as long as the block lasts."""
+    sharing = arena.Sharing.joined(sharings)
+    with contextlib.ExitStack() as clean_up:
+        # An interrupt before the callback is registered would leak the files.
+        with uninterrupted():
+            receiver = WeightReceiver(sharing, arenas)
+            # By the template process: freeing gigabytes would delay the notebook.
+            clean_up.callback(receiver.close, dispose)
+        yield receiver
 
 
 def fork_if_sooner(plan: Plan) -> Plan:
@@ -139,7 +147,11 @@ def pack_call(
         reason = f"{culprit} cannot be pickled ({type(error).__name__}: {error})"
         hazards = fork_safety.hazards()
         if is_asked or hazards:
-            raise _not_sendable(culprit, error, hazards) from error
+            remedy = "Or use start_method='fork' (or 'auto'), which pickles nothing."
+            if hazards:
+                lines = "\n".join(f"  {hazard}" for hazard in hazards)
+                remedy = f"A fork, which pickles nothing, is no way out here:\n{lines}"
+            raise _not_sendable(culprit, error, remedy) from error
     write_notice(f"nbaccel: workers are forked from the notebook, because {reason}.\n")
     plan = plan.with_start_method("fork", f"{reason}, and preflight found nothing against a fork")
     return _inherited_call(function, args, sharing), plan
@@ -155,12 +167,7 @@ def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]
             used.leave_file()
     except Exception as error:  # pickling runs user code: it may raise anything
         culprit = find_culprit(function, args)
-        raise NotSendable(
-            f"{culprit} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
-            "They are processes of their own. Create it inside the function instead, or pass what "
-            "it is made from.",
-            path=culprit,
-        ) from error
+        raise _not_sendable(culprit, error, "They are processes of their own.") from error
     return packed
 
 
@@ -203,8 +210,7 @@ def _pickled_call(
             arenas=_sizes(sender.arenas),
             payload=payload,
             sources=sender.sources,
-            random_states=worker.seeded_states(),
-            logging=worker_output.as_configured(),
+            random_states=seeded_states(),
             settings=library_settings(),
         ),
         fd=fd,
@@ -229,8 +235,8 @@ def _inherited_call(
         job=messaging.Job(
             arenas=_sizes(arenas),
             payload=None,
-            random_states=worker.seeded_states(),
-            logging=worker_output.as_configured(),
+            random_states=seeded_states(),
+            settings=logging_only(),
         ),
     )
 
@@ -261,7 +267,7 @@ def _with_strays(
             path += "'"
         taken.add(path)
         try:
-            sharing = sharing.joined(arena.share_modules([(path, module)]))
+            sharing = arena.Sharing.joined([sharing, arena.share_modules([(path, module)])])
         except ModelNotShareable as error:
             reason = str(error).partition("\n")[2].strip()
             write_notice(
@@ -286,15 +292,9 @@ def judge_fork() -> None:
         write_notice(f"nbaccel: {hazard}. start_method='template' is safe from that.\n")
 
 
-def _not_sendable(
-    path: str, error: Exception, hazards: Sequence[fork_safety.Hazard]
-) -> NotSendable:
-    remedy = "Or use start_method='fork' (or 'auto'), which pickles nothing."
-    if hazards:
-        lines = "\n".join(f"  {hazard}" for hazard in hazards)
-        remedy = f"A fork, which pickles nothing, is no way out here:\n{lines}"
+def _not_sendable(path: str, error: Exception, more: str) -> NotSendable:
     return NotSendable(
         f"{path} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
-        f"Create it inside the function instead, or pass what it is made from.\n{remedy}",
+        f"Create it inside the function instead, or pass what it is made from.\n{more}",
         path=path,
     )

@@ -9,6 +9,7 @@ The pool decides what a task's end means: go on, leave the process groups, or st
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -21,10 +22,11 @@ from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError, UnsafeMoment, WrongArguments
 from nbaccel.base.log import write_notice
 from nbaccel.base.process_death import uninterrupted
-from nbaccel.calls import message_texts, outcome, pool_messages
+from nbaccel.calls import outcome, pool_messages
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
 from nbaccel.calls.group import Group
+from nbaccel.calls.launched_functions import call_title
 from nbaccel.calls.outcome import CallOutcome, CallResult
 from nbaccel.calls.packing import pack_for_running_workers
 from nbaccel.calls.pool_planning import PoolState, plan_pool, ranks_of
@@ -43,13 +45,10 @@ from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.pickling import unpack
-from nbaccel.workers import requirements, worker_output, working_folder
+from nbaccel.workers import notebook_imports, starters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-__all__ = ["CellResult", "Pool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +67,9 @@ class CellResult:
     seconds: float
     observed: RunBoard | None = field(default=None, repr=False)
 
-    def report(self) -> RunReport:
+    def report(self, path: str | os.PathLike[str] | None = None) -> RunReport:
         """What the cell's run can tell of itself, as `results.report()` of a launch does."""
-        return report_of(self.observed, repr(self))
+        return report_of(self.observed, repr(self), path)
 
 
 class Pool:
@@ -255,7 +254,10 @@ class Pool:
         """
         __tracebackhide__ = True
         check_call(function, args)
-        return self.launch(function, args, ranks=ranks).values
+        called = self.launch(function, args, ranks=ranks)
+        if called.stopped is not None:
+            raise called.stopped
+        return called.values
 
     def launch(
         self,
@@ -272,8 +274,9 @@ class Pool:
             clean_up.enter_context(closing_files(*packed.files()))
             receiver = clean_up.enter_context(packed.staged(share_back=self.config.share_back))
             clean_up.enter_context(uninterrupted())
-            result = self._show_tasks(group, dict.fromkeys(asked, packed.task(receiver)))
-            was_stopped, closing_lines = message_texts.after_call(result)
+            tasks = dict.fromkeys(asked, packed.task(receiver))
+            result = self._show_tasks(group, tasks, title=call_title(function, args))
+            was_stopped, closing_lines = outcome.after_call(result)
             try:
                 return outcome.conclude_call(
                     self.plan,
@@ -285,8 +288,11 @@ class Pool:
             finally:
                 self._post_task.keep_in_step(group, result)
 
-    def report(self) -> RunReport:
+    def report(self, path: str | os.PathLike[str] | None = None) -> RunReport:
         """The report of the latest cell or call, also of one that failed or was stopped.
+
+        Args:
+            path: Where it is saved, too: a name that ends with .html or .json.
 
         Returns:
             Its curves, times, memory, warnings and plan; see `CellResult.report`.
@@ -294,7 +300,7 @@ class Pool:
         Raises:
             ConfigError: Nothing has run yet.
         """
-        return report_of(self._observed, repr(self))
+        return report_of(self._observed, repr(self), path)
 
     def push(self, *names: str, ranks: Sequence[int] | None = None) -> int:
         """Send names to the workers, whether or not they have changed.
@@ -308,7 +314,7 @@ class Pool:
         """
         missing = [name for name in names if name not in self._namespace]
         if missing or not names:
-            raise NameError(message_texts.unknown_names(missing, self._namespace, "the notebook"))
+            raise NameError(outcome.unknown_names(missing, self._namespace, "the notebook"))
         with self._working(ranks) as (group, asked):
             wanted = Names(needed=frozenset(names), possible=frozenset())
             update = self._namespace_sync.prepare(wanted, asked, force_send=True)
@@ -331,7 +337,7 @@ class Pool:
                 be sent.
         """
         if not names:
-            raise NameError(message_texts.unknown_names([], self._namespace, "the workers"))
+            raise NameError(outcome.unknown_names([], self._namespace, "the workers"))
         with self._working(ranks) as (group, asked):
             return self._fetch(group, names, asked, by_rank=ranks is None)
 
@@ -363,21 +369,21 @@ class Pool:
             source=source,
             directory=self._surroundings.new_directory(),
             environment=self._surroundings.new_variables(),
-            logging=worker_output.as_configured(),
             settings=library_settings(),
         )
         self._activity = f"cell In[{source.count}]" if source.count else ""
         try:
-            return self._show_tasks(group, dict.fromkeys(ranks, (body, ())))
+            tasks = dict.fromkeys(ranks, (body, ()))
+            return self._show_tasks(group, tasks, title=self._activity)
         finally:
             self._activity = ""
 
-    def _show_tasks(self, group: Group, tasks: RankTasks) -> CallResult:
+    def _show_tasks(self, group: Group, tasks: RankTasks, *, title: str) -> CallResult:
         place = CellPlace()
 
         def make_show() -> CellDashboardUpdater:
             return CellDashboardUpdater(
-                list(tasks), plan=self.plan, place=place, on_poll=self.on_poll
+                list(tasks), plan=self.plan, place=place, on_poll=self.on_poll, title=title
             )
 
         result = group.run_tasks(
@@ -389,8 +395,8 @@ class Pool:
     def _error_of(self, result: CallResult) -> BaseException | None:
         """What a task has to raise, if it did not end well."""
         if result.interrupted:
-            return outcome.stopped_error(message_texts.stopped_message(result), result)
-        lines = message_texts.closing_lines(result, self._namespace_sync.reasons)
+            return outcome.stopped_error(outcome.stopped_message(result), result)
+        lines = outcome.closing_lines(result, self._namespace_sync.reasons)
         return outcome.call_error(result, self.plan, closing_lines=lines)
 
     def _run_tasks(self, group: Group, tasks: RankTasks) -> CallResult:
@@ -478,9 +484,9 @@ class Pool:
 
     def _start_workers(self) -> Group:
         if self._state is PoolState.BROKEN:
-            write_notice(message_texts.new_workers_line(self.num_processes, self.reason))
+            write_notice(outcome.new_workers_line(self.num_processes, self.reason))
         self._state = PoolState.STARTING
-        group = Group.ready(requirements.check_requirements(self.plan, is_live=True))
+        group = Group.ready(starters.check_requirements(self.plan, is_live=True))
         self._workers = group
         # With an engine, what its hosts have is known only now.
         self.plan = group.plan
@@ -489,7 +495,7 @@ class Pool:
         self.reason = ""
         self._forget_workers()
         if self._dist:
-            group.everyone(pool_messages.JoinAll())
+            group.everyone(pool_messages.GroupWanted())
         return group
 
     def _dissolve(self, state: PoolState, reason: str) -> None:
@@ -520,29 +526,21 @@ def _source_of(text: str) -> CellSource:
 
 
 class _Surroundings:
-    """Changes of the notebook's folder and environment that workers have to follow.
-
-    It starts with what they were when the workers were started.
-    """
+    """The notebook's folder and environment, whose changes workers have to follow."""
 
     def __init__(self) -> None:
-        self._directory = working_folder.current_folder()
-        self._state = env.state()
+        self._directory = notebook_imports.current_folder()
         self._variables = env.snapshot()
 
     def new_directory(self) -> str | None:
         """The notebook's folder, if it has changed since the last call."""
         before = self._directory
-        self._directory = working_folder.current_folder()
+        self._directory = notebook_imports.current_folder()
         return self._directory if self._directory != before else None
 
     def new_variables(self) -> dict[str, str | None]:
         """Variables that have changed since the last call; None for one that is gone."""
-        state = env.state()
-        if state == self._state:
-            return {}
         before = self._variables
-        self._state = state
         self._variables = env.snapshot()
         changed: dict[str, str | None] = dict.fromkeys(before.keys() - self._variables.keys())
         changed.update(self._variables.items() - before.items())

@@ -2,7 +2,7 @@
 
     notebook ──► WorkerAssignment once, then one Task at a time: RunCell, Job, Pull, …
              ◄── Returned, Failed, … and Idle, which ends the task
-    notebook ──► AskWhereabouts, Break   by a second channel (see `workers.messaging`)
+    notebook ──► ASK_WHEREABOUTS, BREAK  by a second channel (see `workers.messaging`)
 
 A channel is a nameless pair of sockets inherited by fork: no other process can connect to it.
 Messages of every cell have no slots: frozen dataclasses with slots take twice as long to pickle.
@@ -22,13 +22,16 @@ PACKAGE_CHANGES = "nbaccel_package_changes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWanted:
-    """This rank is about to join the default process group and will wait for all others."""
+    """This rank is about to join the default process group and will wait for all others.
 
-    generation: int
-    ordinal: int
+    As a task: join that group, unless it has happened already.
+    """
+
+    generation: int = 0
+    ordinal: int = 0
     """How many default groups this rank has been in since the generation began."""
-    backend: str | None
-    timeout_s: float
+    backend: str | None = None
+    timeout_s: float | None = None
 
 
 # ---- notebook → worker: tasks
@@ -43,10 +46,8 @@ class RunCell:
     """The notebook's working directory, if it has changed since the last cell."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables that the notebook has changed since; None for one that is gone."""
-    logging: bytes = b""
-    """How the notebook has configured it; see `workers.worker_output`."""
-    settings: bytes = b""
-    """Settings of libraries; see `transfer.library_settings`."""
+    settings: bytes
+    """Settings of loggers and libraries; see `transfer.library_settings`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +91,6 @@ class WeightsReceived:
     def file_hints(self) -> messaging.FileHints:
         """What it means for memory files."""
         return messaging.FileHints(reads_arenas=True, ends_staging=True)
-
-
-@dataclass(frozen=True, slots=True)
-class JoinAll:
-    """Join the process group, as all others are asked to at the same time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinGroup:
-    """Join the process group that another rank is waiting in, unless that has happened already."""
-
-    wanted: GroupWanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

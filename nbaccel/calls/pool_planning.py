@@ -12,8 +12,6 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import start_method_row
 from nbaccel.plan import Plan, registry, resolve
 
-__all__ = ["PoolState", "WorkerState", "plan_pool", "ranks_of"]
-
 
 class PoolState(enum.Enum):
     """How a pool stands. Only `IDLE` takes work; the others say why not, or start anew."""
@@ -24,15 +22,6 @@ class PoolState(enum.Enum):
     RUNNING = "workers run a cell"
     BROKEN = "a worker was lost, and the others were ended; the next cell starts new ones"
     STOPPED = "workers were ended on request; the next cell starts new ones"
-
-
-class WorkerState(enum.Enum):
-    """How a worker of a pool stands."""
-
-    IDLE = "waits for a cell"
-    RUNNING = "runs a cell"
-    STOPPING = "was asked to give the cell up"
-    GONE = "has ended"
 
 
 def plan_pool(config: RunConfig) -> Plan:

@@ -1,7 +1,7 @@
 """A live worker: it takes tasks one at a time, and keeps its namespace between them.
 
     main thread     task ─► cell, call, pull, … ─► Idle        raises KeyboardInterrupt on SIGINT
-    second thread   has a separate channel: answers AskWhereabouts and Break at once
+    second thread   has a separate channel: answers ASK_WHEREABOUTS and BREAK at once
     third thread    interrupts again, a moment later, where the first came at the end of a block
 
 All wait without polling, so an idle worker costs no CPU.
@@ -30,8 +30,9 @@ from nbaccel.base.units import count_noun
 from nbaccel.calls import pool_messages
 from nbaccel.calls.process_groups import ProcessGroups
 from nbaccel.transfer import memfd
+from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.worker_namespace import Namespace
-from nbaccel.workers import messaging, metrics_reporter, precision_check
+from nbaccel.workers import messaging, precision_check
 from nbaccel.workers.library_texts import can_come_of_a_left_group, tells_of_a_left_group
 from nbaccel.workers.worker import (
     Work,
@@ -39,14 +40,11 @@ from nbaccel.workers.worker import (
     flush_streams,
     own_process,
     report,
-    restore_random_states,
     set_up_process,
 )
 
 if TYPE_CHECKING:
     from nbaccel.calls.worker_shell import WorkerShell
-
-__all__ = ["make_shell", "serve_cells"]
 
 
 def serve_cells(
@@ -119,8 +117,11 @@ class _CellWorker:
             # The notebook is gone, or has ended this pool.
             except (EOFError, OSError):
                 return
-            if isinstance(task, messaging.Leave):
+            if task is messaging.Word.LEAVE:
                 return
+            # A stop may have come too late for the task before to read it.
+            if not isinstance(task, messaging.Task):
+                continue
             with memfd.closing_files(*fds):
                 bundle = self._do(task.body, fds)
             # `report` and `Work` ignore interrupts while they hand over.
@@ -164,7 +165,7 @@ class _CellWorker:
             case pool_messages.RunCell():
                 return self._run_cell(task)
             case messaging.Job():
-                self._begin_metrics()
+                self._context.begin_reports(self._channel)
                 self._busy = True
                 Work(self._channel, self._context, task, fds).run()
             case pool_messages.BindNames():
@@ -177,12 +178,9 @@ class _CellWorker:
                 # It can be put off: it only gives memory back.
                 self._busy = True
                 self._names.modules.share_equal_pages()
-            case pool_messages.JoinAll():
+            case pool_messages.GroupWanted():
                 self._busy = True
-                self._groups.join()
-            case pool_messages.JoinGroup():
-                self._busy = True
-                self._groups.join_others(task.wanted)
+                self._groups.join_others(task)
             case pool_messages.CloseGroups():
                 self._groups.close(task.generation)
             case pool_messages.Complete():
@@ -195,11 +193,9 @@ class _CellWorker:
         if task.directory is not None:
             self._context.go_to(task.directory)
         env.update(task.environment)
-        if task.logging:
-            self._context.logging.follow(task.logging)
         self._context.settings.follow(task.settings)
         self._names.begin()
-        self._begin_metrics()
+        self._context.begin_reports(self._channel)
         self._busy = True
         try:
             with own_process():
@@ -209,9 +205,6 @@ class _CellWorker:
                 raise
             # sys.exit() is how a script ends well.
             return None
-
-    def _begin_metrics(self) -> None:
-        metrics_reporter.begin(self._channel, self._context.hardware, self._context.device)
 
     def _bind_names(self, task: pool_messages.BindNames, fds: list[int]) -> None:
         self._names.take(task.update, fds)
@@ -258,7 +251,7 @@ class _CellWorker:
             self._times_put_off += 1
             self._put_off.put(None)
             return
-        self._channel.send(messaging.Interrupting())
+        self._channel.send(messaging.Word.INTERRUPTING)
         raise KeyboardInterrupt
 
     # ---- the third thread
@@ -279,9 +272,9 @@ class _CellWorker:
                 message, _ = self._control.receive()
             except (EOFError, OSError):
                 return
-            if isinstance(message, messaging.AskWhereabouts):
+            if message is messaging.Word.ASK_WHEREABOUTS:
                 self._channel.send(self._whereabouts())
-            elif isinstance(message, messaging.Break):
+            elif message is messaging.Word.BREAK:
                 self._groups.cut()
 
     def _whereabouts(self) -> messaging.Whereabouts:
@@ -294,7 +287,7 @@ class _CellWorker:
         own_frames = frames.within_worker(stack)
         return messaging.Whereabouts(
             stack=own_frames if frames.user_frame(own_frames) else (),
-            device_bytes=metrics_reporter.reserved(self._context.hardware, self._context.device),
+            device_bytes=self._context.hardware.reserved_bytes(torch.device(self._context.device)),
             names=self._held_names(),
             group=_group_words(),
         )
@@ -333,5 +326,5 @@ def _group_words() -> str:
     return ""
 
 
-_UNANSWERED = (pool_messages.JoinGroup, pool_messages.WeightsReceived)
+_UNANSWERED = (pool_messages.GroupWanted, pool_messages.WeightsReceived)
 """Tasks whose errors are not told: a failed join shows in the other ranks, and memory may stay."""

@@ -7,22 +7,18 @@ WriteWeights ─► every rank writes its part into staging files ─► Staged
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.log import write_notice
-from nbaccel.calls import message_texts, outcome, pool_messages
+from nbaccel.calls import outcome, pool_messages
 from nbaccel.calls.group import Group
 from nbaccel.calls.outcome import CallResult
-from nbaccel.transfer import arena
-from nbaccel.transfer.module_registry import ModuleRecord
+from nbaccel.calls.packing import staged
+from nbaccel.transfer.namespace_snapshot import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
 from nbaccel.transfer.weight_receiver import WeightReceiver
-from nbaccel.workers.template_starter import dispose
-
-__all__ = ["PostTask", "staged"]
+from nbaccel.workers.starters import dispose
 
 
 class PostTask:
@@ -43,7 +39,7 @@ class PostTask:
         self._generation += 1
         closed = group.everyone(pool_messages.CloseGroups(generation=self._generation))
         if ended_well:
-            write_notice(message_texts.UNEVEN_COLLECTIVES)
+            write_notice(outcome.UNEVEN_COLLECTIVES)
         return closed
 
     def after_cell(self, group: Group, result: CallResult) -> BaseException | None:
@@ -69,9 +65,9 @@ class PostTask:
     ) -> BaseException | None:
         """Copy back the weights that ranks changed: of all these modules, or of none."""
         unchanged = _unchanged_words(sorted(record.path for record in records))
-        arenas = {key: found for record in records for key, found in record.arenas.items()}
+        arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
         try:
-            with staged(records, arenas) as receiver:
+            with staged([record.sharing for record in records], arenas) as receiver:
                 files = [receiver.staging[key] for key in arenas]
                 result = group.everyone(pool_messages.WriteWeights(arenas=tuple(arenas)), files)
                 try:
@@ -160,17 +156,3 @@ def _unchanged_words(paths: Sequence[str]) -> str:
         f"back: in the notebook {names} {verb} as before the cell, all of the weights old and none "
         "new."
     )
-
-
-@contextlib.contextmanager
-def staged(
-    records: Collection[ModuleRecord], arenas: Mapping[str, arena.Arena]
-) -> Iterator[WeightReceiver]:
-    """Staging files for these arenas, as long as the block lasts."""
-    parts = [record.sharing for record in records]
-    sharing = functools.reduce(arena.Sharing.joined, parts, arena.Sharing())
-    receiver = WeightReceiver(sharing, arenas)
-    try:
-        yield receiver
-    finally:
-        receiver.close(dispose)

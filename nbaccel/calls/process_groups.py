@@ -51,21 +51,14 @@ from nbaccel.train.in_sync import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
 from nbaccel.workers import fork_safety, rendezvous
 
-__all__ = ["ProcessGroups", "reattach_models"]
-
-
 _SOCKET_CLOSING_S = 1.0  # gloo takes less than a millisecond to close what was shut down
 
 
 class ProcessGroups:
-    """The process groups of one worker.
-
-    Attributes:
-        has_left: Whether groups before these were left.
-    """
+    """The process groups of one worker."""
 
     def __init__(self, place: Topology, ask_for_group: Callable[[GroupWanted], None]) -> None:
-        self.has_left = False
+        self.has_left = False  # groups before these
         self._place = place
         self._ask_for_group = ask_for_group
         self._generation = 0

@@ -23,8 +23,6 @@ from typing import Literal
 from nbaccel.workers import exit_functions
 from nbaccel.workers.failure import FailureRecord
 
-__all__ = ["Script", "ScriptEnd", "run_script", "run_script_here"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:

@@ -1,7 +1,8 @@
-"""Making workers give up their call, by steps of growing force, and letting them exit.
+"""Making workers give up their call, by steps of growing force.
 
                      launch (workers end)            pool (workers stay)
-    ask where it is  stack, by signal                AskWhereabouts, to its second thread
+    finish the step  a call that trains is stopped where a step ends, the same one on all ranks
+    ask where it is  stack, by signal                ASK_WHEREABOUTS, to its second thread
     interrupt        KeyboardInterrupt; one that     the same; after a failure elsewhere its
                      says so gets time for its       connections are cut with it: no peer will
                      `finally` blocks                complete the collective that it waits in
@@ -11,49 +12,32 @@
 
 A worker that cannot be killed hangs in a driver. The notebook must not hang with it, so the last
 wait is bounded too.
-
-[Note: exit barrier] A rank that exits closes its connections. If it does so too early, it breaks a
-peer that is still connecting to it (`init_process_group` returns on one rank before it does on the
-other). If it does so too late, a peer that waits for it in a collective waits for ever instead of
-learning that it is gone. So a launch's rank that has returned stays until all have; and if that
-takes long, until no other is seen setting up a group. Then it exits, and a peer that still depends
-on it fails at once, with its name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from nbaccel.base.torch_private import CREATES_GROUP
+from nbaccel.workers import messaging
 from nbaccel.workers import time_limits as limits
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
-
-__all__ = [
-    "AFTER_LOSS",
-    "END_WORKERS",
-    "KEEP_WORKERS",
-    "ExitBarrier",
-    "ShutdownLadder",
-    "ShutdownPolicy",
-    "ShutdownStep",
-]
-
-_CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init_device_mesh"}
 
 
 class ShutdownStep(enum.Enum):
     """What can be done to a worker."""
 
     WAIT = enum.auto()
+    FINISH_STEP = enum.auto()
     ASK = enum.auto()
     INTERRUPT = enum.auto()
     CUT_AND_INTERRUPT = enum.auto()
     TERMINATE = enum.auto()
-    LET_LEAVE = enum.auto()
     KILL = enum.auto()
 
 
@@ -75,20 +59,15 @@ class ShutdownPolicy:
     Attributes:
         on_stop: To one that is at work, when the user has stopped the call, or it took too long.
         on_failure: The same when another rank has failed.
-        leaving: To one whose work is over, once no other is at work: a peer in a collective would
-            see its connection break, and report an error that this shutdown has caused. Empty if
-            workers stay.
     """
 
     on_stop: ShutdownSteps
     on_failure: ShutdownSteps
-    leaving: ShutdownSteps = ()
 
 
 END_WORKERS = ShutdownPolicy(
     on_stop=(_ASK, _INTERRUPT, _TERMINATE, _KILL),
     on_failure=((ShutdownStep.WAIT, limits.GRACE_END_S), _ASK, _INTERRUPT, _TERMINATE, _KILL),
-    leaving=((ShutdownStep.LET_LEAVE, limits.EXIT_S + limits.UNWIND_S), _TERMINATE, _KILL),
 )
 KEEP_WORKERS = ShutdownPolicy(
     on_stop=(_ASK, _INTERRUPT, _CUT, _KILL),
@@ -102,6 +81,8 @@ KEEP_WORKERS = ShutdownPolicy(
 )
 AFTER_LOSS: ShutdownSteps = ((ShutdownStep.ASK, limits.ASK_LAST_S), _KILL)
 """For the workers of a pool when one was lost: none can go on without it."""
+OVERDUE: ShutdownSteps = (_TERMINATE, _KILL)
+"""For workers of a launch that have been let go and do not exit."""
 
 
 class _Course:
@@ -149,10 +130,6 @@ class _Course:
                 self.member.terminate()
             case ShutdownStep.KILL:
                 self.member.kill()
-            case ShutdownStep.LET_LEAVE:
-                self.member.let_exit()
-                # A stopped process (SIGSTOP) would not read the message.
-                self.member.wake()
         return True
 
     def hurry(self) -> None:
@@ -164,26 +141,12 @@ class _Course:
 
 
 class ShutdownLadder:
-    """Makes workers give up, step by step.
+    """Makes workers give up, step by step."""
 
-    Attributes:
-        began: When it began (CLOCK_MONOTONIC).
-        has_cut: Whether connections were cut, so that the process groups are unusable.
-    """
-
-    def __init__(
-        self,
-        members: Iterable[WorkerHandle],
-        steps: ShutdownSteps,
-        *,
-        finished: Iterable[WorkerHandle] = (),
-        leaving: ShutdownSteps = (),
-    ) -> None:
+    def __init__(self, members: Iterable[WorkerHandle], steps: ShutdownSteps) -> None:
         self.began = time.monotonic()
-        self.has_cut = False
+        self.has_cut = False  # if so, the process groups are unusable
         self._courses = {member.rank: _Course(member, steps, self.began) for member in members}
-        self._finished = {member.rank: member for member in finished}
-        self._leaving = leaving
 
     # ---- events
 
@@ -199,21 +162,27 @@ class ShutdownLadder:
     def unwinds(self, member: WorkerHandle) -> None:
         """This worker has raised KeyboardInterrupt: let its `finally` blocks run, once."""
         course = self._courses.get(member.rank)
-        if course is not None and not course.has_unwound and course.step in _MAKES_UNWIND:
+        if course is None:
+            return
+        if course.step is ShutdownStep.FINISH_STEP:
+            # It hands its weights over then.
+            course.due_at = time.monotonic() + limits.MOST_STEP_S
+        elif not course.has_unwound and course.step in _MAKES_UNWIND:
             # Once only: a `finally` block that is interrupted again must not prolong it for ever.
             course.has_unwound = True
             course.due_at = time.monotonic() + limits.UNWIND_S
 
-    def finished(self, member: WorkerHandle) -> None:
-        """This worker's work is over."""
-        # Without `leaving` steps workers stay, so nothing is left to do to them.
-        if self._courses.pop(member.rank, None) is not None and self._leaving:
-            self._finished[member.rank] = member
+    def answers_step(self, seconds: float) -> None:
+        """A worker has said which step it is at: let the end of a step take so long from now on."""
+        latest = self.began + limits.MOST_STEP_S
+        for course in self._courses.values():
+            if course.step is ShutdownStep.FINISH_STEP:
+                due_at = min(time.monotonic() + seconds, latest)
+                course.due_at = max(course.due_at, due_at)
 
-    def ended(self, member: WorkerHandle) -> None:
-        """This worker is gone."""
+    def finished(self, member: WorkerHandle) -> None:
+        """This worker's work is over, or it is gone."""
         self._courses.pop(member.rank, None)
-        self._finished.pop(member.rank, None)
 
     def hurry(self) -> None:
         """Skip all steps before KILL, which is then taken at the next `advance`."""
@@ -222,96 +191,56 @@ class ShutdownLadder:
 
     # ---- time
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all have given up their call."""
+        return not self._courses
+
     def due(self) -> float | None:
         """When `advance` has something to do (CLOCK_MONOTONIC); None if nothing is left to do."""
         return min((c.due_at for c in self._courses.values() if not c.is_given_up), default=None)
 
     def advance(self) -> None:
         """Do what is due."""
-        # Also true when no course is left: then those whose work is over may leave.
-        if all(course.is_given_up for course in self._courses.values()):
-            now = time.monotonic()
-            for rank, member in self._finished.items():
-                self._courses[rank] = _Course(member, self._leaving, now)
-            self._finished.clear()
         for course in self._courses.values():
             course.advance()
             self.has_cut |= course.step is ShutdownStep.CUT_AND_INTERRUPT
 
 
-class ExitBarrier:
-    """Lets workers that have returned exit, at the right time. See [Note: exit barrier]."""
+class StepAgreement:
+    """Lets all ranks stop where the same step ends; see `workers.step_stop`."""
 
-    def __init__(self, members: Sequence[WorkerHandle]) -> None:
-        self._members = members
-        self._next_look: float | None = None
-        """When ranks at work are looked at; None if no rank waits to leave."""
-        self._are_asked = False
-        self._released: set[int] = set()
-        self._overdue_at: float | None = None
-        """When those that may leave must have left."""
+    def __init__(self, members: Iterable[WorkerHandle], wait_s: float) -> None:
+        self.wait_s = wait_s  # how long a step may take from each answer on
+        self._members = {member.rank: member for member in members}
+        self._reached: dict[int, int] = {}
+        self._goal = messaging.GoOnTo(0)
+        self._ahead = 1
+        self._tell(messaging.Word.STOP_AT_STEP)
 
-    def note_return(self) -> None:
-        """A worker has returned."""
-        if self._next_look is None:
-            self._next_look = time.monotonic() + limits.EXIT_RECHECK_S
+    def answered(self, rank: int, number: int) -> None:
+        """This rank has reached so many boundaries."""
+        self._reached[rank] = number
+        if self._reached.keys() != self._members.keys() or self._goal.is_agreed:
+            return
+        furthest = max(self._reached.values())
+        self._reached.clear()
+        if furthest < self._goal.number:
+            self._goal = messaging.GoOnTo(self._goal.number, is_agreed=True)
+        else:
+            self._goal = messaging.GoOnTo(furthest + self._ahead)
+            # Short steps: that far ahead a rank may have come by the time it hears of it.
+            self._ahead *= 4
+        self._tell(self._goal)
 
-    def due(self) -> float | None:
-        """When something is to be done (CLOCK_MONOTONIC); None if there is nothing to decide."""
-        if self._at_work():
-            return self._next_look
-        if self._waiting():
-            # No rank is at work any more: those that wait may leave at once.
-            return 0.0
-        return self._overdue_at
+    def call_off(self) -> None:
+        """A rank has ended by itself: none is stopped at a step."""
+        if not self._goal.is_agreed:
+            self._goal = messaging.GoOnTo(float("inf"), is_agreed=True)
+            self._tell(self._goal)
 
-    def advance(self) -> bool:
-        """Do what is due. Returns whether workers that may leave and have not must be ended.
-
-        They have handed over all they had. One that does not leave (stopped by a signal, or stuck
-        in a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
-        """
-        now = time.monotonic()
-        due_at = self.due()
-        if due_at is None or now < due_at:
-            return False
-        busy = self._at_work()
-        waiting = self._waiting()
-        if not busy and not waiting:
-            return True
-        if busy and not self._are_asked:
-            for member in busy:
-                # Or the old dump would be taken for the answer.
-                member.stack_text = ""
-                member.ask_stack()
-            self._are_asked = True
-            self._next_look = now + limits.ANSWER_S
-            return False
-        self._are_asked = False
-        self._next_look = now + limits.EXIT_RECHECK_S
-        # A rank that sets up a group may still need the connections of one that has returned.
-        if waiting and not any(map(_sets_up, busy)):
-            self._next_look = None
-            self._overdue_at = self._overdue_at or now + limits.EXIT_S
-            for member in waiting:
-                self._released.add(member.rank)
-                member.let_exit()
-        return False
-
-    def _at_work(self) -> list[WorkerHandle]:
-        return [member for member in self._members if member.is_busy]
-
-    def _waiting(self) -> list[WorkerHandle]:
-        """Workers that have returned and may not leave yet."""
-        return [
-            member
-            for member in self._members
-            if member.state is HandleState.RETURNED and member.rank not in self._released
-        ]
-
-
-def _sets_up(member: WorkerHandle) -> bool:
-    """Whether it sets up a process group, or itself."""
-    return member.state is not HandleState.RUNNING or any(
-        frame.function in _CONNECTING_FUNCTIONS for frame in member.stack
-    )
+    def _tell(self, message: Any) -> None:
+        for member in self._members.values():
+            # It may have ended; its sentinel says so.
+            with contextlib.suppress(OSError):
+                member.channel.send(message)

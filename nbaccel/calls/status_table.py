@@ -13,13 +13,13 @@ from nbaccel.calls.supervisor import Supervisor
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.panel.following import DashboardUpdater, WatchedCall, resident
+from nbaccel.output.panel.html_parts import html_table
+from nbaccel.output.report.report_parts import indented
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging
 from nbaccel.workers.failure import RankActivity
 from nbaccel.workers.template import template_for
 from nbaccel.workers.worker_handle import WorkerHandle
-
-__all__ = ["CellDashboardUpdater", "RankStatus", "StatusTable", "rank_status", "status_table"]
 
 
 class CellDashboardUpdater(DashboardUpdater):
@@ -32,32 +32,21 @@ class CellDashboardUpdater(DashboardUpdater):
         plan: Plan,
         place: CellPlace,
         on_poll: Callable[[], None] | None = None,
+        title: str = "",
     ) -> None:
-        super().__init__(ranks, plan=plan, place=place, always_shown=True)
+        super().__init__(ranks, plan=plan, place=place, always_shown=True, title=title)
         self._on_poll = on_poll
 
-    def row(
-        self,
-        watched_call: WatchedCall,
-        member: WorkerHandle,
-        *,
-        last_line: str,
-        device_bytes: int | None,
-    ) -> RankStatus:
+    def row(self, watched_call: WatchedCall, member: WorkerHandle) -> RankStatus:
         """One rank, as it is now, with what it is doing."""
         # DashboardUpdater is given the supervisor itself, as a `WatchedCall`.
         task = cast("Supervisor", watched_call)
         is_open = member.rank in task.open
         values = rank_status(member, task.seconds, member.whereabouts, is_open=is_open)
-        return replace(
-            values,
-            # A rank that has finished is idle; how it finished is of more interest.
-            state=values.state if is_open else _how_it_finished(member),
-            device_bytes=values.device_bytes if device_bytes is None else device_bytes,
-            last_line=last_line,
-        )
+        # A rank that has finished is idle; how it finished is of more interest.
+        return values if is_open else replace(values, state=_how_it_finished(member))
 
-    def ask_ranks(self, watched_call: WatchedCall) -> None:
+    def after_update(self, watched_call: WatchedCall) -> None:
         """Ask the ranks where they are, for the next time."""
         if self._on_poll is not None:
             self._on_poll()
@@ -90,7 +79,8 @@ def rank_status(
         state = "stopping" if member.is_stopped else "running"
     else:
         state = "idle"
-    place = place or messaging.Whereabouts(stack=(), device_bytes=None)
+    if place is None or state == "gone":
+        place = messaging.Whereabouts(stack=(), device_bytes=None)
     return RankStatus(
         rank=member.rank,
         state=state,
@@ -151,34 +141,14 @@ class StatusTable:
         return [head, *body]
 
     def __str__(self) -> str:
-        cells = self._cells() if self.rows else []
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        lines = [line.removeprefix("  ") for line in indented(self._cells())] if self.rows else []
         return "\n".join([self.headline, *lines] if self.headline else lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         headline = f"<div>{html.escape(self.headline)}</div>" if self.headline else ""
-        if not self.rows:
-            return headline
-        head, *body = self._cells()
-        head_row = f'<tr style="background:none">{_html_cells("th", head, ";opacity:0.6")}</tr>'
-        body_rows = "".join(f"<tr>{_html_cells('td', line)}</tr>" for line in body)
-        return (
-            f'{headline}<table style="border:none;margin:0"><thead>{head_row}</thead>'
-            f"<tbody>{body_rows}</tbody></table>"
-        )
-
-
-# No colour is named, and the background shows through: it reads on light and dark alike.
-_CELL_STYLE = "text-align:left;padding:0.2em 1.2em 0.2em 0;border:none;background:none"
-
-
-def _html_cells(tag: str, texts: Sequence[str], more_style: str = "") -> str:
-    return "".join(
-        f'<{tag} style="{_CELL_STYLE}{more_style}">{html.escape(text)}</{tag}>' for text in texts
-    )
+        return headline + (html_table(self._cells()) if self.rows else "")
 
 
 def _duration_words(row: RankStatus) -> str:

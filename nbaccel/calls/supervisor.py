@@ -3,7 +3,7 @@
     pipes ─────► Console ─────► the cell
     channels ──► messages ────► how far each rank is; metrics go to the panel
     sentinels ─► exits
-    wake pipe ─► an interrupt of the notebook, or a click on Stop
+    wake pipe ─► an interrupt of the notebook, as Stop sends it
 
 A launch's workers make one call and leave: it is over when all have ended. A pool's stay: it is
 over when all that had the task are idle again, or when a worker is lost.
@@ -24,26 +24,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from nbaccel.base import process_death
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.calls import pool_messages
-from nbaccel.calls.collective_watch import CollectiveWatch
 from nbaccel.calls.outcome import CallResult
+from nbaccel.calls.rank_watch import RankWatch
 from nbaccel.calls.shutdown import (
     AFTER_LOSS,
     END_WORKERS,
     KEEP_WORKERS,
-    ExitBarrier,
+    OVERDUE,
     ShutdownLadder,
     ShutdownStep,
+    ShutdownSteps,
+    StepAgreement,
 )
 from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
 from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.plan import Plan
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, template_starter, time_limits
+from nbaccel.workers import messaging, starters, time_limits
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
-
-__all__ = ["RankTasks", "Supervisor"]
 
 RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
 """Rank → a task's body, and the descriptors to send along."""
@@ -65,13 +66,7 @@ class WatchedGroup(Protocol):
 
 
 class Supervisor:
-    """Watches the workers of a group during one call.
-
-    Attributes:
-        members: All workers of the group.
-        console: Where their output goes.
-        result: How the call has ended, as far as it is known.
-    """
+    """Watches the workers of a group during one call."""
 
     def __init__(
         self,
@@ -95,13 +90,12 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._paused: dict[int, WorkerHandle] = {}
         """Pipes that are not read just now: the worker waits in its `print`."""
-        self._wake = _WakePipe()
         self._began = time.monotonic()
         self._deadline = None if timeout_s is None else self._began + timeout_s
-        self._collective_watch = CollectiveWatch()
         self._policy = KEEP_WORKERS if group.stays else END_WORKERS
-        self._exits = None if group.stays else ExitBarrier(self.members)
+        self._watch = RankWatch(self.participants(), lets_exit=not group.stays)
         self._ladder: ShutdownLadder | None = None
+        self._agreement: StepAgreement | None = None
         self._open = {m.rank for m in self.participants() if not m.has_ended}
         self._joining: set[int] = set()
         """Ranks that have finished, or have no task, and join a process group for the others."""
@@ -131,14 +125,9 @@ class Supervisor:
         ranks = self._open | self._joining
         return [member for member in self.members if member.rank in ranks and not member.has_ended]
 
-    # ---- from outside
-
-    def interrupt(self) -> None:
-        """Do what interrupting the notebook does; from any thread.
-
-        It has no effect unless this listens just now, so a late click stops nothing else.
-        """
-        self._wake.ring()
+    def doing(self, rank: int) -> str:
+        """What a rank does that seems to wait; empty for one that is at work."""
+        return self._watch.doing(rank)
 
     def notice(self, text: str) -> None:
         """Show a line that is no worker's, after what has been printed so far."""
@@ -158,21 +147,24 @@ class Supervisor:
                 self._show = None
                 # The front end must not be left with an unfinished display.
                 with process_death.uninterrupted():
-                    show.end(
-                        self,
-                        has_failed=any(member.returned is None for member in result.members),
-                        was_interrupted=result.interrupted,
-                        timed_out=result.timed_out,
-                    )
+                    show.end(self, self._ending())
                 result.observed = show.board
         result.tails = self.console.tails()
         result.library_messages = self.console.library_messages.lines()
         result.was_cut = self._ladder is not None and self._ladder.has_cut
         return result
 
+    def _ending(self) -> str:
+        """How the call has ended, if not well."""
+        if self.result.interrupted:
+            return "stopped"
+        if self.result.timed_out:
+            return "timed out"
+        return "failed" if any(member.returned is None for member in self.result.members) else ""
+
     def _listen(self) -> None:
         # In the order in which they are left: interrupts are caught to the end.
-        with self._wake.open() as wake_pipe, contextlib.closing(self._selector):
+        with _waking_pipe() as wake_pipe, contextlib.closing(self._selector):
             self._send_tasks()
             self._register_all(wake_pipe)
             while not self._is_over() and self._do_what_is_due():
@@ -186,7 +178,8 @@ class Supervisor:
             # Interrupts are handled meanwhile.
             while self.console.is_behind:
                 self._receive(self.console.due_in())
-        self.console.show_last()
+        has_progress = self._show is not None and self._show.has_progress
+        self.console.show_last(has_summary=has_progress)
 
     def _send_tasks(self) -> None:
         """Send the tasks: the workers are at work while the rest is made ready to hear them."""
@@ -227,16 +220,12 @@ class Supervisor:
         # Under the ladder, joining ranks are interrupted too: their Idle is still to come.
         return not (self._open or (self._ladder is not None and self._joining))
 
-    def _give_up(self, *, failed: bool = False) -> None:
+    def _give_up(self, *, failed: bool = False, first: ShutdownSteps = ()) -> None:
         """Let all workers give up the call."""
-        steps = self._policy.on_failure if failed else self._policy.on_stop
+        steps = (*first, *(self._policy.on_failure if failed else self._policy.on_stop))
         if failed and self._may_have_lost_a_host():
             steps = ((ShutdownStep.WAIT, time_limits.HOST_S), *steps)
-        at_work = self.at_work()
-        finished = [m for m in self.members if m not in at_work and not m.has_ended]
-        self._start_ladder(
-            ShutdownLadder(at_work, steps, finished=finished, leaving=self._policy.leaving)
-        )
+        self._start_ladder(ShutdownLadder(self.at_work(), steps))
 
     def _may_have_lost_a_host(self) -> bool:
         """Whether ranks have only lost their connections, and Ray may tell why."""
@@ -258,6 +247,10 @@ class Supervisor:
         if self._ladder is None:
             return True
         self._ladder.advance()
+        if self._ladder.is_over and not self._group.stays:
+            # Nobody is at work any more: those that have handed over may exit.
+            self._watch_exits()
+            return True
         return self._ladder.due() is not None
 
     def _check_clocks(self) -> None:
@@ -272,10 +265,18 @@ class Supervisor:
             self.result.timed_out = True
             self._give_up()
         else:
-            if text := self._collective_watch.advance(self.participants()):
-                self.notice(text)
-            if self._exits is not None and self._exits.advance():
-                self._give_up()
+            self._watch_exits()
+
+    def _watch_exits(self) -> None:
+        if text := self._watch.advance():
+            self.notice(text)
+        if self._watch.is_overdue():
+            self._end_leftover()
+
+    def _end_leftover(self) -> None:
+        """End workers that have handed over all they had."""
+        living = [member for member in self.members if not member.has_ended]
+        self._start_ladder(ShutdownLadder(living, OVERDUE))
 
     def _first_message_alarms(self) -> list[tuple[float, WorkerHandle]]:
         """When workers that have sent nothing must have, each with its worker."""
@@ -287,12 +288,13 @@ class Supervisor:
 
     def _patience(self) -> float | None:
         """Seconds until something is due; None if only workers can make it go on."""
-        if self._ladder is not None:
-            alarms = [self._ladder.due()]
-        else:
-            alarms = [self._deadline, self._collective_watch.due()]
+        if self._ladder is None:
+            alarms = [self._deadline, self._watch.due()]
             alarms += [alarm for alarm, _ in self._first_message_alarms()]
-            alarms += [self._exits.due()] if self._exits is not None else []
+        elif self._ladder.is_over:
+            alarms = [self._watch.due()]
+        else:
+            alarms = [self._ladder.due()]
         now = time.monotonic()
         waits = [max(0.0, alarm - now) for alarm in alarms if alarm is not None]
         if (console_wait := self.console.due_in()) is not None:
@@ -315,7 +317,7 @@ class Supervisor:
                 # All of it: several presses of Stop within one wait are one interrupt.
                 os.read(member, 4096)
                 # A stopped template (SIGSTOP) would not report the ends of its workers.
-                template_starter.go_on()
+                starters.go_on()
                 self._on_interrupt()
             elif key.fileobj is member.channel:
                 if not member.hung_up:
@@ -357,7 +359,7 @@ class Supervisor:
             # What it printed before the display must be shown before it.
             self.drain_output(member)
             self.console.feed_display(member.rank, message)
-        elif isinstance(message, messaging.Metrics):
+        elif isinstance(message, Metrics):
             if self._show is not None:
                 self._show.receive(member.rank, message)
         elif isinstance(message, messaging.Leaves):
@@ -408,9 +410,9 @@ class Supervisor:
     def _on_message(self, member: WorkerHandle, message: Any, fds: list[int]) -> None:
         """A worker has said how far it is."""
         match message:
-            case messaging.Alive():
+            case messaging.Word.ALIVE:
                 member.state = HandleState.ALIVE
-            case messaging.Started():
+            case messaging.Word.STARTED:
                 member.state = HandleState.RUNNING
             case messaging.Returned():
                 member.take_result(message, fds)
@@ -418,8 +420,12 @@ class Supervisor:
             case messaging.Failed():
                 self._on_failure(member, message, fds)
                 self._on_handed_over(member)
-            case messaging.Interrupting() if self._ladder is not None:
+            case messaging.Word.INTERRUPTING if self._ladder is not None:
                 self._ladder.unwinds(member)
+            case messaging.AtStep() if self._agreement is not None:
+                self._agreement.answered(member.rank, message.number)
+                if self._ladder is not None:
+                    self._ladder.answers_step(self._agreement.wait_s)
             case messaging.Whereabouts():
                 member.whereabouts = message
                 if self._ladder is not None:
@@ -450,11 +456,13 @@ class Supervisor:
 
     def _on_handed_over(self, member: WorkerHandle) -> None:
         """A launch's worker has nothing to do any more; a pool's says so by `Idle`."""
-        if self._exits is None:
+        if self._agreement is not None and not (member.returned and member.returned.was_stopped):
+            self._agreement.call_off()
+        if self._group.stays:
             return
         member.finish_call()
         self._open.discard(member.rank)
-        self._exits.note_return()
+        self._watch.note_return()
         if self._ladder is not None:
             self._ladder.finished(member)
 
@@ -486,9 +494,7 @@ class Supervisor:
         self._joining.add(member.rank)
         # The worker may have ended; its sentinel says so.
         with contextlib.suppress(OSError):
-            member.channel.send(
-                messaging.Task(number=0, body=pool_messages.JoinGroup(wanted=wanted))
-            )
+            member.channel.send(messaging.Task(number=0, body=wanted))
 
     # ---- interrupts and exits
 
@@ -496,10 +502,37 @@ class Supervisor:
         """The user has pressed Stop."""
         if self._ladder is not None:
             # Stop was pressed twice, or while a failure is handled, which is still reported.
+            if self._ladder.is_over:
+                self._end_leftover()
             self._ladder.hurry()
             return
         self.result.interrupted = True
-        self._give_up()
+        wait_s = self._seconds_to_end_of_step()
+        if wait_s:
+            self._agreement = StepAgreement(self.at_work(), wait_s)
+        self._give_up(first=((ShutdownStep.FINISH_STEP, wait_s),) if wait_s else ())
+
+    def _seconds_to_end_of_step(self) -> float:
+        """How long the step under way may still take; 0 if the call is to be stopped where it is.
+
+        So it is where the weights would not come home, and where nothing trains just now.
+        """
+        config = self._group.plan.config
+        is_kept = config.share_back and config.on_stop == "keep" and config.num_nodes == 1
+        bodies = [body for body, _ in self._tasks.values()]
+        has_models = any(isinstance(body, messaging.Job) and body.arenas for body in bodies)
+        if not (is_kept and has_models and self._show is not None):
+            return 0.0
+        now = time.monotonic()
+        waits = []
+        for facts in self._show.board.ranks.values():
+            step_s = 1 / (facts.pace.overall or float("inf"))
+            wait_s = min(
+                max(time_limits.STEP_S, time_limits.STEPS * step_s), time_limits.MOST_STEP_S
+            )
+            if facts.told.steps and facts.told.time >= now - wait_s:
+                waits.append(wait_s)
+        return max(waits, default=0.0)
 
     def _on_sentinel(self) -> None:
         """Workers may have ended."""
@@ -513,7 +546,7 @@ class Supervisor:
             self._selector.unregister(member.sentinel)
             self.console.close(member.rank)
             if self._ladder is not None:
-                self._ladder.ended(member)
+                self._ladder.finished(member)
             if self._group.stays:
                 self._on_loss(member, ended)
             else:
@@ -548,43 +581,25 @@ class Supervisor:
             self._start_ladder(ShutdownLadder(others, AFTER_LOSS))
 
 
-class _WakePipe:
-    """A pipe whose one end is in the `select`: whoever writes to the other one interrupts it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ringer: int | None = None
-
-    def ring(self) -> None:
-        """Interrupt the `select`, if there is one."""
-        with self._lock:
-            if self._ringer is not None:
-                os.write(self._ringer, b"i")
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[int]:
-        """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
-        woken, waking = os.pipe()
-        os.set_blocking(woken, False)
-        # A signal handler must never wait, not even for a full pipe.
-        os.set_blocking(waking, False)
-        # Only the main thread may set signal handlers.
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        handler_before = None
+@contextlib.contextmanager
+def _waking_pipe() -> Iterator[int]:
+    """Let an interrupt of the notebook wake `select` instead of raising in the middle."""
+    woken, waking = os.pipe()
+    os.set_blocking(woken, False)
+    # A signal handler must never wait, not even for a full pipe.
+    os.set_blocking(waking, False)
+    # Only the main thread may set signal handlers.
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    handler_before = None
+    if is_main_thread:
+        handler_before = signal.signal(signal.SIGINT, lambda *_: os.write(waking, b"i"))
+    try:
+        yield woken
+    finally:
         if is_main_thread:
-            # Without the lock: the handler may run while this same thread holds it.
-            handler_before = signal.signal(signal.SIGINT, lambda *_: os.write(waking, b"i"))
-        self._ringer = waking
-        try:
-            yield woken
-        finally:
-            # Another thread may be about to write to the descriptor, which is closed below.
-            with self._lock:
-                self._ringer = None
-            if is_main_thread:
-                signal.signal(signal.SIGINT, handler_before)
-            os.close(woken)
-            os.close(waking)
+            signal.signal(signal.SIGINT, handler_before)
+        os.close(woken)
+        os.close(waking)
 
 
 def _is_readable(fd: int) -> bool:

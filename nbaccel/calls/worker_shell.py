@@ -16,7 +16,6 @@ import ast
 import asyncio
 import contextlib
 import inspect
-import io
 import linecache
 import re
 import sys
@@ -39,9 +38,6 @@ from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.pool_messages import Completions
 from nbaccel.workers import worker_output
 from nbaccel.workers.worker_output import without_widgets
-
-__all__ = ["WorkerShell", "make_shell"]
-
 
 _TIMED_FILE_NAMES = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles
 
@@ -135,20 +131,6 @@ class _CellCompiler(CachingCompiler):
 _ONE_WAY = frozenset((bool, bytes, complex, float, int, str))
 
 
-_LAYOUT_TOKENS = frozenset((tokenize.ENDMARKER, tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT))
-
-
-def _ends_in_semicolon(code: str) -> bool:
-    if ";" not in code:
-        return False
-    code_tokens = tokenize.generate_tokens(io.StringIO(code).readline)
-    # Lines of IPython's own syntax do not tokenize.
-    with contextlib.suppress(tokenize.TokenError, SyntaxError):
-        last = [token.string for token in code_tokens if token.type not in _LAYOUT_TOKENS][-1:]
-        return last == [";"]
-    return False
-
-
 class _BundleHook(DisplayHook):
     """Keeps the value of the last expression for the notebook instead of printing it."""
 
@@ -179,21 +161,15 @@ class _BundleHook(DisplayHook):
             self.shell.display_pub.publish(**earlier)
         self.bundle = {"data": without_widgets(format_dict), "metadata": md_dict or {}}
 
-    def update_user_ns(self, result: Any) -> None:
-        """The last three values are kept, and no older ones: they would hold on to memory."""
-        names = self.shell.user_ns
-        own_names = {"_": self._, "__": self.__, "___": self.___}
-        # IPython's way to see whether the user has given these names another meaning.
-        if all(names.get(name, value) is value for name, value in own_names.items()):
-            self.___ = self.__
-            self.__ = self._
-            self._ = result
-            own_names = {"_": self._, "__": self.__, "___": self.___}
-            self.shell.push(own_names, interactive=False)
-
     def quiet(self) -> bool:
         """Whether a semicolon behind the expression says that it is not to be shown."""
-        return _ends_in_semicolon(self.text)
+        if ";" not in self.text:
+            return False
+        # Lines of IPython's own syntax do not tokenize.
+        with contextlib.suppress(tokenize.TokenError, SyntaxError):
+            ends_so: bool = self.semicolon_at_end_of_expression(self.text)  # type: ignore[no-untyped-call]
+            return ends_so
+        return False
 
     def log_output(self, format_dict: Any) -> None:
         """Keep nothing: IPython would keep every picture for ever."""
@@ -224,6 +200,8 @@ class WorkerShell(InteractiveShell):
         super().__init__(  # type: ignore[no-untyped-call]
             config=config, display_pub_class=publisher
         )
+        # Only the last three values are kept: older ones would hold on to memory.
+        self.displayhook.do_full_cache = False
         ipython_private.keep_no_prints(self)
         for name, kind in (("debug", "line"), ("debug", "cell"), ("pdb", "line")):
             manager: Any = self.magics_manager

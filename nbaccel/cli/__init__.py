@@ -21,6 +21,7 @@ from nbaccel.base.errors import (
     PlatformUnsupported,
     UserMistake,
 )
+from nbaccel.cli.plain_help import as_people_read_it
 from nbaccel.config.capabilities import STRATEGIES
 
 __all__ = ["build_app", "main"]
@@ -32,12 +33,13 @@ _WIDTH = 100
 
 _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.config_command:add_to",
-    "nbaccel.cli.env_command:add_to",
+    "nbaccel.cli.test_command:add_to",
+    "nbaccel.cli.launch_command:add_to",
+    "nbaccel.cli.export_command:add_to",
     "nbaccel.cli.estimate_command:add_to",
     "nbaccel.cli.merge_command:add_to",
-    "nbaccel.cli.launch_command:add_to",
-    "nbaccel.cli.test_command:add_to",
-    "nbaccel.cli.export_command:add_to",
+    "nbaccel.cli.status_command:add_to",
+    "nbaccel.cli.env_command:add_to",
 )
 """Functions that add a subcommand to the app, as `module:function`, in the order of `--help`.
 
@@ -47,7 +49,7 @@ Their modules import nothing heavy: `nbaccel --help` answers without torch and p
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    command = get_command(build_app())
+    command = as_people_read_it(get_command(build_app()))
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # `standalone_mode` prints usage errors itself, and raises SystemExit for them.

@@ -7,8 +7,6 @@ from nbaccel.config.capabilities import engine_row
 from nbaccel.config.engine_choice import chosen_engine
 from nbaccel.plan import Plan, registry, resolve
 
-__all__ = ["plan_of_command"]
-
 
 def plan_of_command(config: RunConfig) -> Plan:
     """Connect this process to what the engine runs on, and resolve the settings."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from nbaccel.config import LoadedConfig, RunConfig
 
-__all__ = ["add_to"]
-
 _FileOption = Annotated[
     Path | None,
     typer.Option(

@@ -22,8 +22,6 @@ from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.resolving import resolve
 
-__all__ = ["ask_config"]
-
 _NO_ANSWER = "-"
 """Stands for "leave it open" where an empty line means the default."""
 

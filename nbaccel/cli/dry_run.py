@@ -16,8 +16,6 @@ from nbaccel.cli.peer_options import PEER_OPTIONS
 from nbaccel.cli.tables import plain_table, terminal_console
 from nbaccel.config import RunConfig
 
-__all__ = ["show_dry_run", "show_peer_options"]
-
 _SHOWN_CHARS = 60
 
 

@@ -31,14 +31,20 @@ if TYPE_CHECKING:
     from nbaccel.cli.launch_request import LaunchRequest
     from nbaccel.plan.contracts.host_engine import Host
 
-__all__ = ["EngineCommand", "command_of_engine"]
-
 _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job
 # Without it nodes never meet again after one was lost: the first keeps the address of its first
 # round and publishes it in no later one (torch 2.13).
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # What no option and no variable of these commands says.
-_NOT_TORCHRUN = ("timeout", "shown_output", "start_method", "share_back")
+_NOT_TORCHRUN = (
+    "timeout",
+    "shown_output",
+    "start_method",
+    "share_back",
+    "on_stop",
+    "resume",
+    "compare",
+)
 _NOT_DEEPSPEED = (*_NOT_TORCHRUN, "monitor_interval", "max_restarts", "log_line_prefix_template")
 
 

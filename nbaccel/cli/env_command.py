@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["add_to"]
-
 
 def add_to(app: typer.Typer) -> None:
     """Add the subcommand."""

@@ -24,8 +24,6 @@ from nbaccel.devices.nvml import driver_versions
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 
-__all__ = ["environment_facts", "report_json", "report_text"]
-
 Facts = dict[str, dict[str, Any]]
 """Values by name, in sections."""
 

@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["add_to"]
-
 _ESTIMATE_HELP = (
     "Estimate the memory of a model on this disk: a folder with a transformers config.json (built "
-    "without weights), or a file or folder of safetensors (only headers are read). The second "
-    "table has training with Adam on each device under data parallelism, MS-AMP, FSDP and ZeRO's "
-    "stages, in each precision; activations depend on the batch and are not in it."
+    "without weights), or a file or folder of safetensors (only headers are read). gpt2, llama and "
+    "other kinds of models of transformers have their default size. The second table has training "
+    "with Adam on each device under data parallelism, MS-AMP, FSDP and ZeRO's stages, in each "
+    "precision; activations depend on the batch and are not in it."
 )
 
 
@@ -31,7 +30,7 @@ def _estimate(
     context: typer.Context,
     model_path: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Folder or file of a model."),
+        typer.Argument(metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ..."),
     ],
     dtypes: Annotated[
         str,
@@ -42,9 +41,11 @@ def _estimate(
         ),
     ] = "float32,bfloat16,int8,int4",
     num_gpus: Annotated[
-        int, typer.Option("--num-gpus", min=1, help="Devices of each machine.")
+        int, typer.Option("--num-gpus", metavar="N", min=1, help="Devices of each machine.")
     ] = 1,
-    num_nodes: Annotated[int, typer.Option("--num-nodes", min=1, help="Machines.")] = 1,
+    num_nodes: Annotated[
+        int, typer.Option("--num-nodes", metavar="N", min=1, help="Machines.")
+    ] = 1,
     mixed_precision: Annotated[
         str | None,
         typer.Option(

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
 
-__all__ = ["add_to"]
-
 _CLUSTERS = ("slurm", "ray", "kubernetes")
 _TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
 _LONGEST_NAME_BYTES = 200
@@ -29,7 +27,8 @@ Write a script out of a notebook, and the command line or job that runs it.
 
 The script has the cells with the tag `export`, or else the function of the notebook's call of
 notebook_launcher with all that it needs. Cells with the tag `nbaccel-skip` are left out. Settings
-are those of the call, of --config-file and of flags as after nbaccel launch.
+are those of the call over what nbaccel config has saved; --config-file, and flags as after
+nbaccel launch, come last.
 """
 
 
@@ -168,7 +167,9 @@ def _settings(
             for name, value in dict(file_config).items()
             if value != getattr(defaults, name)
         }
-        config = defaults.changed(**{**made_script.launch.settings, **settings})
+        told = made_script.launch.settings
+        # A file that was given for this comes after the notebook, one that was saved before it.
+        config = defaults.changed(**({**told, **settings} if config_file else {**settings, **told}))
         file_name = settings_file.name or "the notebook"
         request = read_launch_request(further_options, config, file_name)
     else:

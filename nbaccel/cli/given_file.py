@@ -9,8 +9,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.config_files import load_config_file, peek_config_file
 
-__all__ = ["SettingsFile", "read_settings_file"]
-
 
 class SettingsFile(NamedTuple):
     """The settings of a file, and how those of flags come over them.

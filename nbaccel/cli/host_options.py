@@ -15,8 +15,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config.host_filter import kept_slots, slots_by_host
 from nbaccel.plan import inspect_machine
 
-__all__ = ["DeviceChoice", "choose_devices"]
-
 _THIS_MACHINE = frozenset({"localhost", "127.0.0.1"})
 _FILTER_NAMES = {
     "include": ("include", "deepspeed_inclusion_filter"),

@@ -22,16 +22,6 @@ from nbaccel.config.engine_choice import chosen_engine
 from nbaccel.config.variables import run_variables
 from nbaccel.notebook.picker.exporters import flag_of
 
-__all__ = [
-    "COMMANDS",
-    "JOBS",
-    "ExportedFile",
-    "command_line",
-    "for_ray",
-    "job_file",
-    "settings_variables",
-]
-
 _PORT = 29500
 _MEETING_PORT = 29400  # torch's own, for rendezvous
 _TIME_LIMIT = "24:00:00"

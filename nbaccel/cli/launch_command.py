@@ -21,8 +21,6 @@ from nbaccel.cli.launch_options import OWN_PANEL, ConfigFile, add_command
 if TYPE_CHECKING:
     from nbaccel.calls.script import Script
 
-__all__ = ["add_to"]
-
 _LAUNCH_HELP = """\
 Run a script in one worker per device, as `torchrun` and `accelerate launch` do.
 

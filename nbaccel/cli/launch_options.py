@@ -15,12 +15,11 @@ import typer
 from typer.main import get_command
 
 from nbaccel.base import env
+from nbaccel.cli.plain_help import as_people_read_it
 
 if TYPE_CHECKING:
     from nbaccel.cli.peer_options import PeerOption
     from nbaccel.notebook.options import MagicOption
-
-__all__ = ["OWN_PANEL", "ConfigFile", "add_command", "setting_flags"]
 
 OWN_PANEL = "What to run, and what is shown"
 ConfigFile = Annotated[
@@ -74,7 +73,8 @@ def add_command(
         # A command of its own, so that `nbaccel --help` does not read all settings.
         inner_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         add_with_options(inner_app)
-        get_command(inner_app).main(args=words or [], prog_name=f"nbaccel {name}")
+        command = as_people_read_it(get_command(inner_app))
+        command.main(args=words or [], prog_name=f"nbaccel {name}")
 
     app.command(
         name,

@@ -22,8 +22,6 @@ from nbaccel.config.capabilities import device_row
 from nbaccel.notebook.options import setting_options
 from nbaccel.plan import inspect_machine
 
-__all__ = ["LaunchRequest", "read_launch_request"]
-
 _DEFAULT_SOURCE = "default"
 _PEERS_BY_NAME = MappingProxyType({option.name: option for option in PEER_OPTIONS})
 _SETTINGS_BY_NAME = MappingProxyType({option.name: option for option in setting_options()})

@@ -22,8 +22,6 @@ from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 
-__all__ = ["MemoryTables", "estimate_model", "json_text", "print_tables"]
-
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int4": 4}
 _TRAINED_FORMATS = ("float32", "float16", "bfloat16")
 _ADAM_COPIES = 4

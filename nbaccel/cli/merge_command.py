@@ -10,8 +10,6 @@ import typer
 
 from nbaccel.base.units import format_bytes, format_seconds
 
-__all__ = ["add_to"]
-
 _MERGE_HELP = (
     "Make whole weights of the shards that FSDP's processes wrote (torch.distributed.checkpoint): "
     "of pytorch_model_fsdp_0 in a checkpoint of Accelerate's or nbaccel's save_state. All files "

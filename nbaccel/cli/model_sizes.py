@@ -9,14 +9,13 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.config.mistakes import closest
 from nbaccel.memory.model_size import Shape, measure
-
-__all__ = ["ModelSizes", "read_model"]
 
 _CONFIG_FILE = "config.json"
 _INDEX_ENDING = ".safetensors.index.json"
@@ -55,11 +54,7 @@ def read_model(
         )
     source = Path(model_path).expanduser()
     if not source.exists():
-        raise ConfigError(
-            f"{model_path!r} is no file or folder here. Nothing is downloaded for an estimate. "
-            f"Fetch it first: hf download {model_path} --local-dir FOLDER (--include config.json "
-            "is enough), and give the folder."
-        )
+        return _named_model(model_path)
     file = source / _CONFIG_FILE if source.is_dir() else source
     if file.name == _CONFIG_FILE and file.is_file():
         return _built_model(file, trust_remote_code=trust_remote_code)
@@ -142,28 +137,54 @@ def _layer_name(tensor_name: str) -> str:
 
 # ------------------------------------------------------------------------------- config
 def _built_model(config_file: Path, *, trust_remote_code: bool) -> ModelSizes:
-    from nbaccel.base.optional_packages import require
-    from nbaccel.bigmodel.empty_init import init_empty_weights
-
-    transformers = require("transformers", extra="", why=f"Building the model of {config_file}")
+    transformers = _transformers(f"Building the model of {config_file}")
     try:
         config = transformers.AutoConfig.from_pretrained(
             config_file.parent, local_files_only=True, trust_remote_code=trust_remote_code
         )
-        with init_empty_weights():
-            module = _class_of(config, transformers)(config)
+        return _sizes_of(config, config_file.parent, transformers)
     except Exception as error:  # the configuration may be of any model, with code of its own
         raise ConfigError(
             f"The model of {config_file} cannot be built: {type(error).__name__}: {error}. Its "
             "sizes are not known. Give a file of its safetensors, or --trust-remote-code where "
             "its folder has code that you trust."
         ) from error
+
+
+def _named_model(name: str) -> ModelSizes:
+    """A kind of model that transformers knows, in the size that is its default."""
+    from nbaccel.base.optional_packages import is_installed
+
+    # Without it, what is wrong with a path that was mistyped is not that it is missing.
+    transformers = _transformers("Building a model") if is_installed("transformers") else None
+    kinds = transformers.CONFIG_MAPPING if transformers else {}
+    if name not in kinds:
+        raise ConfigError(
+            f"{name!r} is no file or folder here, and no kind of model of transformers."
+            f"{closest(name, kinds)} Nothing is downloaded for an estimate. Fetch it first: hf "
+            f"download {name} --local-dir FOLDER (--include config.json is enough), and give the "
+            "folder."
+        )
+    note = f"The size is the default of this kind. Others are in the config.json of a {name}."
+    return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))
+
+
+def _transformers(why: str) -> Any:
+    from nbaccel.base.optional_packages import require
+
+    return require("transformers", extra="", why=why)
+
+
+def _sizes_of(config: Any, source: Path, transformers: Any) -> ModelSizes:
+    from nbaccel.bigmodel.empty_init import init_empty_weights
+
+    with init_empty_weights():
+        module = _class_of(config, transformers)(config)
     module.tie_weights()
-    shape = measure(module)
     return ModelSizes(
-        source=config_file.parent,
+        source=source,
         origin=f"{type(module).__name__} of transformers, built without weights",
-        shape=shape,
+        shape=measure(module),
         largest_layer=_largest_layer(module),
         module=module.float(),
     )

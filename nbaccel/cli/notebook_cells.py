@@ -18,8 +18,6 @@ from typing import Any
 from nbaccel.base.errors import ConfigError
 from nbaccel.transfer.free_names import names_of
 
-__all__ = ["NotebookCell", "Statement", "read_notebook", "statements_of"]
-
 EXPORT_TAG = "export"
 SKIP_TAG = "nbaccel-skip"
 _PYTHON_CELL_MAGICS = ("accelerate", "time", "timeit", "capture", "prun")

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["WantedOutput", "shown_output_of"]
-
 _EVERY_STREAM = 3
 _STREAMS_TEXT = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 

@@ -13,8 +13,6 @@ from typing import Literal
 
 from nbaccel.base.unsupported_names import MEGATRON_LM, MIXED_PARALLELISMS
 
-__all__ = ["PEER_OPTIONS", "Effect", "PeerOption"]
-
 Effect = Literal["setting", "variable", "fp8-setting", "computed", "none", "refused"]
 
 

@@ -21,8 +21,6 @@ from nbaccel.cli.notebook_cells import EXPORT_TAG, NotebookCell, Statement, stat
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.transfer.free_names import names_of
 
-__all__ = ["LaunchCall", "MadeScript", "make_script"]
-
 _LAUNCHERS = ("notebook_launcher", "debug_launcher")
 _PARAMETERS = ("function", "args", "num_processes", "mixed_precision", "use_port")
 # Calls that decide random numbers: what is built after them depends on them.

@@ -23,8 +23,6 @@ from nbaccel.plan import registry
 from nbaccel.workers.failure import FailureRecord, FailureReport
 from nbaccel.workers.template import template_for
 
-__all__ = ["run_to_exit_status"]
-
 _FAILURE = 1
 # As a shell says that a signal ended a process.
 _SIGNAL_STATUS = 128

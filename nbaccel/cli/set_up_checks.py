@@ -22,8 +22,6 @@ from nbaccel.config import RunConfig
 from nbaccel.utils.operations import broadcast, gather, pad_across_processes, reduce
 from nbaccel.utils.random import set_seed
 
-__all__ = ["CHECK_NAMES", "SetUpCheckFailed", "run_checks"]
-
 # Multiples of 16, which products of 8 bits need.
 _NUM_FEATURES = 32
 _BATCH_SIZE = 16

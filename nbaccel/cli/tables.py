@@ -7,8 +7,6 @@ import sys
 from rich.console import Console as TerminalConsole
 from rich.table import Table
 
-__all__ = ["plain_table", "terminal_console"]
-
 _WIDTH_CHARS = 100
 
 

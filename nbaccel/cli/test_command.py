@@ -15,8 +15,6 @@ from nbaccel.cli.launch_options import ConfigFile, add_command
 if TYPE_CHECKING:
     from nbaccel.config import RunConfig
 
-__all__ = ["add_to"]
-
 _TEST_HELP = """\
 Train for a few seconds on the set-up of a configuration file, or of flags as after nbaccel launch.
 

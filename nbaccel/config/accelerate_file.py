@@ -9,8 +9,6 @@ from typing import Any
 
 from nbaccel.config.mistakes import shown
 
-__all__ = ["FileReading", "MappedKey", "setting_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedKey:

@@ -14,8 +14,6 @@ from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.nested_keys import put_at
 from nbaccel.config.run_config import RunConfig
 
-__all__ = ["read_deepspeed", "read_dynamo", "read_fp8", "read_fsdp"]
-
 _NOT_ASKED = "distributed_type does not use it"
 
 

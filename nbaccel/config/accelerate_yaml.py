@@ -19,8 +19,6 @@ from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.config.text_forms import read_yaml, unreadable
 
-__all__ = ["AccelerateFile", "is_accelerate_file", "read_accelerate_yaml", "unjudged_settings"]
-
 _OF_TPU_PODS = "accelerate tpu-config reads it, which sets up TPU hosts; nbaccel has no such part"
 _OF_SAGEMAKER = "it belongs to Amazon SageMaker"
 _OF_MPI = "mpirun starts the processes there; nbaccel starts them itself on each node"

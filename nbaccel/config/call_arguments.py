@@ -15,8 +15,6 @@ from nbaccel.base.errors import WrongArguments
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.run_config import RunConfig
 
-__all__ = ["check_call", "explained", "explained_constructor"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Self = TypeVar("Self")

@@ -20,17 +20,6 @@ from nbaccel.config.mistakes import shown
 from nbaccel.config.run_config import RunConfig, merged_settings
 from nbaccel.config.text_forms import read_yaml, unreadable
 
-__all__ = [
-    "LoadedConfig",
-    "config_text",
-    "default_config_path",
-    "load_config_file",
-    "peek_config_file",
-    "schema_path",
-    "schema_text",
-    "write_config_file",
-]
-
 CONFIG_VARIABLE = "NBACCEL_CONFIG"
 _SCHEMA_NAME = "run_config.schema.json"
 

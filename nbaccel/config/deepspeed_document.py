@@ -17,18 +17,6 @@ from nbaccel.config.field_rules import FieldMistake, FieldRule
 from nbaccel.config.text_forms import read_source
 from nbaccel.config.value_readers import numbers_read, read_whole
 
-__all__ = [
-    "BATCH_SIZES",
-    "DOCUMENT_NAME",
-    "Document",
-    "disagreements",
-    "engine_config",
-    "read_document",
-    "stage_left_open",
-    "taken_out",
-    "tidied_settings",
-]
-
 _ZERO_SECTION = "zero_optimization"
 _AUTO_WORD = "auto"
 _HALF_FORMATS = ("fp16", "bf16")

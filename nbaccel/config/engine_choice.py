@@ -6,8 +6,6 @@ from typing import Protocol
 
 from nbaccel.config.capabilities import ENGINES, engine_row
 
-__all__ = ["ENGINE_CONTRADICTIONS", "chosen_engine", "elastic_reason"]
-
 
 class _EngineSettings(Protocol):
     """The settings of a `RunConfig` that are read here."""

@@ -8,18 +8,6 @@ from __future__ import annotations
 
 from enum import Enum, EnumMeta
 
-__all__ = [
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DistributedType",
-    "DynamoBackend",
-    "LoggerType",
-    "PrecisionType",
-    "RNGType",
-    "SageMakerDistributedType",
-]
-
 
 class _Members(EnumMeta):
     """Lets ``"wandb" in LoggerType`` answer; Python itself does from 3.12 on."""

@@ -31,19 +31,6 @@ from nbaccel.config.value_readers import read_number
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "FieldCheck",
-    "FieldMistake",
-    "FieldRule",
-    "OptionalCount",
-    "checked_as",
-    "explain_mistakes",
-    "field_mistakes",
-    "mistakes_in",
-    "refuse_mistakes",
-    "rule_of",
-]
-
 _UNKNOWN_SETTING = "extra_forbidden"  # pydantic's type of that error
 _CHECK_KEY = "nbaccel.check"
 """Key of a dataclass field's metadata under which its :class:`FieldCheck` stands."""

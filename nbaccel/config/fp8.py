@@ -23,8 +23,6 @@ from nbaccel.config.value_readers import plain_value, read_number, read_truth
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Fp8Config"]
-
 _ANY_BACKEND = "auto"
 _BACKEND_NAMES = (_ANY_BACKEND, *(row.name for row in FP8_BACKENDS))
 if TYPE_CHECKING:

@@ -15,14 +15,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.settings_base import Handler
 
-__all__ = [
-    "AORecipeKwargs",
-    "FP8RecipeKwargs",
-    "Fp8Handler",
-    "MSAMPRecipeKwargs",
-    "TERecipeKwargs",
-]
-
 
 @dataclass
 class Fp8Handler(Handler):

@@ -23,8 +23,6 @@ from nbaccel.config.field_rules import (
 from nbaccel.config.settings_base import Settings
 from nbaccel.config.value_readers import read_whole
 
-__all__ = ["FullyShardedDataParallelPlugin"]
-
 _PLUGIN_NAME = "FullyShardedDataParallelPlugin"
 _WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _STATE_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")

@@ -14,8 +14,6 @@ from typing import Any
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.mistakes import closest
 
-__all__ = ["HOST_FILTER_CONTRADICTIONS", "kept_slots", "read_host_filter", "slots_by_host"]
-
 _SLOT_HELP = "Name slots by number, as in worker-1:0,1@worker-2"
 
 

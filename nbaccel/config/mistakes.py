@@ -6,8 +6,6 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Mapping
 
-__all__ = ["closest", "shown"]
-
 _MAX_SHOWN_CHARS = 80
 _MAX_TEXT_CHARS = 400
 

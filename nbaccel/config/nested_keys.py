@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["drop_at", "has_key", "put_at", "value_at"]
-
 
 def value_at(settings: Mapping[str, Any] | None, dotted_key: str, default: Any = None) -> Any:
     """What is under a key."""

@@ -24,15 +24,6 @@ from nbaccel.config.handlers import TorchDynamoPlugin
 from nbaccel.config.mistakes import closest, shown
 from nbaccel.config.text_forms import json_like
 
-__all__ = [
-    "DYNAMO_VARIABLES",
-    "DynamoSettings",
-    "FsdpSettings",
-    "WorkerVariables",
-    "dynamo_variables",
-    "fsdp_variables",
-]
-
 DYNAMO_VARIABLES: Mapping[str, str] = {
     "backend": "ACCELERATE_DYNAMO_BACKEND",
     "mode": "ACCELERATE_DYNAMO_MODE",

@@ -48,6 +48,7 @@ from nbaccel.config.value_readers import (
     read_number,
     read_path,
     read_port,
+    read_resume,
     read_truth,
     read_whole,
     read_word,
@@ -56,19 +57,22 @@ from nbaccel.config.value_readers import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Configured", "RunConfig", "contradictions", "run_config_of"]
-
-
 # A `RunConfig`, whose module imports this one.
 _Settings: TypeAlias = Any
 
 
 def contradictions(config: _Settings, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
-    """Every contradiction between settings."""
+    """Every contradiction between settings, of which one is not at its default at least."""
+    changed_names = {
+        setting_name
+        for setting_name, field in type(config).model_fields.items()
+        if getattr(config, setting_name) != field.default
+    }
     texts = (
         check(config)
         for involved_names, check in _CONTRADICTION_CHECKS
-        if not any(setting_name in ignoring for setting_name in involved_names)
+        if changed_names.intersection(involved_names)
+        and not any(setting_name in ignoring for setting_name in involved_names)
     )
     return tuple(contradiction for contradiction in texts if contradiction)
 
@@ -215,6 +219,7 @@ else:
     StrategyName = Literal[_STRATEGY_NAMES]
     StartMethodName = Literal[_START_METHODS]
     EngineName = Literal[_ENGINE_NAMES]
+OnStop = Literal["keep", "discard"]
 TpuDriverName = Literal["auto", "torch_tpu", "torch_xla"]
 ZeroStage = Literal[0, 1, 2, 3]
 # As torchrun writes it: a number for all ranks, pairs of local rank and number, or both.
@@ -510,6 +515,48 @@ class RunConfig(Exchangeable):
             do="Leave it at True to find the trained weights in the notebook",
         ),
     ] = True
+    on_stop: Annotated[
+        OnStop,
+        Field(
+            description="What Stop does to a launch that trains: keep ends it where the step under "
+            "way ends, with the weights in the notebook; discard ends it at once, without them."
+        ),
+        FieldRule(
+            read=read_word,
+            must=f"one of {', '.join(get_args(OnStop))}",
+            allowed=get_args(OnStop),
+            why="It decides whether the notebook's model has the trained weights after a Stop",
+            do='Leave it at "keep" to go on with what was learned',
+        ),
+    ] = "keep"
+    resume: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Whether a launch goes on where a Stop has ended the last one of the same "
+            "function: here, for as long as this process lives, or the folder that keeps it.",
+        ),
+        FieldRule(
+            read=read_resume,
+            must="True, False, or the path of a folder",
+            why="A launch that is stopped keeps there what the next one goes on with",
+            do="Give True to keep it as long as the notebook lives",
+        ),
+    ] = None
+    compare: Annotated[
+        int | None,
+        Field(
+            ge=10,
+            description="Steps that one worker takes first, so that it can be told what more "
+            "workers are worth; None for none.",
+        ),
+        FieldRule(
+            read=read_number,
+            must="a whole number of at least 10, or None",
+            why="The speed of one worker is measured over so many steps",
+            do="Give for example 30, or leave it out to compare with earlier runs alone",
+        ),
+    ] = None
     threads_per_process: Annotated[
         int | None,
         Field(ge=1, description="CPU threads of each worker; None shares the cores out."),
@@ -628,7 +675,8 @@ class RunConfig(Exchangeable):
                 for setting_name in given_settings
                 if setting_name not in wrong_names
             }
-            all_mistakes += zero_engine.disagreements(config_document, right_settings)
+            if config_document:
+                all_mistakes += zero_engine.disagreements(config_document, right_settings)
             all_mistakes += contradictions(self, ignoring=wrong_names)
             if all_mistakes:
                 raise ConfigError(*all_mistakes) from validation_error
@@ -675,6 +723,8 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
 
 def _document_of(document: Any) -> zero_engine.Document | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
+    if document is None:
+        return None
     try:
         config_document = zero_engine.read_document(document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it
@@ -684,7 +734,8 @@ def _document_of(document: Any) -> zero_engine.Document | None:
 
 def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`."""
-    document = _document_of(settings.get("deepspeed"))
+    given_document = settings.get("deepspeed")
+    document = None if given_document is None else _document_of(given_document)
     if document is None:
         return zero_engine.Document(), {}
     settings["deepspeed"], decided_settings = zero_engine.taken_out(document)

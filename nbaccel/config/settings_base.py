@@ -7,8 +7,6 @@ from typing import Any
 
 from nbaccel.config.field_rules import field_mistakes, refuse_mistakes
 
-__all__ = ["Handler", "Settings"]
-
 
 class Settings:
     """Checks its fields, and gives them as a dictionary."""

@@ -24,21 +24,6 @@ from nbaccel.config.value_readers import plain_value
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-__all__ = [
-    "Exchangeable",
-    "Plain",
-    "each_once",
-    "json_like",
-    "plain_object",
-    "read_file",
-    "read_object",
-    "read_source",
-    "read_yaml",
-    "unreadable",
-]
-
-
 # Far deeper than any configuration, and far from Python's limit for recursion.
 _MAX_JSON_DEPTH = 64
 _MAX_YAML_NODES = 10_000

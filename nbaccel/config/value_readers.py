@@ -13,16 +13,8 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-__all__ = [
-    "numbers_read",
-    "plain_value",
-    "read_number",
-    "read_path",
-    "read_port",
-    "read_truth",
-    "read_whole",
-    "read_word",
-]
+RESUME_HERE = "here"
+"""What a stopped launch keeps goes with this process."""
 
 
 def plain_value(value: Any) -> Any:
@@ -92,6 +84,13 @@ def read_word(value: Any) -> Any:
     if value is None or value is False:
         return "no"
     return value.strip().lower() if isinstance(value, str) else value
+
+
+def read_resume(value: Any) -> Any:
+    """True as `here`, False as None; a folder as its path."""
+    if isinstance(value, bool):
+        return RESUME_HERE if value else None
+    return read_path(value)
 
 
 def read_truth(value: Any) -> Any:

@@ -14,10 +14,12 @@ from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.config.plugin_settings import dynamo_variables, fsdp_variables
 from nbaccel.config.run_config import RunConfig
 
-__all__ = ["ACTIVATION_CHECKPOINTING", "STRATEGY_VARIABLE", "run_variables"]
-
 ACTIVATION_CHECKPOINTING = "NBACCEL_ACTIVATION_CHECKPOINTING"
 """Accelerate has a variable for it with FSDP only."""
+FOLDER_VARIABLE = "NBACCEL_RESUME"
+"""The folder in which a stopped launch keeps what the next one goes on with."""
+MOST_STEPS_VARIABLE = "NBACCEL_MOST_STEPS"
+"""After how many steps a launch ends that only measures its speed."""
 STRATEGY_VARIABLE = "NBACCEL_STRATEGY"
 """It has the name in ``RunConfig.strategy``, unless that is ``auto``."""
 
@@ -47,6 +49,9 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
         config_json = json.dumps(engine_config(run_config))
         encoded_config = base64.urlsafe_b64encode(config_json.encode()).decode()
         launch_variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = encoded_config
-    launch_variables |= fsdp_variables(run_config.fsdp) | dynamo_variables(run_config.dynamo)
+    if run_config.fsdp is not None:
+        launch_variables |= fsdp_variables(run_config.fsdp)
+    if run_config.dynamo is not None:
+        launch_variables |= dynamo_variables(run_config.dynamo)
     # Last: who names a variable means that one.
     return launch_variables | (run_config.variables or {})

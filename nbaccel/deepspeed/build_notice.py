@@ -15,9 +15,6 @@ from nbaccel.base import env
 from nbaccel.base.log import write_notice
 from nbaccel.base.optional_packages import require
 
-__all__ = ["BUILDER", "announce", "change_builder", "folder", "is_built"]
-
-
 BUILDER = "deepspeed.ops.op_builder.builder"
 """The module whose class compiles every operation, however it is used."""
 

@@ -9,6 +9,7 @@ there as a traceback, and the lock of a build that was killed makes it wait for 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -28,22 +29,6 @@ from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.base.package_origin import install_line
 from nbaccel.deepspeed import build_notice, library
 from nbaccel.deepspeed.zero_config import ZeroConfig
-
-__all__ = [
-    "check_compiler",
-    "check_tools",
-    "compiler_of",
-    "holder_of",
-    "is_forgotten",
-    "missing_tools",
-    "needed_ops",
-    "ninja_beside_python",
-    "no_compiler",
-    "offloads_optimizer",
-    "path_with_ninja",
-    "remove_forgotten_locks",
-]
-
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
@@ -129,7 +114,14 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
     A process that builds keeps the lock open until it has finished; any other waits until the file
     is gone, silently and without a time limit.
     """
-    return tuple(path for path in _lock_files() if is_forgotten(path) and _was_removed(path))
+    locks = sorted(build_notice.folder(env.snapshot()).glob("*/lock"))
+    forgotten = tuple(path for path in locks if is_forgotten(path))
+    for path in forgotten:
+        # A warning, since it changes a folder that other environments of this user share.
+        name = path.parent.name
+        _log.warning("removing %s: the process that was building %s is gone", path, name)
+        path.unlink(missing_ok=True)
+    return forgotten
 
 
 def is_forgotten(lock_path: Path) -> bool:
@@ -138,15 +130,15 @@ def is_forgotten(lock_path: Path) -> bool:
     Operations that were built long ago are locked for a moment, too, by each process that loads
     them, so one look is not enough: the lock must stay the same one, without a holder.
     """
-    seen_identity = _file_identity(lock_path)
+    identity = _file_identity(lock_path)
     for _ in range(3):
-        if seen_identity is None:
+        if identity is None:
             return False  # the build has ended meanwhile
         if (process := holder_of(lock_path)) is not None:
             _log.info("%s is being built by process %s: DeepSpeed waits", lock_path.parent, process)
             return False
         time.sleep(0.05)  # a build that ends closes its lock first and removes it then
-        if _file_identity(lock_path) != seen_identity:
+        if _file_identity(lock_path) != identity:
             return False
     if not _would_be_seen(lock_path):
         raise UnsafeMoment(
@@ -159,30 +151,20 @@ def is_forgotten(lock_path: Path) -> bool:
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
     """Distinguishes a file from a later one of the same name; None where there is none."""
-    try:
+    with contextlib.suppress(OSError):
         status = path.stat()
-    except OSError:
-        return None
-    # The time, too, because a file system may give the number of a removed file to the next one.
-    return status.st_ino, status.st_ctime_ns
-
-
-def _was_removed(path: Path) -> bool:
-    # A warning, since it changes a folder that other environments of this user share.
-    _log.warning("removing %s: the process that was building %s is gone", path, path.parent.name)
-    path.unlink(missing_ok=True)
-    return True
+        # The time, too: a file system may give the number of a removed file to the next one.
+        return status.st_ino, status.st_ctime_ns
+    return None
 
 
 def holder_of(lock_path: Path) -> int | None:
     """The process that has a lock open, as the one that builds does until it has finished."""
     path = str(lock_path.resolve())
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or of another user
             if any(file.path == path for file in process.open_files()):
                 return process.pid
-        except (psutil.Error, OSError):  # gone meanwhile, or of another user
-            continue
     return None
 
 
@@ -191,22 +173,13 @@ def _would_be_seen(path: Path) -> bool:
     # A lock of another user is held by a process of that user, whose files only root can list.
     if hasattr(os, "geteuid") and os.geteuid() not in (0, path.stat().st_uid):
         return False
-    mounts = [
-        disk_partition
-        for disk_partition in psutil.disk_partitions(all=True)
-        if path.resolve().is_relative_to(disk_partition.mountpoint)
-    ]
     # The longest of the mount points that contain the file is the one it is on.
-    mount_type = (
-        max(mounts, key=lambda disk_partition: len(disk_partition.mountpoint)).fstype
-        if mounts
-        else ""
-    )
-    return not mount_type.startswith(_SHARED_FILE_SYSTEMS)
-
-
-def _lock_files() -> list[Path]:
-    return sorted(build_notice.folder(env.snapshot()).glob("*/lock"))
+    kinds = {
+        partition.mountpoint: partition.fstype
+        for partition in psutil.disk_partitions(all=True)
+        if path.resolve().is_relative_to(partition.mountpoint)
+    }
+    return not kinds.get(max(kinds, key=len, default=""), "").startswith(_SHARED_FILE_SYSTEMS)
 
 
 # It links against a function of the library: headers alone, without the library, are not enough.
@@ -222,28 +195,22 @@ def offloads_optimizer(zero_config: ZeroConfig) -> bool:
 
 def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     """The C++ parts that a run of this configuration loads."""
-    operation_names = ["deepspeed_shm_comm"] if device == "cpu" else []
-    config_section = zero_config.optimizer
+    section = zero_config.optimizer
     # DeepSpeed compares names of optimizers in lower case.
-    optimizer_name = (config_section.type or "").lower() if config_section else ""
-    is_offloaded = offloads_optimizer(zero_config)
-    if optimizer_name in ("adam", "adamw") and not (
-        (config_section and config_section.params) or {}
-    ).get("torch_adam"):
-        operation_names.append("cpu_adam" if is_offloaded else "fused_adam")
-    elif optimizer_name == "lion":
-        operation_names.append("cpu_lion" if is_offloaded else "fused_lion")
-    elif optimizer_name == "adagrad" and is_offloaded:
-        operation_names.append("cpu_adagrad")
-    elif optimizer_name == "lamb":
-        operation_names.append("fused_lamb")
-    offload_sections = (zero_config.offload_optimizer, zero_config.offload_param)
-    if any(
-        offload_section is not None and offload_section.device == "nvme"
-        for offload_section in offload_sections
-    ):
-        operation_names.append("async_io")
-    return tuple(operation_names)
+    name = ((section and section.type) or "").lower()
+    is_torchs = bool(((section and section.params) or {}).get("torch_adam"))
+    where = "cpu" if offloads_optimizer(zero_config) else "fused"
+    operations = [_CPU_OPERATION] if device == "cpu" else []
+    if name in ("adam", "adamw") and not is_torchs:
+        operations.append(f"{where}_adam")
+    elif name == "lion" or (name == "adagrad" and where == "cpu"):
+        operations.append(f"{where}_{name}")
+    elif name == "lamb":
+        operations.append("fused_lamb")
+    offloads = (zero_config.offload_optimizer, zero_config.offload_param)
+    if any(offload is not None and offload.device == "nvme" for offload in offloads):
+        operations.append("async_io")
+    return tuple(operations)
 
 
 def missing_tools(
@@ -253,98 +220,69 @@ def missing_tools(
     environ = _as_it_will_be() if environ is None else environ
     info = library.load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
     # Operations that were built when DeepSpeed was installed need no tools.
-    operations = {
-        operation_name for operation_name, is_there in info.installed_ops.items() if is_there
-    }
-    operation_names = [
-        operation_name
-        for operation_name in needed_ops(zero_config, device=device)
-        if operation_name not in operations
+    operations = [
+        name for name in needed_ops(zero_config, device=device) if not info.installed_ops.get(name)
     ]
-    if not operation_names:
+    if not operations:
         return
     command = compiler_of(environ)
-    text = f"DeepSpeed builds {', '.join(operation_names)} on first use"
+    text = f"DeepSpeed builds {', '.join(operations)} on first use"
     if command is None:
-        yield no_compiler(environ, operation_names)
+        yield no_compiler(environ, operations)
     if shutil.which("ninja", path=environ.get("PATH", os.defpath)) is None:
-        yield _no_ninja(text)
-    if "async_io" in operation_names and command is not None and not _links_aio(command, environ):
+        beside = ninja_beside_python()
+        remedy = "Install it: pip install ninja."
+        if beside is not None:
+            remedy = f"It is installed beside this Python: add {str(beside.parent)!r} to PATH."
+        yield f"The program 'ninja' is not on PATH. {text}, or loads them, through it. {remedy}"
+    if "async_io" in operations and command is not None and not _links_aio(command, environ):
         yield (
             f"The library libaio cannot be compiled and linked against here. {text} and "
             "reads the disk by it. Install it: apt-get install libaio-dev; where it is somewhere "
             "else, name its folders in CFLAGS (-I) and LDFLAGS (-L)."
         )
-    if device == "cuda" and any(
-        operation_name.startswith("fused_") for operation_name in operation_names
-    ):
-        yield from _no_toolkit(text)
-    yield from _stale_locks(operation_names, environ)
+    if device == "cuda" and any(name.startswith("fused_") for name in operations):
+        # torch has looked for it as the build will, without initialising CUDA.
+        extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
+        if extension.CUDA_HOME is None:
+            yield (
+                "The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
+                f"{extension.CUDA_HOME}. {text} and needs it. Install the toolkit of torch's CUDA "
+                "version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
+            )
+    for name in operations:
+        yield from _stale_lock(name, build_notice.folder(environ) / name / "lock")
 
 
 def _as_it_will_be() -> Mapping[str, str]:
     """This process's environment with the environment's ninja on PATH, as engines will have it."""
     environ = env.snapshot()
-    ninja_path = ninja_beside_python()
-    if ninja_path is None:
+    ninja = ninja_beside_python()
+    if ninja is None:
         return environ
-    search_path = environ.get("PATH", os.defpath)
-    return {**environ, "PATH": os.pathsep.join([search_path, str(ninja_path.parent)])}
-
-
-def _no_toolkit(text: str) -> Iterator[str]:
-    # torch has looked for it as the build will, without initialising CUDA.
-    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
-    if extension.CUDA_HOME is None:
-        yield (
-            "The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
-            f"{extension.CUDA_HOME}. {text} and needs it. Install the toolkit of "
-            "torch's CUDA version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
-        )
-
-
-def _no_ninja(purpose_text: str) -> str:
-    beside_python = ninja_beside_python()
-    remedy_text = "Install it: pip install ninja."
-    if beside_python is not None:
-        remedy_text = (
-            f"It is installed beside this Python: add {str(beside_python.parent)!r} to PATH."
-        )
-    return (
-        f"The program 'ninja' is not on PATH. {purpose_text}, or loads them, through it. "
-        f"{remedy_text}"
-    )
+    return {**environ, "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{ninja.parent}"}
 
 
 def _links_aio(command: list[str], environ: Mapping[str, str]) -> bool:
     flags = [*shlex.split(environ.get("CFLAGS", "")), "-x", "c++", "-", "-o", os.devnull]
     flags += [*shlex.split(environ.get("LDFLAGS", "")), "-laio"]
-    try:
-        process = subprocess.run(
-            [*command, *flags],
-            input=_AIO_PROGRAM.encode(),
-            capture_output=True,
-            timeout=_COMPILE_S,
-            check=False,
-        )
+    program = _AIO_PROGRAM.encode()
     # A compiler that cannot be started, or hangs, links nothing either.
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return process.returncode == 0
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [*command, *flags], input=program, capture_output=True, timeout=_COMPILE_S, check=False
+        )
+        return done.returncode == 0
+    return False
 
 
-def _stale_locks(operation_names: list[str], environ: Mapping[str, str]) -> Iterator[str]:
-    for operation_name in operation_names:
-        path = build_notice.folder(environ) / operation_name / "lock"
-        try:
-            lock = is_forgotten(path)
-        # Here it is one mistake among others, all of which are reported at once.
-        except UnsafeMoment as error:
-            yield str(error)
-            continue
-        if lock:
+def _stale_lock(operation: str, path: Path) -> Iterator[str]:
+    # Here an unsafe moment is one mistake among others, all of which are reported at once.
+    try:
+        if is_forgotten(path):
             yield (
-                f"A build of {operation_name} was interrupted and left its lock "
-                f"{str(path)!r}. The next process that needs it would silently wait for ever. "
-                "Delete that file."
+                f"A build of {operation} was interrupted and left its lock {str(path)!r}. The "
+                "next process that needs it would silently wait for ever. Delete that file."
             )
+    except UnsafeMoment as error:
+        yield str(error)

@@ -43,23 +43,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = [
-    "DeepSpeedEnvironment",
-    "Wish",
-    "check_gpu",
-    "deepspeed_environment",
-    "ignore_old_names",
-    "read_wish",
-    "refuse_busy",
-]
-
-
 _WISH_PATTERN = re.compile(r"(cpu|cuda)(?::(\d+))?")
 _LEAST_BYTES = 512 * 1024**2
 """A CUDA context with NCCL takes about this much before the first tensor."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Wish:
     """The device that was given.
 
@@ -72,127 +61,94 @@ class Wish:
     index: int = 0
 
 
-def read_wish(device: object) -> Wish:
-    """Read what was given as a device."""
-    if device is None:
-        return Wish(kind=None)
-    wish_match = _WISH_PATTERN.fullmatch(str(device))
-    if wish_match is None:
+def _read_wish(device: object) -> Wish:
+    match = _WISH_PATTERN.fullmatch(str(device))
+    if device is not None and match is None:
         raise ConfigError(
             f"device={device!r} is not supported by deepspeed_environment: it would be used under "
             'a wrong name. Use "cpu", "cuda" or "cuda:1", or None for what DeepSpeed chooses.'
         )
-    return Wish(
-        kind=wish_match.group(1),
-        index=int(wish_match.group(2) or 0) if wish_match.group(1) == "cuda" else 0,
-    )
+    return Wish(match[1], int(match[2] or 0) if match[1] == "cuda" else 0) if match else Wish(None)
 
 
-def check_gpu(gpu_index: int, known_gpus: Sequence[Gpu], note: str = "") -> None:
+def check_gpu(index: int, gpus: Sequence[Gpu], note: str = "") -> None:
     """Refuse a GPU that is not there, or on which nothing can start."""
-    if gpu_index >= len(known_gpus):
-        listed_gpus = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in known_gpus)
+    if index >= len(gpus):
+        listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in gpus)
+        remedy = "one of these" if listed else "device='cpu'"
+        no_gpu = f"no GPU ({note})" if note else "no GPU"
         raise ConfigError(
-            f'device="cuda:{gpu_index}" is not there: CUDA shows this process '
-            f"{listed_gpus or 'no GPU' + (f' ({note})' if note else '')}. "
-            "DeepSpeed would fail at its first tensor. Use "
-            f"{'one of these' if listed_gpus else 'device=' + repr('cpu')}."
+            f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
+            f"DeepSpeed would fail at its first tensor. Use {remedy}."
         )
-    gpu = known_gpus[gpu_index]
-    module = require("pynvml", extra="", why="Looking at a GPU")
+    nvml = require("pynvml", extra="", why="Looking at a GPU")
+
+    def ask(question: Any, unknown: Any) -> Any:
+        try:
+            # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
+            return question(nvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid))
+        except nvml.NVMLError:  # not supported by this GPU or driver
+            return unknown
+
     # NVML counts calls: `nvmlShutdown` below leaves it initialised for others that use it.
-    module.nvmlInit()
+    nvml.nvmlInit()
     try:
-        _check_gpu_memory(module, gpu)
+        holders = ask(nvml.nvmlDeviceGetComputeRunningProcesses, [])
+        mode = ask(nvml.nvmlDeviceGetComputeMode, nvml.NVML_COMPUTEMODE_DEFAULT)
     finally:
-        module.nvmlShutdown()
-
-
-def _check_gpu_memory(module: ModuleType, chosen_gpu: Gpu) -> None:
-    # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
-    handle = module.nvmlDeviceGetHandleByUUID(chosen_gpu.uuid)
-    processes = _ask_nvml(module, [], module.nvmlDeviceGetComputeRunningProcesses, handle)
-    process_ids = [process.pid for process in processes]
-    mode = _ask_nvml(
-        module,
-        module.NVML_COMPUTEMODE_DEFAULT,
-        module.nvmlDeviceGetComputeMode,
-        handle,
-    )
+        nvml.nvmlShutdown()
     refuse_busy(
-        chosen_gpu,
-        holder_pids=process_ids,
-        is_exclusive=mode == module.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-        is_prohibited=mode == module.NVML_COMPUTEMODE_PROHIBITED,
+        gpus[index],
+        holder_pids=[process.pid for process in holders],
+        is_exclusive=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+        is_prohibited=mode == nvml.NVML_COMPUTEMODE_PROHIBITED,
     )
 
 
 def refuse_busy(
-    chosen_gpu: Gpu,
+    gpu: Gpu,
     *,
     holder_pids: Sequence[int],
     is_exclusive: bool = False,
     is_prohibited: bool = False,
 ) -> None:
     """Refuse a GPU on which this process could not start to compute."""
-    other_pids = [process_id for process_id in holder_pids if process_id != os.getpid()]
-    is_alone = is_exclusive and bool(other_pids)
+    name = f"cuda:{gpu.index} ({gpu.name}) is busy"
+    # NVML lists no processes of other containers.
+    others = [pid for pid in holder_pids if pid != os.getpid()]
+    held_by = f"; held by {', '.join(map(describe_process, others))}" if others else ""
+    is_alone = is_exclusive and bool(others)
     if is_alone or is_prohibited:
         reason = "one process at a time may use it" if is_alone else "no process may use it"
         raise UnsafeMoment(
-            f"cuda:{chosen_gpu.index} ({chosen_gpu.name}) is busy: its compute mode says that "
-            f"{reason}{_held_by(other_pids)}. CUDA would refuse to start. Wait, use another "
-            "device, or set the mode with nvidia-smi --compute-mode=DEFAULT."
+            f"{name}: its compute mode says that {reason}{held_by}. CUDA would refuse to start. "
+            "Wait, use another device, or set the mode with nvidia-smi --compute-mode=DEFAULT."
         )
     # A process that is on the GPU already has its context, and its own memory fills it.
-    if (
-        chosen_gpu.total_bytes
-        and chosen_gpu.free_bytes < _LEAST_BYTES
-        and os.getpid() not in holder_pids
-    ):
+    is_full = bool(gpu.total_bytes) and gpu.free_bytes < _LEAST_BYTES
+    if is_full and os.getpid() not in holder_pids:
         raise UnsafeMoment(
-            f"cuda:{chosen_gpu.index} ({chosen_gpu.name}) is busy: "
-            f"{format_bytes(chosen_gpu.free_bytes)} of {format_bytes(chosen_gpu.total_bytes)} "
-            f"are free{_held_by(other_pids)}. A CUDA context alone needs "
-            f"{format_bytes(_LEAST_BYTES)}. End what holds it, or use another device."
+            f"{name}: {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} are free"
+            f"{held_by}. A CUDA context alone needs {format_bytes(_LEAST_BYTES)}. End what holds "
+            "it, or use another device."
         )
-
-
-def _held_by(other_pids: Sequence[int]) -> str:
-    """The processes that hold the GPU; NVML lists none of other containers."""
-    if not other_pids:
-        return ""
-    return "; held by " + ", ".join(map(describe_process, other_pids))
-
-
-def _ask_nvml(module: ModuleType, answer: Any, question: Any, handle: Any) -> Any:
-    try:
-        return question(handle)
-    except module.NVMLError:  # not supported by this GPU or driver
-        return answer
 
 
 _LOOPBACK_ADDRESS = "127.0.0.1"
 _OLD_NAMES = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 # What these variables hold in a process that is alone.
-_SINGLE_PROCESS_VALUES = {
-    "RANK": 0,
-    "LOCAL_RANK": 0,
-    "WORLD_SIZE": 1,
-    "LOCAL_WORLD_SIZE": 1,
-    "OMPI_COMM_WORLD_SIZE": 1,
-    "PMI_SIZE": 1,
-    "MV2_COMM_WORLD_SIZE": 1,
-}
-# With these, torch or Accelerate would look for a launcher that is not there.
-_UNSET_VARIABLES: tuple[str, ...] = (
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_RUN_ID",
-    "FORK_LAUNCHED",
+_RANKS = ("RANK", "LOCAL_RANK")
+_SIZES = (
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
 )
-# Here DeepSpeed would make shared memory of 66 MiB, and leave it there: see
-# `plan.shared_memory_files`.
-_UNSET_VARIABLES += ("LOCAL_SIZE",)
+_ALONE = dict.fromkeys(_RANKS, "0") | dict.fromkeys(_SIZES, "1")
+# With the first three, torch or Accelerate would look for a launcher that is not there; with the
+# last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.shared_memory_files`.
+_UNSET_VARIABLES = (
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "FORK_LAUNCHED"),
+    "LOCAL_SIZE",
+)
 
 
 class DeepSpeedEnvironment:
@@ -301,7 +257,7 @@ def deepspeed_environment(
         PlatformUnsupported: There is no compiler, and one is needed.
     """
     __tracebackhide__ = True
-    device_wish = read_wish(device)
+    device_wish = _read_wish(device)
     if timeout_s <= 0:
         raise ConfigError(
             f"timeout_s={timeout_s} is not positive: every collective would fail at once. Use 600, "
@@ -398,22 +354,19 @@ def _close_current() -> None:
 
 def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
-    listed_names = [
-        f"{variable_name}={environ[variable_name]}"
-        for variable_name, value in _SINGLE_PROCESS_VALUES.items()
-        if environ.get(variable_name, "").strip() not in ("", "-1", str(value))
+    found = [
+        name
+        for name, value in _ALONE.items()
+        if environ.get(name, "").strip() not in ("", "-1", value)
     ]
-    if listed_names:
+    if found:
         raise UnsafeMoment(
-            f"A launcher's environment is here already: {', '.join(listed_names)}. An environment "
-            "of one process would cut this one off from the others. In a launched process leave "
+            "A launcher's environment is here already: "
+            f"{', '.join(f'{name}={environ[name]}' for name in found)}. An environment of one "
+            "process would cut this one off from the others. In a launched process leave "
             "deepspeed_environment() out: DeepSpeed reads these variables itself. In a notebook "
-            f"without a launcher they are left over: unset {_variable_names(listed_names)} first."
+            f"without a launcher they are left over: unset {', '.join(found)} first."
         )
-
-
-def _variable_names(variable_texts: list[str]) -> str:
-    return ", ".join(name_text.partition("=")[0] for name_text in variable_texts)
 
 
 def _check_group() -> None:
@@ -421,20 +374,14 @@ def _check_group() -> None:
     module = sys.modules.get("torch.distributed")
     if module is None or not module.is_available() or not module.is_initialized():
         return
-    world_size = module.get_world_size()
-    name = module.get_backend()
+    comm = sys.modules.get("deepspeed.comm.comm")
+    owner = "deepspeed.comm" if comm is not None and comm.cdb is not None else "torch.distributed"
     raise UnsafeMoment(
-        f"This process has a process group already: {name}, rank "
-        f"{module.get_rank()} of {world_size}. DeepSpeed would train in it, and "
+        f"This process has a process group already: {module.get_backend()}, rank "
+        f"{module.get_rank()} of {module.get_world_size()}. DeepSpeed would train in it, and "
         "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
-        f"end it first: {_way_to_end_group()}()"
+        f"end it first: {owner}.destroy_process_group()"
     )
-
-
-def _way_to_end_group() -> str:
-    module = sys.modules.get("deepspeed.comm.comm")
-    is_known = module is not None and module.cdb is not None
-    return f"{'deepspeed.comm' if is_known else 'torch.distributed'}.destroy_process_group"
 
 
 def _chosen_device(deepspeed: ModuleType, device_wish: Wish) -> str:

@@ -24,8 +24,6 @@ from typing import Any
 from nbaccel.base import accelerate_library, env
 from nbaccel.deepspeed import build_notice
 
-__all__ = ["enter_worker", "explain_signal"]
-
 _USE_CPU = "ACCELERATE_USE_CPU"
 
 

@@ -13,8 +13,6 @@ from nbaccel.base.optional_packages import require
 from nbaccel.config.capabilities import StrategyRow, strategy_row
 from nbaccel.deepspeed import build_notice, private_api
 
-__all__ = ["OLDEST", "check_version", "load_module", "older_than", "refusal", "row"]
-
 OLDEST = (0, 18, 5)
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 

@@ -8,9 +8,6 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = ["MemoryInputs", "read_settings"]
-
-
 # States of each parameter that an optimizer keeps, by DeepSpeed's name for it in lower case.
 _OPTIMIZER_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
 _BYTES_OF_FORMAT = {"fp32": 4, "fp16": 2, "bf16": 2, "bfp16": 2}

@@ -16,9 +16,6 @@ from nbaccel.deepspeed import library
 from nbaccel.deepspeed.schema import quiet_logger
 from nbaccel.memory.model_size import Shape, shape_of
 
-__all__ = ["DeepSpeedTable", "Row", "deepspeed_table"]
-
-
 _BYTES_PER_GIB = 2**30
 
 

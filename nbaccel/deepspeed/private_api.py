@@ -10,37 +10,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.errors import MissingBackend
-
-__all__ = [
-    "ZERO3_MODULE_ATTRIBUTES",
-    "data_parallel_group",
-    "engine_settings",
-    "forget_group_references",
-    "fp32_fragment",
-    "has_fp32_fragment",
-    "hf_config_reference",
-    "is_swapped_out",
-    "keep_hf_config_reference",
-    "missing_parts",
-    "muon_argument_names",
-    "refuse_missing",
-    "removed_keys",
-    "write_swapped_fp32",
-    "zero3_optimizer",
-]
 
 _FIRST_SEEN = "0.18.5"
 _LAST_SEEN = "0.19.8"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrivatePart:
+class PrivatePart(NamedTuple):
     """A private attribute that nbaccel reads.
 
     Attributes:
@@ -48,7 +28,6 @@ class PrivatePart:
         module: The module of DeepSpeed that has it.
         holder: The class in that module that has it; or the function whose code uses it, where
             DeepSpeed gives the attribute to parameters and engines while it makes an engine.
-        is_on_instances: Whether `holder` is such a function.
         lost: What cannot be done without it: a clause.
         is_silent: Whether its absence looks like a tensor that ZeRO does not have in parts, so
             that training would end without an error and without its float32 weights.
@@ -58,23 +37,22 @@ class PrivatePart:
     module: str
     holder: str
     lost: str
-    is_on_instances: bool = False
     is_silent: bool = False
 
     def is_there(self) -> bool:
         """Whether the DeepSpeed that is loaded has it; True where its module is not loaded."""
         # Never imported for the check: a part of DeepSpeed that is not loaded is not used either.
-        part_module = sys.modules.get(self.module)
-        if part_module is None:
+        if self.module not in sys.modules:
             return True
-        part_holder: Any = part_module
+        holder: Any = sys.modules[self.module]
         for name in self.holder.split("."):
-            part_holder = getattr(part_holder, name, None)
-        # There is no engine yet to look at, so the code that sets or reads the attribute is
-        # searched.
-        if self.is_on_instances:
-            return self.name in _names_in(part_holder)
-        return hasattr(part_holder, self.name)
+            holder = getattr(holder, name, None)
+        # There is no engine yet to look at, so the code of a function is searched that sets or
+        # reads the attribute: attributes are in `co_names`, texts for `hasattr` in `co_consts`.
+        code = getattr(holder, "__code__", None)
+        if code is not None:
+            return self.name in (*code.co_names, *code.co_consts)
+        return hasattr(holder, self.name)
 
     def message(self) -> str:
         """What is missing, what is lost by it, and which DeepSpeed has it."""
@@ -94,68 +72,38 @@ class PrivatePart:
             raise MissingBackend(self.message(), name="deepspeed") from error
 
 
-def _names_in(function: Any) -> frozenset[str]:
-    """The attributes that a function's code uses, also those that it looks for by ``hasattr``."""
-    code_object = getattr(function, "__code__", None)
-    if code_object is None:
-        return frozenset()
-    # `co_names` has attributes that are accessed, `co_consts` the texts that `hasattr` is given.
-    return frozenset(code_object.co_names) | {
-        code_constant for code_constant in code_object.co_consts if isinstance(code_constant, str)
-    }
-
-
-_FRAGMENT_MODULE = "deepspeed.utils.tensor_fragment"
-_STAGE_3_MODULE = "deepspeed.runtime.zero.stage3"
+_FRAGMENTS = "deepspeed.utils.tensor_fragment"
+_STAGE_3 = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
 _ON_DISK = "weights that a notebook changes cannot reach float32 copies on disk (ZeRO 3 with nvme)"
 
 _HP_MAPPING = PrivatePart(
-    name="_hp_mapping",
-    module=_FRAGMENT_MODULE,
-    holder="safe_get_full_fp32_param",
-    is_on_instances=True,
+    "_hp_mapping",
+    _FRAGMENTS,
+    "safe_get_full_fp32_param",
+    "float32 weights trained by ZeRO 1 and 2 cannot be read back",
     is_silent=True,
-    lost="float32 weights trained by ZeRO 1 and 2 cannot be read back",
 )
 _Z3_OPTIMIZER = PrivatePart(
-    name="_z3_optimizer",
-    module=_FRAGMENT_MODULE,
-    holder="safe_get_full_fp32_param",
-    is_on_instances=True,
+    "_z3_optimizer",
+    _FRAGMENTS,
+    "safe_get_full_fp32_param",
+    "float32 weights trained by ZeRO 3 cannot be read back",
     is_silent=True,
-    lost="float32 weights trained by ZeRO 3 cannot be read back",
 )
 _DP_GROUP = PrivatePart(
-    name="_dp_group",
-    module=_FRAGMENT_MODULE,
-    holder="get_full_hp_param",
-    is_on_instances=True,
-    lost="float32 weights of a live engine of ZeRO 1 or 2 cannot be written to a file",
+    "_dp_group",
+    _FRAGMENTS,
+    "get_full_hp_param",
+    "float32 weights of a live engine of ZeRO 1 or 2 cannot be written to a file",
 )
-_FP32_PARTITION = PrivatePart(
-    name="_get_fp32_opt_state_partition",
-    module=_STAGE_3_MODULE,
-    holder="DeepSpeedZeroOptimizer_Stage3",
-    lost=_ON_DISK,
-)
-_IS_SWAPPABLE = PrivatePart(
-    name="_swappable_optimizer_subgroup",
-    module=_STAGE_3_MODULE,
-    holder="DeepSpeedZeroOptimizer_Stage3",
-    lost=_ON_DISK,
-)
-_SWAP_OUT = PrivatePart(
-    name="_optimizer_states_and_gradient_swap_out",
-    module=_STAGE_3_MODULE,
-    holder="DeepSpeedZeroOptimizer_Stage3",
-    lost=_ON_DISK,
-)
+_FP32_PARTITION = PrivatePart("_get_fp32_opt_state_partition", *_STAGE_3, _ON_DISK)
+_IS_SWAPPABLE = PrivatePart("_swappable_optimizer_subgroup", *_STAGE_3, _ON_DISK)
+_SWAP_OUT = PrivatePart("_optimizer_states_and_gradient_swap_out", *_STAGE_3, _ON_DISK)
 _ENGINE_CONFIG = PrivatePart(
-    name="_config",
-    module="deepspeed.runtime.engine",
-    holder="DeepSpeedEngine.gradient_clipping",
-    is_on_instances=True,
-    lost="clip_grad_norm_ cannot set the engine's norm, and checkpoints cannot be checked",
+    "_config",
+    "deepspeed.runtime.engine",
+    "DeepSpeedEngine.gradient_clipping",
+    "clip_grad_norm_ cannot set the engine's norm, and checkpoints cannot be checked",
 )
 _PRIVATE_PARTS = (
     _HP_MAPPING,
@@ -171,25 +119,21 @@ _PRIVATE_PARTS = (
 # ------------------------------------------------------------------------------ the check
 
 
-def missing_parts() -> Iterator[PrivatePart]:
+def missing_parts() -> list[PrivatePart]:
     """The private parts that the DeepSpeed of this process does not have."""
-    for private_part in _PRIVATE_PARTS:
-        if not private_part.is_there():
-            yield private_part
+    return [part for part in _PRIVATE_PARTS if not part.is_there()]
 
 
 @lru_cache(maxsize=1)
 def warn_of_missing() -> None:
     """Warn of each part that is missing; once per process, when DeepSpeed has been loaded."""
-    for private_part in missing_parts():
-        warnings.warn(private_part.message(), stacklevel=2)
+    for part in missing_parts():
+        warnings.warn(part.message(), stacklevel=2)
 
 
 def refuse_missing() -> None:
     """Refuse to train where the result would be silently wrong."""
-    messages = [
-        private_part.message() for private_part in missing_parts() if private_part.is_silent
-    ]
+    messages = [part.message() for part in missing_parts() if part.is_silent]
     if messages:
         raise MissingBackend("\n".join(messages), name="deepspeed")
 
@@ -316,15 +260,9 @@ def removed_keys(reader: Any) -> Mapping[str, str]:
 
 def muon_argument_names(engine_class: Any) -> frozenset[str]:
     """What DeepSpeed's Muon takes for its two halves; from 0.19.7 on, empty before."""
-    half_keys = [
-        getattr(engine_class, attribute_name, None)
-        for attribute_name in ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")
-    ]
-    return (
-        frozenset(argument_name for half_names in half_keys for argument_name in half_names or ())
-        if all(half_keys)
-        else frozenset()
-    )
+    names = ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS")
+    halves = [frozenset[str](getattr(engine_class, name, None) or ()) for name in names]
+    return halves[0] | halves[1] if all(halves) else frozenset()
 
 
 # ------------------------------------------------------------------------------ transformers

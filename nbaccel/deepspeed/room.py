@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING
 from nbaccel.base.disk import free_bytes, nearest_folder
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
-from nbaccel.deepspeed.field_types import AUTO
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.memory.model_size import measure
 from nbaccel.plan import shared_memory_files as shared_memory
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-__all__ = ["check_room", "folder_mistakes", "shortage"]
 
 
 def shortage(num_workers: int) -> str:

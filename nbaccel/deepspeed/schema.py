@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -23,21 +22,13 @@ from pydantic import BaseModel, ValidationError
 from nbaccel.base.optional_packages import require
 from nbaccel.deepspeed import library, private_api
 
-__all__ = [
-    "Arguments",
-    "Schema",
-    "deepspeed_schema",
-    "missing_arguments",
-    "optimizer_arguments",
-    "quiet_logger",
-]
-
 # DeepSpeed reads these only where processes are connected, or in other places than its reader.
 _UNASKED_KEYS = ("sequence_parallel_size",)
 # Their inner names are the user's own, or are read by parsers that refuse what they do not know.
 _FREE_SECTIONS = ("data_efficiency.data_sampling", "data_efficiency.data_routing", "pipeline")
 _STRANGE_KEY = "nbaccel asks"
 _ENOUGH_SETTINGS = {"train_micro_batch_size_per_gpu": 1}
+_ADAM_ALSO = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +47,17 @@ class Arguments:
     needed: frozenset[str] = frozenset()
     open: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Default:
-    """DeepSpeed's default for a key that is not given.
-
-    Attributes:
-        value: The default.
-    """
-
-    value: Any
+    @classmethod
+    def of(cls, made_class: type, *also: str) -> Arguments:
+        """What a class takes, after what it works on: an optimizer, or the model's parameters."""
+        parameters = list(inspect.signature(made_class).parameters.values())[1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return cls(
+            owner=made_class.__name__,
+            known=frozenset(p.name for p in named) | frozenset(also),
+            needed=frozenset(p.name for p in named if p.default is p.empty),
+            open=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,8 @@ class Schema:
         removed: Keys that DeepSpeed had, by path, and its sentence on each.
         optimizers: Names of optimizers: DeepSpeed's, in any case, and torch's.
         own_optimizers: DeepSpeed's alone.
-        schedulers: Learning rate schedules and what their constructors take.
+        schedulers: Learning rate schedules and what their constructors take; DeepSpeed's first.
+        own_schedulers: Names of DeepSpeed's alone.
     """
 
     version: str
@@ -90,31 +83,26 @@ class Schema:
     optimizers: tuple[str, ...] = ()
     own_optimizers: tuple[str, ...] = ()
     schedulers: Mapping[str, Arguments] = field(default_factory=dict)
+    own_schedulers: tuple[str, ...] = ()
 
     def places(self, config_key: str) -> tuple[str, ...]:
         """Where a key belongs."""
         return tuple(path for path, keys in self.sections.items() if config_key in keys)
 
-    def default(self, config_key: str) -> Default | None:
+    def defaults(self, config_key: str) -> tuple[Any, ...]:
         """DeepSpeed's default for a key of one of its models, which replace ``"auto"`` by it."""
-        section_path, _, field_name = config_key.rpartition(".")
+        section_path, _, name = config_key.rpartition(".")
         model = self.models.get(section_path)
-        if model is None:
-            return None
-        fields_by_key = {
-            model_field.alias or name: model_field
-            for name, model_field in model.model_fields.items()
-        }
-        model_field = fields_by_key.get(field_name) or model.model_fields.get(field_name)
-        if model_field is None or model_field.is_required():
-            return None
-        field_default = model_field.get_default(call_default_factory=True)
-        # DeepSpeed's defaults are of a subclass of `int` there, whose `repr` has commas.
-        return Default(
-            int(field_default)
-            if isinstance(field_default, int) and field_default > 1
-            else field_default
-        )
+        for field_name, model_field in model.model_fields.items() if model else ():
+            if name in (model_field.alias, field_name) and not model_field.is_required():
+                value = model_field.get_default(call_default_factory=True)
+                # Of a subclass of `int` there, whose `repr` has commas.
+                return (int(value) if isinstance(value, int) and value > 1 else value,)
+        return ()
+
+    def removed_text(self, key_path: str, shown_value: str) -> str:
+        """The message about a key that DeepSpeed has removed."""
+        return f"{key_path}={shown_value} is of the past. {self.removed[key_path]}".rstrip()
 
 
 class _KeyRecorder(dict[str, Any]):
@@ -151,27 +139,42 @@ def deepspeed_schema() -> Schema:
     """Find out what the installed DeepSpeed reads; once per process."""
     reason = "Checking a DeepSpeed configuration"
     deepspeed = library.load_module("deepspeed", why=reason)
-    config_reader = library.load_module("deepspeed.runtime.config", why=reason)
-    model_by_path: dict[str, type[BaseModel]] = {}
-    keys_by_path: dict[str, frozenset[str]] = {}
-    removed_keys = private_api.removed_keys(config_reader)
+    config_module = library.load_module("deepspeed.runtime.config", why=reason)
+    schedule_module = library.load_module("deepspeed.runtime.lr_schedules", why=reason)
+    removed_keys = private_api.removed_keys(config_module)
     with quiet_logger():
-        top_keys = _asked_keys(config_reader.DeepSpeedConfig, ())
-        keys_by_path[""] = frozenset((top_keys | set(_UNASKED_KEYS)) - set(removed_keys))
-        for config_key in sorted(keys_by_path[""]):
-            _look_behind(config_reader.DeepSpeedConfig, (config_key,), keys_by_path, model_by_path)
+        search = _Search(config_module.DeepSpeedConfig, removed_keys)
+    torch_optimizers = _classes_of("torch.optim", "Optimizer")
+    torch_schedulers = _classes_of("torch.optim.lr_scheduler", "LRScheduler")
+    own_schedulers = {
+        name: getattr(schedule_module, name) for name in schedule_module.VALID_LR_SCHEDULES
+    }
     return Schema(
         version=str(deepspeed.__version__),
-        sections=MappingProxyType(keys_by_path),
-        models=MappingProxyType(model_by_path),
+        sections=MappingProxyType(search.sections),
+        models=MappingProxyType(search.models),
         removed=MappingProxyType(removed_keys),
-        optimizers=(*config_reader.DEEPSPEED_OPTIMIZERS, *_torch_optimizers()),
-        own_optimizers=tuple(config_reader.DEEPSPEED_OPTIMIZERS),
-        schedulers=MappingProxyType(dict(_known_schedulers())),
+        optimizers=(*config_module.DEEPSPEED_OPTIMIZERS, *torch_optimizers),
+        own_optimizers=tuple(config_module.DEEPSPEED_OPTIMIZERS),
+        schedulers={
+            name: Arguments.of(made)
+            for name, made in {**own_schedulers, **torch_schedulers}.items()
+        },
+        own_schedulers=tuple(own_schedulers),
     )
 
 
-@contextmanager
+def _classes_of(module_name: str, base_name: str) -> dict[str, type]:
+    module = require(module_name, extra="", why="Checking a DeepSpeed configuration")
+    base = getattr(module, base_name)
+    return {
+        name: item
+        for name, item in sorted(vars(module).items())
+        if isinstance(item, type) and issubclass(item, base) and item is not base
+    }
+
+
+@contextlib.contextmanager
 def quiet_logger() -> Iterator[None]:
     """A block in which DeepSpeed's logger is silent: it logs every configuration it reads."""
     logger = logging.getLogger("DeepSpeed")
@@ -183,74 +186,80 @@ def quiet_logger() -> Iterator[None]:
         logger.setLevel(level_before)
 
 
-def _nested_settings(path: tuple[str, ...], inner_settings: dict[str, Any]) -> dict[str, Any]:
-    for key in reversed(path):
-        inner_settings = {key: inner_settings}
-    return {**_ENOUGH_SETTINGS, **inner_settings}
+class _Search:
+    """Asks DeepSpeed's reader what it reads, section by section."""
 
+    def __init__(self, reader: Callable[..., Any], removed_keys: Mapping[str, str]) -> None:
+        self._reader = reader
+        self.sections: dict[str, frozenset[str]] = {}
+        self.models: dict[str, type[BaseModel]] = {}
+        top_keys = (self._asked(()) | set(_UNASKED_KEYS)) - set(removed_keys)
+        self.sections[""] = frozenset(top_keys)
+        for key in sorted(top_keys):
+            self._look_behind((key,))
 
-def _asked_keys(config_reader: Callable[..., Any], path: tuple[str, ...]) -> set[str]:
-    """The keys that DeepSpeed looks up in a plain section."""
-    keys: set[str] = set()
-    # Some sections are read on only where they have a type, or are turned on.
-    for content, config_key in (
-        ({}, ""),
-        ({"type": "Adam"}, "type"),
-        ({"enabled": True}, "enabled"),
-    ):
-        # Each try is a run of DeepSpeed's reader, and useless for a section without such a key.
-        if config_key and config_key not in keys:
-            continue
-        recorder = _KeyRecorder(content if path else _ENOUGH_SETTINGS)
-        # The reader fails on most of these settings, in many ways: what it had looked up until then
-        # is the answer.
-        with contextlib.suppress(Exception):
-            config_reader(_nested_settings(path, recorder) if path else recorder)
-        keys |= recorder.asked
-    return keys
+    def _read(self, path: tuple[str, ...], content: dict[str, Any]) -> None:
+        for key in reversed(path):
+            content = {key: content}
+        self._reader({**_ENOUGH_SETTINGS, **content} if path else content)
 
+    def _asked(self, path: tuple[str, ...]) -> set[str]:
+        """The keys that DeepSpeed looks up in a plain section."""
+        keys: set[str] = set()
+        # Some sections are read on only where they have a type, or are turned on.
+        for key, content in (
+            ("", {}),
+            ("type", {"type": "Adam"}),
+            ("enabled", {"enabled": True}),
+        ):
+            # Each try is a run of DeepSpeed's reader, and useless for a section without such a key.
+            if key and key not in keys:
+                continue
+            recorder = _KeyRecorder(content if path else _ENOUGH_SETTINGS)
+            # The reader fails on most of these settings, in many ways: what it had looked up until
+            # then is the answer.
+            with contextlib.suppress(Exception):
+                self._read(path, recorder)
+            keys |= recorder.asked
+        return keys
 
-def _look_behind(
-    config_reader: Callable[..., Any],
-    section_path: tuple[str, ...],
-    keys_by_path: dict[str, frozenset[str]],
-    model_by_path: dict[str, type[BaseModel]],
-) -> None:
-    """Find out what a path leads to: a model, a plain section, or a value."""
-    if ".".join(section_path) in _FREE_SECTIONS:
-        return
-    if model := _model_behind(config_reader, section_path):
-        _spread_model(section_path, model, keys_by_path, model_by_path)
-        return
-    keys = _asked_keys(config_reader, section_path)
-    if keys - {"enabled"}:  # with that key alone, the others are read elsewhere, and later
-        keys_by_path[".".join(section_path)] = frozenset(keys)
-        for config_key in sorted(keys):
-            # Each look runs DeepSpeed's reader, so the search ends at two levels.
-            if len(section_path) < 2 and config_key not in ("params", "type"):
-                _look_behind(
-                    config_reader, (*section_path, config_key), keys_by_path, model_by_path
-                )
+    def _look_behind(self, path: tuple[str, ...]) -> None:
+        """Find out what a path leads to: a model, a plain section, or a value."""
+        if ".".join(path) in _FREE_SECTIONS:
+            return
+        if model := self._model_behind(path):
+            self._add_model(path, model)
+            return
+        keys = self._asked(path)
+        if not keys - {"enabled"}:  # with that key alone, the others are read elsewhere, and later
+            return
+        self.sections[".".join(path)] = frozenset(keys)
+        # Each look runs DeepSpeed's reader, so the search ends at two levels.
+        for key in sorted(keys - {"params", "type"}) if len(path) < 2 else ():
+            self._look_behind((*path, key))
 
-
-def _model_behind(
-    reader: Callable[..., Any], section_path: tuple[str, ...]
-) -> type[BaseModel] | None:
-    try:
-        reader(_nested_settings(section_path, {_STRANGE_KEY: None}))
-    except ValidationError as error:
-        model_names = {model.__name__: model for model in _all_models()}
-        for detail in error.errors(include_url=False):
-            if detail["type"] == "extra_forbidden" and detail["loc"][-1] == _STRANGE_KEY:
-                found_model = model_names.get(error.title)
-                for step in detail["loc"][:-1]:
-                    found_model = (
-                        dict(_inner_models(found_model)).get(str(step)) if found_model else None
-                    )
-                return found_model
-    except Exception:  # a section without a model fails in other ways
+    def _model_behind(self, path: tuple[str, ...]) -> type[BaseModel] | None:
+        try:
+            self._read(path, {_STRANGE_KEY: None})
+        except ValidationError as error:
+            models = {model.__name__: model for model in _all_models()}
+            for detail in error.errors(include_url=False):
+                if detail["type"] == "extra_forbidden" and detail["loc"][-1] == _STRANGE_KEY:
+                    model = models.get(error.title)
+                    for step in detail["loc"][:-1]:
+                        model = dict(_inner_models(model)).get(str(step)) if model else None
+                    return model
+        except Exception:  # a section without a model fails in other ways
+            return None
         return None
-    return None
+
+    def _add_model(self, path: tuple[str, ...], model: type[BaseModel]) -> None:
+        """Write down a model and those inside it."""
+        aliases = {model_field.alias or name for name, model_field in model.model_fields.items()}
+        self.sections[".".join(path)] = frozenset(aliases | set(model.model_fields))
+        self.models[".".join(path)] = model
+        for key, inner_model in _inner_models(model):
+            self._add_model((*path, key), inner_model)
 
 
 def _all_models() -> Iterator[type[BaseModel]]:
@@ -271,99 +280,33 @@ def _inner_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]
                 yield model_field.alias or name, part
 
 
-def _spread_model(
-    section_path: tuple[str, ...],
-    model: type[BaseModel],
-    keys_by_path: dict[str, frozenset[str]],
-    model_by_path: dict[str, type[BaseModel]],
-) -> None:
-    """Write down a model and those inside it."""
-    key_names = {
-        model_field.alias or field_name for field_name, model_field in model.model_fields.items()
-    }
-    keys_by_path[".".join(section_path)] = frozenset(key_names | set(model.model_fields))
-    model_by_path[".".join(section_path)] = model
-    for key, inner_model in _inner_models(model):
-        _spread_model((*section_path, key), inner_model, keys_by_path, model_by_path)
-
-
-def _torch_optimizers() -> list[str]:
-    module = require("torch.optim", extra="", why="A list of optimizers")
-    return sorted(
-        name
-        for name, item in vars(module).items()
-        if isinstance(item, type) and issubclass(item, module.Optimizer) and name != "Optimizer"
-    )
-
-
-def _known_schedulers() -> Iterator[tuple[str, Arguments]]:
-    module = library.load_module("deepspeed.runtime.lr_schedules", why="A schedule")
-    torch_own = require("torch.optim.lr_scheduler", extra="", why="A schedule")
-    for name in module.VALID_LR_SCHEDULES:
-        yield name, _arguments_of(getattr(module, name))
-    for name, item in sorted(vars(torch_own).items()):
-        if isinstance(item, type) and issubclass(item, torch_own.LRScheduler):
-            yield name, _arguments_of(item)
-
-
-def _arguments_of(made_class: type, *, further_names: tuple[str, ...] = ()) -> Arguments:
-    # The first parameter is what it works on: an optimizer, or the model's parameters.
-    parameter_list = list(inspect.signature(made_class).parameters.values())[1:]
-    parameter_kinds = {parameter.kind for parameter in parameter_list}
-    parameters = [p for p in parameter_list if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return Arguments(
-        owner=made_class.__name__,
-        known=frozenset(p.name for p in parameters) | frozenset(further_names),
-        needed=frozenset(p.name for p in parameters if p.default is p.empty),
-        open=inspect.Parameter.VAR_KEYWORD in parameter_kinds,
-    )
-
-
 def optimizer_arguments(
     optimizer_type: str, params: Mapping[str, Any], *, is_offloaded: bool
 ) -> Arguments | None:
-    """What the optimizer takes that DeepSpeed makes under a name."""
+    """What the optimizer takes that DeepSpeed makes under a name; None where it is not known."""
     reason = f"The optimizer {optimizer_type}"
-    lower_name = optimizer_type.lower()
     optim_module = require("torch.optim", extra="", why=reason)
-
-    def own(module_name: str, class_name: str, *also: str) -> Arguments:
-        operation_module = library.load_module(f"deepspeed.ops.{module_name}", why=reason)
-        return _arguments_of(getattr(operation_module, class_name), further_names=also)
-
-    if lower_name in ("adam", "adamw"):
-        further_names = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+    name = optimizer_type.lower()
+    if name == "muon":
+        engine = library.load_module("deepspeed.runtime.engine", why=reason)
+        half_keys = private_api.muon_argument_names(engine.DeepSpeedEngine)
+        names = ("muon_lr", "adam_lr", *_ADAM_ALSO)
+        return Arguments(owner="Muon", known=half_keys | frozenset(names)) if half_keys else None
+    own_classes = {
+        "adam": ("adam", "DeepSpeedCPUAdam" if is_offloaded else "FusedAdam"),
+        "lion": ("lion", "DeepSpeedCPULion" if is_offloaded else "FusedLion"),
+        "lamb": ("lamb", "FusedLamb"),
+    }
+    if is_offloaded:
+        own_classes["adagrad"] = ("adagrad", "DeepSpeedCPUAdagrad")
+    if name in ("adam", "adamw"):
+        name = "adam"
         if params.get("torch_adam"):
-            return _arguments_of(optim_module.AdamW, further_names=further_names)
-        return own("adam", "DeepSpeedCPUAdam" if is_offloaded else "FusedAdam", *further_names)
-    if lower_name == "adagrad":
-        return (
-            own("adagrad", "DeepSpeedCPUAdagrad")
-            if is_offloaded
-            else _arguments_of(optim_module.Adagrad)
-        )
-    if lower_name == "lion":
-        return own("lion", "DeepSpeedCPULion" if is_offloaded else "FusedLion")
-    if lower_name == "lamb":
-        return own("lamb", "FusedLamb")
-    if lower_name == "muon":
-        return _muon_arguments()
-    return (
-        _arguments_of(getattr(optim_module, optimizer_type))
-        if optimizer_type in vars(optim_module)
-        else None
-    )
-
-
-def _muon_arguments() -> Arguments | None:
-    engine = library.load_module("deepspeed.runtime.engine", why="The optimizer Muon")
-    half_keys = private_api.muon_argument_names(engine.DeepSpeedEngine)
-    if not half_keys:
-        return None
-    names = ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")
-    return Arguments(owner="Muon", known=half_keys | frozenset(names))
-
-
-def missing_arguments(arguments: Arguments, params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Arguments without a default that are not given."""
-    return tuple(sorted(arguments.needed - set(params)))
+            return Arguments.of(optim_module.AdamW, *_ADAM_ALSO)
+    if name in own_classes:
+        module_name, class_name = own_classes[name]
+        module = library.load_module(f"deepspeed.ops.{module_name}", why=reason)
+        return Arguments.of(getattr(module, class_name), *(_ADAM_ALSO if name == "adam" else ()))
+    class_name = "Adagrad" if name == "adagrad" else optimizer_type
+    made_class = vars(optim_module).get(class_name)
+    return None if made_class is None else Arguments.of(made_class)

@@ -18,16 +18,6 @@ from nbaccel.base import accelerate_library, env
 from nbaccel.base.log import get_logger
 from nbaccel.deepspeed import private_api
 
-__all__ = [
-    "Before",
-    "destroy",
-    "forget_groups",
-    "forget_modules",
-    "live_engines",
-    "observe",
-    "tear_down",
-]
-
 _log = get_logger(__name__)
 # Variables that these libraries set and read themselves: `TrainingArguments(deepspeed=...)` sets
 # ACCELERATE_USE_DEEPSPEED and leaves it there, and the next Trainer would use DeepSpeed unasked.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nbaccel.config import RunConfig
 from nbaccel.config.value_readers import plain_value
 
-__all__ = ["TrainingFacts", "defaults_of", "gathered", "hidden_size", "made_in"]
+_FACT_OF_ARGUMENT = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "betas",
+    "eps": "eps",
+    "warmup_num_steps": "warmup_steps",
+    "total_num_steps": "total_steps",
+}
+"""Argument of an optimizer or a schedule → the fact that it tells."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,85 +61,51 @@ class TrainingFacts:
 
 
 def gathered(
-    facts: TrainingFacts | None,
-    run: RunConfig | None,
-    optimizer: object | None,
-    scheduler: object | None,
+    facts: TrainingFacts | None, run: RunConfig | None, optimizer: object, scheduler: object
 ) -> TrainingFacts:
     """All facts; of several sources the first one that has a fact decides."""
-    known_values: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     if run is not None:
-        known_values |= _of_run(run)
-    if optimizer is not None:
-        known_values |= _of_optimizer(optimizer)
-    if scheduler is not None:
-        known_values["warmup_steps"] = getattr(scheduler, "warmup_num_steps", None)
-        known_values["total_steps"] = getattr(scheduler, "total_num_steps", None)
-    if facts is None:
-        return TrainingFacts(**known_values)
-    given_values = {
-        fact_field.name: getattr(facts, fact_field.name) for fact_field in fields(facts)
-    }
-    world_size = given_values.pop("world_size")
-    missing_facts = {
-        fact_name: known_values[fact_name]
-        for fact_name, fact_value in given_values.items()
-        if fact_value is None and fact_name in known_values
-    }
+        known["zero_stage"] = run.zero_stage
+        if run.num_processes is not None:
+            known["world_size"] = run.num_processes * run.num_nodes
+        # Its default must not contradict a file that turns a precision on.
+        if "mixed_precision" in run.model_fields_set:
+            known["mixed_precision"] = run.mixed_precision
+    known |= _of_maker(optimizer, ("lr", "weight_decay", "betas", "eps"))
+    known |= _of_maker(scheduler, ("warmup_num_steps", "total_num_steps"))
+    facts = facts or TrainingFacts()
     # One process is the field's default, which cannot be told from a value that was given.
-    return replace(
-        facts,
-        **missing_facts,
-        world_size=world_size if world_size > 1 else known_values.get("world_size", 1),
-    )
-
-
-def defaults_of(*standins: object) -> frozenset[str]:
-    """The facts that are only a stand-in's defaults: they fill in, and contradict nothing."""
-    fact_by_argument = {
-        "lr": "learning_rate",
-        "weight_decay": "weight_decay",
-        "warmup_num_steps": "warmup_steps",
+    given = {
+        field.name
+        for field in fields(facts)
+        if getattr(facts, field.name) not in ((1,) if field.name == "world_size" else (None,))
     }
-    return frozenset(
-        fact_name
-        for stand_in in standins
-        if hasattr(stand_in, "given")
-        for argument_name, fact_name in fact_by_argument.items()
-        if hasattr(stand_in, argument_name) and argument_name not in stand_in.given
-    )
+    return replace(facts, **{name: value for name, value in known.items() if name not in given})
 
 
-def _of_run(config: RunConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {"zero_stage": config.zero_stage}
-    if config.num_processes is not None:
-        values["world_size"] = config.num_processes * config.num_nodes
-    # Its default must not contradict a file that turns a precision on.
-    if "mixed_precision" in config.model_fields_set:
-        values["mixed_precision"] = config.mixed_precision
-    return values
-
-
-def _of_optimizer(optimizer: object) -> dict[str, Any]:
-    # Accelerate's DummyOptim keeps its arguments as attributes, and the rest in kwargs.
-    arguments = getattr(optimizer, "defaults", None)
-    if not isinstance(arguments, dict):
-        arguments = {**getattr(optimizer, "kwargs", {})}
-        arguments |= {
-            argument_name: getattr(optimizer, argument_name, None)
-            for argument_name in ("lr", "weight_decay")
-        }
-    fact_by_argument = {
-        "lr": "learning_rate",
-        "weight_decay": "weight_decay",
-        "betas": "betas",
-        "eps": "eps",
-    }
+def _of_maker(maker: object, arguments: tuple[str, ...]) -> dict[str, Any]:
+    # A torch optimizer has `defaults`; Accelerate's stand-ins keep arguments as attributes, and
+    # the rest in `kwargs`.
+    held = getattr(maker, "defaults", None)
+    if not isinstance(held, dict):
+        held = {**getattr(maker, "kwargs", {}), **getattr(maker, "__dict__", {})}
     return {
-        fact_name: plain_value(arguments[argument_name])
-        for argument_name, fact_name in fact_by_argument.items()
-        if arguments.get(argument_name) is not None
+        _FACT_OF_ARGUMENT[name]: plain_value(held[name])
+        for name in arguments
+        if held.get(name) is not None
     }
+
+
+def defaults_of(*stand_ins: object) -> frozenset[str]:
+    """The facts that are only a stand-in's defaults: they fill in, and contradict nothing."""
+    return frozenset(
+        _FACT_OF_ARGUMENT[name]
+        for stand_in in stand_ins
+        if hasattr(stand_in, "given")
+        for name in ("lr", "weight_decay", "warmup_num_steps")
+        if hasattr(stand_in, name) and name not in stand_in.given
+    )
 
 
 def made_in(model: Any) -> str | None:
@@ -146,29 +119,28 @@ def made_in(model: Any) -> str | None:
     return None if model_dtype is None else str(model_dtype).removeprefix("torch.")
 
 
-def hidden_size(model: object) -> tuple[int | None, str]:
+def hidden_size(model: Any) -> tuple[int | None, str]:
     """The width of a model, and where it was found.
 
     Published rule first: ``config.hidden_size``, the largest of ``config.hidden_sizes``, and the
     same of ``config.text_config``. A model without those is measured: the widest linear layer by
     its smaller side, because the larger one may be a vocabulary.
     """
-    model_config = getattr(model, "config", None)
-    for config_path in ("config", "config.text_config"):
-        holder = (
-            model_config if config_path == "config" else getattr(model_config, "text_config", None)
-        )
-        if isinstance(hidden_width := getattr(holder, "hidden_size", None), int):
-            return hidden_width, f"{config_path}.hidden_size"
-        if hidden_widths := getattr(holder, "hidden_sizes", None):
-            return max(hidden_widths), f"the largest of {config_path}.hidden_sizes"
+    config = getattr(model, "config", None)
+    for path, holder in (
+        ("config", config),
+        ("config.text_config", getattr(config, "text_config", None)),
+    ):
+        if isinstance(width := getattr(holder, "hidden_size", None), int):
+            return width, f"{path}.hidden_size"
+        if widths := getattr(holder, "hidden_sizes", None):
+            return max(widths), f"the largest of {path}.hidden_sizes"
     # By attributes, since not only `nn.Linear` has them: quantized layers do, too.
-    list_modules = getattr(model, "modules", None)
-    linear_layers: Iterable[Any] = list_modules() if callable(list_modules) else ()
+    layers = model.modules() if callable(getattr(model, "modules", None)) else ()
     sides = [
-        min(linear_layer.in_features, linear_layer.out_features)
-        for linear_layer in linear_layers
-        if isinstance(getattr(linear_layer, "in_features", None), int)
-        and isinstance(getattr(linear_layer, "out_features", None), int)
+        min(layer.in_features, layer.out_features)
+        for layer in layers
+        if isinstance(getattr(layer, "in_features", None), int)
+        and isinstance(getattr(layer, "out_features", None), int)
     ]
     return (max(sides), "the widest linear layer's smaller side") if sides else (None, "")

@@ -12,30 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbaccel.base.disk import free_bytes, nearest_folder
+from nbaccel.base.disk import free_bytes
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.nested_keys import drop_at, put_at, value_at
 from nbaccel.deepspeed.auto_values import AUTO_KEYS, resolve_auto
-from nbaccel.deepspeed.load_config import auto_keys, load_settings
 from nbaccel.deepspeed.memory_inputs import MemoryInputs, read_settings
 from nbaccel.deepspeed.training_facts import TrainingFacts, hidden_size
+from nbaccel.deepspeed.zero_config import auto_keys, load_settings
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, replicated
 from nbaccel.memory.model_size import Shape, refuse_unsized, shape_of
 from nbaccel.memory.model_states import model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
-
-__all__ = [
-    "decided",
-    "estimate_memory",
-    "free_on_disk",
-    "memory_part",
-    "nearest_folder",
-    "nvme_folders",
-    "places",
-]
-
 
 _ZERO_SETTINGS = "zero_optimization"
 _MEMORY_SECTIONS = (

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from nbaccel.plan.inventory import Inventory
 
-__all__ = ["CpuDevice"]
-
 
 class CpuDevice(Device):
     """Workers compute on the processor's cores."""

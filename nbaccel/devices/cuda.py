@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from nbaccel.plan.inventory import Gpu, Inventory
 
-__all__ = ["CudaDevice", "driver_in_use"]
-
 _DRIVER_LIBRARY = "/libcuda.so"
 # The driver's own devices, and the one it has under WSL.
 _DEVICE_NODES = ("/dev/nvidia", "/dev/dxg")

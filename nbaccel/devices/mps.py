@@ -12,8 +12,6 @@ from nbaccel.plan.inventory import Gpu
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MpsDevice"]
-
 
 class MpsDevice(Device):
     """A process computes on the GPU of its Mac."""

@@ -30,19 +30,6 @@ from nbaccel.base.optional_packages import require
 from nbaccel.base.units import count_noun
 from nbaccel.plan.inventory import Gpu
 
-__all__ = [
-    "DEVICE_NODES",
-    "Card",
-    "Meter",
-    "driver_versions",
-    "find_cards",
-    "find_gpus",
-    "is_worth_it",
-    "probe_gpus",
-    "visible_gpus",
-]
-
-
 DEVICE_NODES = ("nvidia0", "dxg", "kfd")
 """Of NVIDIA's driver, of WSL, of AMD's driver."""
 

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.inventory import Gpu
 
-__all__ = ["XpuDevice"]
-
 _CARDS = Path("/sys/class/drm")
 _VENDOR = "0x8086"
 

@@ -18,17 +18,15 @@ from nbaccel.base.errors import ConfigError, PortTaken, StartupFailed
 from nbaccel.base.process_death import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
-from nbaccel.hosts.missing_hosts import missing_hosts
-from nbaccel.hosts.node_links import NodeLinks, RemoteStarter, error_line
-from nbaccel.hosts.versions import version_mismatch
+from nbaccel.hosts.node_actor import own_versions
+from nbaccel.hosts.node_links import RemoteStarter, error_line
+from nbaccel.hosts.own_cluster import missing_hosts
 from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
 from nbaccel.workers.assignments import MeetingPlace
-from nbaccel.workers.start_method import HostShare
-
-__all__ = ["HostSession"]
+from nbaccel.workers.starters import HostShare
 
 _JOIN_S = 120.0
 """For all actors to be there, and again for their templates: they import torch, perhaps from a slow
@@ -38,12 +36,7 @@ _BIND_S = 10.0
 
 
 class HostSession:
-    """Hosts whose actors have joined.
-
-    Attributes:
-        plan: What was planned with what the hosts have.
-        shares: The hosts, and how many workers each gets.
-    """
+    """Hosts whose actors have joined, with a plan that knows what they have."""
 
     def __init__(self, engine: Engine, hosts: Sequence[Host], plan: Plan) -> None:
         self._hosts = hosts
@@ -51,13 +44,14 @@ class HostSession:
         try:
             self._crew = engine.start_nodes(hosts)
             self._on_end.callback(self._crew.end)
-            self._links = NodeLinks(self._crew.problems)
+            self._starter = RemoteStarter(self._crew.problems)
             # Before Ray ends, for whose answers its threads wait.
-            self._on_end.callback(self._links.close)
+            self._on_end.callback(self._starter.end)
             self._on_end.callback(self._kill_actors)
-            self._on_end.callback(self._links.leave)
+            self._on_end.callback(self._starter.leave)
             actors = self._crew.actors
-            device = _template_device(plan)
+            needs_own = registry.known_device(plan.device).own_template
+            device = plan.device if needs_own else ""
             runs_cells = "IPython" in sys.modules
             facts = self._await_answers(
                 {
@@ -76,7 +70,7 @@ class HostSession:
             self.plan = _plan_on(self.shares, plan.config)
             self._await_answers({name: actor.get_ready.remote() for name, actor in actors.items()})
             for name, actor in actors.items():
-                self._links.add(name, actor)
+                self._starter.add(name, actor)
         except BaseException:  # an interrupt must leave nothing behind either
             self.close()
             raise
@@ -96,11 +90,12 @@ class HostSession:
     @property
     def lost_hosts(self) -> tuple[str, ...]:
         """Names of hosts that have joined and were lost since."""
-        return self._links.lost()
+        return self._starter.lost()
 
     def starter(self) -> RemoteStarter:
-        """What starts workers on these hosts: a new one for each attempt."""
-        return RemoteStarter(self._links, self.shares)
+        """What starts the workers of the next attempt on these hosts."""
+        self._starter.begin(self.shares)
+        return self._starter
 
     def bind_store(self, port: int | None) -> MeetingPlace:
         """Let the host of rank 0 listen for the rendezvous store."""
@@ -163,7 +158,7 @@ class HostSession:
         mismatches = {
             name: mismatch
             for name, known in facts.items()
-            if (mismatch := version_mismatch(known["versions"]))
+            if (mismatch := _version_mismatch(known["versions"]))
         }
         if mismatches:
             joined = facts.keys() - mismatches.keys()
@@ -175,8 +170,19 @@ class HostSession:
         return missing_hosts(missing, len(self._hosts), problems, _JOIN_S, silence)
 
 
-def _template_device(plan: Plan) -> str:
-    return plan.device if registry.known_device(plan.device).own_template else ""
+def _version_mismatch(other_versions: Mapping[str, str]) -> str:
+    """Why a host with these versions cannot take part; empty if it can."""
+    differences = [
+        f"{name} {other_versions.get(name, 'missing')} there and {own_version} here"
+        for name, own_version in own_versions().items()
+        if other_versions.get(name) != own_version
+    ]
+    if not differences:
+        return ""
+    return (
+        f"it has {', '.join(differences)}: what workers are sent could not be read. Install the "
+        "same versions on all hosts"
+    )
 
 
 def _named_devices(

@@ -26,8 +26,6 @@ from nbaccel.config.host_filter import kept_slots
 from nbaccel.hosts import own_cluster
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
-__all__ = ["HostfileEngine"]
-
 _SSH_VARIABLE = "NBACCEL_SSH"
 # No password can be typed, and a host that does not answer must not keep the notebook waiting.
 _SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=10"

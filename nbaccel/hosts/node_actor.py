@@ -3,25 +3,35 @@
     notebook ══ Ray ══► NodeActor ── channel ──► template process ── fork ──► worker, worker, …
                            │ copies of arenas and staging files; the workers' channels and pipes
 
+    notebook ──► FileContent, Packet, Forget               `NodeActor.take`
+             ◄── Output, Packet, WorkerEnded, NodeFailed   `NodeActor.events`
+
+A *worker* is named by a number that the notebook gives it.
+
 It is to its node what the notebook's process is to its own machine, and starts workers as that
 does. It imports no torch, which takes seconds: its template does.
 
-Seen in Ray 2.60: its workers block SIGINT, which children inherit; they set OMP_NUM_THREADS=1; a
-method's arguments may come before those of an earlier call, as they are fetched by size.
+Seen in Ray 2.60: its workers block SIGINT, which children inherit; they set OMP_NUM_THREADS=1; of
+calls that run at a time a later one may begin first, unless it waits for an earlier one's result.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
-import itertools
 import os
+import platform
+import queue
 import select
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -30,8 +40,6 @@ import psutil
 from nbaccel.base import env
 from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.ports import listen
-from nbaccel.hosts import node_messages
-from nbaccel.hosts.versions import own_versions
 from nbaccel.plan import shared_memory_files
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.topology import Topology
@@ -39,18 +47,14 @@ from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template
 from nbaccel.workers.messaging import Ended
 from nbaccel.workers.resource_use import ProcessUse, process_use
-from nbaccel.workers.template_starter import TemplateStarter
+from nbaccel.workers.starters import TemplateStarter
 from nbaccel.workers.worker_handle import connect
 
-__all__ = ["CONCURRENT_CALLS", "NodeActor"]
-
-CONCURRENT_CALLS = 16
+_CONCURRENT_CALLS = 16
 """Methods of an actor that run at a time: one waits for events as long as it lives."""
-
-_OUTBOX_BYTES = 16 << 20
-"""What the notebook has not fetched yet: workers wait beyond that."""
+_OUTBOX_RECORDS = 32
+"""What the notebook has not fetched yet, of a megabyte at most: workers wait beyond that."""
 _PIPE_BYTES = 1 << 20  # as `connect` makes them
-_PIECE_BYTES = 8 << 20
 _END_LOOK_S = 0.002
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which torch's process groups are told over which network to meet."""
@@ -58,23 +62,86 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RAYS_OWN_VARIABLES = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 
 
+STAGING = "staging"
+"""The kind of a file that workers fill; others are filled by whoever sends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """Bytes of a memory file of the notebook's, which is new if its number is; the rest is zero."""
+
+    number: int
+    kind: str
+    num_bytes: int
+    pieces: Any = ()
+    """(first byte, bytes as an array of uint8) of each, or Ray's reference to a list of such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """These files are of no more use."""
+
+    files: tuple[int, ...]
+
+
+class NodeEnd(enum.Enum):
+    """What stands in the place of a descriptor that is none of a file."""
+
+    SECOND_CHANNEL = "the worker's end of a second channel"
+    STORE = "the socket on which the node listens for the store"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packet:
+    """A packet of a worker's channel, as `workers.messaging` packs it."""
+
+    worker: int
+    is_second: bool = False
+    """Whether it goes by the worker's second channel."""
+    content: bytes
+    attached: tuple[Any, ...] = ()
+    """For its descriptors: numbers of files, or a `NodeEnd`; of files that come from a node their
+    bytes, as arrays of uint8."""
+    topology: str = ""
+    """The worker's place, if the message assigns it one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a worker has written to one of its pipes."""
+
+    worker: int
+    stream: str
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    """A worker is gone, and all that it has printed and said was sent before."""
+
+    worker: int
+    ended: Ended
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailed:
+    """The actor cannot go on."""
+
+    reason: str
+
+
 class NodeActor:
     """A node of a launch or a pool. Its methods run in threads, several at a time."""
 
     def __init__(self) -> None:
-        self._outbox = _Outbox()
+        self._outbox: queue.Queue[Any] = queue.Queue(_OUTBOX_RECORDS)
         self._workers: dict[int, _NodeWorker] = {}
-        self._second_channels: dict[int, messaging.Channel] = {}
         self._files: dict[int, int] = {}
         self._store: socket.socket | None = None
         self._topologies: set[str] = set()
         self._device = ""
         self._starter: TemplateStarter | None = None
         self._ends: dict[int, Ended] = {}
-        self._taking = threading.Lock()
-        self._num_taken = 0
-        self._early: dict[int, list[Any]] = {}
-        """Records of calls that came before an earlier one, by the call's number."""
 
     # ---- getting ready
 
@@ -95,7 +162,7 @@ class NodeActor:
             # Then its template has it, too; without it, the first cell says so.
             with contextlib.suppress(ImportError):
                 importlib.import_module("IPython")
-        template.template_for(device).start(in_background=False)
+        template.template_for(device).start()
         return {
             "address": address,
             "versions": own_versions(),
@@ -105,10 +172,6 @@ class NodeActor:
     def get_ready(self) -> None:
         """Wait until workers can be forked."""
         self._template_starter()
-
-    def clock(self) -> float:
-        """What time it is here."""
-        return time.monotonic()
 
     def bind_store(self, address: str, port: int | None) -> tuple[int, str]:
         """Listen for the rendezvous store, whose server a worker here will be; or say why not."""
@@ -141,12 +204,16 @@ class NodeActor:
         return self._starter
 
     def signal(self, number: int, signal_number: int) -> None:
-        """Send a worker a signal."""
-        self._workers[number].signal(signal_number)
+        """Send a worker a signal, unless it has ended."""
+        worker = self._workers[number]
+        if not worker.has_ended:
+            self._template_starter().signal(worker.pid, signal_number)
 
     def kill(self, number: int) -> None:
         """End a worker with all that it has started."""
-        self._workers[number].kill()
+        worker = self._workers[number]
+        if not worker.has_ended:
+            self._template_starter().kill(worker.pid)
 
     def uses(self) -> list[tuple[int, ProcessUse]]:
         """What each worker uses."""
@@ -179,87 +246,60 @@ class NodeActor:
 
     def events(self) -> list[Any]:
         """What has happened since the last call, in order; waits until something has."""
-        return self._outbox.take()
+        records = [self._outbox.get()]
+        return records + [self._outbox.get() for _ in range(self._outbox.qsize())]
 
     def read(self, number: int, ranges: Sequence[memfd.ByteRange]) -> list[Any]:
         """Bytes of a staging file, as arrays of uint8."""
-        arrays = []
-        for first_byte, end_byte in ranges:
-            content = np.empty(end_byte - first_byte, dtype=np.uint8)
-            memfd.read_at(self._files[number], memoryview(content.data), first_byte)
-            arrays.append(content)
-        return arrays
+        return [_bytes_of(self._files[number], byte_range) for byte_range in ranges]
 
     # ---- from the notebook
 
-    def take(self, number: int, records: list[Any]) -> None:
-        """Take what the notebook sends, in the order of its calls' numbers."""
-        with self._taking:
-            self._early[number] = records
-            while (due := self._early.pop(self._num_taken, None)) is not None:
-                self._num_taken += 1
-                for record in due:
-                    self._take_record(record)
-
-    def _take_record(self, record: Any) -> None:
+    def take(self, records: list[Any], _after: None) -> None:
+        """Take what the notebook sends, after the call whose end it hands in."""
         try:
-            match record:
-                case node_messages.NewFile():
-                    self._files[record.number] = memfd.create_file(record.kind, record.num_bytes)
-                case node_messages.FileBytes():
-                    self._write_bytes(record)
-                case node_messages.Forget():
-                    memfd.close_all([self._files.pop(number) for number in record.files])
-                case node_messages.Packet():
-                    self._pass_on(record)
-                case node_messages.ChannelClosed():
-                    self._close_channel(record.channel)
+            for record in records:
+                match record:
+                    case FileContent():
+                        self._write_file(record)
+                    case Forget():
+                        memfd.close_all([self._files.pop(number) for number in record.files])
+                    case Packet():
+                        self._pass_on(record)
         except Exception as error:  # nobody waits for this call: the notebook hears of it here
-            self._outbox.put(node_messages.NodeFailed(f"{type(error).__name__}: {error}"))
+            self._outbox.put(NodeFailed(f"{type(error).__name__}: {error}"))
 
-    def _write_bytes(self, record: node_messages.FileBytes) -> None:
+    def _write_file(self, record: FileContent) -> None:
         import ray
 
+        if record.number not in self._files:
+            self._files[record.number] = memfd.create_file(record.kind, record.num_bytes)
         pieces = record.pieces
         if isinstance(pieces, ray.ObjectRef):
             pieces = ray.get(pieces)
         for first_byte, content in pieces:
             memfd.write_at(self._files[record.number], memoryview(content.data), first_byte)
 
-    def _pass_on(self, packet: node_messages.Packet) -> None:
-        worker = self._workers.get(packet.channel)
-        channel = worker.channel if worker else self._second_channels.get(packet.channel)
-        if channel is None:
-            return
+    def _pass_on(self, packet: Packet) -> None:
+        worker = self._workers[packet.worker]
         if packet.topology and packet.topology not in self._topologies:
             self._topologies.add(packet.topology)
             self._forget_shared_memory()
-        fds = [self._descriptor(one) for one in packet.attached]
+        fds = [self._descriptor(worker, one) for one in packet.attached]
+        channel = worker.second_channel if packet.is_second else worker.channel
         # It may have ended: its end is told elsewhere.
         with memfd.closing_files(*fds), contextlib.suppress(OSError):
             channel.send_packet(packet.content, fds)
 
-    def _descriptor(
-        self,
-        attached: node_messages.FileCopy
-        | node_messages.SecondChannel
-        | node_messages.StoreListener,
-    ) -> int:
+    def _descriptor(self, worker: _NodeWorker, attached: int | NodeEnd) -> int:
         """A new descriptor for what stands in a packet."""
-        if isinstance(attached, node_messages.FileCopy):
-            return os.dup(self._files[attached.number])
-        if isinstance(attached, node_messages.StoreListener):
+        if attached is NodeEnd.STORE:
             return os.dup(self._store.fileno() if self._store is not None else -1)
-        end, worker_end = messaging.Channel.pair()
-        # Nothing is read from it: workers answer by the first one.
-        self._second_channels[attached.number] = end
-        return worker_end.detach()
-
-    def _close_channel(self, number: int) -> None:
-        if number in self._workers:
-            self._workers[number].hang_up()
-        elif number in self._second_channels:
-            self._second_channels.pop(number).close()
+        if attached is NodeEnd.SECOND_CHANNEL:
+            # Nothing is read from it: workers answer by the first one.
+            worker.second_channel, worker_end = messaging.Channel.pair()
+            return worker_end.detach()
+        return os.dup(self._files[attached])
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
@@ -267,46 +307,39 @@ class NodeActor:
         shared_memory_files.remove_orphans()
 
 
-class _Outbox:
-    """What the notebook is to fetch, in order; who adds too much of it waits."""
+def own_versions() -> dict[str, str]:
+    """Versions of this machine, by what has them."""
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        # Without the build (`+cu130`): the same model trains on CPUs here and on GPUs there.
+        "torch": version("torch").partition("+")[0],
+        # The package itself may not be imported from below.
+        "nbaccel": sys.modules["nbaccel"].__version__,
+    }
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._records: list[Any] = []
-        self._num_bytes = 0
 
-    def put(self, record: Any, num_bytes: int = 0) -> None:
-        """Add a record."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_bytes < _OUTBOX_BYTES)
-            self._records.append(record)
-            self._num_bytes += num_bytes
-            self._changed.notify_all()
+def start_actor(**options: Any) -> Any:
+    """Have Ray start an actor where its options say; returns Ray's handle of it."""
+    import ray
 
-    def take(self) -> list[Any]:
-        """All records, once there are some."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._records)
-            records = self._records
-            self._records = []
-            self._num_bytes = 0
-            self._changed.notify_all()
-        return records
+    return ray.remote(NodeActor).options(max_concurrency=_CONCURRENT_CALLS, **options).remote()
 
 
 class _NodeWorker:
     """A worker of this node, with a thread that passes on what it prints and says."""
 
-    _file_numbers = itertools.count(1, 2)
-
     def __init__(
-        self, number: int, starter: TemplateStarter, outbox: _Outbox, end_of: Callable[[int], Ended]
+        self,
+        number: int,
+        starter: TemplateStarter,
+        outbox: queue.Queue[Any],
+        end_of: Callable[[int], Ended],
     ) -> None:
         self._number = number
-        self._starter = starter
         self._outbox = outbox
         self._end_of = end_of
         self.channel, self._pipes, worker_ends = connect()
+        self.second_channel = self.channel
         with memfd.closing_files(*worker_ends.all()):
             self.pid = starter.start(worker_ends)
         self._exit = starter.sentinel(self.pid)
@@ -316,21 +349,6 @@ class _NodeWorker:
     def begin(self) -> None:
         """Pass on what it prints and says from now on."""
         threading.Thread(target=self._serve, daemon=True).start()
-
-    def signal(self, signal_number: int) -> None:
-        """Send it a signal, unless it has ended."""
-        if not self.has_ended:
-            self._starter.signal(self.pid, signal_number)
-
-    def kill(self) -> None:
-        """End it with all that it has started."""
-        if not self.has_ended:
-            self._starter.kill(self.pid)
-
-    def hang_up(self) -> None:
-        """Let it read the end of its channel, of which the rest of what it says is still read."""
-        with contextlib.suppress(OSError):
-            self.channel.shut_down()
 
     def _serve(self) -> None:
         while True:
@@ -344,7 +362,7 @@ class _NodeWorker:
         while self._is_heard and select.select([self.channel], [], [], 0)[0]:
             self._pass_on(is_readable=True)
         self._pass_on(is_readable=False)
-        self._outbox.put(node_messages.WorkerEnded(self._number, ended))
+        self._outbox.put(WorkerEnded(self._number, ended))
         self.channel.close()
         memfd.close_all([*self._pipes, self._exit])
 
@@ -365,45 +383,26 @@ class _NodeWorker:
     def _pass_output(self) -> None:
         """Pass on what it has printed so far."""
         for pipe, name in tuple(self._pipes.items()):
-            num_bytes = 0
-            # No more than a pipe holds: one that is never empty must not keep back what it says.
-            while num_bytes < _PIPE_BYTES:
-                try:
-                    content = os.read(pipe, _PIPE_BYTES)
-                except BlockingIOError:
-                    break
-                self._outbox.put(node_messages.Output(self._number, name, content), len(content))
+            with contextlib.suppress(BlockingIOError):
+                # All that the pipe holds, and no more: a worker that prints on and on must not keep
+                # back what it says.
+                content = os.read(pipe, _PIPE_BYTES)
+                self._outbox.put(Output(self._number, name, content))
                 if not content:
                     del self._pipes[pipe]
                     os.close(pipe)
-                    break
-                num_bytes += len(content)
 
     def _pass_packet(self, content: bytes, fds: list[int]) -> None:
-        numbers = []
         with memfd.closing_files(*fds):
-            for fd in fds:
-                number = next(self._file_numbers)
-                numbers.append(number)
-                num_bytes = os.fstat(fd).st_size
-                self._outbox.put(node_messages.NewFile(number, "payload", num_bytes))
-                for piece in _pieces(fd, num_bytes):
-                    self._outbox.put(node_messages.FileBytes(number, [piece]), piece[1].nbytes)
-        self._outbox.put(
-            node_messages.Packet(
-                channel=self._number,
-                content=content,
-                attached=tuple(node_messages.FileCopy(number) for number in numbers),
-            ),
-            len(content),
-        )
+            files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
+        self._outbox.put(Packet(worker=self._number, content=content, attached=files))
 
 
-def _pieces(fd: int, num_bytes: int) -> Iterator[tuple[int, Any]]:
-    for first_byte in range(0, num_bytes, _PIECE_BYTES):
-        content = np.empty(min(_PIECE_BYTES, num_bytes - first_byte), dtype=np.uint8)
-        memfd.read_at(fd, memoryview(content.data), first_byte)
-        yield first_byte, content
+def _bytes_of(fd: int, byte_range: memfd.ByteRange) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    first_byte, end_byte = byte_range
+    content = np.empty(end_byte - first_byte, dtype=np.uint8)
+    memfd.read_at(fd, memoryview(content.data), first_byte)
+    return content
 
 
 def _unblock_interrupts() -> None:

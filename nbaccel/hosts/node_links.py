@@ -1,13 +1,13 @@
 """The notebook's side of its nodes: what makes workers of other machines look local.
 
-    WorkerHandle ── channel ──► reader thread  ══ NodeActor.take ═════►  worker's channel
-                 ◄─ pipes ───── thread of the  ◄═ NodeActor.events ════  worker's pipes, channel
-                 ◄─ channel ─── node
-    RemoteStarter ────────────► NodeActor.fork, signal, kill ═════════►  template, system
-                 ◄─ ended ───── thread of the node
+    WorkerHandle ── NodeChannel.send ════════════ NodeActor.take ════►  worker's channel
+                 ◄─ channel, pipes ─ thread of ◄═ NodeActor.events ═══  worker's channel, pipes
+                                     the node
+    RemoteStarter ───────────────────► NodeActor.fork, signal, kill ═►  template, system
+                 ◄─ ended ────────── thread of the node
 
-Of messages it reads what they mean for memory files (`messaging.FileHints`, reports of weights),
-and converts times from the clock of a worker's node to that of the notebook's.
+Of messages it reads what they mean for memory files (`messaging.FileHints`, reports of weights).
+Their times are those of their arrival: each node has a clock of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import selectors
+import select
 import socket
 import stat
 import threading
@@ -26,20 +26,19 @@ from typing import Any
 
 from nbaccel.base.errors import StartupFailed
 from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import shorten_text
-from nbaccel.hosts import node_messages
-from nbaccel.hosts.shared_files import SharedFiles
+from nbaccel.hosts import node_actor
+from nbaccel.hosts.node_actor import NodeEnd
+from nbaccel.hosts.shared_files import SharedFile, SharedFiles
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
 from nbaccel.workers.resource_use import ProcessUse
-from nbaccel.workers.start_method import HostShare, Starter
-
-__all__ = ["NodeLinks", "RemoteStarter", "error_line"]
+from nbaccel.workers.starters import HostShare, Starter
 
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
-_NUM_PINGS = 5
 _LOOK_S = 0.1
 _USE_S = 0.5
 """Between questions for what workers use: a dashboard looks once a second, for all ranks."""
@@ -51,7 +50,6 @@ _LOST_REMEDY = (
     "this one is gone. Launch again without it, or with max_restarts, which goes on with the hosts "
     "that are left."
 )
-_TIMED_MESSAGES = (messaging.Metrics, messaging.Failed)
 
 
 class _RemoteWorker:
@@ -64,25 +62,19 @@ class _RemoteWorker:
         self.pipes = {name: os.dup(end) for name, end in ends_by_name.items()}
         for pipe in self.pipes.values():
             os.set_blocking(pipe, False)
-        self.second_channels: list[messaging.Channel] = []
-        self.staging: dict[str, int] = {}
-        """Key of an arena → number of its staging file."""
+        self.staging: dict[str, SharedFile] = {}
+        """By the key of the arena that it belongs to."""
         self.leftovers: set[LeftoverFolders] = set()
         self.is_killed = False
 
-    def _put(self, fd: int, write: Callable[[], bool]) -> None:
-        """Write as soon as there is room; nothing to one that is killed, whom nobody reads."""
+    def _has_room(self, fd: int) -> bool:
+        """Wait until the notebook has read enough; False for one that is killed: nobody reads."""
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
         while not self.is_killed:
-            try:
-                if write():
-                    return
-            except BlockingIOError:
-                pass
-            except OSError:  # the notebook reads no more
-                return
-            with selectors.DefaultSelector() as selector:
-                selector.register(fd, selectors.EVENT_WRITE)
-                selector.select(_LOOK_S)
+            if poll.poll(_LOOK_S * 1000):
+                return True
+        return False
 
     def put_output(self, name: str, content: bytes) -> None:
         """Pass on what it has printed; nothing closes the pipe."""
@@ -91,74 +83,76 @@ class _RemoteWorker:
         if not content:
             os.close(self.pipes.pop(name))
             return
+        pipe = self.pipes[name]
         unwritten = memoryview(content)
-
-        def write() -> bool:
-            nonlocal unwritten
-            unwritten = unwritten[os.write(self.pipes[name], unwritten) :]
-            return not unwritten
-
-        self._put(self.pipes[name], write)
+        with contextlib.suppress(OSError):  # the notebook reads no more
+            while unwritten and self._has_room(pipe):
+                unwritten = unwritten[os.write(pipe, unwritten) :]
 
     def put_packet(self, content: bytes, fds: Sequence[int]) -> None:
         """Pass on what it has said."""
-        self._put(self.channel.fileno(), lambda: self.channel.send_packet(content, fds))
-
-    def channels(self) -> list[messaging.Channel]:
-        """Its channels."""
-        return [self.channel, *self.second_channels]
+        with contextlib.suppress(OSError):  # the notebook reads no more
+            while self._has_room(self.channel.fileno()):
+                if self.channel.send_packet(content, fds):
+                    return
 
     def close(self) -> None:
         """Close this side's ends."""
-        for channel in self.channels():
-            channel.close()
+        self.channel.close()
         memfd.close_all(self.pipes.values())
         self.pipes.clear()
 
 
+class NodeChannel(messaging.Channel):
+    """The notebook's end of a worker's channel, which sends by the node's actor."""
+
+    def __init__(
+        self, channel: messaging.Channel, send: Callable[[bytes, Sequence[int]], None]
+    ) -> None:
+        super().__init__(socket.socket(fileno=channel.detach()))
+        self._send = send
+
+    def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> bool:
+        """Pass a packet on; a node that is lost is told elsewhere."""
+        self._send(packet, descriptors)
+        return True
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next message, with the time of its arrival."""
+        message, descriptors = super().receive()
+        now = time.monotonic()
+        if isinstance(message, Metrics):
+            message = dataclasses.replace(message, time=now)
+        elif isinstance(message, messaging.Failed):
+            record = dataclasses.replace(message.record, time=now)
+            message = dataclasses.replace(message, record=record)
+        return message, descriptors
+
+
 class NodeLink:
-    """One node, and a thread that waits for what it has to say.
+    """One node, and a thread that waits for what it has to say."""
 
-    Attributes:
-        name: The host, as messages call it.
-        lost_because: Why it is lost; empty while it is there.
-    """
-
-    def __init__(self, name: str, actor: Any, links: NodeLinks) -> None:
+    def __init__(self, name: str, actor: Any, starter: RemoteStarter) -> None:
         self.name = name
         self.lost_because = ""
         self._actor = actor
-        self._links = links
+        self._starter = starter
         self._workers: dict[int, _RemoteWorker] = {}
-        self._files: dict[int, int] = {}
-        self._num_sent = 0
+        self._sent: Any = None
+        """Ray's reference to the end of the last `take`."""
         self._uses: dict[int, ProcessUse] = {}
         self._uses_answer: Any = None
         self._uses_asked_at = float("-inf")
         self._lock = threading.Lock()
-        self._ahead_s = self._clock_ahead()
         self._thread = threading.Thread(target=self._listen, name=f"nbaccel: {name}", daemon=True)
         self._thread.start()
-
-    def _clock_ahead(self) -> float:
-        """How far the node's clock is ahead of this machine's, in seconds."""
-        import ray
-
-        round_trips: list[tuple[float, float]] = []
-        for _ in range(_NUM_PINGS):
-            sent_at = time.monotonic()
-            node_time = ray.get(self._actor.clock.remote())
-            took_s = time.monotonic() - sent_at
-            round_trips.append((took_s, node_time - (sent_at + took_s / 2)))
-        return min(round_trips)[1]
 
     # ---- to the node
 
     def send(self, records: Sequence[Any]) -> None:
         """Have the node take records, after those before."""
         if records and not self.lost_because:
-            self._actor.take.remote(self._num_sent, list(records))
-            self._num_sent += 1
+            self._sent = self._actor.take.remote(list(records), self._sent)
 
     def fork(self, worker: _RemoteWorker) -> None:
         """Have a worker forked; on a node that is lost it has ended at once."""
@@ -223,28 +217,23 @@ class NodeLink:
 
     def _take(self, record: Any) -> None:
         match record:
-            case node_messages.Output():
+            case node_actor.Output():
                 worker = self._workers.get(record.worker)
                 if worker is not None:
                     worker.put_output(record.stream, record.content)
-            case node_messages.NewFile():
-                self._files[record.number] = memfd.create_file(record.kind, record.num_bytes)
-            case node_messages.FileBytes():
-                for first_byte, content in record.pieces:
-                    memfd.write_at(self._files[record.number], memoryview(content), first_byte)
-            case node_messages.Packet():
-                fds = [
-                    self._files.pop(one.number)
-                    for one in record.attached
-                    if isinstance(one, node_messages.FileCopy)
-                ]
-                worker = self._workers.get(record.channel)
+            case node_actor.Packet():
+                worker = self._workers.get(record.worker)
                 if worker is not None:
-                    self._pass_on(worker, record.content, fds)
-                memfd.close_all(fds)
-            case node_messages.WorkerEnded():
+                    with contextlib.ExitStack() as sent:
+                        fds = []
+                        for content in record.attached:
+                            fds.append(memfd.create_file("payload", content.nbytes))
+                            sent.callback(os.close, fds[-1])
+                            memfd.write_at(fds[-1], memoryview(content), 0)
+                        self._pass_on(worker, record.content, fds)
+            case node_actor.WorkerEnded():
                 self._on_end(record.worker, record.ended)
-            case node_messages.NodeFailed():
+            case node_actor.NodeFailed():
                 self.lose(record.reason)
 
     def _pass_on(self, worker: _RemoteWorker, content: bytes, fds: list[int]) -> None:
@@ -258,23 +247,7 @@ class NodeLink:
                 worker.leftovers.discard(message.leftover)
             return
         self._bring_home(worker, message)
-        if type(message) in _TIMED_MESSAGES:
-            content = self._in_own_time(message, content, fds)
         worker.put_packet(content, fds)
-
-    def _in_own_time(self, message: Any, content: bytes, fds: list[int]) -> bytes:
-        """The packet of a message with its time in this machine's clock."""
-        if isinstance(message, messaging.Failed):
-            record = message.record
-            record = dataclasses.replace(record, time=record.time - self._ahead_s)
-            timed: Any = dataclasses.replace(message, record=record)
-        else:
-            timed = dataclasses.replace(message, time=message.time - self._ahead_s)
-        if content[:1] == messaging.IN_FILE:
-            os.close(fds.pop())
-        changed, files = messaging.pack_message(timed)
-        fds += files
-        return changed
 
     def _bring_home(self, worker: _RemoteWorker, message: Any) -> None:
         """Fetch what the worker has written into staging files, by its own report."""
@@ -286,15 +259,15 @@ class NodeLink:
             if key in worker.staging
             for part in _parts(ranges)
         ]
-        waiting: tuple[int, list[memfd.ByteRange], Any] | None = None
-        for number, part in parts:
-            answer = self._actor.read.remote(number, part)
+        waiting: tuple[SharedFile, list[memfd.ByteRange], Any] | None = None
+        for file, part in parts:
+            answer = self._actor.read.remote(file.number, part)
             # It is under way while the one before is written.
             if waiting is not None:
-                self._links.write_home(*waiting)
-            waiting = (number, part, answer)
+                _write_home(*waiting)
+            waiting = (file, part, answer)
         if waiting is not None:
-            self._links.write_home(*waiting)
+            _write_home(*waiting)
 
     def _on_end(self, number: int, ended: Ended) -> None:
         import ray
@@ -309,7 +282,7 @@ class NodeLink:
         with self._lock:
             if self.lost_because:
                 return
-            self.lost_because = self._links.explain(self.name) or reason
+            self.lost_because = self._starter.problems().get(self.name) or reason
         self._end_workers()
 
     def _end_workers(self) -> None:
@@ -322,9 +295,8 @@ class NodeLink:
         with self._lock:
             worker = self._workers.pop(number, None)
         if worker is not None:
-            self._links.forget(worker.channels())
             worker.close()
-            self._links.note_end(ended)
+            self._starter.note_end(ended)
 
     # ---- the end
 
@@ -336,56 +308,79 @@ class NodeLink:
         """Wait for the thread, whose actor has been ended, and close what is left."""
         self._thread.join(_LEAVE_S)
         self._end_workers()
-        memfd.close_all(self._files.values())
-        self._files.clear()
 
 
-class NodeLinks:
-    """All nodes of a launch or pool, and a thread that passes on what the notebook sends."""
+class RemoteStarter(Starter):
+    """Starts workers on the nodes of a launch or pool, and passes on what they are sent."""
 
     def __init__(self, problems: Callable[[], Mapping[str, str]]) -> None:
-        self._problems = problems
+        self.problems = problems
         self._links: dict[str, NodeLink] = {}
+        self._next_links: Iterator[NodeLink] = iter(())
+        self._workers: dict[int, tuple[NodeLink, _RemoteWorker]] = {}
         self._files = SharedFiles()
         self._numbers = itertools.count(_FIRST_WORKER)
         self._ended: list[Ended] = []
         # Readable while an end is kept here that nobody has asked for.
         self._has_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_over = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._is_over, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._relay, name="nbaccel: nodes", daemon=True)
-        self._thread.start()
+        self._sending = threading.Lock()
 
     def add(self, name: str, actor: Any) -> None:
         """Connect a node."""
         self._links[name] = NodeLink(name, actor, self)
 
-    def named(self, name: str) -> NodeLink:
-        """The connection to a node."""
-        return self._links[name]
-
     def lost(self) -> tuple[str, ...]:
         """Names of the nodes that are lost."""
         return tuple(link.name for link in self._links.values() if link.lost_because)
 
-    def explain(self, name: str) -> str:
-        """What the engine knows of a node that is lost."""
-        return self._problems().get(name, "")
+    # ---- workers
 
-    def start_worker(self, link: NodeLink, ends: WorkerEnds) -> int:
-        """Start a worker on a node; returns the number that it goes by."""
+    def begin(self, shares: Sequence[HostShare]) -> None:
+        """The workers of an attempt are started next, so many on each host."""
+        self.shares = shares
+        names = [share.name for share in shares for _ in range(share.num_workers)]
+        self._next_links = iter([self._links[name] for name in names])
+
+    def start(self, ends: WorkerEnds) -> int:
+        """Start a worker on the next host that has room; returns a number for it."""
+        link = next(self._next_links)
         worker = _RemoteWorker(next(self._numbers), ends)
-        self._listen_to(worker.channel, link, worker, worker.number)
+        self._workers[worker.number] = (link, worker)
         link.fork(worker)
         return worker.number
 
-    # ---- ends of workers
+    def channel_to(
+        self, pid: int, channel: messaging.Channel, *, is_second: bool = False
+    ) -> messaging.Channel:
+        """What the notebook sends a worker by: its node's actor."""
+        link, worker = self._workers[pid]
 
-    def fileno(self) -> int:
-        """A descriptor that is readable when a worker has ended."""
-        return self._has_ended
+        def send(content: bytes, fds: Sequence[int]) -> None:
+            with self._sending:
+                try:
+                    self._forward(link, worker, content, fds, is_second=is_second)
+                except Exception as error:  # of Ray: its object store is full, it was shut down
+                    for each in self._links.values():
+                        each.lose(f"what it was sent did not get there: {error_line(error)}")
+
+        return NodeChannel(channel, send)
+
+    def sentinel(self, pid: int) -> int:
+        """A descriptor that is readable when any worker has ended."""
+        return os.dup(self._has_ended)
+
+    def signal(self, pid: int, number: int) -> None:
+        """Have its host send a worker a signal."""
+        self._workers[pid][0].signal(pid, number)
+
+    def kill(self, pid: int) -> None:
+        """Have its host end a worker."""
+        self._workers[pid][0].kill(pid)
+
+    def use_of(self, pid: int) -> ProcessUse | None:
+        """Its host's last answer."""
+        return self._workers[pid][0].use_of(pid)
 
     def note_end(self, ended: Ended) -> None:
         """A worker has ended."""
@@ -404,105 +399,52 @@ class NodeLinks:
 
     # ---- what the notebook sends
 
-    def _listen_to(
-        self, channel: messaging.Channel, link: NodeLink, worker: _RemoteWorker, number: int
-    ) -> None:
-        self._selector.register(channel, selectors.EVENT_READ, (link, worker, number))
-
-    def forget(self, channels: Sequence[messaging.Channel]) -> None:
-        """Read these channels no more, before they are closed."""
-        with self._lock:
-            for channel in channels:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(channel)
-
-    def _relay(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fd == self._is_over:
-                    return
-                link, worker, number = key.data
-                try:
-                    packet = self._receive(key.fileobj)
-                    if packet is None:
-                        link.send([node_messages.ChannelClosed(number)])
-                    elif packet[0]:
-                        self._forward(link, worker, number, *packet)
-                except Exception as error:  # of Ray: its object store is full, it was shut down
-                    for each in self._links.values():
-                        each.lose(f"what it was sent did not get there: {error_line(error)}")
-
-    def _receive(self, channel: Any) -> tuple[bytes, list[int]] | None:
-        """The next packet, an empty one if its worker has ended meanwhile, None at the end."""
-        with self._lock:
-            if channel.fileno() < 0:
-                return b"", []
-            try:
-                packet: tuple[bytes, list[int]] = channel.receive_packet()
-            except BlockingIOError:
-                return b"", []
-            except EOFError:
-                self._selector.unregister(channel)
-                return None
-            return packet
-
     def _forward(
-        self, link: NodeLink, worker: _RemoteWorker, number: int, content: bytes, fds: list[int]
+        self,
+        link: NodeLink,
+        worker: _RemoteWorker,
+        content: bytes,
+        fds: Sequence[int],
+        *,
+        is_second: bool,
     ) -> None:
         """Pass a message of the notebook on to a worker, with copies of its files."""
         message = messaging.peek_packet(content, fds)
         hints = _hints_of(message)
         records: list[Any] = self._files.changes() if hints.reads_arenas else []
-        # Also where Ray cannot take a copy, such as for want of room.
-        with memfd.closing_files(*fds):
-            attached = [self._attach(link, worker, fd, records) for fd in fds]
+        attached: list[Any] = []
+        files = []
+        for fd in fds:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                file, news = self._files.share(fd)
+                records += news
+                files.append(file)
+                attached.append(file.number)
+            else:
+                with socket.socket(fileno=os.dup(fd)) as end:
+                    is_channel = end.family == socket.AF_UNIX
+                attached.append(NodeEnd.SECOND_CHANNEL if is_channel else NodeEnd.STORE)
         self._send_all(records)
-        numbers = [one.number for one in attached if isinstance(one, node_messages.FileCopy)]
-        staging = [one for one in numbers if self._files.is_staging(one)]
         # Not strict: where nothing is brought home, no staging files come with it.
+        staging = [file for file in files if file.kind == node_actor.STAGING]
         worker.staging.update(zip(hints.staging, staging, strict=False))
-        self._files.name_arenas(hints.arenas, numbers[: len(hints.arenas)])
-        packet = node_messages.Packet(
-            channel=number,
+        for key, file in zip(hints.arenas, files, strict=False):
+            file.arena_key = key
+        packet = node_actor.Packet(
+            worker=worker.number,
+            is_second=is_second,
             content=content,
             attached=tuple(attached),
             topology=getattr(message, "topology", ""),
         )
         link.send([packet])
-        forgotten = self._files.forget_arenas(hints.forgets)
-        if hints.ends_staging:
-            forgotten += self._files.forget_staging()
-        forgotten += self._files.forget_old_payloads()
+        forgotten = self._files.forget(hints.forgets, staging=hints.ends_staging)
         if forgotten:
-            self._send_all([node_messages.Forget(tuple(forgotten))])
+            self._send_all([node_actor.Forget(tuple(forgotten))])
 
     def _send_all(self, records: Sequence[Any]) -> None:
         for link in self._links.values():
             link.send(records)
-
-    def _attach(
-        self, link: NodeLink, worker: _RemoteWorker, fd: int, records: list[Any]
-    ) -> node_messages.FileCopy | node_messages.SecondChannel | node_messages.StoreListener:
-        """What stands for a descriptor on the node; adds what nodes need to have it."""
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            number, new_records = self._files.share(fd)
-            records += new_records
-            return node_messages.FileCopy(number)
-        with socket.socket(fileno=os.dup(fd)) as attached_socket:
-            if attached_socket.family != socket.AF_UNIX:
-                return node_messages.StoreListener()
-            channel = messaging.Channel.from_fd(attached_socket.detach(), waits=False)
-        number = next(self._numbers)
-        worker.second_channels.append(channel)
-        self._listen_to(channel, link, worker, number)
-        return node_messages.SecondChannel(number)
-
-    def write_home(self, number: int, ranges: Sequence[memfd.ByteRange], answer: Any) -> None:
-        """Write what a rank has written of a staging file to the notebook's."""
-        import ray
-
-        for (first_byte, _), content in zip(ranges, ray.get(answer), strict=True):
-            self._files.take_home(number, first_byte, memoryview(content))
 
     # ---- the end
 
@@ -514,52 +456,20 @@ class NodeLinks:
         with contextlib.suppress(Exception):  # Ray may be gone: then all has ended
             ray.wait(answers, num_returns=len(answers) or 1, timeout=_LEAVE_S)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Close everything, once all actors have been ended."""
         for link in self._links.values():
             link.close()
-        os.eventfd_write(self._is_over, 1)
-        self._thread.join()
-        self._selector.close()
         self._files.close()
-        memfd.close_all([self._has_ended, self._is_over])
+        os.close(self._has_ended)
 
 
-class RemoteStarter(Starter):
-    """Starts workers on hosts that have joined."""
+def _write_home(file: SharedFile, ranges: Sequence[memfd.ByteRange], answer: Any) -> None:
+    """Write what a rank has written of a staging file to the notebook's."""
+    import ray
 
-    def __init__(self, links: NodeLinks, shares: Sequence[HostShare]) -> None:
-        self.shares = shares
-        self._links = links
-        self._places = [share.name for share in shares for _ in range(share.num_workers)]
-        self._link_of: dict[int, NodeLink] = {}
-
-    def start(self, ends: WorkerEnds) -> int:
-        """Start a worker on the next host that has room; returns a number for it."""
-        link = self._links.named(self._places[len(self._link_of)])
-        number = self._links.start_worker(link, ends)
-        self._link_of[number] = link
-        return number
-
-    def collect(self) -> Sequence[Ended]:
-        """Workers that have ended since the last call."""
-        return [ended for ended in self._links.collect() if ended.pid in self._link_of]
-
-    def sentinel(self, pid: int) -> int:
-        """A descriptor that is readable when any worker has ended."""
-        return os.dup(self._links.fileno())
-
-    def signal(self, pid: int, number: int) -> None:
-        """Have its host send a worker a signal."""
-        self._link_of[pid].signal(pid, number)
-
-    def kill(self, pid: int) -> None:
-        """Have its host end a worker."""
-        self._link_of[pid].kill(pid)
-
-    def use_of(self, pid: int) -> ProcessUse | None:
-        """Its host's last answer."""
-        return self._link_of[pid].use_of(pid)
+    for (first_byte, _), content in zip(ranges, ray.get(answer), strict=True):
+        memfd.write_at(file.descriptor, memoryview(content), first_byte)
 
 
 def error_line(error: BaseException) -> str:

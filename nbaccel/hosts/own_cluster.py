@@ -39,10 +39,8 @@ from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.ports import LOOPBACK_ADDRESSES, listen
-from nbaccel.hosts.missing_hosts import missing_hosts
+from nbaccel.base.units import count_noun, first_few
 from nbaccel.plan.contracts.host_engine import Host, NodeCrew
-
-__all__ = ["OwnCluster", "first_hosts", "host_command", "is_connected", "unready_reason"]
 
 _HOST_CODE = (
     "import sys, os; folder = {folder!r}; "
@@ -99,6 +97,28 @@ def is_connected() -> bool:
     """Whether this process is connected to a Ray cluster; imports nothing."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
+
+
+def missing_hosts(
+    missing: Sequence[str],
+    num_hosts: int,
+    problems: Mapping[str, str],
+    waited_s: float,
+    silence: str,
+) -> StartupFailed:
+    """The error about hosts that did not join, to be raised.
+
+    `problems` is what is known of them, by name; `silence` what it may mean where nothing is known
+    and nothing was heard for so long.
+    """
+    lines = [
+        f"{count_noun(len(missing), 'host')} of {num_hosts} did not join the launch: "
+        f"{first_few(missing, 5)}. No worker was started."
+    ]
+    lines += [f"  {name}: {problem}" for name, problem in problems.items()]
+    if not problems:
+        lines.append(f"  Nothing was heard for {waited_s:.0f} s. {silence}")
+    return StartupFailed("\n".join(lines))
 
 
 def first_hosts(hosts: Sequence[Host], num_workers: int | None) -> list[Host]:
@@ -181,7 +201,6 @@ class _Cluster:
     def __init__(self) -> None:
         self.num_users = 0
         self._processes: dict[tuple[str, ...], _HostProcess] = {}
-        self._unstarted: dict[str, str] = {}
         self._on_end = contextlib.ExitStack()
         self._order: dict[str, Any] = {}
         self._folder = ""
@@ -238,15 +257,11 @@ class _Cluster:
         running = self._processes.get(names)
         if running is not None and not running.problem():
             return
-        try:
-            self._processes[names] = _HostProcess(command, {**order, **self._order}, environment)
-        except OSError as error:
-            problem = f"{command[0]} cannot be started: {error.strerror or error}"
-            self._unstarted |= dict.fromkeys(names, problem)
+        self._processes[names] = _HostProcess(command, {**order, **self._order}, environment)
 
     def problems(self) -> dict[str, str]:
-        """Hosts whose process has ended, or could not be started, each with what is known of it."""
-        return self._unstarted | {
+        """Hosts whose process has ended, each with what is known of it."""
+        return {
             name: problem
             for names, process in self._processes.items()
             if (problem := process.problem())
@@ -351,18 +366,14 @@ class OwnCluster(NodeCrew):
 
 def _start_actors(node_ids: Mapping[str, str]) -> dict[str, Any]:
     """Start an actor on each node, by its host's name."""
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from nbaccel.hosts.node_actor import CONCURRENT_CALLS, NodeActor
+    from nbaccel.hosts.node_actor import start_actor
 
-    actor_class = ray.remote(NodeActor)
     return {
-        name: actor_class.options(
-            num_cpus=0,
-            max_concurrency=CONCURRENT_CALLS,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        ).remote()
+        name: start_actor(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        )
         for name, node_id in node_ids.items()
     }
 

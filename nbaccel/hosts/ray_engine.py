@@ -21,12 +21,10 @@ from nbaccel.base.log import write_notice
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import format_seconds
 from nbaccel.config import RunConfig
-from nbaccel.hosts.node_actor import CONCURRENT_CALLS, NodeActor
+from nbaccel.hosts.node_actor import start_actor
 from nbaccel.hosts.node_links import error_line
 from nbaccel.hosts.own_cluster import is_connected
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
-
-__all__ = ["RayCrew", "RayEngine"]
 
 _RESOURCES = {"cpu": "CPU", "cuda": "GPU", "xpu": "GPU", "tpu": "TPU"}
 """Device → what Ray calls it."""
@@ -79,11 +77,13 @@ class RayEngine(Engine):
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
         """See :meth:`Engine.hosts`: where Ray would place so many workers now, densely packed."""
+        import ray
+
         nodes = _living_nodes()
         self._resource = _resource_of(config, nodes)
         num_workers = config.num_processes or _default_count(nodes, self._resource)
         placed = _try_placement(num_workers, self._resource, nodes)
-        node = _own_node()
+        node = str(ray.get_runtime_context().get_node_id())
         # The notebook's own node first: its ranks reach the notebook without a network.
         node_ids = sorted(placed, key=lambda node_id: (node_id != node, -placed[node_id]))
         names = _node_names(nodes)
@@ -133,12 +133,6 @@ def _living_nodes() -> dict[str, dict[str, Any]]:
 
     all_nodes: Any = ray.nodes  # it has no annotations
     return {node["NodeID"]: node for node in all_nodes() if node["Alive"]}
-
-
-def _own_node() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def _node_names(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -284,17 +278,14 @@ class RayCrew(NodeCrew):
 
 
 def _make_actor(group: Any, number: int, bundle: Mapping[str, int]) -> Any:
-    import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     devices = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
-    options = {
-        "num_cpus": bundle["CPU"],
-        "num_gpus": bundle.get("GPU", 0),
-        "resources": devices or None,
-        "max_concurrency": CONCURRENT_CALLS,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+    return start_actor(
+        num_cpus=bundle["CPU"],
+        num_gpus=bundle.get("GPU", 0),
+        resources=devices or None,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=number
         ),
-    }
-    return ray.remote(NodeActor).options(**options).remote()
+    )

@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 from nbaccel.base import env
 from nbaccel.workers.reaping import adopt_orphans, end_descendants
 
-__all__ = ["main"]
-
 # As a Ray that was installed without its extra `default`: nobody asks its helpers anything, and
 # what they import otherwise takes a busy machine more than the 15 s after which a raylet gives up.
 _START_CODE = """

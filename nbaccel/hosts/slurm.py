@@ -17,8 +17,6 @@ from nbaccel.config import RunConfig
 from nbaccel.hosts import own_cluster
 from nbaccel.plan.contracts.host_engine import Engine, Host, NodeCrew
 
-__all__ = ["SlurmEngine", "job_number", "own_step_variables", "srun_words"]
-
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _NODES_VARIABLE = "SLURM_JOB_NODELIST"
 _TASKS_VARIABLE = "SLURM_TASKS_PER_NODE"

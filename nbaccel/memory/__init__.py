@@ -1,1 +1,1 @@
-"""Estimates of memory and of time per step."""
+"""Estimates of memory, and what fits."""

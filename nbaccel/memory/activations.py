@@ -21,34 +21,18 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
-
-__all__ = [
-    "Activations",
-    "LiveBytes",
-    "call",
-    "loss_of",
-    "mapped",
-    "measure_activations",
-    "num_samples",
-    "on_fake_copy",
-    "resized",
-]
-
-
-_Result = TypeVar("_Result")
 
 if TYPE_CHECKING:
     _Mode = Any
@@ -222,39 +206,10 @@ class Activations:
         saved: What is kept at the end of the forward pass, each storage once.
         peak: The most that lives at once in both passes: also what is computed again under
             gradient checkpointing, and gradients until a parameter has them.
-        forward_flops: Floating-point operations of the forward pass; None where it could not be
-            run without values, or not be counted.
     """
 
     saved: int
     peak: int
-    forward_flops: float | None = None
-
-
-class _MeasuredPass(LiveBytes):
-    """Counts operations besides: a pass of its own for them would take as long again."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__(known)
-        self.flops: float | None = 0.0  # None: an operation could not be counted
-        self._formulas = FlopCounterMode(display=False).flop_registry
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation, and count it and what it made."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        formula: Any = self._formulas.get(getattr(func, "overloadpacket", None))
-        if formula is not None and self.flops is not None:
-            try:
-                self.flops += formula(*args, **(kwargs or {}), out_val=result)
-            except Exception:  # torch's formulas take some operations for granted
-                self.flops = None
-        return result
 
 
 def measure_activations(
@@ -280,7 +235,7 @@ def measure_activations(
         real = copy.deepcopy(model).to(dtype=dtype)
         batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
         try:
-            return replace(_run(real, batch, gradient_checkpointing), forward_flops=None)
+            return _run(real, batch, gradient_checkpointing)
         except ConfigError:
             raise
         except Exception as error:  # a batch of another form makes the model fail in any way
@@ -290,15 +245,6 @@ def measure_activations(
                 "the training loop hands it to the model: a tensor, or a dict or tuple of the "
                 "model's arguments."
             ) from error
-
-
-def on_fake_copy(
-    model: nn.Module, sample_batch: Any, run: Callable[[nn.Module, Any], _Result]
-) -> _Result:
-    """Run something with a copy of a model whose tensors have shapes and no memory."""
-    with _undisturbed(), torch_private.fake_tensor_mode()(allow_non_fake_inputs=True):
-        fake_batch = mapped(sample_batch, lambda t: torch.empty(t.shape, dtype=t.dtype))
-        return run(_fake_copy(model, None), fake_batch)
 
 
 def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activations:
@@ -320,15 +266,14 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
             saved[storage_key(tensor)] = tensor.untyped_storage()
         return tensor
 
-    with _MeasuredPass(tensors) as live:
+    with LiveBytes(tensors) as live:
         mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))
-        flops = live.flops
         num_saved = sum(storage.nbytes() for storage in saved.values())
         saved.clear()  # these references would keep the backward pass from freeing anything
         loss.backward()  # type: ignore[no-untyped-call]
-    return Activations(saved=num_saved, peak=max(num_saved, live.peak), forward_flops=flops)
+    return Activations(saved=num_saved, peak=max(num_saved, live.peak))
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

@@ -13,8 +13,6 @@ from nbaccel.memory.model_size import Shape
 from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
 
-__all__ = ["Bytes", "MemoryEstimate", "common_notes", "free_on_devices", "replicated"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bytes:
@@ -140,13 +138,8 @@ class MemoryEstimate:
         return lines
 
     def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        table = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in rows
-        ]
-        return "\n".join([self._head(), *table, self._verdict(), *self.notes])
+        lines = [self._head(), *table_lines(self.rows()), self._verdict(), *self.notes]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"
@@ -157,19 +150,8 @@ class MemoryEstimate:
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
-        head, *rows = self.rows()
-        cells = "".join(f"<th>{escape(text)}</th>" for text in head)
-        body = "".join(
-            f"<tr><th style='text-align:left'>{escape(row[0])}</th>"
-            + "".join(f"<td style='text-align:right'>{escape(text)}</td>" for text in row[1:])
-            + "</tr>"
-            for row in rows
-        )
-        notes = "".join(f"<p>{escape(note)}</p>" for note in (self._verdict(), *self.notes))
-        return (
-            f"<p>{escape(self._head())}</p><table><thead><tr>{cells}</tr></thead>"
-            f"<tbody>{body}</tbody></table>{notes}"
-        )
+        notes = (self._verdict(), *self.notes)
+        return f"{paragraphs([self._head()])}{table_html(self.rows())}{paragraphs(notes)}"
 
     def _head(self) -> str:
         processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
@@ -179,9 +161,14 @@ class MemoryEstimate:
     def _verdict(self) -> str:
         if self.fits:
             return "fits into what is free now"
+        return f"does not fit: {self.lacking_text} too little"
+
+    @property
+    def lacking_text(self) -> str:
+        """What is missing: ``3.3 GiB per device and 2.0 GiB of host memory``."""
         words = {"device": "per device", "host": "of host memory", "nvme": "of disk"}
-        missing = [f"{format_bytes(size)} {words[name]}" for name, size in self.lacking.items()]
-        return f"does not fit: {' and '.join(missing)} too little"
+        missing = (f"{format_bytes(size)} {words[name]}" for name, size in self.lacking.items())
+        return " and ".join(missing)
 
 
 def replicated(
@@ -236,3 +223,32 @@ def common_notes(activation_bytes: int, *, on_cpu: bool) -> tuple[str, ...]:
 
 def _size(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
+
+
+# ----------------------------------------------------------------------- tables
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table for a terminal: the first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
+
+
+def table_html(rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
+    """The same for a cell; so many columns are to the left."""
+    head, *body = rows
+    heads = "".join(f"<th>{escape(text)}</th>" for text in head)
+    lines = []
+    for row in body:
+        cells = [
+            f"<td style='text-align:{'left' if number < num_left else 'right'}'>{escape(text)}</td>"
+            for number, text in enumerate(row)
+        ]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def paragraphs(texts: Sequence[str]) -> str:
+    """A paragraph of HTML for each text."""
+    return "".join(f"<p>{escape(text)}</p>" for text in texts)

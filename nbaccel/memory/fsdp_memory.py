@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from nbaccel.memory.model_size import Shape
 
-__all__ = ["WrappedSizes", "fsdp_estimate", "wrapped_sizes"]
-
 _GATHERED_LAYERS = 2
 """The one that computes and the one that is gathered ahead (torch's default prefetching)."""
 _REDUCED_BYTES = 4

@@ -16,8 +16,6 @@ from nbaccel.base.units import first_few
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Shape", "measure", "refuse_unsized", "shape_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:

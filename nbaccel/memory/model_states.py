@@ -16,8 +16,6 @@ from nbaccel.memory.estimate import Bytes
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ShortFormats", "model_states", "short_formats"]
-
 _FLOAT32_BYTES = 4
 _COPIES_IN_STEP = {"O1": 3, "O2": 5, "O3": 5}
 """float32 copies of one parameter while Adam steps: at O1 of weight, gradient and divisor, at O2

@@ -10,25 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.config import RunConfig
-from nbaccel.plan import Inventory, Plan
+from nbaccel.plan import Inventory, Plan, registry
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
     from nbaccel.memory.estimate import MemoryEstimate
     from nbaccel.memory.model_size import Shape
-    from nbaccel.memory.step_time import Traffic
-
-__all__ = [
-    "ChoiceOption",
-    "Edit",
-    "FilledConfig",
-    "Setting",
-    "SettingsForm",
-    "TrainingWay",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +103,47 @@ class FilledConfig:
     choices: tuple[Choice, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StatePlacement:
+    """Who holds what in a way to train.
+
+    Attributes:
+        divided: How many of optimizer, gradients and parameters, in this order, are divided among
+            the processes.
+        optimizer: Where it is: ``none`` (on the device), ``cpu`` or ``nvme``.
+        parameters: The same of parameters while they are not used.
+    """
+
+    divided: int = 0
+    optimizer: str = "none"
+    parameters: str = "none"
+
+    @property
+    def leaves_device(self) -> bool:
+        """Whether anything is in host memory or on disk."""
+        return (self.optimizer, self.parameters) != ("none", "none")
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything is on disk."""
+        return "nvme" in (self.optimizer, self.parameters)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingWay:
-    """One way to train: what is held where, and what is sent for it.
+    """One way to train.
 
     Attributes:
         name: As people call it: ``ZeRO-2, optimizer on the CPU``.
         configs: Runs of that way. The first is the fastest, and each needs less memory than the
             one before it; they are made while they are looked at, most of them never.
-        traffic: What is sent between processes, to the host and to the disk.
+        placement: Who holds what.
         refusal: Why it cannot be taken: a clause; empty where it can.
     """
 
     name: str
     configs: Iterable[RunConfig]
-    traffic: Traffic
+    placement: StatePlacement
     refusal: str = ""
 
 
@@ -206,23 +223,14 @@ class SettingsForm(ABC):
         """Samples of one process in one forward pass, where the configuration says so."""
 
     @abstractmethod
-    def estimate(
-        self,
-        shape: Shape,
-        document: Mapping[str, Any],
-        *,
-        num_processes: int,
-        num_nodes: int,
-        activation_bytes: int,
-        inventory: Inventory,
-    ) -> MemoryEstimate:
-        """The memory that a run needs."""
+    def estimate(self, shape: Shape, document: Mapping[str, Any], **inputs: Any) -> MemoryEstimate:
+        """The memory that a run needs; the other arguments are those of ``estimate_memory``."""
 
     @abstractmethod
     def ways(
         self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
     ) -> Iterator[TrainingWay]:
-        """The ways to train with this strategy, the fastest first."""
+        """The ways to train with this strategy, by what they divide and where they put it."""
 
     @abstractmethod
     def way_of(self, config: RunConfig) -> str:
@@ -242,3 +250,9 @@ class SettingsForm(ABC):
     @abstractmethod
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         """Whether settings whose names are all those of `RunConfig`, too, are this strategy's."""
+
+
+@cache
+def settings_forms() -> tuple[SettingsForm, ...]:
+    """The forms of the strategies that have settings of their own."""
+    return registry.settings_forms()

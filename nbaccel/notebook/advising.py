@@ -16,8 +16,6 @@ from nbaccel.plan import Inventory, registry
 if TYPE_CHECKING:
     from nbaccel.deepspeed.advisor.advice import Advice
 
-__all__ = ["advise"]
-
 
 def advise(
     model: Any,
@@ -39,16 +37,17 @@ def advise(
 ) -> Advice:
     """Find the fastest DeepSpeed configuration that fits.
 
-    The published ladder is walked, the fastest rung first: as it is, gradient checkpointing,
-    ZeRO-2, with the optimizer offloaded, ZeRO-3, with parameters offloaded, with both, NVMe; then
-    again with half the batch and twice the accumulation, so that an optimizer step sees the same
-    samples. (Source: the DeepSpeed guide of transformers, "Select a ZeRO stage".)
+    The ways to train are tried in a published order, the fastest first: as it is, gradient
+    checkpointing, ZeRO-1, ZeRO-2, with the optimizer offloaded, ZeRO-3, with the optimizer, with
+    parameters, with both offloaded, NVMe; then again with half the batch and twice the
+    accumulation, so that an optimizer step sees the same samples. (Source: the DeepSpeed guide of
+    transformers, "Select a ZeRO stage".)
 
     Args:
         model: The model; without `try_it` it may be on ``meta``. It stays as it is.
         sample_batch: What one process calls it with: a dict, a tuple or a tensor, whose first
             dimension counts samples. Without it activations are left out.
-        config: A DeepSpeed configuration to begin with: what the ladder does not decide is kept.
+        config: A DeepSpeed configuration to begin with: what the way does not decide is kept.
         num_processes: Processes on each machine. None: one per GPU or TPU chip, or one.
         num_nodes: Machines.
         device_memory: What may be used on each device: bytes, or ``"16 GiB"``. None: what is free.
@@ -58,14 +57,14 @@ def advise(
         optimizer: DeepSpeed's optimizer, where `config` has none.
         precision: ``"auto"`` as the hardware allows, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         try_it: Whether to prove the choice: one real step in worker processes that end with it,
-            rung after rung until one works, and then the largest batch that does. On a CPU a
+            way after way until one works, and then the largest batch that does. On a CPU a
             worker is held to its share of memory, so that nothing else is harmed.
         max_trials: How many launches that may take.
         timeout: Seconds that one launch may take.
         inventory: What the machine has; None looks at this one.
 
     Returns:
-        The advice: `config` to train with, and a table of all rungs with reasons. Where nothing
+        The advice: `config` to train with, and a table of all ways with reasons. Where nothing
         fits, `config` is None, and the table says what is missing.
 
     Raises:

@@ -14,8 +14,6 @@ from nbaccel.base import ipython_private
 from nbaccel.base.frames import Frame, cell_number, is_module
 from nbaccel.calls.cell_source import CellSource
 
-__all__ = ["CELL_MAGIC", "Cells", "is_for_us"]
-
 CELL_MAGIC = "%%accelerate"
 
 

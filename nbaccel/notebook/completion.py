@@ -21,8 +21,6 @@ from nbaccel.notebook.magic_line import config_names
 from nbaccel.notebook.options import SUBCOMMANDS, MagicOption, find_option, options_of
 from nbaccel.notebook.session import Session
 
-__all__ = ["Ask", "Completion", "Inspection", "Matches", "ask_also"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matches:
@@ -83,38 +81,22 @@ def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]
             their_matches: tuple[Any, ...] = earlier_complete(
                 cursor_line=cursor_line, cursor_pos=cursor_pos, **more
             )
-            return _join_replacements(our_matches, *their_matches) if words else their_matches
+            return _joined(our_matches, *their_matches) if words else their_matches
 
         return complete
 
     return ipython_private.wrap_completions(shell_completer, with_ours)
 
 
-def _join_replacements(
-    our_matches: Matches,
-    their_part: str,
-    their_words: list[str],
-    origins: list[str],
-    jedi_matches: Any,
+def _joined(
+    ours: Matches, their_part: str, their_words: list[str], origins: list[str], jedi_matches: Any
 ) -> tuple[str, list[str], list[str], Any]:
     """Ours and theirs, as replacements of the same text: the longer of the two."""
-    longer_part = max(their_part, our_matches.part, key=len)
-    their_replacements = [
-        longer_part.removesuffix(their_part) + matched_word for matched_word in their_words
-    ]
-    our_replacements = [
-        longer_part.removesuffix(our_matches.part) + matched_word
-        for matched_word in our_matches.words
-    ]
-    our_replacements = [
-        matched_word for matched_word in our_replacements if matched_word not in their_replacements
-    ]
-    return (
-        longer_part,
-        [*our_replacements, *their_replacements],
-        ["nbaccel"] * len(our_replacements) + list(origins),
-        jedi_matches,
-    )
+    part = max(their_part, ours.part, key=len)
+    theirs = [part.removesuffix(their_part) + word for word in their_words]
+    added = [part.removesuffix(ours.part) + word for word in ours.words]
+    added = [word for word in added if word not in theirs]
+    return part, [*added, *theirs], ["nbaccel"] * len(added) + list(origins), jedi_matches
 
 
 _LINE_MAGIC = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
@@ -159,11 +141,7 @@ class Completion:
         typed_subcommand, blank_after, typed_options = line_match["rest"].partition(" ")
         if not blank_after:
             subcommand_names = [subcommand_.name for subcommand_ in SUBCOMMANDS]
-            return _final_matches(
-                _words_beginning(subcommand_names, typed_subcommand),
-                typed_subcommand,
-                word_kind="magic",
-            )
+            return _beginning(subcommand_names, typed_subcommand, "magic")
         is_known = typed_subcommand in {subcommand_.name for subcommand_ in SUBCOMMANDS}
         return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
@@ -183,9 +161,7 @@ class Completion:
             variable_names = (
                 self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
             )
-            return _final_matches(
-                _words_beginning(variable_names, typed_part), typed_part, word_kind="variable"
-            )
+            return _beginning(variable_names, typed_part, "variable")
         written_options = {
             magic_option.name
             for typed_word in words_before
@@ -198,44 +174,28 @@ class Completion:
             for typed_flag in (*magic_option.flags, magic_option.negative)
             if typed_flag.startswith("--")
         ]
-        return _final_matches(
-            _words_beginning(open_flags, last_word), last_word, word_kind="option"
-        )
+        return _beginning(open_flags, last_word, "option")
 
     def _values(self, option: MagicOption, typed_part: str) -> Matches:
         if option.name == "config":
-            return _final_matches(
-                _words_beginning(config_names(self._session.shell.user_ns), typed_part), typed_part
-            )
+            return _beginning(config_names(self._session.shell.user_ns), typed_part)
         if option.name == "out":
             typed_part = typed_part.rpartition(",")[2]
-            return _final_matches(
-                _words_beginning(self._worker_names(typed_part), typed_part),
-                typed_part,
-                word_kind="variable",
-            )
-        return _final_matches(_words_beginning(option.choices, typed_part), typed_part)
+            return _beginning(self._worker_names(typed_part), typed_part, "variable")
+        return _beginning(option.choices, typed_part)
 
     def _own_names(self) -> list[str]:
-        shell = self._session.shell
-        hidden_names = shell.user_ns_hidden
-        return [
-            variable_name
-            for variable_name in shell.user_ns
-            if not variable_name.startswith("_") and variable_name not in hidden_names
-        ]
+        hidden = self._session.shell.user_ns_hidden
+        names = self._session.shell.user_ns
+        return [name for name in names if not name.startswith("_") and name not in hidden]
 
     def _worker_names(self, typed_part: str) -> list[str]:
         pool = self._session.pool
-        matches = (
-            pool.complete(typed_part, len(typed_part)) if pool is not None and typed_part else None
-        )
-        return (
-            # Whole variables are copied, so attributes and magics are left out.
-            [worker_match for worker_match in matches.matches if worker_match.isidentifier()]
-            if matches
-            else []
-        )
+        if pool is None or not typed_part:
+            return []
+        matches = pool.complete(typed_part, len(typed_part))
+        # Whole variables are copied, so attributes and magics are left out.
+        return [word for word in matches.matches if word.isidentifier()] if matches else []
 
     def _in_workers(self, code_lines: Sequence[str], cursor_line: int, column: int) -> Matches:
         pool = self._session.pool
@@ -261,22 +221,15 @@ def _is_statement(text_before: str) -> bool:
     return not head or bool(re.fullmatch(r"[\w.,\s]+=", head))
 
 
-def _words_beginning(candidate_words: Iterable[str], typed_part: str) -> list[str]:
-    return [
-        candidate_word
-        for candidate_word in candidate_words
-        if candidate_word.startswith(typed_part)
-    ]
-
-
-def _final_matches(words: Sequence[str], typed_part: str, *, word_kind: str = "text") -> Matches:
+def _beginning(words: Iterable[str], typed_part: str, kind: str = "text") -> Matches:
     """Matches on a magic's line, where those of other matchers make no sense."""
+    matching = tuple(word for word in words if word.startswith(typed_part))
+    # Without a match other matchers may still know what is meant.
     return Matches(
-        words=tuple(words),
-        kinds=(word_kind,) * len(words),
+        words=matching,
+        kinds=(kind,) * len(matching),
         part=typed_part,
-        # Without a match other matchers may still know what is meant.
-        are_all=bool(words),
+        are_all=bool(matching),
     )
 
 

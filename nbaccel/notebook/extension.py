@@ -15,8 +15,6 @@ from nbaccel.notebook.worker_board import WorkerBoard
 from nbaccel.plan import registry
 from nbaccel.workers import template
 
-__all__ = ["Extension", "load_extension", "unload_extension"]
-
 
 class Extension:
     """Everything that was added to one shell."""

@@ -12,8 +12,6 @@ from nbaccel.base.rendering import coloured
 from nbaccel.notebook.session import Session
 from nbaccel.workers.failure import FailureRecord, RaisedError
 
-__all__ = ["Hints", "failure_text"]
-
 
 class Hints:
     """Looks at each cell's error after IPython has shown it."""

@@ -7,6 +7,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from IPython.utils.text import DollarFormatter
@@ -25,17 +26,8 @@ from nbaccel.notebook.options import (
     setting_options,
 )
 
-__all__ = [
-    "MagicLine",
-    "cell_manual",
-    "check_ranks",
-    "config_names",
-    "line_manual",
-    "missing_names",
-    "ranks_as_text",
-    "read_magic_line",
-    "subcommand_manual",
-]
+# By its letters --on is nearest to -n, which would start other workers.
+_MEANT = MappingProxyType({"--on": "--ranks"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +70,12 @@ def read_magic_line(
 def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
     """Refuse ranks that no worker has."""
     if unknown_ranks := [rank for rank in ranks or () if rank >= world_size]:
-        last_rank = world_size - 1
+        are = "is" if world_size == 1 else "are"
         raise ConfigError(
-            f"--ranks names {ranks_as_text(unknown_ranks)}: there {_are_or_is(world_size)}, "
-            f"{'rank 0' if last_rank == 0 else f'ranks 0-{last_rank}'}. The cell would not "
-            f"run there. Name ranks up to {last_rank}, or start more with %accelerate restart -n "
-            f"{max(unknown_ranks) + 1}."
+            f"--ranks names {ranks_as_text(unknown_ranks)}: there {are} "
+            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. The cell "
+            f"would not run there. Name ranks up to {world_size - 1}, or start more with "
+            f"%accelerate restart -n {max(unknown_ranks) + 1}."
         )
 
 
@@ -226,7 +218,7 @@ class _LineReader:
         if other_option is not None:
             text = f" {other_option.flag} is for {_where_used(other_option)}."
         else:
-            text = closest(flag_name.replace("_", "-"), filter(None, flags)) or (
+            text = closest(flag_name.replace("_", "-"), filter(None, flags), _MEANT) or (
                 f" Its options are shown by {magic_name} --help."
             )
         self.mistakes.append(
@@ -287,19 +279,15 @@ class _LineReader:
         return tuple(sorted(ranks))
 
     def _out(self, text: str | None) -> tuple[str, ...]:
-        out_names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
-        if wrong_names := [out_name for out_name in out_names if not out_name.isidentifier()]:
+        names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+        wrong = [name for name in names if not name.isidentifier()]
+        if wrong or (text is not None and not names):
             self.mistakes.append(
-                f"--out must be names of variables: got {', '.join(map(repr, wrong_names))}. "
-                "They are bound in the notebook after the cell. Write for example --out "
+                f"--out must be names of variables: got {', '.join(map(repr, wrong)) or repr(text)}"
+                ". They are bound in the notebook after the cell. Write for example --out "
                 "loss,accuracy."
             )
-        elif text is not None and not out_names:
-            self.mistakes.append(
-                f"--out must be names of variables: got {text!r}. They are bound in the "
-                "notebook after the cell. Write for example --out loss,accuracy."
-            )
-        return out_names
+        return names
 
     def _config(self, variable_name: str | None) -> RunConfig | None:
         if variable_name is None:
@@ -361,9 +349,7 @@ class _LineReader:
 def config_names(namespace: Mapping[str, Any]) -> list[str]:
     """Variables that `--config` can name."""
     return [
-        variable_name
-        for variable_name, value in namespace.items()
-        if not variable_name.startswith("_") and _has_config(value)
+        name for name, value in namespace.items() if not name.startswith("_") and _has_config(value)
     ]
 
 
@@ -407,10 +393,6 @@ def _where_used(option: MagicOption) -> str:
     return "%%accelerate, %accelerate pull and push" if option.name == "ranks" else "%%accelerate"
 
 
-def _are_or_is(count: int) -> str:
-    return f"{'is' if count == 1 else 'are'} {count_noun(count, 'worker')}"
-
-
 _MANUAL_CHARS = 92
 _COLUMN_CHARS = 30
 
@@ -436,104 +418,74 @@ Manage the workers that %%accelerate cells run in.
 """
 
 
-def cell_manual() -> str:
-    """The text of `%%accelerate?`."""
-    parts = [
-        _CELL_MANUAL,
-        _manual_section("Options of the cell:", _manual_rows(OWN_OPTIONS)),
-        _manual_section("Settings of the workers:", _manual_rows(setting_options())),
-        _VALUES_MANUAL,
-    ]
-    return "\n".join(parts)
-
-
-def line_manual() -> str:
-    """The text of `%accelerate?`."""
-    subcommand_lines = [
-        manual_line
-        for subcommand in SUBCOMMANDS
-        for manual_line in _manual_row(_usage_of(subcommand), subcommand.meaning)
-    ]
-    other_options = [
-        magic_option for magic_option in options_of("restart") if not magic_option.is_setting
-    ]
-    manual_parts = [
-        _LINE_MANUAL,
-        _manual_section("Subcommands:", subcommand_lines),
-        _manual_section(
-            "Options of restart and config: all settings of %%accelerate?, and",
-            _manual_rows(other_options),
-        ),
-        _manual_section("Options of pull and push:", _manual_rows(options_of("pull"))),
-        _VALUES_MANUAL,
-    ]
-    return "\n".join(manual_parts)
-
-
-def subcommand_manual(subcommand_name: str) -> str:
-    """The text of `%accelerate restart --help`, for example."""
-    subcommand = next(
-        subcommand for subcommand in SUBCOMMANDS if subcommand.name == subcommand_name
-    )
-    return "\n".join(
-        [
-            f"%accelerate {_usage_of(subcommand)}",
-            "",
-            subcommand.meaning,
-            "",
-            *_manual_rows(options_of(subcommand_name)),
-        ]
-    )
-
-
 _VALUES_MANUAL = """\
 "none" leaves a choice to the plan. $name and {expression} are replaced by the notebook's values."""
 
 
-def _manual_section(title: str, rows: Iterable[str]) -> str:
-    return "\n".join([title, *rows, ""])
+def cell_manual() -> str:
+    """The text of `%%accelerate?`."""
+    own = _manual_section("Options of the cell:", OWN_OPTIONS)
+    settings = _manual_section("Settings of the workers:", setting_options())
+    return f"{_CELL_MANUAL}\n{own}\n{settings}\n{_VALUES_MANUAL}"
+
+
+def line_manual() -> str:
+    """The text of `%accelerate?`."""
+    subcommands = [_manual_row(_usage_of(one), one.meaning) for one in SUBCOMMANDS]
+    others = [option for option in options_of("restart") if not option.is_setting]
+    title = "Options of restart and config: all settings of %%accelerate?, and"
+    return "\n".join(
+        [
+            _LINE_MANUAL,
+            "\n".join(["Subcommands:", *subcommands, ""]),
+            _manual_section(title, others),
+            _manual_section("Options of pull and push:", options_of("pull")),
+            _VALUES_MANUAL,
+        ]
+    )
+
+
+def subcommand_manual(name: str) -> str:
+    """The text of `%accelerate restart --help`, for example."""
+    subcommand = next(subcommand for subcommand in SUBCOMMANDS if subcommand.name == name)
+    title = f"%accelerate {_usage_of(subcommand)}\n\n{subcommand.meaning}\n"
+    return _manual_section(title, options_of(name)).rstrip("\n")
 
 
 def _usage_of(subcommand: Subcommand) -> str:
-    parts = [subcommand.name]
-    if subcommand.names:
-        parts.append("NAME...")
-    if subcommand.options:
-        parts.append("[options]")
-    return " ".join(parts)
+    names = " NAME..." if subcommand.names else ""
+    return f"{subcommand.name}{names}{' [options]' if subcommand.options else ''}"
 
 
-def _manual_rows(magic_options: Iterable[MagicOption]) -> list[str]:
-    return [
-        line
-        for magic_option in magic_options
-        for line in _manual_row(_option_head(magic_option), _option_meaning(magic_option))
-    ]
+def _manual_section(title: str, options: Iterable[MagicOption]) -> str:
+    rows = [_manual_row(_option_head(option), _option_meaning(option)) for option in options]
+    return "\n".join([title, *rows, ""])
 
 
 def _option_head(option: MagicOption) -> str:
     names = ", ".join(option.flags)
-    if option.negative:
-        return f"{names}, {option.negative}"
-    return f"{names} {option.value}".rstrip()
+    return f"{names}, {option.negative}" if option.negative else f"{names} {option.value}".rstrip()
 
 
 def _option_meaning(option: MagicOption) -> str:
-    if not option.is_setting:
-        return option.meaning
-    value = RunConfig.model_fields[option.name].default
-    if value in (None, ""):
+    default = RunConfig.model_fields[option.name].default if option.is_setting else None
+    if default in (None, ""):
         return option.meaning
     if option.negative:
-        return f"{option.meaning} (default {'yes' if value else 'no'})"
-    return f"{option.meaning} (default {value})"
+        default = "yes" if default else "no"
+    return f"{option.meaning} (default {default})"
 
 
-def _manual_row(option_head: str, option_meaning: str) -> list[str]:
+def _manual_row(head: str, meaning: str) -> str:
     """One entry: what is written, and next to it or below what it means."""
-    text = " " * (_COLUMN_CHARS + 2)
-    wrapped_lines = textwrap.wrap(option_meaning, _MANUAL_CHARS - len(text), break_on_hyphens=False)
-    if len(option_head) > _COLUMN_CHARS - 2:
-        return [f"  {option_head}", *(text + wrapped_line for wrapped_line in wrapped_lines)]
-    first_line = f"  {option_head:<{_COLUMN_CHARS}}{wrapped_lines[0]}"
-    return [first_line, *(text + wrapped_line for wrapped_line in wrapped_lines[1:])]
+    indent = " " * (_COLUMN_CHARS + 2)
+    text = textwrap.fill(
+        meaning,
+        _MANUAL_CHARS,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    if len(head) > _COLUMN_CHARS - 2:
+        return f"  {head}\n{text}"
+    return f"  {head:<{_COLUMN_CHARS}}{text.lstrip()}"

@@ -21,11 +21,13 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
-from nbaccel.output.report.run_report import RunReport, latest_run, report_of
-
-__all__ = ["MAGIC_NAME", "cell_magic", "line_magic"]
+from nbaccel.output.panel.earlier_runs import all_runs
+from nbaccel.output.report.comparing import RunComparison
+from nbaccel.output.report.run_facts import facts_of
+from nbaccel.output.report.run_report import RunReport, report_of
 
 MAGIC_NAME = "accelerate"
+_MOST_RUNS = 6  # side by side
 
 
 def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
@@ -61,6 +63,7 @@ def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callabl
         "push": _push_names,
         "config": _show_config,
         "report": _latest_report,
+        "runs": _earlier_runs,
         "traceback": _print_traceback,
         "help": _print_help,
     }
@@ -143,13 +146,21 @@ def _show_config(session: Session, line: MagicLine) -> None:
 
 def _latest_report(session: Session, line: MagicLine) -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
-    observed = latest_run()
-    if observed is None:
+    runs = all_runs()
+    if not runs:
         raise ConfigError(
-            f"%accelerate report tells of the latest launch or cell, and there is {observed}. Run "
-            "a cell with %%accelerate, or notebook_launcher(...), first."
+            f"%accelerate report tells of the latest of {len(runs)} launches and cells. Run a cell "
+            "with %%accelerate, or notebook_launcher(...), first."
         )
-    return report_of(observed, "%accelerate report")
+    return report_of(runs[-1], "%accelerate report")
+
+
+def _earlier_runs(session: Session, line: MagicLine) -> RunComparison | None:
+    runs = [facts_of(run, run.plan) for run in all_runs() if run.plan is not None]
+    if not runs:
+        print("No launch and no cell of %%accelerate has run in this notebook.")
+        return None
+    return RunComparison(runs[-_MOST_RUNS:])
 
 
 def _print_traceback(session: Session, line: MagicLine) -> None:

@@ -16,19 +16,6 @@ from pydantic import BaseModel
 
 from nbaccel.config import RunConfig
 
-__all__ = [
-    "OWN_OPTIONS",
-    "SUBCOMMANDS",
-    "MagicOption",
-    "Subcommand",
-    "find_option",
-    "kinds_of",
-    "options_of",
-    "setting_options",
-    "words_of",
-]
-
-
 # Short or usual names besides the setting's own.
 _FLAG_ALIASES = {
     "num_processes": ("-n",),
@@ -162,6 +149,10 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         meaning="Show curves, each rank's time, memory and warnings of the latest launch "
         "or cell, also of one that failed or was stopped; "
         "report = %accelerate report keeps it, for report.save(...).",
+    ),
+    Subcommand(
+        name="runs",
+        meaning="Lay the last launches and cells side by side: figures and curves.",
     ),
     Subcommand(
         name="traceback",

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nbaccel.base.optional_packages import require
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.notebook.picker.choices import PANELS
+from nbaccel.notebook.picker.form_text import picker_text
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.picker_display import PickerDisplay
-from nbaccel.notebook.picker.static_table import picker_text
 
 # First, because its message says what to install.
 require("traitlets", extra="notebook", why="A picker")
@@ -25,8 +25,6 @@ from traitlets import HasTraits, Instance, observe  # noqa: E402 - see above
 
 if TYPE_CHECKING:
     from nbaccel.plan import Inventory
-
-__all__ = ["LaunchPicker", "Picker", "PrecisionPicker", "ZeroPicker", "configure"]
 
 
 class Picker(HasTraits):

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from nbaccel.calls.pool import Pool
     from nbaccel.notebook.pickers import Picker
 
-
-__all__ = ["Readiness", "Session"]
-
-
 # The pool, and what of numpy it uses at its start: together half of a first cell's time.
 _NEEDED_MODULES = ("nbaccel.calls.pool", "numpy.random")
 

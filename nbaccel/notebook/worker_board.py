@@ -28,8 +28,6 @@ from nbaccel.output import publish
 if TYPE_CHECKING:  # it would import torch, which loading the extension does not
     from nbaccel.calls.status_table import StatusTable
 
-__all__ = ["WorkerBoard"]
-
 _POLL_INTERVAL_S = 2.0
 
 

@@ -27,10 +27,7 @@ from nbaccel.base import env, frames, ipython_private
 from nbaccel.base.units import count_noun
 from nbaccel.output import publish
 
-__all__ = ["VIEW_MIME", "CellPlace", "WaitingLine"]
-
-VIEW_MIME = "application/vnd.jupyter.widget-view+json"
-
+_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 # Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
 _HTML_TYPE = "text/html"
@@ -38,17 +35,13 @@ _EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", _HTML_TYPE: ""}
 
 
 class CellPlace:
-    """One output of a cell.
-
-    Attributes:
-        is_there: Whether there is a cell whose output can be replaced.
-        has_panel: Whether there will be a panel in it, which also shows progress bars.
-        is_widget: Whether it is a widget, which shows HTML only.
-    """
+    """One output of a cell."""
 
     def __init__(self) -> None:
         self.is_there = publish.has_cells()
+        """Whether there is a cell whose output can be replaced."""
         self.has_panel = self.is_there and env.flag("NBACCEL_DASHBOARD") is not False
+        # A widget shows HTML only.
         self.is_widget = self.is_there and ipython_private.is_in_output_widget(
             getattr(frames.running_shell(), "kernel", None)
         )
@@ -56,7 +49,8 @@ class CellPlace:
         self._stands = False
 
     @functools.cached_property
-    def _display_id(self) -> str:
+    def display_id(self) -> str:
+        """What the front end knows the output by."""
         return uuid.uuid4().hex
 
     def hold(self) -> None:
@@ -91,7 +85,7 @@ class CellPlace:
         content: dict[str, Any] = {
             "data": self._content,
             "metadata": {},
-            "transient": {"display_id": self._display_id},
+            "transient": {"display_id": self.display_id},
         }
         if self._stands:
             # With the same display id, so that the front end replaces the output.
@@ -102,7 +96,7 @@ class CellPlace:
 
 def _view_of(widget: Any) -> dict[str, Any]:
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {"data": {"text/plain": "", VIEW_MIME: view}, "metadata": {}}
+    return {"data": {"text/plain": "", _VIEW_MIME: view}, "metadata": {}}
 
 
 SHOWN_AFTER_S = 0.5

@@ -2,8 +2,8 @@
 
 How much is shown, and how fast, is bounded, so that neither server nor browser is overloaded.
 
-    up to WHOLE_CHARS   all of it, at most _WHOLE.per_s characters a second: a rank that is faster
-                        waits in its `print`
+    up to WHOLE_CHARS   all of it, at most _WHOLE.chars_per_s a second: a rank that is faster waits
+                        in its `print`
     after that          the newest of it once a second, and how many lines were left out: no rank
                         waits any more
     end_is_near         (Stop, a failure) the last of what is waiting, at once
@@ -17,9 +17,8 @@ seconds), updates of displays as well as text; a browser keeps all text of a cel
 
 A line that all ranks print is shown once. To recognise it, a line waits up to `HOLD_S` for its
 twins; lines of one rank never overtake each other. A line that is being rewritten with carriage
-returns (a progress bar) is drawn in place for the lowest rank that has one. Where the call has a
-panel, that shows the bars of all ranks, and none is ever written to the cell: a notebook would keep
-each of them as lines, painted as errors.
+returns is drawn in place for the lowest rank that has one; where the call has a panel, that shows
+those of all ranks.
 
 Rich output waits in the same queues: a picture comes after the lines that its rank printed before.
 What cannot be shown twice (output that is updated later, the cell being cleared) is taken from the
@@ -28,22 +27,21 @@ lowest rank that has it, as a bar is.
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
+import math
+import re
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from string import Template
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from nbaccel.base.units import number_ranges, shorten_text
 from nbaccel.output import publish
-from nbaccel.output.bars import BarText, RankBars, read_bar, split_bar
 from nbaccel.output.cell_place import CellPlace
-from nbaccel.output.folded_lines import LibraryMessages, RecentLines, SeenWarnings
+from nbaccel.output.folded_lines import LibraryMessages, SeenWarnings
 from nbaccel.output.lines import (
     LineAssembler,
     LineMerger,
@@ -55,9 +53,6 @@ from nbaccel.output.lines import (
 from nbaccel.output.rank_logs import RankLogs
 from nbaccel.workers import messaging
 
-__all__ = ["MAX_LINE_CHARS", "Console", "OutputAmount", "OutputPace"]
-
-
 WHOLE_CHARS = 10_000_000
 AT_THE_END_CHARS = 200_000
 """What is waiting when all workers have finished is shown at once, unless it is more."""
@@ -65,90 +60,61 @@ MAX_LINE_CHARS = 1_000_000
 """Of a longer line head and tail are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputAmount:
+class _Amount(NamedTuple):
     """So many lines, and so many characters."""
 
-    lines: int
-    chars: int
+    lines: float
+    chars: float
 
-    def is_exceeded_by(self, output_lines: int, num_chars: int) -> bool:
-        """Whether either is more."""
-        return output_lines > self.lines or num_chars > self.chars
+    def is_exceeded_by(self, size: tuple[int, int]) -> bool:
+        return size[0] > self.lines or size[1] > self.chars
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputRate:
-    per_s: float
-    at_once: float
+class _Stage(NamedTuple):
+    """How much is shown at a time."""
+
+    chars_per_s: float
+    chars_at_once: float
+    backlog: _Amount
+    """Of one rank: with more waiting, it waits itself, or only the newest lines are kept."""
+    most: _Amount
+    """More is dropped at once, because a pipe is read to its end when a worker ends."""
 
 
 # Just below Jupyter's limit of a megabyte a second, so that the server drops nothing.
-_WHOLE_RATE = _OutputRate(900_000.0, 90_000.0)
-_SLOW_RATE = _OutputRate(100_000.0, 100_000.0)
+_WHOLE = _Stage(900_000, 90_000, _Amount(20_000, 1_200_000), _Amount(600_000, 3_600_000))
+_SLOW = _Stage(100_000, 100_000, _Amount(100, 50_000), _Amount(200, 100_000))
+_ENDING = _Stage(math.inf, math.inf, _Amount(200, 200_000), _Amount(400, 400_000))
+_ENDLESS = _Amount(math.inf, math.inf)
+_UNPACED = _Stage(math.inf, math.inf, _ENDLESS, _ENDLESS)
 _NOTE_PAUSE_S = 1.0
-_WAITING_LIMIT = OutputAmount(20_000, 1_200_000)
-_NEWEST_AMOUNT = OutputAmount(100, 50_000)
-_LAST_AMOUNT = OutputAmount(200, 200_000)
-_MAX_BACKLOG = OutputAmount(600_000, 3_600_000)
 
 
-class _OutputStage(enum.Enum):
-    WHOLE = 0
-    SLOW = 1
-    ENDING = 2
-
-
-class OutputPace:
+class _OutputPace:
     """The pace of one cell or launch."""
 
-    def __init__(self, current_time: float) -> None:
-        self._stage = _OutputStage.WHOLE
-        self._credit = _WHOLE_RATE.at_once
+    def __init__(self, current_time: float, stage: _Stage) -> None:
+        self.stage = stage
+        self._credit = stage.chars_at_once
         self._since = current_time
         self._next = current_time
         self._total = 0
 
-    def end(self) -> None:
-        """From now on only the last lines are of interest."""
-        self._stage = _OutputStage.ENDING
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether only the last lines are of interest."""
-        return self._stage is _OutputStage.ENDING
-
     @property
     def waits(self) -> bool:
         """Whether a rank that prints too much has to wait; otherwise its lines are dropped."""
-        return self._stage is _OutputStage.WHOLE
-
-    @property
-    def backlog(self) -> OutputAmount:
-        """How much of one rank may be waiting."""
-        if self.is_ending:
-            return _LAST_AMOUNT
-        return _WAITING_LIMIT if self.waits else _NEWEST_AMOUNT
-
-    @property
-    def most(self) -> OutputAmount:
-        """More than this is dropped, because a pipe is read to its end when a worker ends."""
-        return (
-            _MAX_BACKLOG
-            if self.waits
-            else OutputAmount(2 * self.backlog.lines, 2 * self.backlog.chars)
-        )
+        return self.stage is _WHOLE
 
     def room(self, current_time: float, *, has_gaps: bool) -> float:
         """How many characters may be shown now; nothing if it is not positive."""
-        if self.is_ending:
-            return float("inf")
+        if self.stage in (_ENDING, _UNPACED):
+            return math.inf
         if has_gaps and current_time < self._next:
             return 0.0
         self._next = current_time + _NOTE_PAUSE_S
-        rate = _WHOLE_RATE if self.waits else _SLOW_RATE
+        new_credit = self.stage.chars_per_s * (current_time - self._since)
         # Capped, so that a pause in the output is not followed by one huge burst.
-        self._credit = min(rate.at_once, self._credit + rate.per_s * (current_time - self._since))
+        self._credit = min(self.stage.chars_at_once, self._credit + new_credit)
         self._since = current_time
         return self._credit
 
@@ -156,13 +122,14 @@ class OutputPace:
         """So many have been shown; returns whether from now on no longer all will be."""
         self._credit -= num_chars
         self._total += num_chars
-        if self.waits and self._total > WHOLE_CHARS:
-            self._stage = _OutputStage.SLOW
-            return True
-        return False
+        if not self.waits or self._total <= WHOLE_CHARS:
+            return False
+        self.stage = _SLOW
+        return True
 
 
 _OWN_PREFIX = "nbaccel: "
+_IS_BAR = re.compile(r"\d%\|.*\]$")  # as tqdm draws one
 TICK_S = 0.1
 HOLD_S = 0.15
 _LAST_LINES = 20
@@ -200,11 +167,11 @@ class Console:
         self._hidden = frozenset(hidden)
         self._rank_logs = rank_logs
         is_paced = publish.has_cells() if paced is None else paced
-        self._pace = OutputPace(time.monotonic()) if is_paced else None
+        self._pace = _OutputPace(time.monotonic(), _WHOLE if is_paced else _UNPACED)
         limit = MAX_LINE_CHARS if is_paced else None
         # Made when something is printed: most cells print nothing.
         self._sources: defaultdict[tuple[int, str], LineAssembler] = defaultdict(
-            lambda: LineAssembler(limit, parts_bars=self._place is not None)
+            lambda: LineAssembler(limit)
         )
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
         self._tails: dict[int, deque[str]] = {
@@ -213,17 +180,13 @@ class Console:
         self._prefixes: dict[tuple[int, ...], str] = {}
         self._dropped: dict[int, int] = {}
         self._live = _LiveConsole()
-        self.clears = 0
-        """How often workers have cleared the cell."""
         self._drawn = ""
         # A notebook paints stderr as an error, which a bar or a notice is not.
         self._own_stream = "stdout" if publish.has_cells() else "stderr"
         self._drawn_on = self._own_stream
         self._next_tick = 0.0 if self._place is None else time.monotonic() + _FIRST_TICK_S
-        self._bars: defaultdict[int, RankBars] = defaultdict(RankBars)
         self._is_over = False
         self.library_messages = LibraryMessages(has_panel=self._place is not None)
-        self.recent_lines = RecentLines()
         self.warnings = SeenWarnings()
 
     def feed(self, worker_rank: int, stream: str, output_bytes: bytes) -> None:
@@ -233,22 +196,19 @@ class Console:
         ):
             self.notice(problem)
         source = self._sources[worker_rank, stream]
-        output_pace = self._pace
-        at_most = None if output_pace is None or output_pace.waits else output_pace.backlog.lines
+        at_most = math.inf if self._pace.waits else self._pace.stage.backlog.lines
         output_lines, dropped_lines = source.feed(output_bytes, at_most=at_most)
         self._queue(worker_rank, stream, output_lines)
         self._note_dropped(worker_rank, dropped_lines)
-        if output_pace is not None and output_pace.most.is_exceeded_by(
-            *self._waiting.size(worker_rank)
-        ):
-            self._shorten(worker_rank, output_pace.backlog)
+        if self._pace.stage.most.is_exceeded_by(self._waiting.size(worker_rank)):
+            self._shorten(worker_rank, self._pace.stage.backlog)
 
     def feed_display(
         self, worker_rank: int, message: messaging.Display | messaging.ClearOutput
     ) -> None:
         """Take in rich output. What the rank has printed before it must have been fed before."""
         for stream in ("stdout", "stderr"):
-            if not self._sources[worker_rank, stream].bar:
+            if not self._sources[worker_rank, stream].rewritten:
                 # An unfinished line (`print("...", end="")`) comes before the picture.
                 self._finish(worker_rank, stream)
         self._waiting.add_rich(worker_rank, RichOutput(time.monotonic(), message))
@@ -256,26 +216,17 @@ class Console:
     def close(self, worker_rank: int) -> None:
         """Note that this rank writes nothing further."""
         for stream in ("stdout", "stderr"):
-            if lines := self._held_lines(worker_rank, stream):
-                self._queue(worker_rank, stream, lines)
             self._finish(worker_rank, stream)
         self._waiting.close(worker_rank)
 
-    def _held_lines(self, rank: int, stream: str) -> list[str]:
-        source = self._sources.get((rank, stream))
-        return [] if source is None else source.held_lines()
-
     def _finish(self, rank: int, stream: str) -> None:
         source = self._sources.get((rank, stream))
-        line = source.finish() if source is not None else None
-        if line is not None:
-            self._queue(rank, stream, [line])
+        if source is not None and (lines := source.finish()):
+            self._queue(rank, stream, lines)
 
     def _queue(self, rank: int, stream: str, output_lines: Sequence[str]) -> None:
         self.warnings.take_in(rank, output_lines)
         output_lines = self.library_messages.take_from(rank, output_lines, stream)
-        if self._place is not None:
-            output_lines = self._take_bars(rank, output_lines)
         if (rank, stream) not in self._hidden:
             arrival_time = time.monotonic()
             for on, line_run in itertools.groupby(
@@ -292,70 +243,39 @@ class Console:
         """A bar and a worker's own notice are no errors; other lines stay where they were."""
         if self._own_stream in (stream, "stderr"):
             return stream
-        is_error = not line.startswith(_OWN_PREFIX) and read_bar(line) is None
+        is_error = not line.startswith(_OWN_PREFIX) and not _IS_BAR.search(line)
         return stream if is_error else self._own_stream
 
-    # ---- what a panel shows
-
-    def _take_bars(self, rank: int, output_lines: Sequence[str]) -> Sequence[str]:
-        """Take out finished bars, whose last state the panel shows; returns the other lines."""
-        # First what nearly all lines lack: thousands of lines a second are asked.
-        if not any("]" in output_line for output_line in output_lines):
-            return output_lines
-        other_lines = []
-        for output_line in output_lines:
-            bar, text_behind = split_bar(output_line)
-            if bar is not None:
-                self._bars[rank].note(bar)
-            if bar is None or text_behind:
-                other_lines.append(text_behind)
-        return other_lines
-
-    def bars(self) -> dict[int, tuple[BarText, ...]]:
-        """The progress bars of each rank that has some."""
-        bars = {}
-        for rank in self._ranks:
-            unfinished_lines = [
-                unfinished_line
-                for source_key in ((rank, "stdout"), (rank, "stderr"))
-                if source_key in self._sources and source_key not in self._hidden
-                for unfinished_line in self._sources[source_key].bars
-            ]
-            if rank in self._bars or any(unfinished_lines):
-                bars[rank] = self._bars[rank].shown(unfinished_lines)
-        return bars
-
-    @property
-    def has_bars(self) -> bool:
-        """Whether a rank has drawn a bar that the panel shows."""
-        return self._place is not None and any(self.bars().values())
+    def rewritten_lines(self) -> dict[int, tuple[str, ...]]:
+        """Unfinished lines that ranks draw in place, by rank."""
+        found: dict[int, tuple[str, ...]] = {}
+        for (rank, stream), source in self._sources.items():
+            if source.rewritten and (rank, stream) not in self._hidden:
+                found[rank] = (*found.get(rank, ()), source.rewritten)
+        return found
 
     # ---- too much of it
 
     def is_full(self, worker_rank: int) -> bool:
         """Whether so much of this rank is waiting that reading should stop."""
-        output_pace = self._pace
-        return (
-            output_pace is not None
-            and output_pace.waits
-            and output_pace.backlog.is_exceeded_by(*self._waiting.size(worker_rank))
-        )
+        size = self._waiting.size(worker_rank)
+        return self._pace.waits and self._pace.stage.backlog.is_exceeded_by(size)
 
     @property
     def is_behind(self) -> bool:
         """Whether more is waiting than should be shown at once."""
         amount = sum(self._waiting.size(rank)[1] for rank in self._ranks)
-        return self._pace is not None and self._pace.waits and amount > AT_THE_END_CHARS
+        return self._pace.waits and amount > AT_THE_END_CHARS
 
     def end_is_near(self) -> None:
         """Stop was pressed, or a rank has failed: what is waiting is shown at once, or dropped.
 
         The last lines of each rank are kept, with a notice of how many are not shown.
         """
-        if self._pace is not None:
-            self._pace.end()
+        if self._pace.stage is not _UNPACED:
+            self._pace.stage = _ENDING
 
-    def _shorten(self, rank: int, limit: OutputAmount) -> None:
+    def _shorten(self, rank: int, limit: _Amount) -> None:
         lines = self._waiting.shorten(rank, output_lines=limit.lines, num_chars=limit.chars)
         self._note_dropped(rank, lines)
 
@@ -374,10 +294,6 @@ class Console:
     def tails(self) -> dict[int, list[str]]:
         """The last lines of each rank."""
         return {rank: list(lines) for rank, lines in self._tails.items()}
-
-    def last_lines(self) -> dict[int, str]:
-        """The last line of each rank that has printed one."""
-        return {rank: tail_lines[-1] for rank, tail_lines in self._tails.items() if tail_lines}
 
     def due_in(self) -> float | None:
         """Seconds until `tick` has something to do; None if nothing is waiting."""
@@ -404,33 +320,27 @@ class Console:
         self._show(entries)
         self._draw(bar, stream)
 
-    def show_last(self) -> None:
-        """The call is over: show what is left."""
-        # Without bars there is no summary of a call that has shown nothing so far.
-        self._is_over = not self._bars
+    def show_last(self, *, has_summary: bool = False) -> None:
+        """The call is over: show what is left, below a summary if there will be one."""
+        self._is_over = not has_summary
         self.tick(is_final=True)
 
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
         """What is to be shown now, within what the pace leaves room for."""
-        items = self._entries(current_time, float("-inf") if is_final else HOLD_S)
-        output_pace = self._pace
-        if output_pace is None:
-            return list(items)
-        if output_pace.is_ending:
+        items = self._entries(current_time, -math.inf if is_final else HOLD_S)
+        if self._pace.stage is _ENDING:
             for worker_rank in self._ranks:
-                self._shorten(worker_rank, output_pace.backlog)
-        room = (
-            float("inf")
-            if is_final
-            else output_pace.room(current_time, has_gaps=bool(self._dropped))
-        )
+                self._shorten(worker_rank, _ENDING.backlog)
+        room = math.inf
+        if not is_final:
+            room = self._pace.room(current_time, has_gaps=bool(self._dropped))
         entries: list[_ShownEntry] = []
         num_chars = 0
         while num_chars < room and (entry := next(items, None)):
             entries.append(entry)
             # Each line costs a prefix and a line end too, also an empty one.
             num_chars += len(_entry_text(entry[1])) + 5
-        if output_pace.spend(num_chars):
+        if self._pace.spend(num_chars):
             entries.append(([], PrintedLine(current_time, self._own_stream, _TOO_MUCH)))
         return entries
 
@@ -463,9 +373,9 @@ class Console:
         for rank in self._ranks if self._sources else ():
             for stream in ("stdout", "stderr"):
                 source = self._sources.get((rank, stream))
-                if source and source.bar and (rank, stream) not in self._hidden:
+                if source and source.rewritten and (rank, stream) not in self._hidden:
                     bar_stream = "stdout" if self._own_stream == "stdout" else stream
-                    return self._prefix([rank]) + source.bar, bar_stream
+                    return self._prefix([rank]) + source.rewritten, bar_stream
         return "", self._drawn_on
 
     def _erase(self, keep_bar: str = "") -> None:
@@ -496,9 +406,6 @@ class Console:
                     stream,
                     "".join(f"{self._prefix(ranks)}{_entry_text(item)}\n" for ranks, item in lines),
                 )
-                if self._place is not None:
-                    for ranks, item in lines:
-                        self.recent_lines.add(ranks, _entry_text(item))
                 continue
             for ranks, item in entry_run:
                 if (
@@ -511,7 +418,6 @@ class Console:
         rank = min(ranks)
         if not self._live.may_show(rank, item):
             return
-        self.clears += item.clears
         label = self._prefix(ranks).rstrip()
         if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
             self._write("stdout", label + "\n")

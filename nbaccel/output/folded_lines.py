@@ -1,4 +1,4 @@
-"""Lines that are folded away and counted, and the newest lines of each rank.
+"""Lines that are folded away and counted.
 
 A run of transformers' Trainer on two ranks was seen to begin with a dozen lines of warnings.
 """
@@ -6,14 +6,10 @@ A run of transformers' Trainer on two ranks was seen to begin with a dozen lines
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from nbaccel.base.units import number_ranges, shorten_text
-
-__all__ = ["LibraryMessages", "RecentLine", "RecentLines", "SeenLine", "SeenWarnings"]
 
 # `[rank1]:[W1125 10:15:30.123456789 socket.cpp:767] `, in all versions of torch since 2.0.
 _TORCH_HEAD = r"(?:\[rank\d+\]:)?\[W[^\]]*\] "
@@ -58,13 +54,7 @@ class SeenLine:
 
 
 class SeenLines:
-    """Counts lines by their text, in bounded memory.
-
-    Attributes:
-        by_text: Text → how often it was seen, in the order of the first time.
-        num_left_out: Lines that were not kept, because there were too many different ones.
-        count: How many there were, of all ranks.
-    """
+    """Counts lines by their text, in bounded memory."""
 
     max_texts = 200
     max_chars = 500
@@ -72,6 +62,7 @@ class SeenLines:
     def __init__(self) -> None:
         self.by_text: dict[str, SeenLine] = {}
         self.num_left_out = 0
+        """Lines that were not kept, because there were too many different ones."""
         self.count = 0
 
     def note(self, rank: int, line: str) -> None:
@@ -138,38 +129,3 @@ class LibraryMessages(SeenLines):
     def lines(self) -> list[str]:
         """`[0-1] text`, each different one once."""
         return [f"[{number_ranges(seen.ranks)}] {text}" for text, seen in self.by_text.items()]
-
-
-class RecentLine(NamedTuple):
-    """A line that has been shown."""
-
-    number: int
-    """How many were shown before it."""
-    ranks: tuple[int, ...]
-    text: str
-
-
-class RecentLines:
-    """The newest lines of each rank: a panel shows them when the cell's end is out of sight.
-
-    Attributes:
-        num_shown: How many lines have been shown in all.
-    """
-
-    def __init__(self, max_lines: int = 200, max_chars: int = 400) -> None:
-        self.num_shown = 0
-        self._max_chars = max_chars
-        self._lines: defaultdict[int, deque[RecentLine]] = defaultdict(
-            lambda: deque(maxlen=max_lines)
-        )
-
-    def add(self, ranks: Sequence[int], text: str) -> None:
-        """A line is shown."""
-        line = RecentLine(self.num_shown, tuple(ranks), shorten_text(text, self._max_chars))
-        self.num_shown += 1
-        for rank in ranks:
-            self._lines[rank].append(line)
-
-    def by_rank(self) -> dict[int, list[RecentLine]]:
-        """The newest lines of each rank that has printed some."""
-        return {rank: list(lines) for rank, lines in self._lines.items()}

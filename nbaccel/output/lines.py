@@ -11,297 +11,131 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from nbaccel.base.units import mark_left_out
 from nbaccel.workers import messaging
 
-__all__ = ["LineAssembler", "LineMerger", "OutputItem", "PrintedLine", "RichOutput", "stream_of"]
+_REWRITTEN_CHARS = 1_000
+_MARKS = re.compile(r"(\n|\r|\x1b\[2K)")  # ECMA-48: erase in line
 
 
-_BAR_CHARS = 1_000
-_MOST_BARS = 2  # as many as of tqdm
-_LINE_UP = "\x1b[A"  # ECMA-48: cursor up
-_ERASE_LINE = "\x1b[2K"  # ECMA-48: erase in line, all of it; rich draws its bars anew with it
-_CURSOR_HIDDEN = "\x1b[?25l"
-_CURSOR_SHOWN = "\x1b[?25h"  # DEC private modes
-_ONE_LINE_UP = "\x1b[1A"
-_FRAME_MARK = re.compile(r"(\n|\x1b\[1A|\x1b\[\?25[hl])")
-_FRAME_BEGIN = re.compile(r"\x1b\[(?:1A|\?25[hl])")
-_UNFINISHED_SEQUENCE = re.compile(r"\x1b(?:\[[?\d;]*)?\Z")
-_MOST_HELD_LINES = 100
-_WAY_DOWN = re.compile(r"(?<=\n)\n+(?=\r)")
+class _Row:
+    """A line that has no end yet. Of a long one the middle is left out."""
 
-
-class LineAssembler:
-    """Makes lines of what one stream of one process writes."""
-
-    def __init__(self, max_chars: int | None = None, *, parts_bars: bool = False) -> None:
-        # Incremental, because a chunk may end within a character.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._max_chars = max_chars
-        self._parts_bars = parts_bars
-        self._frames = _LiveFrames()
-        self._held_back = ""  # the start of a terminal sequence whose end has not come
-        self._begin()
-        self.bar = ""
-        """The unfinished line, if it has been rewritten with carriage returns."""
-
-    @property
-    def bars(self) -> tuple[str, ...]:
-        """The unfinished line if it is rewritten; of several that are drawn anew the first two."""
-        upper_lines = self._frames.upper_lines
-        lines = [*upper_lines, self._bar()] if upper_lines else [self.bar]
-        return tuple(filter(None, lines[:_MOST_BARS]))
-
-    def _begin(self) -> None:
-        self._under = ""  # what stands on the line when its last carriage return comes
-        self._is_rewritten = False
-        self._last = _PendingText(self._max_chars)  # what came after that
-
-    def feed(self, output_bytes: bytes, *, at_most: int | None = None) -> tuple[list[str], int]:
-        """Take in a chunk."""
-        line_text = self._decode(output_bytes)
-        if self._parts_bars and (self._frames.is_open or _FRAME_BEGIN.search(line_text)):
-            return self._feed_frames(line_text, at_most)
-        dropped_lines = 0 if at_most is None else max(0, line_text.count("\n") - at_most)
-        if at_most is not None and dropped_lines:
-            # The line that was unfinished is among those left out.
-            self._begin()
-            first_text, *more_texts = line_text.rsplit("\n", at_most + 1)[1:]
-        else:
-            first_text, *more_texts = line_text.split("\n")
-        self._add(first_text)
-        output_lines = []
-        if more_texts:
-            are_rewritten = [self._is_rewritten, *("\r" in text for text in more_texts[:-1])]
-            output_lines = [self._take(), *map(_rewrite_line, more_texts[:-1])]
-            if self._parts_bars and any(are_rewritten):
-                output_lines = [
-                    output_line
-                    for output_line, is_rewritten in zip(output_lines, are_rewritten, strict=True)
-                    if output_line or not is_rewritten
-                ]
-            self._add(more_texts[-1])
-        self.bar = self._bar() if self._is_rewritten else ""
-        return output_lines, dropped_lines
-
-    def _feed_frames(self, text: str, at_most: int | None) -> tuple[list[str], int]:
-        """Take in text of a program that draws several lines anew again and again."""
-        output_lines: list[str] = []
-        for part in filter(None, _FRAME_MARK.split(text)):
-            if part in (_CURSOR_HIDDEN, _CURSOR_SHOWN):
-                self._frames.is_open = part == _CURSOR_HIDDEN
-            elif part == _ONE_LINE_UP:
-                self._frames.take_back()
-                self._begin()
-                self._is_rewritten = True
-            elif part == "\n":
-                was_erased = self._is_rewritten and not (self._last or self._under)
-                finished_line = self._take()
-                if not was_erased:
-                    self._frames.held.append(finished_line)
-            else:
-                output_lines += self._frames.lines_above(part)
-                self._add(part)
-        output_lines += self._frames.lines_to_show()
-        self.bar = self._bar() if self._is_rewritten else ""
-        num_dropped = 0 if at_most is None else max(0, len(output_lines) - at_most)
-        return output_lines[num_dropped:], num_dropped
-
-    def _decode(self, output_bytes: bytes) -> str:
-        text = self._decoder.decode(output_bytes)
-        if not self._parts_bars:
-            return text
-        text = self._held_back + text
-        self._held_back = ""
-        if "\x1b" in text:
-            if unfinished := _UNFINISHED_SEQUENCE.search(text):
-                text = text[: unfinished.start()]
-                self._held_back = unfinished[0]
-            # tqdm goes down a line, draws an inner bar there, and comes up again: the inner bar is
-            # a line, and where it comes up to a bar stands already.
-            text = text.replace(_LINE_UP, "\n\r")
-        is_line_start = not (self._last or self._under or self._is_rewritten)
-        if "\n\n" in text or (is_line_start and text[:1] == "\n"):
-            text = self._without_way_down(text, is_line_start=is_line_start)
-        return text
-
-    def _without_way_down(self, text: str, *, is_line_start: bool) -> str:
-        """The text without empty lines that a bar follows: the way down to an inner bar.
-
-        An empty line at the end is held back until it is known what follows; the last one of all
-        is not shown.
-        """
-        above = "\n" if is_line_start else ""
-        text = _WAY_DOWN.sub("", above + text)
-        if text.endswith("\n\n"):
-            text = text[:-1]
-            self._held_back = "\n" + self._held_back
-        return text.removeprefix(above)
-
-    def held_lines(self) -> list[str]:
-        """Finished lines that were held back because they might be drawn anew; they are removed."""
-        return self._frames.close()
-
-    def finish(self) -> str | None:
-        """The line that has no end yet, if there is one; it is removed."""
-        text = self._held_back.strip("\n") + self._decoder.decode(b"", final=True)
-        self._held_back = ""
-        if not (text or self._last or self._under or self._is_rewritten):
-            self.bar = ""
-            return None
-        self._add(text)
-        is_empty = not self._last and not self._under
-        drops_blank = self._parts_bars and self._is_rewritten
-        line = self._take()
-        self.bar = ""
-        return None if is_empty or (drops_blank and not line) else line
-
-    def _add(self, line_text: str) -> None:
-        if "\r" in line_text:
-            first_text, *more_texts, line_text = line_text.split("\r")
-            self._last.add(first_text)
-            self._under = _overlay_parts([self._under, self._last.text(), *more_texts])
-            self._last = _PendingText(self._max_chars)
-            self._is_rewritten = True
-        self._last.add(line_text)
-
-    def _take(self) -> str:
-        line = self._last.text()
-        if self._is_rewritten:
-            # Blanks with which a bar has erased a longer one are not part of the line.
-            line = _overlay_parts([self._under, line]).rstrip()
-        self._begin()
-        return line
-
-    def _bar(self) -> str:
-        bar = [self._under[:_BAR_CHARS], self._last.start(_BAR_CHARS)]
-        return _overlay_parts(bar).rstrip()
-
-
-class _LiveFrames:
-    """Finished lines that may be drawn anew: rich draws bars below each other so.
-
-    It hides the cursor, writes a frame of lines, erases it line by line upwards, and writes the
-    next; at the end it shows the cursor again. What it prints meanwhile stands above the frame.
-
-    Attributes:
-        is_open: Whether the cursor is hidden.
-        held: Lines of the present frame, and of what was printed above it.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self.held: list[str] = []
-        self._was_erased = False
-        self._num_taken_back = 0
-        self._num_upper = 0  # lines of a frame above its last one
-
-    @property
-    def upper_lines(self) -> list[str]:
-        """The lines of the present frame above its last one."""
-        return self.held[-self._num_upper :] if self.is_open and self._num_upper else []
-
-    def take_back(self) -> None:
-        """The cursor goes up, to draw the last line anew."""
-        if self.held:
-            self.held.pop()
-        self._num_taken_back += 1
-
-    def lines_above(self, text: str) -> list[str]:
-        """Take in a text that is written; returns the lines that it no longer can erase."""
-        _, erasure, new_text = text.rpartition(_ERASE_LINE)
-        if self._num_taken_back and new_text.strip("\r"):
-            self._num_upper = self._num_taken_back
-            self._num_taken_back = 0
-        self._was_erased = self._was_erased or bool(erasure)
-        if not (self._was_erased and new_text.strip("\r")):
-            return []
-        self._was_erased = False
-        return self._release()
-
-    def lines_to_show(self) -> list[str]:
-        """The lines that are shown at the end of a chunk."""
-        is_through = not self.is_open or len(self.held) > _MOST_HELD_LINES
-        return self._release() if is_through else []
-
-    def close(self) -> list[str]:
-        """Nothing is drawn anew any more; returns the lines of the last frame."""
-        self.is_open = False
-        return self._release()
-
-    def _release(self) -> list[str]:
-        released = self.held
-        self.held = []
-        return released
-
-
-class _PendingText:
-    """Text that grows at its end. Of a long one the middle is left out."""
+    __slots__ = ("_head", "_max_chars", "_num_chars", "_num_dropped", "_pieces", "_under", "moves")
 
     def __init__(self, max_chars: int | None) -> None:
         self._max_chars = max_chars
+        self.moves = False
+        """Whether it has been written from its start again."""
+        self._under = ""  # what stands there when its last carriage return comes
+        self._empty()
+
+    def _empty(self) -> None:
         self._head = ""
-        self._pieces: deque[str] = deque()
+        self._pieces: list[str] = []
         self._num_chars = 0  # in the pieces
         self._num_dropped = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._head or self._num_chars)
-
     def add(self, text: str) -> None:
+        """Write at the end."""
         if not text:
             return
         self._pieces.append(text)
         self._num_chars += len(text)
-        if self._max_chars is not None and self._num_chars > self._max_chars:
-            self._shorten(self._max_chars // 2)
-
-    def _shorten(self, half_chars: int) -> None:
-        """Half of the limit is cut away each time, so that the copies stay linear."""
+        if self._max_chars is None or self._num_chars <= self._max_chars:
+            return
+        # Half of the limit is cut away each time, so that the copies stay linear.
+        half_chars = self._max_chars // 2
         rest_text = "".join(self._pieces)
         if not self._head:
             self._head = rest_text[:half_chars]
             rest_text = rest_text[half_chars:]
         tail_text = rest_text[-half_chars:]
         self._num_dropped += len(rest_text) - len(tail_text)
-        self._pieces = deque([tail_text])
+        self._pieces = [tail_text]
         self._num_chars = len(tail_text)
 
+    def restart(self) -> None:
+        """Go back to the start: what comes covers what is there, as far as it goes."""
+        self.moves = True
+        if self._num_chars:
+            self._under = self._covered()
+            self._empty()
+
+    def clear(self) -> None:
+        """Erase it."""
+        self._under = ""
+        self._empty()
+
     def text(self) -> str:
-        tail_text = "".join(self._pieces)
+        """The line. Blanks with which a bar has erased a longer one are not part of it."""
+        return self._covered().rstrip() if self.moves else self._covered()
+
+    def _covered(self) -> str:
+        text = "".join(self._pieces)
         if self._max_chars is not None and self._head:
-            cut_text = max(0, len(tail_text) - self._max_chars // 2)
-            return mark_left_out(self._head, self._num_dropped + cut_text, tail_text[cut_text:])
-        return self._head + tail_text
-
-    def start(self, num_chars: int) -> str:
-        """The first characters."""
-        return (
-            self._head[:num_chars] or "".join(itertools.islice(self._pieces, num_chars))[:num_chars]
-        )
+            cut_chars = max(0, len(text) - self._max_chars // 2)
+            text = mark_left_out(self._head, self._num_dropped + cut_chars, text[cut_chars:])
+        return text + self._under[len(text) :]
 
 
-def _rewrite_line(text: str) -> str:
-    return _overlay_parts(text.split("\r")).rstrip() if "\r" in text else text
+class LineAssembler:
+    """Makes lines of what one stream of one process writes."""
 
+    def __init__(self, max_chars: int | None = None) -> None:
+        # Incremental, because a chunk may end within a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._max_chars = max_chars
+        self._row = _Row(max_chars)
 
-def _overlay_parts(text_parts: Sequence[str]) -> str:
-    """What is visible of texts that overwrite each other, each from the line's first column."""
-    pieces: list[str] = []
-    text_width = 0
-    for text_part in reversed(text_parts):
-        _, erasure, text = text_part.rpartition(_ERASE_LINE)
-        if len(text) > text_width:
-            pieces.append(text[text_width:])
-            text_width = len(text)
-        if erasure:
-            break
-    return "".join(pieces)
+    @property
+    def rewritten(self) -> str:
+        """The unfinished line, if it has been written from its start again."""
+        return self._row.text()[:_REWRITTEN_CHARS] if self._row.moves else ""
+
+    def feed(self, output_bytes: bytes, *, at_most: float = math.inf) -> tuple[list[str], int]:
+        """Take in a chunk; returns the last lines that it makes, and how many more it had."""
+        text = self._decoder.decode(output_bytes)
+        num_dropped = int(max(0, text.count("\n") - at_most))
+        if num_dropped:
+            # The line that was unfinished is among those left out.
+            self._row = _Row(self._max_chars)
+            text = text.split("\n", num_dropped)[-1]
+        lines: list[str] = []
+        if not self._row.moves and "\r" not in text and "\x1b" not in text:
+            # Nearly all that is printed, and of that there may be thousands of lines a second.
+            first, *others = text.split("\n")
+            self._row.add(first)
+            if others:
+                lines = [self._row.text(), *others[:-1]]
+                self._row = _Row(self._max_chars)
+                self._row.add(others[-1])
+            return lines, num_dropped
+        # Marks are every second part.
+        for number, part in enumerate(_MARKS.split(text)):
+            if number % 2 == 0:
+                self._row.add(part)
+            elif part == "\n":
+                lines.append(self._row.text())
+                self._row = _Row(self._max_chars)
+            elif part == "\r":
+                self._row.restart()
+            else:
+                self._row.clear()
+        return lines, num_dropped
+
+    def finish(self) -> list[str]:
+        """The line that has no end yet, if there is one; it is removed."""
+        self._row.add(self._decoder.decode(b"", final=True))
+        text = self._row.text()
+        self._row = _Row(self._max_chars)
+        return [text] if text else []
 
 
 _LOOK_AHEAD = 50  # items of a queue in which a twin is looked for: it bounds the cost per line
@@ -370,12 +204,8 @@ class LineMerger:
         self._queues: dict[int, deque[OutputItem]] = {
             worker_rank: deque() for worker_rank in worker_ranks
         }
-        self._known: dict[int, dict[tuple[str, str], int]] = {
-            worker_rank: {} for worker_rank in self._queues
-        }
-        """Rank → how often each line is in its queue."""
-        self._holders: dict[tuple[str, str], int] = {}
-        """Line → how many ranks have it in their queues."""
+        self._holders: dict[tuple[str, str], dict[int, int]] = {}
+        """Stream and text of a line → rank → how often it is in its queue."""
         self._chars = dict.fromkeys(self._queues, 0)
         self._lines = dict.fromkeys(self._queues, 0)
         self._open = set(self._queues)
@@ -400,17 +230,13 @@ class LineMerger:
         """Lines that a rank has written to a stream."""
         # Local names, because the loop below runs for each of many thousands of lines.
         rank_queue = self._queues[worker_rank]
-        keys = self._known[worker_rank]
         holders = self._holders
         num_chars = line_number = 0
         for line_number, line_text in enumerate(line_texts, 1):  # noqa: B007  (needed behind the loop)
             rank_queue.append(PrintedLine(arrival_time, stream_name, line_text))
             num_chars += len(line_text) + 1
-            line_key = (stream_name, line_text)
-            items_before = keys.get(line_key, 0)
-            keys[line_key] = items_before + 1
-            if not items_before:
-                holders[line_key] = holders.get(line_key, 0) + 1
+            ranks = holders.setdefault((stream_name, line_text), {})
+            ranks[worker_rank] = ranks.get(worker_rank, 0) + 1
         self._chars[worker_rank] += num_chars
         self._lines[worker_rank] += line_number
 
@@ -419,7 +245,7 @@ class LineMerger:
         self._queues[worker_rank].append(item)
         self._count(worker_rank, item, 1)
 
-    def shorten(self, worker_rank: int, *, output_lines: int, num_chars: int) -> int:
+    def shorten(self, worker_rank: int, *, output_lines: float, num_chars: float) -> int:
         """Drop a rank's oldest lines and displays until so few are left; returns how many.
 
         The last one stays, however long it is.
@@ -478,7 +304,7 @@ class LineMerger:
         """Whether no other rank has this line, as far as is known."""
         if not isinstance(item, PrintedLine):
             return False
-        return not self._folds_any or self._holders[item.stream, item.text] == 1
+        return not self._folds_any or len(self._holders[item.stream, item.text]) == 1
 
     def _is_awaited(self, ranks: Iterable[int], item: OutputItem, waiting_since: float) -> bool:
         """Whether other ranks may still write the same."""
@@ -519,17 +345,13 @@ class LineMerger:
         self._chars[rank] += sign * num_chars
 
     def _forget(self, rank: int, line: PrintedLine) -> None:
-        line_key = (line.stream, line.text)
-        keys = self._known[rank]
+        ranks = self._holders[line[1:]]
         # A count, because a rank may have the same line in its queue several times.
-        if keys[line_key] > 1:
-            keys[line_key] -= 1
-            return
-        del keys[line_key]
-        if self._holders[line_key] > 1:
-            self._holders[line_key] -= 1
-        else:
-            del self._holders[line_key]
+        ranks[rank] -= 1
+        if not ranks[rank]:
+            del ranks[rank]
+        if not ranks:
+            del self._holders[line[1:]]
 
     # ---- twins
 
@@ -540,10 +362,7 @@ class LineMerger:
 
     def _reach(self, rank: int, queued_item: OutputItem) -> int | None:
         """Lines of the other stream do not block it: the order between two pipes is not known."""
-        if (
-            isinstance(queued_item, PrintedLine)
-            and (queued_item.stream, queued_item.text) not in self._known[rank]
-        ):
+        if not self._may_have(rank, queued_item):
             return None
         for position, other_item in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
             if self._same(other_item, queued_item):
@@ -555,15 +374,14 @@ class LineMerger:
                 return None
         return None
 
+    def _may_have(self, rank: int, item: OutputItem) -> bool:
+        """Whether a twin may be in a rank's queue."""
+        return not isinstance(item, PrintedLine) or rank in self._holders.get(item[1:], ())
+
     def _before(self, twin_items: dict[int, int], queued_item: OutputItem) -> dict[int, int]:
         """Whose heads have to come out first, if a missing twin is only held up behind one."""
         for rank, rank_queue in self._queues.items():
-            if rank in twin_items:
-                continue
-            if (
-                isinstance(queued_item, PrintedLine)
-                and (queued_item.stream, queued_item.text) not in self._known[rank]
-            ):
+            if rank in twin_items or not self._may_have(rank, queued_item):
                 continue
             deeper_items = itertools.islice(rank_queue, 1, _LOOK_AHEAD)
             if any(self._same(other_item, queued_item) for other_item in deeper_items):

@@ -15,15 +15,12 @@ from typing import Any
 from nbaccel.base import frames, ipython_private
 from nbaccel.base.units import number_ranges
 
-__all__ = ["PublishBundle", "show_results"]
-
-
 _RENDER_METHOD = "_render_traceback_"
 
 
 def show_message(output_message: Any) -> None:
     """Show or clear output as a worker requested."""
-    # Imported here because it imports torch, which whoever made the message has loaded anyway.
+    # Here because it imports numpy, which whoever made the message has loaded anyway.
     from nbaccel.workers import messaging
 
     if isinstance(output_message, messaging.ClearOutput):
@@ -83,9 +80,18 @@ def has_cells() -> bool:
 
 def request_id() -> str:
     """The number of the message that the kernel is working on: one per run of a cell; or empty."""
+    return _request_header("msg_id")
+
+
+def page_id() -> str:
+    """The number of the page that has sent that message: a reloaded page has another; or empty."""
+    return _request_header("session")
+
+
+def _request_header(name: str) -> str:
     kernel: Any = getattr(frames.running_shell(), "kernel", None)
     parent = kernel.get_parent() if hasattr(kernel, "get_parent") else None
-    return str((parent or {}).get("header", {}).get("msg_id", ""))
+    return str((parent or {}).get("header", {}).get(name, ""))
 
 
 def is_watched() -> bool:

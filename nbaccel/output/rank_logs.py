@@ -13,14 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
-from nbaccel.plan import Plan
-
-__all__ = ["STREAM_NAMES", "RankLogs", "hidden_streams", "logs_of_run"]
 
 STREAM_NAMES = ("stdout", "stderr")
 _ALL_STREAMS = "3"
@@ -34,11 +31,7 @@ _STREAMS_BY_NUMBER = {
 
 
 class RankLogs:
-    """The files of one group of workers.
-
-    Attributes:
-        folder: The run's own folder.
-    """
+    """The files of one group of workers."""
 
     def __init__(self, log_dir: str, ranks: Iterable[int]) -> None:
         self._files: dict[tuple[int, str], int] = {}
@@ -86,21 +79,8 @@ class RankLogs:
             os.close(self._files.pop((rank, name)))
 
 
-@contextlib.contextmanager
-def logs_of_run(plan: Plan, *, first_rank: int = 0) -> Iterator[RankLogs | None]:
-    """The files of a plan's workers on this node, open within the block; None if it wants none."""
-    if plan.config.log_dir is None:
-        yield None
-        return
-    rank_logs = RankLogs(plan.config.log_dir, range(first_rank, first_rank + plan.num_processes))
-    with contextlib.closing(rank_logs):
-        yield rank_logs
-
-
-def hidden_streams(shown_output: str | None, ranks: Sequence[int]) -> frozenset[tuple[int, str]]:
+def hidden_streams(shown_output: str, ranks: Sequence[int]) -> frozenset[tuple[int, str]]:
     """What is not shown, by rank and stream."""
-    if shown_output is None:
-        return frozenset()
     numbers_by_rank = _numbers_by_rank(shown_output)
     return frozenset(
         (rank, name)

@@ -18,18 +18,6 @@ from nbaccel.config.capabilities import (
 )
 from nbaccel.plan.launch_plan import Choice
 
-__all__ = [
-    "HISTORY_SETTINGS",
-    "choose_fp8",
-    "fp8_choices",
-    "fp8_mistakes",
-    "fp8_warnings",
-    "is_emulated",
-    "recipe_of",
-    "refused_strategy",
-]
-
-
 HISTORY_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
 """Settings of ``Fp8Config`` that delayed scaling alone reads."""
 

@@ -24,11 +24,7 @@ from nbaccel.base import env
 from nbaccel.base.optional_packages import installed_version
 from nbaccel.config.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
 from nbaccel.plan import registry
-from nbaccel.plan.device_signs import has_sign
 from nbaccel.plan.inventory import Inventory
-
-__all__ = ["Limits", "free_host_bytes", "inspect_machine", "read_limits"]
-
 
 _LimitNumber = TypeVar("_LimitNumber", int, float)
 
@@ -210,7 +206,7 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
     problems = [*ENTRY_POINT_PROBLEMS]
     device_facts: dict[str, Any] = {}
     for row in DEVICES:
-        if row.signs is not None and not has_sign(row.signs):
+        if row.signs is not None and not registry.has_sign(row.signs):
             continue
         try:
             detected = registry.known_device(row.name).detect(environ)

@@ -11,8 +11,6 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = ["Gpu", "Inventory", "TpuHost"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:

@@ -12,8 +12,6 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import START_METHODS, device_row, engine_row, start_method_row
 from nbaccel.plan.inventory import Inventory
 
-__all__ = ["Choice", "Plan", "choices_table", "copies_in_turn"]
-
 _TABLE_LINE_CHARS = 100
 
 

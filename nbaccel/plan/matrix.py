@@ -19,8 +19,6 @@ from nbaccel.config.capabilities import (
     strategy_fits,
 )
 
-__all__ = ["MATRIX_BEGIN", "MATRIX_END", "compatibility_tables", "markdown_table"]
-
 MATRIX_BEGIN = "<!-- capabilities:begin -->"
 MATRIX_END = "<!-- capabilities:end -->"
 

@@ -14,8 +14,6 @@ from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row
 from nbaccel.plan.inventory import Gpu, Inventory
 
-__all__ = ["named_setting", "with_named_gpus"]
-
 _NONE_AT_ALL = ("", "-1", "NoDevFiles")
 
 

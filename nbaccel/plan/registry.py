@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, InternalError, MissingBackend, PlatformUnsupported
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.unsupported_names import NOT_INSTALLED, missing_name_of
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import (
@@ -28,41 +31,16 @@ from nbaccel.config.capabilities import (
     precision_row,
     strategy_row,
 )
+from nbaccel.config.capability_rows import DeviceSigns
 from nbaccel.plan.contracts.asking import Said, Source, Wanted
 from nbaccel.plan.contracts.device import Device, DeviceRuntime, UnlistedDevice
 from nbaccel.plan.contracts.host_engine import Engine
 from nbaccel.plan.contracts.precision import Precision
 from nbaccel.plan.contracts.strategy import Strategy
-from nbaccel.plan.device_signs import has_sign
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
     from nbaccel.plan.inventory import Gpu, Inventory
-
-__all__ = [
-    "awake_accelerators",
-    "check_strategy",
-    "device",
-    "device_runtime",
-    "devices",
-    "engine",
-    "enter_worker",
-    "explain_signal",
-    "known_device",
-    "known_devices",
-    "layer_restorers",
-    "load_advisor",
-    "load_object",
-    "plugin_class",
-    "possible_devices",
-    "precision",
-    "prepare_notebook",
-    "settings_forms",
-    "strategy",
-    "strategy_settings",
-    "usable_units",
-    "wanted_strategy",
-]
 
 
 # ------------------------------------------------------------------------------ devices
@@ -106,6 +84,24 @@ def known_devices(names: Collection[str] | None = None) -> tuple[Device, ...]:
         with contextlib.suppress(Exception):
             loaded_devices.append(known_device(row.name))
     return tuple(loaded_devices)
+
+
+def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:
+    """Whether this machine has one of them; two listings of folders where it has none."""
+    return (
+        any(env.read(name) for name in signs.variables)
+        or any(is_installed(package) for package in signs.packages)
+        or any(any(root.glob(pattern)) for pattern in signs.files)
+        or (bool(signs.pci_vendor) and signs.pci_vendor in _vendors_on_bus(root))
+    )
+
+
+def _vendors_on_bus(root: Path) -> set[str]:
+    vendors = set()
+    for path in (root / "sys/bus/pci/devices").glob("*/vendor"):
+        with contextlib.suppress(OSError):  # gone, or hidden
+            vendors.add(path.read_text().strip().lower())
+    return vendors
 
 
 def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:

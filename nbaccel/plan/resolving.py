@@ -43,8 +43,6 @@ from nbaccel.plan.launch_plan import Choice, Plan
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
 from nbaccel.plan.training_plan import unfit_count
 
-__all__ = ["resolve"]
-
 # Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
 _WORKER_FLOOR_BYTES = 150 * 2**20
 # The default port of several nodes, which cannot agree on a free one.
@@ -122,7 +120,7 @@ def resolve(
             start_method,
             thread_count,
             precision_choice,
-            *fp8_choices(config.fp8, fp8_choice),
+            *(fp8_choices(config.fp8, fp8_choice) if fp8_choice.row is not None else ()),
             *strategy_choices,
             group_backend_choice,
             port_choice,
@@ -133,9 +131,10 @@ def resolve(
 
 def _inspect(config: RunConfig, inventory: Inventory | None, findings: _Findings) -> Inventory:
     """The machine with the GPUs that workers will see."""
-    found, mistake = with_named_gpus(
-        inspect_machine() if inventory is None else inventory, named_setting(config)
-    )
+    found = inspect_machine() if inventory is None else inventory
+    if not found.gpus:
+        return found
+    found, mistake = with_named_gpus(found, named_setting(config))
     # GPUs of the notebook's machine do not matter where workers run on hosts.
     is_of_workers = inventory is not None or not engine_row(chosen_engine(config)[0]).runs_on_hosts
     if mistake and is_of_workers:

@@ -23,9 +23,6 @@ from pathlib import Path
 from nbaccel.config.capabilities import device_row
 from nbaccel.plan.topology import Topology
 
-__all__ = ["FILE_BYTES", "free_shared_bytes", "has_room", "remove", "remove_orphans", "variables"]
-
-
 FOLDER = Path("/dev/shm")  # noqa: S108 - DeepSpeed chooses the name
 FILE_BYTES = (66 << 20) + 4096
 _SEGMENT_PREFIX = "deepspeed_allreduce_buffer_"

@@ -11,8 +11,6 @@ from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import device_row
 
-__all__ = ["DEVICE_VARIABLE", "Topology"]
-
 DEVICE_VARIABLE = "NBACCEL_DEVICE"
 """Environment variable with the row of a worker's device, which torch may call otherwise."""
 

@@ -35,8 +35,6 @@ from nbaccel.plan.fp8_choice import (
 )
 from nbaccel.plan.launch_plan import Choice, choices_table
 
-__all__ = ["ProcessFacts", "TrainingPlan", "TrainingRequest", "plan_training", "unfit_count"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRequest:

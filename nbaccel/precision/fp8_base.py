@@ -13,8 +13,6 @@ from nbaccel.plan.launch_plan import Choice
 from nbaccel.precision.fp8.conversion import LayerSelection
 from nbaccel.precision.native import Bf16
 
-__all__ = ["Fp8Precision"]
-
 
 class Fp8Precision(Bf16):
     """A precision whose linear layers compute in 8 bits.

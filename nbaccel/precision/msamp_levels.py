@@ -33,8 +33,6 @@ from nbaccel.precision.fp8.scaled_gradients import ScaledGradients
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.precision.native_fp8 import NativeFp8
 
-__all__ = ["MsAmpFp8"]
-
 
 class MsAmpFp8(NativeFp8):
     """Weights, gradients and moments in 8 and 16 bits."""

@@ -24,8 +24,6 @@ from nbaccel.precision.scaler import LossScaler
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AutocastForward", "Bf16", "Fp16", "Fp32", "as_float32"]
-
 _SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 

@@ -27,8 +27,6 @@ from nbaccel.precision.fp8.formats import E4M3, E5M2, NumberFormat, accumulation
 from nbaccel.precision.fp8.linear import Fp8Linear, LayerRecipe, convert_layer
 from nbaccel.precision.fp8_base import Fp8Precision
 
-__all__ = ["NativeFp8"]
-
 
 class NativeFp8(Fp8Precision):
     """Linear layers of nbaccel's own."""

@@ -16,8 +16,6 @@ import torch
 from nbaccel.base import torch_private
 from nbaccel.base.errors import UserMistake
 
-__all__ = ["LossScaler"]
-
 
 class LossScaler(torch.amp.GradScaler):
     """A ``GradScaler`` whose `update` may be called after every optimizer's step.

@@ -34,8 +34,6 @@ from nbaccel.precision.fp8_base import Fp8Precision
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TorchaoFp8", "has_layers", "load_torchao", "restore_layers"]
-
 _RECIPES = {"current": "tensorwise", "rowwise": "rowwise"}
 
 

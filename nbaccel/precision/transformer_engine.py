@@ -28,16 +28,6 @@ from nbaccel.plan.contracts.precision import PrecisionSettings
 from nbaccel.precision.fp8.conversion import require_layers, select_layers
 from nbaccel.precision.fp8_base import Fp8Precision
 
-__all__ = [
-    "TransformerEngineForward",
-    "TransformerEngineFp8",
-    "build_recipe",
-    "has_layers",
-    "load_transformer_engine",
-    "replace_layers",
-    "restore_layers",
-]
-
 _RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
     "current": "Float8CurrentScaling",

@@ -11,8 +11,6 @@ from torch import nn
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 
-__all__ = ["choose_modules", "ignored_parameters", "own_block_classes"]
-
 _ENOUGH_PARAMETERS = 100_000_000  # as torch's own size-based policy
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["compile_regions"]
-
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Compile repeated blocks one by one, which takes much less time than the whole model.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.base import spent_time, torch_private
+from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
 from nbaccel.plan.contracts.bundle import Bundle
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
     from nbaccel.plan.contracts.precision import Precision
     from nbaccel.plan.training_plan import TrainingRequest
-
-__all__ = ["DdpStrategy"]
 
 _Hook = Callable[[Any, Any], Any]
 _Kind = DDPCommunicationHookType
@@ -49,7 +46,6 @@ _WRAPPERS: dict[DDPCommunicationHookType, Callable[[_Hook], _Hook]] = {
     _Kind.BF16: default_hooks.bf16_compress_wrapper,
 }
 _WITH_STATE = (_Kind.POWER_SGD, _Kind.BATCHED_POWER_SGD)
-_MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
 _NOT_TORCHS = (*DistributedDataParallelKwargs.OWN, "check_reduction")
 
 
@@ -139,7 +135,6 @@ class DdpStrategy(Strategy):
             model, device_ids=None if device.type == "cpu" else [device], **arguments
         )
         self._compress(wrapped)
-        spent_time.add_exchange(_ExchangeDelay(wrapped).read)
         if names:
             self._precision.average_gradients(
                 model, lambda: bool(wrapped.require_backward_grad_sync)
@@ -187,48 +182,6 @@ class DdpStrategy(Strategy):
                 f"{self.place.backend or 'default'} process group on {self.place.device}: {error}. "
                 "Gradients would be sent uncompressed. Give 'fp16', or leave it out."
             ) from error
-
-
-class _ExchangeDelay:
-    """For how long a model's exchange of gradients has delayed training; keeps no model alive.
-
-    Torch measures the first ten passes and each hundredth afterwards; in between a pass counts as
-    the measured ones since the last reading do. On a CPU it measures all, which takes microseconds;
-    on a GPU reading a time would wait for the GPU.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = weakref.ref(model)
-        self._each = 100
-        if model.device_type == "cpu":
-            self._each = 1
-            torch_private.measure_each_exchange(model)
-        self._passes = 0
-        self._measured_s = 0.0
-        self._delay_s = 0.0
-
-    def read(self) -> float | None:
-        """Seconds so far; None where torch does not tell."""
-        model = self._model()
-        if model is None:
-            return self._delay_s
-        delays = torch_private.exchange_delays(model)
-        if delays is None:
-            return None
-        passes, mean_delay_s = delays
-        measured_s = mean_delay_s * self._measured_of(passes)
-        added_passes = self._measured_of(passes) - self._measured_of(self._passes)
-        if added_passes > 0:
-            mean_added_s = max(0.0, measured_s - self._measured_s) / added_passes
-            self._delay_s += mean_added_s * (passes - self._passes)
-            self._passes = passes
-            self._measured_s = measured_s
-        return self._delay_s
-
-    def _measured_of(self, passes: int) -> int:
-        """How many of so many passes torch has measured."""
-        first_passes = min(passes, _MEASURED_FIRST)
-        return first_passes + max(0, passes // self._each - _MEASURED_FIRST // self._each)
 
 
 def _check(settings: DistributedDataParallelKwargs) -> None:

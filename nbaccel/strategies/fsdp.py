@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
     from nbaccel.plan.training_plan import TrainingRequest
 
-__all__ = ["FsdpStrategy"]
-
 # By exact type: a subclass such as a DTensor may have no memory of its own.
 _WITH_ADDRESS = (torch.Tensor, nn.Parameter)
 

@@ -6,12 +6,6 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = [
-    "can_checkpoint_gradients",
-    "checkpoints_gradients",
-    "enable_gradient_checkpointing",
-]
-
 # transformers 5 renamed it; models written for older versions have the other name.
 _ENABLING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 

@@ -8,8 +8,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-__all__ = ["clip_grad_norm"]
-
 
 def clip_grad_norm(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float

@@ -19,15 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = [
-    "follow_parameters",
-    "gather_optimizer_state",
-    "numbered_parameters",
-    "place_like",
-    "refill_parameter",
-    "scatter_optimizer_state",
-]
-
 
 def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> None:
     """Point an optimizer at the shards that its parameters have become.

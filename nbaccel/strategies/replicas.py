@@ -27,8 +27,6 @@ from nbaccel.plan.contracts.strategy import Strategy
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["ReplicasStrategy"]
-
 
 class ReplicasStrategy(Strategy):
     """Every process holds the whole model.

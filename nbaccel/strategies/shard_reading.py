@@ -32,8 +32,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
 from nbaccel.base.errors import CheckpointDamaged
 
-__all__ = ["SHARDS_REMEDY", "plain_object", "read_entries", "read_metadata"]
-
 SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
 
 _METADATA_FILE = ".metadata"

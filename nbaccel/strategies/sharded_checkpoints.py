@@ -55,8 +55,6 @@ from nbaccel.strategies.shard_reading import (
     read_metadata,
 )
 
-__all__ = ["check_shards", "load_shards", "save_shards", "shard_problems"]
-
 
 def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step: int) -> list[str]:
     """The problems of files of shards."""

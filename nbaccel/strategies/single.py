@@ -10,8 +10,6 @@ from nbaccel.plan.contracts.strategy import Strategy
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SingleStrategy"]
-
 
 class SingleStrategy(Strategy):
     """Nothing is wrapped, nothing is exchanged."""

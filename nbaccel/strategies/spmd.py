@@ -21,8 +21,6 @@ from nbaccel.plan.launch_plan import Choice
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SpmdStrategy"]
-
 _AXIS = "chips"
 
 

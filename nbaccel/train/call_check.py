@@ -34,17 +34,6 @@ from nbaccel.base.log import write_notice
 from nbaccel.base.units import format_seconds
 from nbaccel.workers.rendezvous import RETURNED_KEY
 
-__all__ = [
-    "CHECK_VARIABLE",
-    "DEFAULT_TIMEOUT_S",
-    "CollectiveCheck",
-    "calls_begun",
-    "default_group_check",
-    "forget_left_groups",
-    "wanted_check",
-]
-
-
 CHECK_VARIABLE = "NBACCEL_COLLECTIVE_CHECK"
 _CHECKS = ("first", "always", "off")
 DEFAULT_TIMEOUT_S = 600.0

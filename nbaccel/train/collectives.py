@@ -23,9 +23,6 @@ from nbaccel.plan.contracts.place import Place
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
 from nbaccel.train.trees import leaves, map_leaves, map_tensors, slice_rows
 
-__all__ = ["DEFAULT_TIMEOUT_S", "CannotPadNestedTensorWarning", "Collectives"]
-
-
 # Torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Gloo does not implement these dtypes. What only copies can send their bytes instead.

@@ -20,8 +20,6 @@ from nbaccel.plan.contracts.device import CompileCounts, DeviceRuntime
 from nbaccel.train.trees import leaves
 from nbaccel.workers import metrics_reporter
 
-__all__ = ["CompileWatch"]
-
 WARM_UP_STEPS = 3
 """Steps until the programs of a loop are compiled, the first one at full speed included."""
 

@@ -29,8 +29,6 @@ from nbaccel.train.trees import (
     slice_rows,
 )
 
-__all__ = ["DispatchLoader", "SliceFn"]
-
 SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""
 

@@ -24,21 +24,8 @@ from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.contracts.place import Place
 from nbaccel.plan.topology import DEVICE_VARIABLE
 from nbaccel.train import call_check
-from nbaccel.train.collectives import DEFAULT_TIMEOUT_S, Collectives
-
-__all__ = [
-    "can_join",
-    "find_device",
-    "init_process",
-    "leave_process_group",
-    "local_rank",
-    "name_device",
-    "rank",
-    "timeout_s",
-    "wants_cpu",
-    "world_size",
-]
-
+from nbaccel.train.call_check import DEFAULT_TIMEOUT_S
+from nbaccel.train.collectives import Collectives
 
 _TORCH_DEVICE_VARIABLE = "ACCELERATE_TORCH_DEVICE"
 _RENDEZVOUS_STORES: list[Any] = []

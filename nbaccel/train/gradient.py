@@ -17,8 +17,7 @@ from nbaccel.config.handlers import GradientAccumulationPlugin
 from nbaccel.plan.contracts.device import DeviceRuntime
 from nbaccel.train import distributed
 from nbaccel.train.compile_watch import CompileWatch
-
-__all__ = ["GradientState", "IteratedLoader"]
+from nbaccel.train.resuming import Resuming
 
 
 class IteratedLoader(Protocol):
@@ -53,6 +52,7 @@ class GradientState:
         num_steps: Batches for one optimizer step; may be changed while training.
         sync_gradients: Whether the current batch ends a group, so that optimizers step.
         batches_in_group: Batches since the last optimizer step, the current one included.
+        resuming: Lets a launch go on where an earlier one was stopped; None without `resume`.
     """
 
     def __init__(
@@ -71,6 +71,12 @@ class GradientState:
         self._loader_stack: list[IteratedLoader] = []
         self._has_told = False
         self._watch: CompileWatch | None = None
+        self.resuming: Resuming | None = None
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether what the function does now was done by an earlier launch that was stopped."""
+        return self.resuming is not None and self.resuming.is_skipping
 
     @staticmethod
     def _reset_state() -> None:
@@ -148,6 +154,11 @@ class GradientState:
         """A loader is being iterated over from now on."""
         self._loader_stack.append(loader)
         _ITERATED_LOADERS.append(loader)
+
+    @staticmethod
+    def is_outermost(loader: IteratedLoader) -> bool:
+        """Whether no loop over another loader is around that over this one."""
+        return _ITERATED_LOADERS[0] is loader
 
     def end_loader(self, loader: IteratedLoader) -> None:
         """A loader is done, or was left early; loops that began inside it may still run."""

@@ -12,8 +12,6 @@ from torch import nn
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.loader import PreparedLoader
 
-__all__ = ["check_in_sync", "find_differences", "parameter_facts", "tensor_fingerprint"]
-
 _MOST_DIFFERENCES = 10
 
 # The integers and weights of a chunk take 8 bytes per element: at most 32 MiB each.

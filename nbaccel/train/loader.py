@@ -39,9 +39,6 @@ from nbaccel.train.sampling import (
 from nbaccel.train.trees import find_batch_size, leaves, map_tensors, send_to_device
 from nbaccel.workers import loop_watch
 
-__all__ = ["LoaderPosition", "LoaderSettings", "PreparedLoader", "chain_of_samplers"]
-
-
 _HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host, also for GPUs
 
 
@@ -93,8 +90,12 @@ class LoaderPosition:
         # position.
         if epoch != self.epoch:
             self.epoch = epoch
-            self.batches_seen = 0
-            self.restored_state = self._epoch_start = None
+            self.leave_epoch()
+
+    def leave_epoch(self) -> None:
+        """Begin anew with the next iteration, in a new order."""
+        self.batches_seen = 0
+        self.restored_state = self._epoch_start = None
 
     def put_back(self) -> dict[str, Any] | None:
         """Go back to the beginning of the restored epoch, once."""
@@ -391,6 +392,22 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._check_processes()
+        resuming = self.gradient_state.resuming
+        # Within another loop the step's body is not over.
+        if not self.gradient_state.in_dataloader:
+            loop_watch.end_step()
+        left = self if resuming is None else resuming.batches_left(self)
+        if left is None:
+            return
+        if resuming is not None:
+            resuming.loop_begins(self)
+        try:
+            yield from self._batches() if left is self else left
+        finally:
+            if resuming is not None:
+                resuming.loop_ends(self)
+
+    def _batches(self) -> Iterator[Any]:
         # The same loader may be iterated inside its own loop; the outer loop gets its flag back.
         was_at_end = self.end_of_dataloader
         self.gradient_state.enter_loader(self)
@@ -416,7 +433,10 @@ class PreparedLoader(DataLoader[Any]):
         must_move = self._must_move(current_batch)
         device = registry.device_runtime(settings.place.device_name)
         watch = self.gradient_state.compile_watch(device)
+        is_outer = self.gradient_state.is_outermost(self)
         while current_batch is not _END_OF_EPOCH:
+            if is_outer:
+                loop_watch.end_step()
             with spent_time.reading_data, loop_watch.telling():
                 if must_move:
                     current_batch = self._moved(current_batch)

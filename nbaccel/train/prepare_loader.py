@@ -33,9 +33,6 @@ from nbaccel.train.sampling import (
     check_divisible,
 )
 
-__all__ = ["prepare_data_loader", "skip_first_batches"]
-
-
 _PreparedLoaderClass = TypeVar("_PreparedLoaderClass", bound=PreparedLoader)
 
 # A loader's arguments, without those that say which samples are in a batch.

@@ -14,9 +14,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["ProcessInfo"]
-
-
 _DecoratedFunction = TypeVar("_DecoratedFunction", bound=Callable[..., Any])
 
 

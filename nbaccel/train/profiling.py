@@ -13,8 +13,6 @@ from nbaccel.config.handlers import ProfileKwargs
 from nbaccel.plan import registry
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["profile_block"]
-
 
 @contextlib.contextmanager
 def profile_block(

@@ -19,13 +19,10 @@ import torch.distributed as dist
 from nbaccel.base import spent_time, torch_private
 from nbaccel.base.log import notice_stream
 from nbaccel.base.quiet_bars import Bar
-from nbaccel.output.bars import BATCH_UNIT
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train.loader import PreparedLoader
 from nbaccel.train.trees import find_batch_size
 from nbaccel.workers import loop_watch, metrics_reporter
-
-__all__ = ["Progress"]
 
 _POST_INTERVAL_S = 0.5
 _LoaderBatch = TypeVar("_LoaderBatch")
@@ -69,8 +66,8 @@ class Progress(Generic[_LoaderBatch]):
         self.bar = Bar(
             total=self._num_batches,
             desc=description or None,
-            disable=not place.is_main or bool(reporter and reporter.draws_bars),
-            unit=BATCH_UNIT,
+            disable=not place.is_main or bool(reporter and reporter.shows_bars),
+            unit="batch",
             file=notice_stream(),
         )
 
@@ -109,6 +106,8 @@ class Progress(Generic[_LoaderBatch]):
         with reading, loop_watch.telling():
             source = iter(self._loader)
         while True:
+            if not is_prepared:
+                loop_watch.end_step()
             with reading, loop_watch.telling():
                 batch = next(source, _NO_BATCH)
             if batch is _NO_BATCH:

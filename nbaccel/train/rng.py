@@ -23,14 +23,6 @@ from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
-__all__ = [
-    "capture_rng_states",
-    "preserve_rng_states",
-    "restore_rng_states",
-    "set_seed",
-    "synchronize_rng_states",
-]
-
 _NUM_SEEDS = 2**32  # numpy takes no larger ones
 
 # The names under which Accelerate keeps them, too.

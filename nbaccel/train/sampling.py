@@ -22,14 +22,6 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = [
-    "BatchSamplerShard",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SkipBatchSampler",
-    "check_divisible",
-]
-
 
 def check_divisible(batch_size: int | None, num_processes: int, owner_name: str) -> None:
     """Refuse to split batches that do not fall into equal slices."""

@@ -10,8 +10,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from nbaccel.train.dispatch import DispatchLoader
 from nbaccel.train.loader import PreparedLoader
 
-__all__ = ["KINDS", "StatefulDispatchLoader", "StatefulPreparedLoader"]
-
 
 # `PreparedLoader` comes first, so that its methods win over torchdata's.
 class StatefulPreparedLoader(PreparedLoader, StatefulDataLoader):  # type: ignore[misc]

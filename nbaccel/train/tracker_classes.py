@@ -21,24 +21,6 @@ from nbaccel.base import env
 from nbaccel.base.optional_packages import is_package
 from nbaccel.train import distributed
 
-__all__ = [
-    "TRACKER_SERVICES",
-    "AimTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
-    "GeneralTracker",
-    "MLflowTracker",
-    "ServiceTracker",
-    "SwanLabTracker",
-    "TrackerService",
-    "TrackioTracker",
-    "WandBTracker",
-    "flatten_values",
-    "on_main_process",
-    "plain_value",
-]
-
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a tracker's method run on process 0 alone; elsewhere the call returns None.

@@ -10,17 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "concatenate",
-    "find_batch_size",
-    "leaves",
-    "map_leaves",
-    "map_tensors",
-    "send_to_device",
-    "sequence_like",
-    "slice_rows",
-]
-
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, skip_keys: frozenset[str] = frozenset()) -> Any:
     """Apply a function to everything that is no container; containers keep their type."""

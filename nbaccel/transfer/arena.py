@@ -40,59 +40,35 @@ PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 class Arena(memfd.Mapping):
-    """A memory file mapped shared into this process, with the tensors that live in it.
+    """A memory file mapped shared into this process, which stays as long as tensors in it do.
 
-    It stays as long as one of its tensors does. Its `key` names no other arena of this process.
+    Or a file of a checkpoint (`of_file`), which all processes map instead of reading it. What one
+    writes there is its own, so before trained weights come home, or where the notebook has changed
+    some, the arena moves to a memory file, at the same addresses.
     """
 
-    def __init__(self, fd: int, num_bytes: int, *, is_private: bool = False) -> None:
+    def __init__(self, fd: int, num_bytes: int, *, is_checkpoint: bool = False) -> None:
         self.fd = fd
         self.key = f"arena{next(_ARENA_NUMBERS)}"
-        super().__init__(fd, num_bytes, is_private=is_private)
+        """Names no other arena of this process."""
+        self._is_checkpoint = is_checkpoint
+        super().__init__(fd, num_bytes, is_private=is_checkpoint)
         _LIVING_ARENAS.append(weakref.ref(self, _LIVING_ARENAS.remove))
+
+    @classmethod
+    def of_file(cls, path: Path) -> Arena:
+        """Tensors in a file of a checkpoint."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return cls(fd, os.fstat(fd).st_size, is_checkpoint=True)
 
     def sync(self) -> None:
         """Make the file show what this process sees; called before it is sent to workers."""
-
-    def leave_file(self) -> None:
-        """Move to memory of its own; called before it is written to. Addresses stay."""
-
-    def make_private(self) -> None:
-        """Let what this process writes from now on stay its own."""
-        self.replace(self.fd, is_private=True)
-
-    def __del__(self) -> None:
-        super().__del__()
-        # Open until here because workers are sent copies of it; the mapping itself needs none.
-        if hasattr(self, "fd"):  # a file of a checkpoint may not have opened
-            os.close(self.fd)
-
-
-class FileArena(Arena):
-    """Tensors that lie in a file of a checkpoint, mapped instead of read.
-
-        notebook process           model.safetensors              worker (one of N)
-        module.weight ──► private map ──► [ weight | bias ] ◄── private map ◄── module.weight
-
-    All processes see the file's pages, which the system keeps in memory once and takes back where
-    it is short of memory. A launch hands the file itself to its workers: nothing is copied. What a
-    process writes is its own, so before trained weights come home, or where the notebook has
-    changed some, the arena moves to an anonymous memory file, at the same addresses.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._is_file = True
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        super().__init__(fd, os.fstat(fd).st_size, is_private=True)
-
-    def sync(self) -> None:
-        """See :meth:`Arena.sync`."""
-        if self._is_file and self.written():
+        if self._is_checkpoint and self.written():
             self.leave_file()
 
     def leave_file(self) -> None:
-        """See :meth:`Arena.leave_file`."""
-        if not self._is_file:
+        """Move from a checkpoint's file to a memory file; called before that is written to."""
+        if not self._is_checkpoint:
             return
         new_fd = memfd.create_file("arena", self.nbytes)
         try:
@@ -104,13 +80,19 @@ class FileArena(Arena):
             self.replace(new_fd, is_private=False)
             old_fd = self.fd
             self.fd = new_fd
-            self._is_file = False
+            self._is_checkpoint = False
             os.close(old_fd)
 
     def make_private(self) -> None:
-        """See :meth:`Arena.make_private`; a mapped file is private already, writes included."""
-        if not self._is_file:
-            super().make_private()
+        """Let what this process writes from now on stay its own."""
+        if not self._is_checkpoint:  # which is so already
+            self.replace(self.fd, is_private=True)
+
+    def __del__(self) -> None:
+        super().__del__()
+        # Open until here because workers are sent copies of it; the mapping itself needs none.
+        if hasattr(self, "fd"):
+            os.close(self.fd)
 
 
 # The number of an address would name two arenas in the life of a process; a count does not.
@@ -146,11 +128,7 @@ def arena_of(storage: torch.UntypedStorage) -> Arena | None:
 
 
 def make_arenas_private() -> None:
-    """Cut a forked child off from the notebook's arenas.
-
-    What it writes stays its own, also into a model that the call does not know of, such as one in
-    an imported module; and what it sends carries values instead of references to these arenas.
-    """
+    """Cut a forked child off from the notebook's arenas, for what it writes and what it sends."""
     for arena in _living():
         arena.make_private()
     _LIVING_ARENAS.clear()
@@ -182,24 +160,33 @@ def empty_tensors(layouts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> lis
 
 
 class Slot(NamedTuple):
-    """Where one parameter or buffer of a module lives: enough to rebuild a view of it.
-
-    A tuple, because hundreds of them travel with a model: a dataclass takes four times as long.
-    """
+    """Where one parameter or buffer lives. Hundreds travel: a dataclass would take four times."""
 
     name: str
     """Dotted name in the module, as `named_parameters` gives it."""
     arena: str
-    """Key of the arena."""
     start: int
     """First byte of its storage in the arena."""
     nbytes: int
-    """Size of that storage in bytes."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     """Elements from the start of the storage to the tensor's first one."""
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, arena: Arena, start: int) -> Slot:
+        """That of a tensor whose storage has a place in this arena."""
+        return cls(
+            name=name,
+            arena=arena.key,
+            start=start,
+            nbytes=tensor.untyped_storage().nbytes(),
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+        )
 
     @property
     def span(self) -> memfd.ByteRange:
@@ -235,7 +222,6 @@ class Manifest(NamedTuple):
     path: str
     """How the user would write it: `args[0]`, `args[1]['teacher']`."""
     slots: tuple[Slot, ...]
-    """Every parameter and buffer."""
 
 
 class SharedModule(NamedTuple):
@@ -254,16 +240,15 @@ class Sharing:
     """Every arena that holds a tensor of these modules, by key."""
     stand_ins: dict[int, tuple[Arena, int]] = field(default_factory=dict)
     """Device address of a storage → arena and first byte of its host copy."""
-    made_bytes: int = 0
-    """Size of the arenas that were made for them."""
 
-    def joined(self, other: Sharing) -> Sharing:
-        """The modules of both."""
-        return Sharing(
-            modules=(*self.modules, *other.modules),
-            arenas=self.arenas | other.arenas,
-            stand_ins=self.stand_ins | other.stand_ins,
-            made_bytes=self.made_bytes + other.made_bytes,
+    @classmethod
+    def joined(cls, parts: Iterable[Sharing]) -> Sharing:
+        """The modules of all of these."""
+        parts = tuple(parts)
+        return cls(
+            modules=tuple(module for part in parts for module in part.modules),
+            arenas={key: arena for part in parts for key, arena in part.arenas.items()},
+            stand_ins={key: place for part in parts for key, place in part.stand_ins.items()},
         )
 
 
@@ -297,17 +282,14 @@ class _Span:
 
 
 def share_modules(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
-    """Move the modules' tensors into an arena, unless they live in one already.
-
-    Tensors on an accelerator stay there; workers get a host copy of them.
-    """
+    """Move the modules' tensors into an arena, unless they live in one; copy those on devices."""
     # All refusals before the first move: half a model in shared memory is of no use.
     refusals = [refusal for path, module in modules for refusal in _refusals_of(path, module)]
     if refusals:
         raise ModelNotShareable("The model cannot be handed to workers:\n" + "\n".join(refusals))
     # Two launches from two threads must not both move the same tensor.
     with _MOVE_LOCK, torch.no_grad():
-        stand_ins, viewed, made_bytes = _move_storages(modules)
+        stand_ins, viewed = _move_storages(modules)
     # A message and not a refusal: the launch itself works, only the older view goes stale.
     if viewed:
         write_notice(_stale_views_message(modules, viewed))
@@ -316,7 +298,6 @@ def share_modules(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
         modules=tuple(_record_module(path, module, stand_ins, arenas) for path, module in modules),
         arenas=arenas,
         stand_ins=stand_ins,
-        made_bytes=made_bytes,
     )
 
 
@@ -397,11 +378,9 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 
 
 def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Empty parameters whose values seem to be elsewhere.
+    """Empty parameters whose values seem to be elsewhere: most of them, or DeepSpeed's (`ds_id`).
 
-    One among others is a known idiom (`self.device_of = nn.Parameter(torch.empty(0))`, a layer of
-    no outputs). A library that partitions a model leaves most of its parameters empty, and
-    DeepSpeed gives each of them a `ds_id`.
+    One among others is a known idiom: `self.device_of = nn.Parameter(torch.empty(0))`.
     """
     parameters = [
         (name, parameter)
@@ -416,12 +395,8 @@ def _emptied_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 def _move_storages(
     modules: Sequence[tuple[str, nn.Module]],
-) -> tuple[dict[int, tuple[Arena, int]], set[int], int]:
-    """Move every storage that is not in an arena yet.
-
-    Returns host copies of what is on devices, ids of tensors that something else views, and the
-    size of the arena.
-    """
+) -> tuple[dict[int, tuple[Arena, int]], set[int]]:
+    """Move what is in no arena yet; returns host copies, and ids of viewed tensors."""
     # By id, because tied parameters are listed once per name and must be moved once.
     tensors = {id(t): t for _, module in modules for _, t in named_tensors(module)}
     spans = _storage_spans(tensors.values())
@@ -430,7 +405,7 @@ def _move_storages(
         span.start = arena_bytes
         arena_bytes += memfd.aligned(span.nbytes)
     if not spans:
-        return {}, set(), 0
+        return {}, set()
     # Counted before the move: afterwards the tensors lie in another storage.
     shared = [span for span in spans if span.has_other_views()]
     viewed = set(_viewed_from_python(shared)) if shared else set()
@@ -444,14 +419,11 @@ def _move_storages(
         else:
             # A tensor on an accelerator is not moved: workers get a copy in host memory.
             stand_ins[span.storage.data_ptr()] = (arena, span.start)
-    return stand_ins, viewed, arena_bytes
+    return stand_ins, viewed
 
 
 def _viewed_from_python(spans: Sequence[_Span]) -> Iterator[int]:
-    """Ids of tensors whose memory another tensor of Python has, too.
-
-    What an autograd graph keeps of an earlier loss has no object in Python, and nobody reads it.
-    """
+    """Ids of tensors whose memory another tensor of Python has, not only an autograd graph."""
     ids = {id(tensor) for span in spans for tensor in span.tensors}
     spans_by_address = {span.storage.data_ptr(): span for span in spans}
     for candidate in gc.get_objects():
@@ -542,15 +514,5 @@ def _record_module(
         else:
             arena, start = stand_ins[address]
         arenas[arena.key] = arena
-        slot = Slot(
-            name=name,
-            arena=arena.key,
-            start=start,
-            nbytes=storage.nbytes(),
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-        )
-        slots.append(slot)
+        slots.append(Slot.of(name, tensor, arena, start))
     return SharedModule(Manifest(path, tuple(slots)), module)

@@ -1,61 +1,53 @@
-"""Settings of Python, torch and NumPy that the notebook has made, for its workers.
+"""Settings of Python, torch, NumPy and loggers that the notebook has made, for its workers.
 
     notebook                              worker
     read each row ─► bytes ── Job ──►     what differs from here, and from what came before, is set
 
-The random states, the default dtype of a launch and logging travel beside them. How many threads a
-worker computes with is its own matter.
+The random states travel beside them. How many threads a worker computes with is its own matter.
+
+Handlers of loggers that write to stderr or stdout write to the worker's; those that write to a file
+append to the same one, from all ranks. Rotating files are appended to without rotation: two
+processes would rename each other's files. Handlers of any other kind stay with the notebook. A
+library that configures its own logger does so again when a worker imports it: of those only the
+levels are carried over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import functools
 import locale
+import logging
+import os
 import pickle
+import random
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nbaccel.base import torch_private
+from nbaccel.base.frames import Frame
 from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
 from nbaccel.transfer import pickling
 
 
-class _Setting(NamedTuple):
-    name: str
-    """How a user sets it."""
-    read: Callable[[], Any]
-    """What it is here, as something that can be compared and pickled."""
-    write: Callable[[Any], Any]
-
-
-_DECIMAL_FIELDS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
-
-
-def _decimal_context() -> dict[str, Any]:
-    here = decimal.getcontext()
-    traps = [signal for signal, is_trapped in here.traps.items() if is_trapped]
-    return {name: getattr(here, name) for name in _DECIMAL_FIELDS} | {"traps": traps}
-
-
-def _set_decimal_context(fields: dict[str, Any]) -> None:
-    decimal.setcontext(decimal.Context(**fields, flags=[]))
+def _decimal_context() -> decimal.Context:
+    context = decimal.getcontext().copy()
+    context.clear_flags()
+    return context
 
 
 _GIVEN_FILTERS: list[Any] = []
 
 
 def _warning_filters() -> list[Any]:
-    """The filters, but for those that make an error of every warning.
-
-    Such a one would end a training at what a library says while a worker imports it.
-    """
+    """The filters, but for those that make an error of every warning: an import would fail."""
     return [found for found in warnings.filters if found[:4] != ("error", None, Warning, None)]
 
 
@@ -69,21 +61,12 @@ def _set_warning_filters(filters: list[Any]) -> None:
     warnings.filters.extend([*own, *filters])  # type: ignore[attr-defined]
 
 
-def _set_deterministic(modes: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
-
-
 @functools.cache
 def _take_deprecation_warning() -> None:
     """Have torch say once, unseen, that this name is old, as 2.9 and 2.10 do at its first use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.get_float32_matmul_precision()
-
-
-def _matmul_precision() -> str:
-    _take_deprecation_warning()
-    return torch.get_float32_matmul_precision()
 
 
 def _safe_globals() -> list[tuple[str, bytes]]:
@@ -111,91 +94,82 @@ def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
             add()
 
 
-def _attribute(name: str, holder: Any, attribute: str) -> _Setting:
-    return _Setting(
-        f"{name}.{attribute}",
-        lambda: getattr(holder, attribute),
-        lambda value: setattr(holder, attribute, value),
+_Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""What reads a setting here, as something that can be compared and pickled, and what sets it."""
+
+
+def _attribute(holder: Any, attribute: str) -> _Access:
+    return functools.partial(getattr, holder, attribute), functools.partial(
+        setattr, holder, attribute
     )
 
 
-_OF_PYTHON = (
-    _Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
-    _Setting("decimal.setcontext", _decimal_context, _set_decimal_context),
-    _Setting("warnings.filters", _warning_filters, _set_warning_filters),
-    _Setting(
-        "locale.setlocale",
-        lambda: locale.setlocale(locale.LC_ALL),
-        lambda words: locale.setlocale(locale.LC_ALL, words),
+def _by_keywords(function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: function(**values)
+
+
+def _matmul_precision() -> str:
+    _take_deprecation_warning()
+    return torch.get_float32_matmul_precision()
+
+
+_CUDA = torch.backends.cuda
+_CUDNN = torch.backends.cudnn
+_SETTINGS: dict[str, _Access] = {
+    "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "decimal.setcontext": (_decimal_context, decimal.setcontext),
+    "warnings.filters": (_warning_filters, _set_warning_filters),
+    "locale.setlocale": (
+        functools.partial(locale.setlocale, locale.LC_ALL),
+        functools.partial(locale.setlocale, locale.LC_ALL),
     ),
-    _Setting(
-        "numpy.set_printoptions",
-        np.get_printoptions,
-        lambda options: np.set_printoptions(**options),
+    "numpy.set_printoptions": (np.get_printoptions, _by_keywords(np.set_printoptions)),
+    "numpy.seterr": (np.geterr, _by_keywords(np.seterr)),
+    "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.set_printoptions": (torch_private.print_options, _by_keywords(torch.set_printoptions)),
+    "torch.set_warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
+    "torch.use_deterministic_algorithms": (
+        lambda: {
+            "mode": torch.are_deterministic_algorithms_enabled(),
+            "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        },
+        _by_keywords(torch.use_deterministic_algorithms),
     ),
-    _Setting("numpy.seterr", np.geterr, lambda modes: np.seterr(**modes)),
-)
-_OF_TORCH = (
-    _Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
-    _Setting(
-        "torch.set_printoptions",
-        torch_private.print_options,
-        lambda options: torch.set_printoptions(**options),  # type: ignore[no-untyped-call]
+    "torch.autograd.set_detect_anomaly": (
+        lambda: {
+            "mode": torch.is_anomaly_enabled(),
+            "check_nan": torch.is_anomaly_check_nan_enabled(),
+        },
+        _by_keywords(torch.autograd.set_detect_anomaly),
     ),
-    _Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
-    _Setting(
-        "torch.use_deterministic_algorithms",
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        _set_deterministic,
-    ),
-    _Setting(
-        "torch.autograd.set_detect_anomaly",
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda modes: torch.autograd.set_detect_anomaly(*modes),
-    ),
-    _Setting(
-        "torch.set_float32_matmul_precision",
-        _matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    "torch.set_float32_matmul_precision": (_matmul_precision, torch.set_float32_matmul_precision),
     # Beside it: torch answers one of the two only where the other has been used to set it.
-    _attribute("torch.backends.cuda.matmul", torch.backends.cuda.matmul, "fp32_precision"),
-    *(
-        _attribute("torch.backends.cudnn", torch.backends.cudnn, name)
-        for name in ("enabled", "benchmark", "deterministic")
-    ),
-    *(
-        _Setting(
-            f"torch.backends.cuda.enable_{kind}_sdp",
-            getattr(torch.backends.cuda, f"{kind}_sdp_enabled"),
-            getattr(torch.backends.cuda, f"enable_{kind}_sdp"),
-        )
-        for kind in ("flash", "mem_efficient", "math", "cudnn")
-        if hasattr(torch.backends.cuda, f"enable_{kind}_sdp")
-    ),
-    _Setting("torch.serialization.add_safe_globals", _safe_globals, _add_safe_globals),
-    _Setting(
-        "torch.multiprocessing.set_sharing_strategy",
+    "torch.backends.cuda.matmul.fp32_precision": _attribute(_CUDA.matmul, "fp32_precision"),
+    "torch.backends.cudnn.enabled": _attribute(_CUDNN, "enabled"),
+    "torch.backends.cudnn.benchmark": _attribute(_CUDNN, "benchmark"),
+    "torch.backends.cudnn.deterministic": _attribute(_CUDNN, "deterministic"),
+    "torch.serialization.add_safe_globals": (_safe_globals, _add_safe_globals),
+    "torch.multiprocessing.set_sharing_strategy": (
         torch.multiprocessing.get_sharing_strategy,
         torch.multiprocessing.set_sharing_strategy,
     ),
-)
-_SETTINGS = (*_OF_PYTHON, *_OF_TORCH)
+}
+for _kind in ("flash", "mem_efficient", "math", "cudnn"):
+    if _set := getattr(_CUDA, f"enable_{_kind}_sdp", None):
+        _SETTINGS[f"torch.backends.cuda.enable_{_kind}_sdp"] = (
+            getattr(_CUDA, f"{_kind}_sdp_enabled"),
+            _set,
+        )
 
 
 def _read_all() -> dict[str, Any]:
     settings = {}
-    for setting in _SETTINGS:
+    for name, (read, _) in _SETTINGS.items():
         # torch refuses to answer where old and new ways to set a precision were mixed, and has no
         # such way before 2.9.
-        try:
-            settings[setting.name] = setting.read()
-        except (RuntimeError, AttributeError):
-            continue
+        with contextlib.suppress(RuntimeError, AttributeError):
+            settings[name] = read()
     return settings
 
 
@@ -205,13 +179,19 @@ _FRESH = _read_all()
 What the notebook has left so, stays as packages that only workers import have set it.
 """
 
+_LOGGING = "logging"
 _TOLD: dict[str, str] = {}
 """Setting → why it could not be sent, as the user has been told."""
 
 
+def logging_only() -> bytes:
+    """What a fork of this process has to be told, which has all the other settings."""
+    return pickle.dumps({_LOGGING: _logging_settings()})
+
+
 def library_settings() -> bytes:
     """The settings of this process, for :meth:`LibrarySettings.follow`."""
-    settings = {}
+    settings = {_LOGGING: _logging_settings()}
     device = torch_private.default_device()
     if device is not None:
         # It would move what nbaccel itself makes, and a worker's device is another one.
@@ -239,30 +219,197 @@ class LibrarySettings:
 
     def __init__(self) -> None:
         self._given: Mapping[str, bytes] = {}
+        self._loggers: set[str | None] = set()
 
     def follow(self, content: bytes) -> None:
         """Set what the notebook has set since the last call; what a worker's cell has set stays."""
-        given = pickle.loads(content) if content else self._given
+        given = pickle.loads(content)
         if given == self._given:
             return
         known = self._given
         self._given = given
+        if given[_LOGGING] != known.get(_LOGGING):
+            self._configure_loggers(given[_LOGGING])
         here = _read_all()
-        for setting in _SETTINGS:
-            name = setting.name
+        for name in _SETTINGS:
             if name in given and given[name] != known.get(name):
                 value = pickle.loads(given[name])
                 is_left = name not in known and name in _FRESH and _FRESH[name] == value
                 if not is_left and (name not in here or here[name] != value):
-                    _write(setting, value)
+                    _write(name, value)
+
+    def _configure_loggers(self, given: bytes) -> None:
+        logging.root.manager.disable, settings = pickle.loads(given)
+        for name in self._loggers | settings.keys():
+            _configure(logging.getLogger(name), settings.get(name, _LoggerSettings()))
+        self._loggers = set(settings)
 
 
-def _write(setting: _Setting, value: Any) -> None:
+def _write(name: str, value: Any) -> None:
+    _, write = _SETTINGS[name]
     try:
-        setting.write(value)
+        write(value)
     # Another machine may lack a locale, or have another version of the package.
     except (RuntimeError, ValueError, TypeError, AttributeError, locale.Error) as error:
         sys.stderr.write(
-            f"nbaccel: {setting.name} is not as in the notebook, {value!r}: {error}. Set it in the "
+            f"nbaccel: {name} is not as in the notebook, {value!r}: {error}. Set it in the "
             "launched function.\n"
         )
+
+
+# ------------------------------------------------------------------------- logging
+
+
+class _HandlerSettings(NamedTuple):
+    """A handler, without what belongs to one process."""
+
+    target: str
+    """`stderr` or `stdout`, or else the path of a file."""
+    encoding: str | None
+    level: int
+    parts: bytes
+    """Its formatter and filters; empty where they do not pickle: it works without them."""
+
+
+class _LoggerSettings(NamedTuple):
+    """What was set at one logger."""
+
+    level: int = logging.NOTSET
+    propagate: bool = True
+    disabled: bool = False
+    handlers: tuple[_HandlerSettings, ...] = ()
+
+
+_STREAMS = ("stderr", "stdout")
+
+
+def _logging_settings() -> bytes:
+    """How logging is configured in this process."""
+    carried: dict[str | None, _LoggerSettings] = {None: _describe(logging.root)}
+    # A copy, because another thread may make a logger meanwhile.
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        # Libraries make hundreds, most of which nobody has configured.
+        if not isinstance(logger, logging.Logger) or not (
+            logger.level or logger.handlers or logger.disabled or not logger.propagate
+        ):
+            continue
+        if not _is_librarys(name):
+            carried[name] = _describe(logger)
+        elif logger.level:
+            carried[name] = _LoggerSettings(level=logger.level)
+    return pickle.dumps((logging.root.manager.disable, carried))
+
+
+def _describe(logger: logging.Logger) -> _LoggerSettings:
+    handlers = tuple(_handler_settings(logger))
+    return _LoggerSettings(logger.level, logger.propagate, logger.disabled, handlers)
+
+
+def _is_librarys(name: str) -> bool:
+    """Whether a logger has the name of an installed package that is in use."""
+    package = name.partition(".")[0]
+    module = sys.modules.get(package) or sys.modules.get(package.lower())
+    file = getattr(module, "__file__", None) or ""
+    return package != "__main__" and Frame(file=file, line=0, function="").is_library
+
+
+def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
+    for handler in logger.handlers:
+        if not _is_notebook_handler(handler):
+            continue
+        target = getattr(handler, "baseFilename", "")
+        if target:
+            _append_only(handler)
+        else:
+            target = _stream_of(handler)
+        if target:
+            encoding = getattr(handler, "encoding", None)
+            yield _HandlerSettings(target, encoding, handler.level, _pickled_parts(handler))
+
+
+def _is_notebook_handler(handler: logging.Handler) -> bool:
+    """Whether it is of a kind that workers are given."""
+    return isinstance(handler, logging.FileHandler) or type(handler) is logging.StreamHandler
+
+
+def _stream_of(handler: Any) -> str:
+    """Which stream of this process a handler writes to; empty if none of them."""
+    for name in _STREAMS:
+        if handler.stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
+            return name
+    return ""
+
+
+def _append_only(handler: Any) -> None:
+    """Let the notebook write behind what the workers will have written, not over it."""
+    import fcntl  # Windows has none, where nbaccel can be imported, too
+
+    # The stream is not open, or has no descriptor.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        flags = fcntl.fcntl(handler.stream.fileno(), fcntl.F_GETFL)
+        fcntl.fcntl(handler.stream.fileno(), fcntl.F_SETFL, flags | os.O_APPEND)
+
+
+def _pickled_parts(handler: logging.Handler) -> bytes:
+    if handler.formatter is None and not handler.filters:
+        return b""
+    try:
+        return pickling.dumps_with_lines((handler.formatter, handler.filters))
+    except Exception:  # the user's own class may raise anything
+        return b""
+
+
+def _handler_from(settings: _HandlerSettings) -> logging.Handler:
+    """The same handler in this process."""
+    handler: logging.Handler
+    if settings.target in _STREAMS:
+        handler = logging.StreamHandler(getattr(sys, settings.target))
+    else:
+        # delay: a worker that logs nothing must not create or touch the file.
+        handler = logging.FileHandler(settings.target, "a", settings.encoding, delay=True)
+    handler.setLevel(settings.level)
+    if settings.parts:
+        # Their classes cannot be imported here: it works without them.
+        with contextlib.suppress(Exception):
+            handler.formatter, handler.filters = pickle.loads(settings.parts)
+    handler.is_from_nbaccel = True  # type: ignore[union-attr]
+    return handler
+
+
+def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
+    # A copy, because the loop removes handlers.
+    for handler in tuple(logger.handlers):
+        # A fork has the notebook's handlers already: without this, each line would be logged twice.
+        if getattr(handler, "is_from_nbaccel", False) or (
+            wanted.handlers and _is_notebook_handler(handler)
+        ):
+            logger.removeHandler(handler)
+    logger.setLevel(wanted.level)
+    # A logger that a library has configured here keeps its own handlers and propagation.
+    if wanted.handlers or not logger.handlers:
+        logger.propagate = wanted.propagate
+        logger.disabled = wanted.disabled
+    for settings in wanted.handlers:
+        logger.addHandler(_handler_from(settings))
+
+
+# ------------------------------------------------------------------------- random numbers
+
+
+def seeded_states() -> bytes:
+    """State of the random generators of Python, torch and NumPy."""
+    return pickle.dumps(
+        (
+            random.getstate(),
+            torch.get_rng_state().numpy().tobytes(),
+            np.random.get_state(),
+        )
+    )
+
+
+def restore_random_states(states: bytes) -> None:
+    """Let this worker draw the numbers that a fork of the notebook would draw."""
+    python_state, torch_bytes, numpy_state = pickle.loads(states)
+    random.setstate(python_state)
+    torch.set_rng_state(torch.frombuffer(bytearray(torch_bytes), dtype=torch.uint8))
+    np.random.set_state(numpy_state)

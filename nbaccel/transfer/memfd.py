@@ -8,11 +8,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import errno
 import functools
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,6 @@ _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not expor
 _MAP_NORESERVE = 0x4000
 _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
 
-_PAGE_ENTRIES_READ = 1 << 15  # of the page table, read at a time: small enough to stay in the cache
 _COMPARED_BYTES = 1 << 18  # compared at a time: small enough to stay in the cache
 _CLOSELY_COMPARED_BYTES = 1 << 26
 
@@ -54,7 +55,6 @@ class PackedObject:
     """What the receiver must know to open the memory file that travels with this record."""
 
     nbytes: int
-    """Size of the file."""
     blocks: tuple[ByteRange, ...]
     """Where each out-of-band block lies, in the order in which the pickle refers to them."""
     pickle: ByteRange
@@ -66,11 +66,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def create_file(name: str, num_bytes: int) -> int:
-    """Create an anonymous memory file of `num_bytes` bytes and return its descriptor.
-
-    The file has no name in any directory, is not bounded by the size of /dev/shm, and is gone with
-    the last process that holds it. Pages cost memory only once they are written.
-    """
+    """Create a memory file; pages of it cost memory only once they are written."""
     fd = os.memfd_create(f"nbaccel-{name}", os.MFD_CLOEXEC)
     try:
         # An empty file cannot be mapped.
@@ -99,22 +95,15 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
 
 
 class Mapping:
-    """A memory file mapped into this process.
+    """A memory file mapped into this process: shared, or private (copy on write).
 
-    A *shared* mapping writes to the file. A *private* one reads the file's pages and keeps what it
-    writes to itself (copy on write), so many readers cost one copy and no writer disturbs another.
-
-    Whoever views the bytes (through `view` or `bytes`) keeps the mapping alive: it is unmapped when
-    the last view is gone. That is why there is no `close`.
+    It is unmapped when the last view of it (`view`, `bytes`) is gone, so there is no `close`.
     """
 
     def __init__(self, fd: int, num_bytes: int, *, is_private: bool) -> None:
         self.nbytes = num_bytes
-        self.address = 0  # so that __del__ has it to look at when the next line raises
-        self.address = _map_file(fd, num_bytes, _mapping_flags(is_private))
-        self.identity = file_identity(fd)
-        if is_private:
-            mapped_files.register(self)
+        self.address = 0
+        self._map(fd, is_private=is_private)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -135,11 +124,20 @@ class Mapping:
         return memoryview(self.bytes().data)[start:end]
 
     def replace(self, fd: int, *, is_private: bool) -> None:
-        """Put another file of the same size under the same addresses, in one step.
+        """Put another file of the same size under the same addresses, in one step."""
+        self._map(fd, is_private=is_private)
 
-        Every tensor that lives here keeps its address and sees the other file's bytes from now on.
-        """
-        _map_file(fd, self.nbytes, _mapping_flags(is_private) | _MAP_FIXED, self.address)
+    def _map(self, fd: int, *, is_private: bool) -> None:
+        # A private mapping reserves no swap, because most of its pages are never written.
+        flags = (mmap.MAP_PRIVATE | _MAP_NORESERVE) if is_private else mmap.MAP_SHARED
+        flags |= _MAP_FIXED if self.address else 0
+        place = self.address or None
+        address = _c_library().mmap(place, self.nbytes, _READ_WRITE, flags, fd, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            text = f"mapping {self.nbytes} bytes of shared memory: {os.strerror(code)}"
+            raise OSError(code, text)
+        self.address = int(address)
         self.identity = file_identity(fd)
         if is_private:
             mapped_files.register(self)
@@ -149,12 +147,9 @@ class Mapping:
     def advise(self, start: int, end: int, advice: int) -> None:
         """Tell the system what is about to happen to these bytes (``madvise(2)``)."""
         start -= start % PAGE_BYTES
-        self._advise(start, end, advice, "advising of")
-
-    def _advise(self, start: int, end: int, advice: int, action: str) -> None:
         if _c_library().madvise(self.address + start, end - start, advice):
             code = ctypes.get_errno()
-            raise OSError(code, f"{action} bytes {start} to {end}: {os.strerror(code)}")
+            raise OSError(code, f"advising of bytes {start} to {end}: {os.strerror(code)}")
 
     def contains(self, address: int, num_bytes: int) -> bool:
         """Whether `num_bytes` bytes at `address` lie inside this mapping."""
@@ -170,7 +165,9 @@ class Mapping:
 
     def give_back(self, start: int, end: int) -> None:
         """Drop what a private mapping has written to these pages: it sees the file's again."""
-        self._advise(start, end, mmap.MADV_DONTNEED, "giving back")
+        if start % PAGE_BYTES:  # a part of the page before would go, too
+            raise OSError(errno.EINVAL, f"giving back bytes {start} to {end}: no start of a page")
+        self.advise(start, end, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:
         # Not there where a subclass failed before it got this far, or while Python shuts down.
@@ -184,51 +181,21 @@ def file_identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _mapping_flags(is_private: bool) -> int:
-    # A private mapping reserves no swap, because most of its pages are never written.
-    return (mmap.MAP_PRIVATE | _MAP_NORESERVE) if is_private else mmap.MAP_SHARED
-
-
-def _map_file(fd: int, num_bytes: int, flags: int, address: int | None = None) -> int:
-    mapped = _c_library().mmap(address, num_bytes, _READ_WRITE, flags, fd, 0)
-    if mapped is None or mapped == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mapping {num_bytes} bytes of shared memory: {os.strerror(code)}")
-    return int(mapped)
-
-
 def _own_pages(address: int, num_bytes: int) -> list[ByteRange]:
     """Ranges of pages that a private file mapping no longer shares with its file.
 
-    Linux, Documentation/admin-guide/mm/pagemap: bit 63 means present, bit 62 swapped, bit 61 "page
-    of a file or shared". A page copied on write is present (or swapped) without bit 61. Where the
-    table cannot be read (some sandboxes have none), everything counts as written.
+    Where the table of pages cannot be read (some sandboxes have none), everything counts as such.
     """
     num_pages = -(-num_bytes // PAGE_BYTES)
-    ranges: list[ByteRange] = []
-    try:
-        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    entries = b""
+    with contextlib.suppress(OSError), Path("/proc/self/pagemap").open("rb") as pagemap:
+        entries = os.pread(pagemap.fileno(), num_pages * 8, address // PAGE_BYTES * 8)
+    if len(entries) != num_pages * 8:
         return [(0, num_pages * PAGE_BYTES)]
-    with closing_files(pagemap):
-        entries = np.empty(min(num_pages, _PAGE_ENTRIES_READ), dtype=np.uint64)
-        for first_page in range(0, num_pages, _PAGE_ENTRIES_READ):
-            chunk = entries[: min(_PAGE_ENTRIES_READ, num_pages - first_page)]
-            offset = (address // PAGE_BYTES + first_page) * 8
-            if os.preadv(pagemap, [chunk.data], offset) != chunk.nbytes:
-                return [(0, num_pages * PAGE_BYTES)]
-            if chunk.any():  # nothing mapped yet: the common case of an untouched model
-                ranges += _own_page_runs(chunk, first_page)
-    return merge_ranges(ranges)
-
-
-def _own_page_runs(
-    entries: np.ndarray[Any, np.dtype[np.uint64]], first_page: int
-) -> Iterator[ByteRange]:
-    """Ranges of pages that are present or swapped, and no file's."""
-    flags = (entries >> np.uint64(61)).astype(np.uint8)
-    for first, last in _runs(((flags & 0b110) != 0) & ((flags & 0b001) == 0)):
-        yield (first_page + first) * PAGE_BYTES, (first_page + last) * PAGE_BYTES
+    # Linux, Documentation/admin-guide/mm/pagemap: present (bit 63) or swapped (62), no file's (61).
+    flags = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
+    is_own = (flags >= 2) & (flags & np.uint64(1) == 0)
+    return [(first * PAGE_BYTES, end * PAGE_BYTES) for first, end in _runs(is_own)]
 
 
 def _runs(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[tuple[int, int]]:
@@ -279,15 +246,13 @@ def total_bytes(ranges: Iterable[ByteRange]) -> int:
 
 
 def equal_runs(own: _Bytes, theirs: _Bytes, spans: Sequence[ByteRange]) -> Iterator[ByteRange]:
-    """The runs of whole pages in these spans that are the same in both.
-
-    Of much, a block whose first page differs counts as changed: that costs a hundredth of copying.
-    """
+    """The runs of whole pages in these spans that are the same in both."""
     is_much = total_bytes(spans) > _CLOSELY_COMPARED_BYTES
     for low, high in spans:
         for start in range(low, high, _COMPARED_BYTES):
             end = min(start + _COMPARED_BYTES, high)
             first_page = slice(start, min(start + PAGE_BYTES, end))
+            # A block whose first page differs counts as changed: a hundredth of copying it.
             if is_much and (own[first_page] != theirs[first_page]).any():
                 continue
             pages = np.arange(0, end - start, PAGE_BYTES)

@@ -1,41 +1,246 @@
-"""The notebook's namespace at one moment: the fingerprints of what is in it.
+"""The notebook's namespace at one moment: fingerprints of values, and what modules consist of.
 
 Small immutable values are their own fingerprint. Everything else is pickled into a hash: the stream
 and, in place, the big blocks beside it. Parts of modules are named by key, so that no weights are
-hashed: what changed in a module is compared separately (`module_registry.py`).
+hashed.
+
+A module keeps its key as long as it is the same object with the same structure: the same kinds of
+submodules, and tensors of the same shapes in the same memory. With another structure it is another
+module to the workers, and gets another key. All else that can change in it is compared piece by
+piece (`ModuleState`), so that only the pieces travel and the worker's object stays the one that its
+optimizer steps.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
-import types
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
 
+from nbaccel.base import torch_private
 from nbaccel.transfer import arena, pickling
-from nbaccel.transfer.function_pickling import ModulePlace, Reducer, travels_by_value
-from nbaccel.transfer.module_registry import (
-    ModuleRecord,
-    ModuleRegistry,
-    ModuleState,
-    ModuleSurvey,
-    OpaqueToken,
-    attributes_of,
-)
+from nbaccel.transfer.pickling import ModulePlace, Reducer, travels_by_value
+
+PartPlace = tuple[str, str]
+"""Path of a tensor or submodule, and the name of its attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSurvey:
+    """What a module consists of at one moment, each object under all of its names."""
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, root: nn.Module) -> ModuleSurvey:
+        """Look through a module."""
+        modules = root.named_modules(remove_duplicate=False)
+        return cls(tuple(modules), tuple(arena.named_tensors(root)))
+
+    def structure(self) -> tuple[Hashable, ...]:
+        """Equal as long as a worker's copy can be kept."""
+        numbers: dict[int, int] = {}
+        return (
+            tuple(
+                (path, type(module), numbers.setdefault(id(module), len(numbers)))
+                for path, module in self.modules
+            ),
+            tuple((path, *_tensor_geometry(tensor)) for path, tensor in self.tensors),
+        )
+
+    def places(self, key: str) -> Iterator[tuple[int, tuple[str, str]]]:
+        """By the id of each object: where it is in the module that has this key."""
+        # In reverse, because later pairs replace earlier ones: of several names the first counts.
+        for path, part in reversed(self.modules + self.tensors):
+            yield id(part), (key, path)
+
+    def changeable(self) -> Iterator[tuple[PartPlace, Any]]:
+        """What may change while the structure stays, but for values and classes."""
+        for path, tensor in self.tensors:
+            yield (path, "requires_grad"), tensor.requires_grad
+        for path, module in self.modules:
+            yield (path, "training"), module.training
+            for name, value in vars(module).items():
+                if name not in torch_private.MODULE_ATTRIBUTES:
+                    yield (path, name), value
+
+    def versions(self) -> int:
+        """Grows whenever a tensor is written to (by what torch counts as writing)."""
+        return sum(torch_private.tensor_version(tensor) for _, tensor in self.tensors)
+
+
+def _tensor_geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    if type(tensor) not in arena.PLAIN or tensor.layout is not torch.strided:
+        # Such a tensor has no address; another object counts as another structure.
+        return (id(tensor),)
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
+# ------------------------------------------------------------------------- what can change
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleState:
+    """What may change in a module while its structure stays."""
+
+    tokens: Mapping[PartPlace, Hashable]
+    """Of all that :meth:`ModuleSurvey.changeable` gives."""
+    classes: Mapping[type, Hashable]
+    """Tokens of the classes among its submodules that cells defined."""
+    versions: int
+    names: frozenset[str] = field(default_factory=frozenset)
+    """Names of the namespace that its methods and attributes read."""
+    modules: frozenset[str] = field(default_factory=frozenset)
+    """Keys of modules that its attributes refer to, but for itself."""
+
+
+class OpaqueToken(NamedTuple):
+    """The token of a value that does not pickle: such an attribute stays where it is."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleChange:
+    """What the notebook changed in a module that a worker has: only the differences."""
+
+    key: str
+    values: Mapping[PartPlace, Any] = field(default_factory=dict)
+    removed: frozenset[PartPlace] = frozenset()
+    adopt: bool = False
+    """The notebook wrote to the weights: drop what this worker has written to them."""
+    classes: tuple[type, ...] = ()
+    """Classes of cells that changed: unpickling one brings the worker's up to date."""
+
+
+def difference(
+    key: str, old: ModuleState, new: ModuleState, survey: ModuleSurvey, *, adopt: bool = False
+) -> ModuleChange | None:
+    """What must be sent to a worker that has the old state; None if nothing."""
+    changed = {
+        place
+        for place, token in new.tokens.items()
+        # What does not pickle cannot be sent; the worker keeps its own value.
+        if old.tokens.get(place) != token and not isinstance(token, OpaqueToken)
+    }
+    removed = frozenset(old.tokens.keys() - new.tokens.keys())
+    classes = tuple(cls for cls, token in new.classes.items() if old.classes.get(cls) != token)
+    adopt = adopt or old.versions != new.versions
+    if not (changed or removed or classes or adopt):
+        return None
+    values = {place: value for place, value in survey.changeable() if place in changed}
+    return ModuleChange(key=key, values=values, removed=removed, adopt=adopt, classes=classes)
+
+
+# ------------------------------------------------------------------------- the table
+
+
+class ModuleRecord:
+    """One module under one key. It does not keep the module alive."""
+
+    def __init__(
+        self,
+        key: str,
+        path: str,
+        module: nn.Module,
+        survey: ModuleSurvey,
+        on_gone: Callable[[], object],
+    ) -> None:
+        self.key = key
+        self.path = path
+        """How the user would write it; reports name it so."""
+        self.structure = survey.structure()
+        self.is_shared = False
+        self.manifest = arena.Manifest(path, ())
+        """What a worker must know to write its weights back."""
+        self._module = weakref.ref(module, lambda _: on_gone())
+        self._sharing = arena.Sharing()
+        """Without the module."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, if it lives."""
+        return self._module()
+
+    @property
+    def sharing(self) -> arena.Sharing:
+        """Where its tensors lie, as long as it lives."""
+        module = self.module
+        if module is None:
+            return arena.Sharing()
+        return replace(self._sharing, modules=(arena.SharedModule(self.manifest, module),))
+
+    def versions(self) -> int:
+        """Grows whenever one of its tensors is written to; see `ModuleSurvey.versions`."""
+        module = self.module
+        return ModuleSurvey.of(module).versions() if module is not None else 0
+
+    def share(self) -> None:
+        """Move it to an arena unless that is done."""
+        module = self.module
+        if self.is_shared or module is None:
+            return
+        sharing = arena.share_modules([(self.path, module)])
+        self.is_shared = True
+        self.manifest = sharing.modules[0].manifest
+        self._sharing = replace(sharing, modules=())
+        # Again, because moving the tensors has changed their addresses, which are part of it.
+        self.structure = ModuleSurvey.of(module).structure()
+
+
+class ModuleRegistry:
+    """All modules of the notebook that the workers of one pool know or may get to know."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, ModuleRecord] = {}
+        self._count = itertools.count()
+
+    def record_of(self, module: nn.Module) -> ModuleRecord | None:
+        """The record of this very object, if it has one of its own."""
+        return next((record for record in self.all() if record.module is module), None)
+
+    def by_key(self, key: str) -> ModuleRecord | None:
+        """The record with that key, as long as its module lives and has its structure."""
+        return self._records.get(key)
+
+    def with_keys(self, keys: Iterable[str]) -> list[ModuleRecord]:
+        """The records with these keys, but for those that are gone."""
+        return [self._records[key] for key in keys if key in self._records]
+
+    def all(self) -> list[ModuleRecord]:
+        """Every record, in the order in which they were made."""
+        return list(self._records.values())
+
+    def add(self, module: nn.Module, path: str, survey: ModuleSurvey) -> ModuleRecord:
+        """Give a module a key; the one it had is given up."""
+        former = self.record_of(module)
+        if former is not None:
+            self._drop(former.key)
+        number = next(self._count)
+        key = f"module{number}"
+        if any(record.path == path for record in self.all()):
+            # A report names modules by path, and must not confuse two of them.
+            path = f"{path} ({number})"
+        record = ModuleRecord(key, path, module, survey, lambda: self._drop(key))
+        self._records[key] = record
+        return record
+
+    def _drop(self, key: str) -> None:
+        self._records.pop(key, None)
+
+
+# ------------------------------------------------------------------------- a moment
 
 
 class NamespaceSnapshot:
-    """Fingerprints of one moment. What was looked at once is not looked at again.
-
-    The snapshot keeps alive what it has seen, so it must not be kept itself.
-    """
+    """Fingerprints of one moment. Not to be kept: it keeps alive what it has seen."""
 
     def __init__(self, namespace: Mapping[str, Any], modules: ModuleRegistry) -> None:
         self._namespace = namespace
@@ -43,7 +248,7 @@ class NamespaceSnapshot:
         self._surveys: dict[str, ModuleSurvey] = {}
         self._states: dict[str, ModuleState] = {}
         self._table: dict[int, ModulePlace] | None = None
-        self._owners: dict[int, tuple[str, nn.Module]] | None = None
+        self._has_added_all = False
         self._path = ""
         self.news = 0
         """How many modules got a key since this moment began."""
@@ -68,7 +273,7 @@ class NamespaceSnapshot:
         return {
             address: host_place
             for record in self._modules.all()
-            for address, host_place in record.stand_ins.items()
+            for address, host_place in record.sharing.stand_ins.items()
         }
 
     # ------------------------------------------------------------------- modules
@@ -84,8 +289,9 @@ class NamespaceSnapshot:
         place = self._table.get(id(module_part))
         if place is None and is_module:
             return self._add(module_part, self._path).key, ""
-        if place is None and isinstance(module_part, nn.Parameter):
-            return self._of_owner(module_part)
+        if place is None and isinstance(module_part, nn.Parameter) and not self._has_added_all:
+            self._add_all()
+            return self.place(module_part)
         return place
 
     def table(self, records: Iterable[ModuleRecord]) -> dict[int, ModulePlace]:
@@ -141,22 +347,14 @@ class NamespaceSnapshot:
         self._table = None
         return record
 
-    def _of_owner(self, parameter: nn.Parameter) -> ModulePlace | None:
-        """Its place in a module that the user has, so that an optimizer steps that module."""
-        if self._owners is None:
-            self._owners = {
-                id(tensor): (name, value)
-                # A copy, because a thread of the user's may bind names meanwhile.
-                for name, value in list(self._namespace.items())
-                if isinstance(value, nn.Module)
-                for tensor in value.parameters()
-            }
-        name, module = self._owners.get(id(parameter), ("", None))
-        if module is None:
-            return None
-        self._add(module, name)
-        self._table = self.table(self._modules.all())
-        return self._table.get(id(parameter))
+    def _add_all(self) -> None:
+        """Give all modules of the user's a key, so that an optimizer steps the one that he has."""
+        self._has_added_all = True
+        # A copy, because a thread of the user's may bind names meanwhile.
+        for name, value in list(self._namespace.items()):
+            if isinstance(value, nn.Module):
+                self._path = name
+                self.place(value)
 
     def _module_state(self, key: str, survey: ModuleSurvey) -> ModuleState:
         names: set[str] = set()
@@ -174,15 +372,10 @@ class NamespaceSnapshot:
             modules.update(found.modules)
             return found.token
 
-        attributes = {
-            path: {name: token(value) for name, value in attributes_of(module)}
-            for path, module in survey.modules
-        }
+        tokens = {place: token(value) for place, value in survey.changeable()}
         kinds = dict.fromkeys(type(module) for _, module in survey.modules)
         return ModuleState(
-            requires_grad=tuple(tensor.requires_grad for _, tensor in survey.tensors),
-            training=tuple(module.training for _, module in survey.modules),
-            attributes=attributes,
+            tokens=tokens,
             classes={kind: token(kind) for kind in kinds if travels_by_value(kind)},
             versions=survey.versions(),
             names=frozenset(names),
@@ -197,7 +390,6 @@ _MAX_TUPLE_ELEMENTS = 16  # longer tuples are pickled into a hash
 _IMMUTABLE_TYPES = frozenset(
     (bool, int, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device)
 )
-_IMPORTABLE_TYPES = frozenset((type, types.FunctionType, types.BuiltinFunctionType, np.ufunc))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +405,7 @@ class Fingerprint:
 
 
 def plain_token(value: Any) -> Hashable | None:
-    """The token of a value that can be compared directly, or that an import leads to."""
+    """The token of a value that can be compared directly."""
     kind = type(value)
     if kind in _IMMUTABLE_TYPES:
         is_long = kind in (str, bytes) and len(value) > _LONG_BYTES
@@ -224,82 +416,19 @@ def plain_token(value: Any) -> Hashable | None:
     if kind is tuple and len(value) <= _MAX_TUPLE_ELEMENTS:
         tokens = tuple(map(plain_token, value))
         return None if None in tokens else (kind, tokens)
-    if kind is types.ModuleType:
-        is_imported = sys.modules.get(value.__name__) is value
-        return ("import", value.__name__) if is_imported else None
-    if kind in _IMPORTABLE_TYPES:
-        return _token_of_import(value)
-    return _token_of_block(value)
-
-
-def _token_of_import(value: Any) -> Hashable | None:
-    module = getattr(value, "__module__", None)
-    name = getattr(value, "__qualname__", None)
-    if module is None or name is None or module == "__main__":
-        return None
-    is_importable = getattr(sys.modules.get(module), name, None) is value
-    return ("global", module, name) if is_importable else None
-
-
-def _token_of_block(value: Any) -> Hashable | None:
-    """The token of an array or tensor that is nothing but its numbers."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        is_ordinary = (
-            value.device.type == "cpu"
-            and value.layout is torch.strided
-            and not (value.is_quantized or value.is_conj() or value.is_neg())
-            # NumPy has no bfloat16.
-            and value.dtype is not torch.bfloat16
-            and not value.requires_grad
-            and not value.__dict__
-            and value.is_contiguous()
-        )
-        if not is_ordinary or arena.arena_of(value.untyped_storage()):
-            return None
-        return ("tensor", _hash_array(value.numpy()))
-    if kind is np.ndarray and not value.dtype.hasobject and value.flags.c_contiguous:
-        return ("array", _hash_array(value))
     return None
-
-
-def _hash_array(array: np.ndarray[Any, Any]) -> Hashable:
-    # Through a view of bytes: some types of numbers (dates) have no buffer of their own.
-    digest = xxhash.xxh3_128_digest(array.reshape(-1).view(np.uint8).data) if array.size else b""
-    return (
-        array.dtype.str,
-        str(array.dtype),
-        array.shape,
-        # Making an array read-only is a change, too.
-        array.flags.writeable,
-        digest,
-    )
-
-
-class _HashingStream:
-    """A file that keeps nothing but the hash of what is written to it."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
-
-    def write(self, content: Any) -> int:
-        self._hash.update(content)
-        return len(content)
-
-    def block(self, buffer: pickle.PickleBuffer) -> None:
-        with buffer.raw() as raw_bytes:
-            # The length first, or two blocks could hash like two others that are cut elsewhere.
-            self._hash.update(raw_bytes.nbytes.to_bytes(8, "little"))
-            self._hash.update(raw_bytes)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
 
 
 def fingerprint_of_pickle(
     value: Any, reducer: Reducer, stand_ins: Mapping[int, tuple[arena.Arena, int]] | None = None
 ) -> Fingerprint:
     """The fingerprint of anything that pickles."""
-    stream = _HashingStream()
-    pickling.dump(value, pickling.Sender(stand_ins or {}, reducer), stream, stream.block)
-    return Fingerprint(stream.digest(), frozenset(reducer.names), frozenset(reducer.modules))
+    prepared = pickling.prepare(value, pickling.Sender(stand_ins or {}, reducer))
+    digest = xxhash.xxh3_128(prepared.stream.getbuffer())
+    for block in prepared.blocks:
+        with block.raw() as raw_bytes:
+            # The length first, or two blocks could hash like two others that are cut elsewhere.
+            digest.update(raw_bytes.nbytes.to_bytes(8, "little"))
+            digest.update(raw_bytes)
+    prepared.drop()
+    return Fingerprint(digest.digest(), frozenset(reducer.names), frozenset(reducer.modules))

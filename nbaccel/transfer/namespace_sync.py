@@ -1,7 +1,7 @@
 """What is sent from the notebook's namespace to the workers: what a cell needs and they lack.
 
-    names of a cell ─► fingerprints ─► what each rank lacks ─► one part per group of equal ranks
-               (NamespaceSnapshot)        (_RankLack)       (PreparedPart)
+    names of a cell ─► fingerprints ─► what a group of equal ranks lacks ─► one part for it
+               (NamespaceSnapshot)               (_Lack)                 (PreparedPart)
 
 For every rank `NamespaceSync` remembers the fingerprint that each name had in the notebook when the
 rank got it, or bound it itself. A name is sent when the notebook's value has another fingerprint.
@@ -13,31 +13,29 @@ import contextlib
 import functools
 import os
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.errors import ModelNotShareable, NotSendable
 from nbaccel.transfer import arena, memfd, namespace_snapshot, pickling
 from nbaccel.transfer.free_names import Names, is_users
-from nbaccel.transfer.function_pickling import ModulePlace, Reducer
-from nbaccel.transfer.module_registry import (
+from nbaccel.transfer.namespace_snapshot import (
+    Fingerprint,
     ModuleChange,
     ModuleRecord,
     ModuleRegistry,
     ModuleState,
+    NamespaceSnapshot,
     difference,
 )
-from nbaccel.transfer.namespace_snapshot import Fingerprint, NamespaceSnapshot
-from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
 from nbaccel.transfer.object_walk import find_in
+from nbaccel.transfer.pickling import ModulePlace, Reducer
+from nbaccel.transfer.worker_namespace import Load, NamespaceUpdate
 
 # A module found in one round changes what another value refers to in the next.
 _MAX_SURVEY_ROUNDS = 4
-
-_ModuleChanges = Mapping[str, ModuleChange]
-"""Key of a module that ranks have → what changed in it."""
 
 
 @dataclass
@@ -51,16 +49,15 @@ class _RankState:
     arenas: dict[str, weakref.ref[arena.Arena]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _RankLack:
-    """What a rank lacks. Equal for ranks that can be given the same."""
+class _Lack(NamedTuple):
+    """What ranks of one state are to get."""
 
     names: tuple[str, ...]
     whole: tuple[str, ...]
+    """Keys of the modules that come whole."""
     known: frozenset[str]
-    """Keys of the living modules that it has."""
-    states: tuple[tuple[str, ModuleState], ...]
-    """The states that were sent of those that the cell can reach."""
+    """Keys of the modules that they have."""
+    changes: Mapping[str, ModuleChange]
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class PreparedUpdate:
     parts: list[PreparedPart] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
     nbytes: int = 0
-    """Bytes that were copied for it: the payloads, and arenas made for modules."""
+    """Of the payloads, and of arenas that ranks are sent."""
 
     def close(self) -> None:
         """Give up the descriptors."""
@@ -107,7 +104,6 @@ class NamespaceSync:
         self._ranks = {rank: _RankState() for rank in ranks}
         self._modules = ModuleRegistry()
         self.reasons: dict[str, str] = {}
-        """Names that could not be sent, with why."""
 
     def prepare(
         self, names: Names, ranks: Sequence[int], *, force_send: bool = False
@@ -143,10 +139,7 @@ class NamespaceSync:
                     state.arenas[key] = weakref.ref(sent)
 
     def bound(self, rank: int, names: Iterable[str]) -> None:
-        """Record that a rank's cell bound or deleted these names itself.
-
-        What the notebook has under such a name is sent only when it changes after this.
-        """
+        """A rank's cell bound or deleted these: the notebook's are sent only if they change."""
         tokens = self._ranks[rank].seen
         snapshot = NamespaceSnapshot(self._namespace, self._modules)
         for name in names:
@@ -172,16 +165,13 @@ class NamespaceSync:
 
     @contextlib.contextmanager
     def taking_weights(self, records: Iterable[ModuleRecord]) -> Iterator[None]:
-        """Weights of these modules come from the ranks within this block.
-
-        What changes in their tensors is no news to the ranks: they are not asked to take it over.
-        """
-        arenas = {key for record in records for key in record.arenas}
+        """A block in which weights come from the ranks: no news to them, to be taken over."""
+        arenas = {key for record in records for key in record.sharing.arenas}
         # Modules may share an arena, so one that was not trained can change with another.
         versions = {
             record: record.versions()
             for record in self._modules.all()
-            if arenas & record.arenas.keys()
+            if arenas & record.sharing.arenas.keys()
         }
         yield
         for record, before in versions.items():
@@ -215,16 +205,17 @@ class _UpdatePacking:
             self._found = self._fingerprints_now()
             if self._snapshot.news == news:
                 break
-        # Grouped, because ranks mostly lack the same: one pickle then serves all of them.
-        ranks_by_lack: dict[_RankLack, list[int]] = defaultdict(list)
+        # Grouped, because ranks mostly have the same: one pickle then serves all of them.
+        groups: list[list[int]] = []
         for rank in ranks:
-            ranks_by_lack[self._lack(self._ranks[rank])].append(rank)
-        for lack, group in ranks_by_lack.items():
-            changes = self._changes(lack)
-            if lack.names or lack.whole or changes:
-                # Before packing: the pickle refers to tensors by their place in an arena.
-                self._share(lack)
-                self._add_part(lack, changes, tuple(group))
+            state = self._ranks[rank]
+            group = next((group for group in groups if self._ranks[group[0]] == state), None)
+            if group is None:
+                groups.append([rank])
+            else:
+                group.append(rank)
+        for group in groups:
+            self._add_part(tuple(group), self._ranks[group[0]])
         for part in self.prepared.parts:
             for name in part.tokens:
                 self._reasons.pop(name, None)
@@ -268,41 +259,36 @@ class _UpdatePacking:
     def _modules_in(self, variable_names: Iterable[str]) -> set[str]:
         return {key for name in variable_names for key in self._found[name].modules}
 
-    def _lack(self, state: _RankState) -> _RankLack:
+    def _lack(self, state: _RankState) -> _Lack:
         names = tuple(
             name
             for name, fingerprint in self._found.items()
             if name in self._forced or state.seen.get(name) != fingerprint.token
         )
         known = frozenset(record.key for record in self._modules.with_keys(state.modules))
-        states = tuple(
-            (key, state.modules[key])
-            for key in self._reach(self._modules_in(self._found))
-            if key in known
-        )
-        starts = self._modules_in(names) | {key for key, _ in states}
+        reached = [key for key in self._reach(self._modules_in(self._found)) if key in known]
+        starts = self._modules_in(names).union(reached)
         whole = tuple(key for key in self._reach(starts) if key not in known)
-        return _RankLack(names, whole, known, states)
-
-    def _changes(self, lack: _RankLack) -> _ModuleChanges:
         forced = self._modules_in(self._forced & self._found.keys())
-        changes = {}
-        for key, sent in lack.states:
-            state = self._snapshot.state(key)
-            survey = self._snapshot.survey(key)
-            change = difference(key, sent, state, survey, adopt=key in forced)
-            record = self._modules.by_key(key)
-            if change is None or record is None:
-                continue
-            changes[key] = change
-            if change.adopt:
-                # Workers cannot read the notebook's device memory; they adopt from these copies.
-                arena.update_host_copies(record.sharing)
-        return changes
+        changes = {
+            key: change
+            for key in reached
+            if (change := self._change(key, state.modules[key], adopt=key in forced))
+        }
+        return _Lack(names, whole, known, changes)
+
+    def _change(self, key: str, sent: ModuleState, *, adopt: bool) -> ModuleChange | None:
+        state = self._snapshot.state(key)
+        change = difference(key, sent, state, self._snapshot.survey(key), adopt=adopt)
+        record = self._modules.by_key(key)
+        if record is not None and change is not None and change.adopt:
+            # Workers cannot read the notebook's device memory; they adopt from these copies.
+            arena.update_host_copies(record.sharing)
+        return change
 
     # ------------------------------------------------------------------- packing
 
-    def _share(self, lack: _RankLack) -> None:
+    def _share(self, lack: _Lack) -> None:
         """Move the modules that come whole to arenas; leaves out names whose module cannot."""
         for name in lack.names:
             keys = self._reach(self._found[name].modules)
@@ -319,71 +305,65 @@ class _UpdatePacking:
 
     def _share_modules(self, keys: Iterable[str]) -> None:
         for record in self._modules.with_keys(keys):
-            self.prepared.nbytes += record.share()
+            record.share()
 
-    def _pickle(
-        self, lack: _RankLack, changes: _ModuleChanges
-    ) -> tuple[memfd.PackedObject, int, pickling.Sender]:
+    def _add_part(self, ranks: tuple[int, ...], state: _RankState) -> None:
+        lack = self._lack(state)
+        if not (lack.names or lack.whole or lack.changes):
+            return
+        # Before packing: the pickle refers to tensors by their place in an arena.
+        self._share(lack)
+        whole = self._modules.with_keys(lack.whole)
         load = Load(
             names={name: self._namespace[name] for name in lack.names},
             modules=tuple(
-                (record.key, record.manifest(), record.module)
-                for record in self._modules.with_keys(lack.whole)
+                (record.key, record.manifest, record.module)
+                for record in whole
                 if record.module is not None
             ),
-            changes=tuple(changes.values()),
+            changes=tuple(lack.changes.values()),
         )
         reducer = Reducer(self._namespace, self._places(lack))
         sender = pickling.Sender(self._snapshot.stand_ins(), reducer)
         try:
-            packed, fd = pickling.pack(load, sender)
+            packed, payload_fd = pickling.pack(load, sender)
         except Exception as error:  # pickling runs user code: it may raise anything
             self._find_culprit(lack, error)
             raise
-        self.prepared.fds.append(fd)
-        self.prepared.nbytes += packed.nbytes
-        return packed, fd, sender
-
-    def _add_part(self, lack: _RankLack, changes: _ModuleChanges, ranks: tuple[int, ...]) -> None:
-        packed, payload_fd, sender = self._pickle(lack, changes)
-        states = [self._ranks[number] for number in ranks]
-        used = dict(sender.arenas)
-        for record in self._modules.with_keys(lack.whole):
-            used |= record.arenas
-        new = {
-            key: found
-            for key, found in used.items()
-            if any(key not in state.arenas for state in states)
-        }
-        sent = {key for state in states for key in state.modules}
-        gone = {key for state in states for key, found in state.arenas.items() if found() is None}
-        message = NamespaceUpdate(
-            arenas=tuple((key, found.nbytes) for key, found in new.items()),
-            payload=packed,
-            sources=sender.sources,
-            forget=tuple(sorted(sent - lack.known)),
-            forget_arenas=tuple(sorted(gone)),
-            # A module or tensor that comes, or whose weights are to be taken over anew.
-            reads_arenas=bool(used) or any(change.adopt for change in changes.values()),
-        )
         fds = self.prepared.fds
+        fds.append(payload_fd)
         num_before = len(fds)
+        used = dict(sender.arenas)
+        for record in whole:
+            used |= record.sharing.arenas
+        new = {key: found for key, found in used.items() if key not in state.arenas}
+        self.prepared.nbytes += packed.nbytes + sum(found.nbytes for found in new.values())
+        gone = [key for key, found in state.arenas.items() if found() is None]
         for found in new.values():
             # Live workers follow what cells write to it, so it cannot be a checkpoint's file.
             found.leave_file()
             # A copy, because it is closed after sending.
             fds.append(os.dup(found.fd))
+        message = NamespaceUpdate(
+            arenas=tuple((key, found.nbytes) for key, found in new.items()),
+            payload=packed,
+            sources=sender.sources,
+            forget=tuple(sorted(state.modules.keys() - lack.known)),
+            forget_arenas=tuple(sorted(gone)),
+            # A module or tensor that comes, or whose weights are to be taken over anew.
+            reads_arenas=bool(used) or any(change.adopt for change in lack.changes.values()),
+        )
         part = PreparedPart(
             ranks=ranks,
             message=message,
             fds=[*fds[num_before:], payload_fd],
             tokens={name: self._found[name].token for name in lack.names},
-            states={key: self._snapshot.state(key) for key in (*lack.whole, *changes)},
+            states={key: self._snapshot.state(key) for key in (*lack.whole, *lack.changes)},
             arenas=new,
         )
         self.prepared.parts.append(part)
 
-    def _places(self, lack: _RankLack) -> Callable[[Any], ModulePlace | None]:
+    def _places(self, lack: _Lack) -> Callable[[Any], ModulePlace | None]:
         """Finds what lies in modules that the ranks have."""
 
         # At first use: most pickles hold no module, and the table visits all of them.
@@ -415,7 +395,7 @@ class _UpdatePacking:
             return False
         return True
 
-    def _find_culprit(self, lack: _RankLack, error: Exception) -> None:
+    def _find_culprit(self, lack: _Lack, error: Exception) -> None:
         """Find the names that make the whole update unpicklable, and refuse or leave them out."""
         culprits = [name for name in lack.names if not self._pickles(self._namespace[name])]
         for name in culprits:

@@ -9,28 +9,28 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import io
-import pickle
-import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 
-from nbaccel.transfer.pickling import WEAK_TYPES
+from nbaccel.transfer import pickling
+from nbaccel.transfer.pickling import travels_by_value
 
 _Parts = Iterator[tuple[str, Any]]
-"""What an object holds, each with its path."""
 
 _LONG_LIST_ITEMS = 1000  # a list of more numbers is a data set, not a container of modules
 
 _MAX_VISITS = 20_000
 """Objects visited from a function or its arguments at most, which takes tens of milliseconds."""
+
+_WEAK_TYPES = (weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType)
+"""To be asked for by `type`: `isinstance` raises for a reference to what is gone."""
 
 _OPAQUE_TYPES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bytearray, int, float, complex)
 """What holds no modules. (`bool` is an `int`.)"""
@@ -40,11 +40,7 @@ _OPAQUE_TYPES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bytearray, in
 
 
 def find_modules(args: tuple[Any, ...]) -> list[tuple[str, nn.Module]]:
-    """Every module in the arguments, once, with the path a user would write.
-
-    Looks into lists, tuples, sets, mappings and dataclasses. A module inside another module belongs
-    to the outer one.
-    """
+    """Every outermost module in the arguments, also in containers, with its path."""
     modules: dict[int, tuple[str, nn.Module]] = {}
     for argument in _numbered("args", args):
         for path, module in _modules_behind([argument], _contents):
@@ -55,11 +51,7 @@ def find_modules(args: tuple[Any, ...]) -> list[tuple[str, nn.Module]]:
 def reached_modules(
     function: Callable[..., Any], args: tuple[Any, ...]
 ) -> list[tuple[str, nn.Module]]:
-    """The modules that a function reaches through globals, closures, objects and its arguments.
-
-    What is reached by few steps comes first. Code and data of imported modules are passed over:
-    workers import these themselves.
-    """
+    """The modules that a function reaches, but for those in imported modules; nearest first."""
     name = getattr(function, "__name__", type(function).__name__)
     return _modules_behind([(name, function), *_numbered("args", args)], _parts)
 
@@ -86,7 +78,7 @@ def _modules_behind(
     seen: dict[int, Any] = {}
     while unvisited and len(seen) < _MAX_VISITS:
         path, value = unvisited.popleft()
-        if id(value) in seen or type(value) in WEAK_TYPES:
+        if id(value) in seen or type(value) in _WEAK_TYPES:
             continue
         if isinstance(value, _OPAQUE_TYPES) or _is_plain_data(value):
             continue
@@ -136,11 +128,11 @@ def _parts(path: str, value: Any, *, in_words: bool = False) -> _Parts:
         yield from _numbered(f"{path}.args", value.args)
         yield from _contents(f"{path}.keywords", value.keywords)
     elif isinstance(value, types.FunctionType):
-        if _is_of_a_cell(value):
+        if travels_by_value(value):
             for name, words, inner in _variables(value, path):
                 yield f"{name} ({words})" if in_words and words else name, inner
     elif isinstance(value, type):
-        if _is_of_a_cell(value):
+        if travels_by_value(value):
             yield from ((f"{path}.{name}", member) for name, member in vars(value).items())
     elif not isinstance(value, types.ModuleType):
         yield from _contents(path, value)
@@ -177,14 +169,6 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _is_of_a_cell(value: Any) -> bool:
-    """Whether it travels by value: no worker could import it."""
-    module = sys.modules.get(getattr(value, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__" or "<locals>" in value.__qualname__:
-        return True
-    return bool(value.__qualname__ == "<lambda>")
-
-
 # ------------------------------------------------------------------------- what cannot be pickled
 
 _MAX_SEARCH_DEPTH = 6  # each level pickles all parts again
@@ -193,9 +177,7 @@ _MAX_SEARCH_DEPTH = 6  # each level pickles all parts again
 def _pickles(value: Any) -> bool:
     """Whether it can be pickled by itself."""
     try:
-        cloudpickle.Pickler(
-            io.BytesIO(), protocol=5, buffer_callback=pickle.PickleBuffer.release
-        ).dump(value)
+        pickling.prepare(value, pickling.Sender()).drop()
     except Exception:  # whatever is raised, it does not pickle
         return False
     return True
@@ -218,7 +200,7 @@ def find_in(
     depth: int = _MAX_SEARCH_DEPTH,
 ) -> str:
     """The innermost part of a value that does not pickle, as `path['lock'] (a _thread.lock)`."""
-    if depth and type(value) not in WEAK_TYPES:
+    if depth and type(value) not in _WEAK_TYPES:
         for inner_path, inner in _parts(path, value, in_words=True):
             if not can_pickle(inner):
                 return find_in(inner, inner_path, can_pickle=can_pickle, depth=depth - 1)

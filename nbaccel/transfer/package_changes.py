@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 from nbaccel.base.import_patches import patch_module
 
-__all__ = ["AppliedChanges", "ChangeKind", "LateChange", "PackageChange"]
-
 ChangeKind = Literal["attribute", "entry", "element"]
 
 
@@ -33,7 +31,6 @@ class PackageChange:
     module itself."""
     kind: ChangeKind
     key: Any
-    """Name of the attribute, or key of the entry."""
     value: Any
 
     @property
@@ -53,15 +50,10 @@ class PackageChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateChange:
-    """An entry for a class of the user's own module, of no use before that has been imported.
-
-    Unpickled at once, it would have each worker import the module, needed or not: transformers
-    registers every subclass of `ModelOutput` with torch.
-    """
+    """An entry for a class of the user's module, for when a worker imports that, if it does."""
 
     users_module: str
     pickled: bytes
-    """The `PackageChange`."""
 
 
 class AppliedChanges:

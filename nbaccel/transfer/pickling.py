@@ -1,10 +1,19 @@
 """Python objects sent to another process, with their big blocks beside the pickle.
 
 What cannot be pickled is found by `object_walk`.
+
+A function whose globals are the notebook's namespace gets the *receiver's* namespace as its
+globals: what it reads is looked up there, when it runs. So does one that a worker's cell
+defined, on its way to the notebook. Nothing of what it reads is put into it.
+
+[Note: cells of closures] Functions that share a variable (`nonlocal`) share it on the other side.
+So a closure's cell is made empty first and filled when the function that holds it exists, which is
+also what ends the recursion for a function that calls itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import gc
@@ -26,10 +35,9 @@ import cloudpickle
 import torch
 
 from nbaccel.base import torch_private
+from nbaccel.base.errors import InternalError
 from nbaccel.transfer import arena, memfd
-
-WEAK_TYPES = (weakref.ProxyType, weakref.CallableProxyType, weakref.ReferenceType)
-"""Types of weak references, to be asked for by ``type``: ``isinstance`` may raise."""
+from nbaccel.transfer.free_names import globals_read
 
 ArenaTable = Mapping[str, memfd.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
@@ -50,9 +58,11 @@ class Sender:
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Source lines of every cell whose functions or classes travel by value."""
     arenas: dict[str, arena.Arena] = field(default_factory=dict)
-    """Arenas that the pickle refers to, by key."""
     modules: list[torch.nn.Module] = field(default_factory=list)
     """Every module that the pickle holds, each before its parts."""
+    by_name: bool = False
+    """Whether the receiver has the very same classes and functions in its `__main__`, and must get
+    them and no copies: a forked worker's answer, or the notebook's `except MyError` would fail."""
 
     def key(self, owner: arena.Arena) -> str:
         """Name an arena for the receiver."""
@@ -108,27 +118,8 @@ def prepare(value: Any, sender: Sender, *, limit_bytes: int | None = None) -> Pr
     """Do what `pack` does, except for copying the big blocks."""
     blocks: list[pickle.PickleBuffer] = []
     stream = _MeteredStream(limit_bytes)
-    dump(value, sender, stream, blocks.append)
+    _ValuePickler(stream, sender, blocks.append).dump(value)
     return PreparedObject(stream, blocks)
-
-
-def dump(
-    value: Any, sender: Sender, stream: Any, on_block: Callable[[pickle.PickleBuffer], Any]
-) -> None:
-    """Pickle as `pack` does, but into anything that has a `write`; big blocks go to `on_block`."""
-    _ValuePickler(stream, sender, on_block).dump(value)
-
-
-def pack_plain(value: Any, sender: Sender) -> tuple[memfd.PackedObject, int]:
-    """Like `pack`, but classes and functions travel by name.
-
-    For a forked child's answer: its parent has the very same classes, and must get them back, not
-    copies of them, or the notebook's `except MyError` would not match.
-    """
-    blocks: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    _PlainPickler(stream, sender, blocks.append).dump(value)
-    return PreparedObject(stream, blocks).write()
 
 
 def unpack(
@@ -140,11 +131,7 @@ def unpack(
     namespace: dict[str, Any] | None = None,
     find_module: Callable[[str], torch.nn.Module] | None = None,
 ) -> Any:
-    """Open a payload. Arrays and tensors in it view a private mapping of the file.
-
-    Functions of a cell read what they read from the namespace; modules that the pickle names by a
-    key are looked up.
-    """
+    """Open a payload, for a namespace that its functions read. Arrays view the file's mapping."""
     # Private: a payload goes to several ranks, and one rank's writes must not show in another.
     mapping = memfd.Mapping(fd, packed.nbytes, is_private=True)
     # A context variable, because functions that a pickle calls can be given nothing but its data.
@@ -172,11 +159,6 @@ class Receiver:
 _CURRENT_RECEIVER: contextvars.ContextVar[Receiver] = contextvars.ContextVar("nbaccel-receiver")
 
 
-def current_receiver() -> Receiver:
-    """That of the pickle which is being opened."""
-    return _CURRENT_RECEIVER.get()
-
-
 class _MeteredStream(io.BytesIO):
     def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()
@@ -188,52 +170,6 @@ class _MeteredStream(io.BytesIO):
         if self._limit_bytes is not None and self.tell() > self._limit_bytes:
             raise TooCostly(self.tell())
         return count
-
-
-class _StorageReducer:
-    """What both picklers do with tensor storages."""
-
-    def __init__(self, sender: Sender) -> None:
-        self._sender = sender
-
-    def reduce(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is torch.storage.TypedStorage:
-            return _typed_storage, (torch_private.untyped_storage(value), value.dtype)
-        if kind is torch.UntypedStorage and value.device.type != "meta":
-            return self._untyped(value)
-        if kind in _PLAIN_TENSOR_TYPES and value.device.type == "cpu" and _is_bare(value):
-            return self._tensor(value, kind)
-        return NotImplemented
-
-    def _tensor(self, tensor: torch.Tensor, kind: type) -> Any:
-        """In one step what torch takes four for: a model has hundreds of them."""
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        address = storage.data_ptr()
-        owner = arena.find_arena(address, nbytes) if nbytes else None
-        # Left to torch's own pickling, which calls back for the storage.
-        if owner is None:
-            return NotImplemented
-        place = (self._sender.key(owner), address - owner.address, nbytes)
-        geometry = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        return _arena_tensor, (kind, *place, tensor.dtype, *geometry, tensor.requires_grad)
-
-    def _untyped(self, storage: torch.UntypedStorage) -> Any:
-        nbytes = storage.nbytes()
-        address = storage.data_ptr()
-        on_host = storage.device.type == "cpu"
-        owner = arena.find_arena(address, nbytes) if on_host and nbytes else None
-        if owner is not None:
-            return _arena_storage, (self._sender.key(owner), address - owner.address, nbytes, False)
-        if address in self._sender.stand_ins and not on_host:
-            owner, start = self._sender.stand_ins[address]
-            return _arena_storage, (self._sender.key(owner), start, nbytes, True)
-        # An empty storage has no buffer to view.
-        if nbytes == 0:
-            return torch.UntypedStorage, (0,)
-        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy().data), not on_host)
 
 
 _PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -256,22 +192,6 @@ _HOOK_TABLES = tuple(
 """The tables of hooks that every module has, nearly always empty."""
 
 
-_MODULE_GETSTATE = getattr(torch.nn.Module, "__getstate__", None)  # Python 3.10's object has none
-
-
-def _is_ordinary(kind: type[torch.nn.Module]) -> bool:
-    """Whether such modules are pickled as most are: their attributes and nothing else."""
-    return (
-        kind.__setstate__ is torch.nn.Module.__setstate__
-        and kind.__reduce_ex__ is object.__reduce_ex__
-        and kind.__reduce__ is object.__reduce__
-        and getattr(kind, "__getstate__", None) is _MODULE_GETSTATE
-        and not hasattr(kind, "__getnewargs_ex__")
-        and not hasattr(kind, "__getnewargs__")
-        and kind.__new__ is object.__new__
-    )
-
-
 class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
         self, pickle_file: Any, sender: Sender, on_block: Callable[[pickle.PickleBuffer], Any]
@@ -281,60 +201,86 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.dispatch_table[types.CodeType] = _reduce_code
         # Earlier protocols have no blocks beside the pickle.
         super().__init__(pickle_file, protocol=5, buffer_callback=on_block)
-        self._storages = _StorageReducer(sender)
         self._sender = sender
         # One tuple object per content: pickle writes the second occurrence as a reference.
-        self._shapes: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._ordinary: dict[type, bool] = {}
+        self._empty_tables: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
-        if kind in WEAK_TYPES:
-            return _reduce_weak(value)
-        if _is_bar(kind):
-            return _reduce_bar(value)
+        if kind is weakref.ReferenceType:
+            return _weak_reference, (value(),)
         if kind is types.FunctionType:
             _note_source(value, self._sender.sources)
         if self._sender.reduce is not None:
             reduced = self._sender.reduce(value)
             if reduced is not NotImplemented:
                 return reduced
-        reduced = self._storages.reduce(value)
+        reduced = self._memory(value, kind)
         if reduced is not NotImplemented:
             return reduced
         if isinstance(value, torch.nn.Module):
             self._sender.modules.append(value)
-            if kind not in self._ordinary:
-                self._ordinary[kind] = _is_ordinary(kind)
-            return self._module(value) if self._ordinary[kind] else NotImplemented
+            return self._module(value)
         if isinstance(value, types.ModuleType):
             return _reduce_module(value)
         # cloudpickle has its own way with functions and classes only; asking it costs time.
         if not isinstance(value, (type, types.FunctionType)):
             return NotImplemented
+        if self._sender.by_name:
+            if _look_up(value.__qualname__) is value:
+                return NotImplemented
+            if isinstance(value, type) and "<locals>" in value.__qualname__:
+                return _local_class, (id(value), value.__qualname__, dumps_with_lines(value))
         return _with_name(value, super().reducer_override(value))
 
     def _module(self, module: torch.nn.Module) -> Any:
         """Leave out the empty tables of hooks: pickling those takes longer than all the rest."""
-        state = dict(vars(module) if _MODULE_GETSTATE is None else _MODULE_GETSTATE(module))
+        reduced: Any = module.__reduce_ex__(5)
+        if len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        make, args, state, *_ = reduced
         empty = tuple(name for name in _HOOK_TABLES if name in state and not state[name])
-        for name in empty:
-            del state[name]
-        return (_make_module, (type(module), self._shapes.setdefault(empty, empty)), state)
+        empty = self._empty_tables.setdefault(empty, empty)
+        filled = {name: value for name, value in state.items() if name not in empty}
+        return make, args, (filled, empty), None, None, _finish_module
 
+    def _memory(self, value: Any, kind: type) -> Any:
+        if kind is torch.storage.TypedStorage:
+            return _typed_storage, (torch_private.untyped_storage(value), value.dtype)
+        if kind is torch.UntypedStorage and value.device.type != "meta":
+            return self._untyped(value)
+        if kind in _PLAIN_TENSOR_TYPES and value.device.type == "cpu" and _is_bare(value):
+            return self._tensor(value, kind)
+        return NotImplemented
 
-class _PlainPickler(pickle.Pickler):
-    def __init__(
-        self, pickle_file: Any, sender: Sender, on_block: Callable[[pickle.PickleBuffer], Any]
-    ) -> None:
-        super().__init__(pickle_file, protocol=5, buffer_callback=on_block)
-        self._storages = _StorageReducer(sender)
+    def _tensor(self, tensor: torch.Tensor, kind: type) -> Any:
+        """In one step what torch takes four for: a model has hundreds of them."""
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        address = storage.data_ptr()
+        owner = arena.find_arena(address, nbytes) if nbytes else None
+        # Left to torch's own pickling, which calls back for the storage.
+        if owner is None:
+            return NotImplemented
+        self._sender.key(owner)
+        slot = arena.Slot.of("", tensor, owner, address - owner.address)
+        return _arena_tensor, (kind, tensor.requires_grad, *slot)
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type) and "<locals>" in value.__qualname__:
-            # No name leads to it; but a fork has it where its parent has it.
-            return _local_class, (id(value), value.__qualname__, dumps_with_lines(value))
-        return self._storages.reduce(value)
+    def _untyped(self, storage: torch.UntypedStorage) -> Any:
+        nbytes = storage.nbytes()
+        address = storage.data_ptr()
+        on_host = storage.device.type == "cpu"
+        owner = arena.find_arena(address, nbytes) if on_host and nbytes else None
+        if owner is not None:
+            return _arena_storage, (self._sender.key(owner), address - owner.address, nbytes, False)
+        if address in self._sender.stand_ins and not on_host:
+            owner, start = self._sender.stand_ins[address]
+            return _arena_storage, (self._sender.key(owner), start, nbytes, True)
+        # An empty storage has no buffer to view.
+        if nbytes == 0:
+            return torch.UntypedStorage, (0,)
+        raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy().data), not on_host)
 
 
 def dumps_with_lines(value: Any) -> bytes:
@@ -398,28 +344,28 @@ def _arena_storage(key: str, start: int, nbytes: int, to_device: bool) -> torch.
     return _storage_on_device(storage, receiver.device) if to_device else storage
 
 
-def _arena_tensor(
-    kind: type[torch.Tensor],
-    key: str,
-    start: int,
-    nbytes: int,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    requires_grad: bool,
-) -> torch.Tensor:
-    storage = arena.storage_at(_CURRENT_RECEIVER.get().arenas[key], start, nbytes)
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+def _arena_tensor(kind: type[torch.Tensor], requires_grad: bool, *slot: Any) -> torch.Tensor:
+    place = arena.Slot(*slot)
+    tensor = place.view(_CURRENT_RECEIVER.get().arenas[place.arena])
     if kind is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
 
 
-def _make_module(kind: type[torch.nn.Module], empty: tuple[str, ...]) -> torch.nn.Module:
-    module = kind.__new__(kind)
-    vars(module).update((name, OrderedDict()) for name in empty)
-    return module
+def _finish_module(module: torch.nn.Module, state: tuple[dict[str, Any], tuple[str, ...]]) -> None:
+    filled, empty = state
+    restore: Any = module.__setstate__
+    restore({**filled, **{name: OrderedDict() for name in empty}})
+
+
+def _weak_reference(target: Any) -> Any:
+    """A weak reference; to something that is gone at once, where there is nothing to name."""
+    # torch's schedulers hold one to their optimizer.
+    return weakref.ref(_Gone() if target is None else target)
+
+
+class _Gone:
+    """Something that is gone."""
 
 
 def _local_class(address: int, name: str, content: bytes) -> type:
@@ -445,61 +391,115 @@ def _storage_on_device(storage: torch.UntypedStorage, device: str) -> torch.Unty
     return raw.to(device).untyped_storage()
 
 
-# ------------------------------------------------------------------------- what stays behind
+# ------------------------------------------------------------------------- functions of cells
 
-# A weak reference does not keep what it names, and one whose object is gone raises when it is
-# merely looked at (`isinstance` asks for its class). Bars of tqdm hold the stream or widget that
-# they are drawn in, and a finished one in a notebook holds such a reference.
+ModulePlace = tuple[str, str]
+"""Key of a module, and the dotted name of a part of it (`""`: the module itself)."""
 
-
-def _reduce_weak(reference: Any) -> Any:
-    """Pickle a weak reference with what it names, if that is there."""
-    is_proxy = type(reference) is not weakref.ReferenceType
-    return _weak, (is_proxy, _referent(reference))
-
-
-def _referent(reference: Any) -> Any:
-    if type(reference) is weakref.ReferenceType:
-        return reference()
-    try:
-        # What a proxy asks its object for is bound to the object.
-        return reference.__repr__.__self__
-    except (AttributeError, ReferenceError):
-        return None
+_SPECIAL_ATTRIBUTES = (
+    "__defaults__",
+    "__kwdefaults__",
+    "__module__",
+    "__qualname__",
+    "__doc__",
+    "__annotations__",
+    "__type_params__",
+)
 
 
-def _weak(is_proxy: bool, named: Any) -> Any:
-    """A weak reference; to something that is gone at once, where there is nothing to name."""
-    target = _Gone() if named is None else named
-    return weakref.proxy(target) if is_proxy else weakref.ref(target)
+class _CellStandIn:
+    """Stands for a closure's cell while pickling, so that it can be made before it is filled."""
 
 
-class _Gone:
-    """Something that is gone."""
+class Reducer:
+    """Called for every object of a pickle. It also notes what the pickle depends on."""
+
+    def __init__(
+        self,
+        namespace: Mapping[str, Any],
+        find_place: Callable[[Any], ModulePlace | None] | None = None,
+    ) -> None:
+        self.names: set[str] = set()
+        """Names of the namespace that functions in the pickle read."""
+        self.modules: set[str] = set()
+        """Keys of modules that the pickle refers to."""
+        self._namespace = namespace
+        self._places = find_place
+        self._cells: dict[int, tuple[types.CellType, _CellStandIn]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """How to pickle an object, or `NotImplemented`."""
+        kind = type(value)
+        if kind is types.FunctionType:
+            return self._function(value) if value.__globals__ is self._namespace else NotImplemented
+        if kind is _CellStandIn:
+            return _empty_cell, ()
+        if self._places is not None and isinstance(value, (torch.Tensor, torch.nn.Module)):
+            place = self._places(value)
+            if place is not None:
+                self.modules.add(place[0])
+                return _known, place
+        return NotImplemented
+
+    def _function(self, function: types.FunctionType) -> Any:
+        self.names |= globals_read(function.__code__) & self._namespace.keys()
+        cells = [self._cell(cell) for cell in function.__closure__ or ()]
+        contents = []
+        for cell, empty in zip(function.__closure__ or (), cells, strict=True):
+            # An empty closure cell raises ValueError: the variable has no value yet.
+            with contextlib.suppress(ValueError):
+                contents.append((empty, cell.cell_contents))
+        special_attributes = {name: getattr(function, name, None) for name in _SPECIAL_ATTRIBUTES}
+        state = (contents, special_attributes, dict(function.__dict__))
+        made_of = (function.__code__, function.__name__, tuple(cells))
+        # The state has its own setter, because functions have no __setstate__.
+        return _make_function, made_of, state, None, None, _finish_function
+
+    def _cell(self, cell: types.CellType) -> _CellStandIn:
+        """The one stand-in of this cell; the cell itself is kept, so that its id stays its own."""
+        return self._cells.setdefault(id(cell), (cell, _CellStandIn()))[1]
 
 
-def _is_bar(kind: type) -> bool:
-    """Whether objects of a type are bars of tqdm."""
-    module = sys.modules.get("tqdm.std")
-    return module is not None and issubclass(kind, module.tqdm)
+def travels_by_value(definition: type | types.FunctionType) -> bool:
+    """Whether it is pickled with its code, because no import leads to it: one of a cell."""
+    module = getattr(definition, "__module__", None)
+    name = definition.__qualname__
+    is_inner = "<locals>" in name or name == "<lambda>"
+    return module == "__main__" or module not in sys.modules or is_inner
 
 
-def _reduce_bar(bar: Any) -> Any:
-    """Pickle a bar as one of the same numbers; one that has ended draws nothing."""
-    has_ended = bool(bar.disable)
-    settings = {
-        "desc": None if has_ended else bar.desc.removesuffix(": "),
-        "total": bar.total if not has_ended else None,
-        "initial": bar.n,
-        "disable": has_ended,
-    }
-    return _bar, (None if has_ended else bar.iterable, settings)
+def _empty_cell() -> types.CellType:
+    return types.CellType()
 
 
-def _bar(iterable: Any, settings: dict[str, Any]) -> Any:
-    from tqdm.auto import tqdm
+def _make_function(
+    code: types.CodeType, name: str, cells: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    return types.FunctionType(code, _CURRENT_RECEIVER.get().namespace, name, None, cells or None)
 
-    return tqdm(iterable, **settings)
+
+def _finish_function(
+    function: types.FunctionType,
+    state: tuple[list[tuple[types.CellType, Any]], dict[str, Any], dict[str, Any]],
+) -> None:
+    contents, special_attributes, attributes = state
+    for cell, value in contents:
+        cell.cell_contents = value
+    for name, value in special_attributes.items():
+        # __type_params__ exists from Python 3.12 on.
+        if hasattr(function, name):
+            setattr(function, name, value)
+    function.__dict__.update(attributes)
+
+
+def _known(key: str, path: str) -> Any:
+    find_module = _CURRENT_RECEIVER.get().find_module
+    if find_module is None:
+        raise InternalError(f"{key}.{path} was named to a process that has received no modules.")
+    part: Any = find_module(key)
+    for name in path.split(".") if path else ():
+        part = getattr(part, name)
+    return part
 
 
 # ------------------------------------------------------------------------- names in `__main__`
@@ -514,7 +514,6 @@ _CODE_PARTS = 6
 
 _IN_WORKER: set[bool] = set()
 _RECEIVED: dict[str, Any] = {}
-"""What was bound, by its name."""
 
 
 def receive_names() -> None:

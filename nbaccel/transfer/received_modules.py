@@ -24,25 +24,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import InternalError
-from nbaccel.transfer import memfd, sharded_tensors, weight_checks
+from nbaccel.transfer import memfd, sharded_tensors
 from nbaccel.transfer.arena import Manifest, Slot, is_in_arena, named_tensors
-from nbaccel.transfer.local_arena import LocalArena
-from nbaccel.transfer.module_registry import ModuleChange
-from nbaccel.transfer.weight_writer import ReceivedModule, WeightReport, WeightWriter
+from nbaccel.transfer.namespace_snapshot import ModuleChange
+from nbaccel.transfer.weight_writer import (
+    LocalArena,
+    ReceivedModule,
+    WeightReport,
+    WeightWriter,
+    trained_digest,
+)
 
 _Written = Mapping[str, list[memfd.ByteRange]]
-"""Key of an arena → what this rank has written to it."""
 
 
 class ReceivedModules:
-    """A worker's table of the notebook's modules, by key.
-
-    Args:
-        rank: This worker's.
-        num_nodes: Notebooks that launch together; each gets the weights of its own workers.
-        share_back: Whether the notebook gets the trained weights.
-        staging_files: Of a launch, which has them from its start.
-    """
+    """A worker's table of the notebook's modules, by key."""
 
     def __init__(
         self,
@@ -54,8 +51,10 @@ class ReceivedModules:
     ) -> None:
         self._rank = rank
         self._num_nodes = num_nodes
+        """Notebooks that launch together; each gets the weights of its own workers."""
         self._share_back = share_back
         self._staging = staging_files or {}
+        """Of a launch, which has them from its start."""
         self._arenas: dict[str, LocalArena] = {}
         self._modules: dict[str, ReceivedModule] = {}
         self._has_stepped = False
@@ -89,7 +88,7 @@ class ReceivedModules:
 
     def add(self, key: str, manifest: Manifest, module: nn.Module) -> None:
         """A module arrived whole."""
-        origins = weight_checks.original_tensors_of(module)
+        origins = {name: weakref.ref(tensor) for name, tensor in named_tensors(module)}
         self._modules[key] = ReceivedModule(manifest, module, origins)
         self._note_equal(self._modules[key])
 
@@ -104,24 +103,31 @@ class ReceivedModules:
             self._modules.pop(key, None)
         for key in arena_keys:
             # Tensors that still live in an arena keep its mapping alive without this entry.
-            arena = self._arenas.pop(key, None)
-            if arena is not None:
-                arena.close_file()
+            if key in self._arenas:
+                self._arenas.pop(key).leave_file()
+        self._modules = {
+            key: received
+            for key, received in self._modules.items()
+            if received.arena_keys() <= self._arenas.keys()
+        }
 
     # ------------------------------------------------------------------- from the notebook
 
     def apply(self, change: ModuleChange) -> None:
         """Apply what the notebook changed. Parts that do not exist here are passed over."""
         module = self.module(change.key)
-        for name, tensor in named_tensors(module):
+        parts: dict[str, Any] = dict(named_tensors(module))
+        parts |= module.named_modules(remove_duplicate=False)
+        for (path, name), value in change.values.items():
+            part = parts.get(path)
+            if isinstance(part, nn.Module):
+                vars(part)[name] = value
             # torch refuses to change requires_grad of a tensor that is not a leaf.
-            if name in change.requires_grad and tensor.is_leaf:
-                tensor.requires_grad_(change.requires_grad[name])
-        for path, submodule in module.named_modules(remove_duplicate=False):
-            submodule.training = change.training.get(path, submodule.training)
-            submodule.__dict__.update(change.attributes.get(path, {}))
-            for name in change.removed.get(path, ()):
-                submodule.__dict__.pop(name, None)
+            elif part is not None and part.is_leaf:
+                part.requires_grad_(value)
+        for path, name in change.removed:
+            if path in parts:
+                vars(parts[path]).pop(name, None)
         if change.adopt:
             self._adopt(self._modules[change.key])
 
@@ -160,11 +166,9 @@ class ReceivedModules:
         # Some optimizers write weights without raising torch's counter, hence the step as well.
         if state is not None and (self._has_stepped or state != received.notebook_state):
             return True
+        slots = received.manifest.slots
         return self._rank == 0 and (
-            any(
-                memfd.overlap(slot.span, written.get(slot.arena, ()))
-                for slot in received.manifest.slots
-            )
+            any(memfd.overlap(slot.span, written[slot.arena]) for slot in slots)
             # Nothing comes home of it, and that is told.
             or received.notebook_names != received.tensor_names()
         )
@@ -178,16 +182,12 @@ class ReceivedModules:
 
     def _own_digest(self, received: ReceivedModule, written: _Written) -> str:
         """Digest of what this rank has written of a module; empty if nothing."""
-        # An arena that the notebook has dropped cannot be compared.
-        if not self._arenas.keys() >= received.arena_keys():
-            return ""
-        return weight_checks.trained_digest(
+        return trained_digest(
             received.manifest.slots, received.module, self._arenas, written, own_only=True
         )
 
     def _written(self) -> dict[str, list[memfd.ByteRange]]:
-        keys = {key for received in self._modules.values() for key in received.arena_keys()}
-        return {key: self._arenas[key].written() for key in keys & self._arenas.keys()}
+        return {key: arena.written() for key, arena in self._arenas.items()}
 
     def _departed_state(self, received: ReceivedModule) -> Hashable:
         """Changes when a tensor outside the arena that this rank copies back changes."""
@@ -204,49 +204,34 @@ class ReceivedModules:
         tensors = dict(named_tensors(received.module))
         for slot in received.manifest.slots:
             tensor = tensors.get(slot.name)
-            arena = self._arenas.get(slot.arena)
-            if tensor is None or arena is None or is_in_arena(tensor, slot, arena.mapping):
-                continue
-            yield slot, tensor, arena.mapping
+            mapping = self._arenas[slot.arena].mapping
+            if tensor is not None and not is_in_arena(tensor, slot, mapping):
+                yield slot, tensor, mapping
 
     def write_all(self) -> WeightReport:
         """Write what this rank owes of all modules into the staging files of a launch."""
         writer = self._writer(self._arenas, self._staging)
-        return writer.write(self._modules.values(), keeps_states=True)
+        return writer.write(list(self._modules.values()), keeps_states=True)
 
     def write_changed(
         self, staging_files: Mapping[str, int]
     ) -> tuple[WeightReport, dict[str, int]]:
-        """Write what this rank owes of the changed modules into staging files of a cell.
-
-        Returns:
-            What was written, and files of this rank's own that hold whole arenas.
-        """
+        """Write what has changed; returns files of its own that hold whole arenas, too."""
         changed = [
             received
             for received in map(self._modules.__getitem__, self.dirty())
-            if staging_files.keys() >= received.arena_keys() & self._arenas.keys()
+            if received.arena_keys() <= staging_files.keys()
         ]
         keys = {key for received in changed for key in received.arena_keys()}
-        arenas = {key: self._arenas[key] for key in sorted(keys & self._arenas.keys())}
+        arenas = {key: self._arenas[key] for key in sorted(keys)}
         report = self._writer(arenas, staging_files).write(changed, keeps_states=False)
         if self._rank != 0:
             written = self._written()
             for received in changed:
                 received.reported = self._own_digest(received, written)
-        own_files = {
+        return report, {
             key: arena.own_file for key, arena in arenas.items() if arena.own_file is not None
         }
-        # A stranded module's bytes were not taken by the notebook, so its arena does not count.
-        kept_keys = {
-            key
-            for received in self._modules.values()
-            if received.manifest.path in report.stranded
-            for key in received.arena_keys()
-        }
-        for key, arena in self._arenas.items():
-            arena.is_handed_over = key in own_files.keys() - kept_keys
-        return report, own_files
 
     def _writer(
         self, arenas: Mapping[str, LocalArena], staging_files: Mapping[str, int]
@@ -265,19 +250,13 @@ class ReceivedModules:
             self._note_equal(received)
         self._has_stepped = False
         self._seen.clear()
-        for key, spans in self._written().items():
-            arena = self._arenas[key]
-            if arena.training_file is not None:
-                arena.leave_file()
-                continue
-            for equal_range in arena.equal_runs(spans):
+        for arena in self._arenas.values():
+            arena.leave_file()
+            for equal_range in arena.equal_runs(arena.written()):
                 arena.mapping.give_back(*equal_range)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to make a step: rank 0 trains in files from now on.
-
-        Parts that an engine keeps beside the parameters are held on to, on every rank.
-        """
+        """An optimizer is about to make a step: rank 0 trains in files from now on."""
         self._has_stepped = True
         self._held.hold_for(optimizer, (received.module for received in self._modules.values()))
         # Only rank 0, because the notebook gets the model of rank 0.
@@ -285,11 +264,11 @@ class ReceivedModules:
             return
         self._seen.add(optimizer)
         for key, arena in self._arenas.items():
-            if arena.training_file is None and arena.is_trained_by(optimizer):
+            if arena.training_file is None:
                 # Without room for the file, training goes on in private pages, which are copied
                 # later.
                 with contextlib.suppress(OSError):
-                    arena.train_in_file(self._staging.get(key))
+                    arena.train_in_file(self._staging.get(key), optimizer)
 
 
 def _report_steps(received_modules: ReceivedModules) -> None:

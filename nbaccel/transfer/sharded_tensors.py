@@ -137,11 +137,7 @@ def _runs_of(view: torch.Tensor) -> tuple[Any, int]:
 def unrounded_values(
     values: torch.Tensor, theirs: torch.Tensor, spot: PieceSpot, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The notebook's own values, where a piece is nothing but these in a shorter format.
-
-    Engines cast whole models: what is frozen, or was not trained yet, would be written back with
-    fewer digits than it has.
-    """
+    """The notebook's values where a piece is these in a shorter format: engines cast all."""
     if dtype == theirs.dtype or not (dtype.is_floating_point and theirs.is_floating_point()):
         return values
     target, index = _located(theirs, spot, values.numel())

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from torch import nn
 from torch.autograd.graph import increment_version
 
 from nbaccel.base.process_death import uninterrupted
-from nbaccel.transfer import memfd, weight_checks
+from nbaccel.transfer import memfd
 from nbaccel.transfer.arena import Arena, Sharing, module_version, named_tensors, refresh_devices
-from nbaccel.transfer.weight_writer import WeightReport
+from nbaccel.transfer.weight_writer import WeightReport, digest_of
 
 
 class WeightReceiver:
@@ -31,6 +32,11 @@ class WeightReceiver:
             except OSError:
                 self.close()
                 raise
+
+    @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """The notebook's modules that get weights, each with its path."""
+        return [(manifest.path, module) for manifest, module in self._sharing.modules]
 
     def apply(
         self, reports: Sequence[WeightReport], whole_files: Mapping[str, int] | None = None
@@ -68,10 +74,7 @@ class WeightReceiver:
         return [path for path, before in self._versions.items() if versions[path] != before]
 
     def differing(self, reports: Sequence[WeightReport]) -> dict[str, str]:
-        """Which ranks trained another model than rank 0, whose weights the notebook gets.
-
-        Ask before `apply`: ranks that have what the notebook had have trained nothing.
-        """
+        """Which ranks trained another model than rank 0's, by module path. Ask before `apply`."""
         messages = {}
         for manifest, module in self._sharing.modules:
             path = manifest.path
@@ -82,17 +85,14 @@ class WeightReceiver:
             if set(trained.values()) <= {digest_of_0}:
                 continue
             # Nor has one whose weights equal the notebook's.
-            known = {digest_of_0, weight_checks.digest_of(module)}
+            known = {digest_of_0, digest_of(module)}
             ranks = sorted(rank for rank, digest in trained.items() if digest not in known)
             if ranks:
                 messages[path] = _differing_models(path, ranks, rank_0_trained=bool(digest_of_0))
         return messages
 
     def _note_change(self, stranded: Collection[str]) -> None:
-        """Let torch know that the tensors have new values, as if an operation had written them.
-
-        A graph that still needs the old ones says so then, and a pool's workers adopt the new.
-        """
+        """Let a graph that needs the old values say so, and a pool's workers adopt the new."""
         for manifest, module in self._sharing.modules:
             if manifest.path not in stranded:
                 tensors = dict(named_tensors(module))

@@ -13,23 +13,40 @@ A tensor that left the arena (moved to a device, given another dtype) is copied 
 to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there. Of a sharded tensor (DTensor,
 ZeRO) every rank writes its own piece, so that no process holds the whole; see `sharded_tensors`.
+
+[Note: training in place] Rank 0 would pay twice: once for the private page that its first optimizer
+step writes, once for copying that page to the staging file at the end. So just before its first
+step it copies the arena to a file, maps that file where its model lies, and trains right there: no
+private pages, and nothing to copy at the end. This is done only where most of the arena is about to
+be trained; otherwise the kernel's table of private pages tells what was written.
+
+In a launch it is the staging file. A live worker cannot know when the next cell will train, so it
+makes a file of its own, which travels to the notebook with the report.
+
+Two questions are answered before. Did all ranks train the same model? A plain loop without DDP does
+not, and only rank 0's is copied back: each rank takes a digest of the parameters that it trained,
+and the notebook compares them. Do the values fit into the notebook's tensors as they are? Tied
+weights that came apart do not, and another dtype loses digits.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from nbaccel.base.units import first_few
-from nbaccel.transfer import memfd, sharded_tensors, weight_checks
-from nbaccel.transfer.arena import Manifest, Slot, is_in_arena, named_tensors
-from nbaccel.transfer.local_arena import LocalArena
+from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
+from nbaccel.transfer import memfd, sharded_tensors
+from nbaccel.transfer.arena import PLAIN, Manifest, Slot, is_in_arena, named_tensors
 
 _PART_REMEDY = (
     "rank 0's part of it is here. For all of it, gather the tensors on all ranks before the "
@@ -37,13 +54,149 @@ _PART_REMEDY = (
     "full_state_dict=True)"
 )
 
+OriginalTensors = Mapping[str, weakref.ref[torch.Tensor]]
+"""What a module consisted of when it came, to see later what was replaced."""
+
+_NUM_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+"""A large tensor is sampled in so many pieces of this size: training changes nearly all bytes."""
+
+# Share of an arena's bytes that is about to be trained. Training in place copies the whole arena
+# once, otherwise the trained part is copied twice: half is where both cost the same.
+_IN_PLACE_SHARE = 0.5
+
+
+@dataclass(eq=False)
+class LocalArena:
+    """A worker's own descriptor of an arena, and its mapping."""
+
+    fd: int
+    mapping: memfd.Mapping
+    training_file: int | None = None
+    """Descriptor of the file that the mapping shows instead, where this rank trains in one."""
+    is_in_staging: bool = False
+    """Whether that is the notebook's staging file: nothing needs to be copied there."""
+
+    @classmethod
+    def open(cls, fd: int, num_bytes: int) -> LocalArena:
+        """Map an arena; the descriptor stays the caller's."""
+        own_fd = os.dup(fd)
+        try:
+            mapping = memfd.Mapping(own_fd, num_bytes, is_private=True)
+        except BaseException:  # an interrupt must not leak the descriptor either
+            os.close(own_fd)
+            raise
+        # It goes with the mapping, which is with the last tensor that lives in it.
+        closing = weakref.finalize(mapping, os.close, own_fd)
+        closing.atexit = False  # a process that ends closes it anyway
+        return cls(own_fd, mapping)
+
+    @property
+    def own_file(self) -> int | None:
+        """The file of this rank's own that it trains in."""
+        return None if self.is_in_staging else self.training_file
+
+    def written(self) -> list[memfd.ByteRange]:
+        """What this rank has written to it."""
+        if self.training_file is not None:
+            return [(0, self.mapping.nbytes)]
+        return self.mapping.written()
+
+    def changed(self, written: list[memfd.ByteRange]) -> list[memfd.ByteRange]:
+        """What of the written bytes differs from the notebook's: not each value is another one."""
+        if self.training_file is not None:
+            return written
+        return list(memfd.ranges_without(written, self.equal_runs(written)))
+
+    def equal_runs(self, spans: list[memfd.ByteRange]) -> Iterator[memfd.ByteRange]:
+        """What of these bytes is here as it is in the notebook."""
+        # A mapping of its own, because this worker's shows its own pages. Private, because the file
+        # may be a checkpoint that is open for reading only.
+        arena = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=True)
+        return memfd.equal_runs(self.mapping.bytes(), arena.bytes(), spans)
+
+    # ------------------------------------------------------------------- training in a file
+
+    def train_in_file(self, staging_file: int | None, optimizer: torch.optim.Optimizer) -> None:
+        """Let the mapping show this file, or one of its own, if most of it is trained."""
+        spans = [
+            self._span_of(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        # Merged first: tied parameters and views of one storage would count twice.
+        merged = memfd.merge_ranges(span for span in spans if span)
+        if memfd.total_bytes(merged) < _IN_PLACE_SHARE * self.mapping.nbytes:
+            return
+        fd = staging_file
+        if fd is None:
+            fd = memfd.create_file("staging", self.mapping.nbytes)
+        try:
+            memfd.write_at(fd, self.mapping.view(0, self.mapping.nbytes), 0)
+            # In this order: the mapping must never show a file that has not been filled.
+            self.mapping.replace(fd, is_private=False)
+        except BaseException:  # an interrupt must not leak the descriptor either
+            if staging_file is None:
+                os.close(fd)
+            raise
+        self.training_file = fd
+        self.is_in_staging = staging_file is not None
+
+    def _span_of(self, tensor: torch.Tensor) -> memfd.ByteRange | None:
+        if tensor.device.type != "cpu" or type(tensor) not in PLAIN:
+            return None
+        storage = tensor.untyped_storage()
+        if not self.mapping.contains(storage.data_ptr(), storage.nbytes()):
+            return None
+        start = storage.data_ptr() - self.mapping.address
+        return (start, start + storage.nbytes())
+
+    def leave_file(self) -> None:
+        """Map the arena again, privately; what it does not say is kept as private pages."""
+        if self.own_file is None:
+            return
+        whole = [(0, self.mapping.nbytes)]
+        # The mapping keeps its address when replaced, so these show the arena afterwards.
+        own_bytes = self.mapping.bytes()
+        # Copied, because replacing the mapping takes these pages away.
+        kept = [
+            (start, end, own_bytes[start:end].copy())
+            for start, end in memfd.ranges_without(whole, self.equal_runs(whole))
+        ]
+        self.mapping.replace(self.fd, is_private=True)
+        for start, end, values in kept:
+            own_bytes[start:end] = values
+        os.close(self.own_file)
+        self.training_file = None
+
+    def show_again(self, start: int, end: int) -> None:
+        """Let exactly these bytes show the notebook's values again."""
+        page_bytes = memfd.PAGE_BYTES
+        pages_start = -(-start // page_bytes) * page_bytes
+        pages_end = end
+        if end != self.mapping.nbytes:
+            pages_end = end // page_bytes * page_bytes
+        copied = [(start, end)]
+        # A file of this rank's own has no notebook pages beneath: all values are copied in.
+        if self.training_file is None and pages_start < pages_end:
+            self.mapping.give_back(pages_start, pages_end)
+            # Pages at the edges also hold other modules' tensors: giving them back would undo
+            # training.
+            copied = [(start, pages_start), (pages_end, end)]
+        for low, high in copied:
+            if low < high:
+                memfd.read_at(self.fd, self.mapping.view(low, high), low)
+
 
 @dataclass(kw_only=True)
 class WeightReport:
     """What one rank put into the staging files."""
 
     rank: int = 0
-    own_bytes: dict[str, list[memfd.ByteRange]] = field(default_factory=dict)
+    own_bytes: defaultdict[str, list[memfd.ByteRange]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """Exactly the bytes that this rank has put into each staging file: of a sharded tensor its own
     piece."""
     stranded: dict[str, str] = field(default_factory=dict)
@@ -62,7 +215,7 @@ class ReceivedModule:
 
     manifest: Manifest
     module: nn.Module
-    origins: weight_checks.OriginalTensors
+    origins: OriginalTensors
     notebook_names: tuple[str, ...] = ()
     """Names of its tensors, as they were when it came or was last copied back."""
     notebook_state: Hashable = None
@@ -79,68 +232,41 @@ class ReceivedModule:
         return {slot.arena for slot in self.manifest.slots}
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightWriter:
     """Puts what a rank owes of some modules into staging files. No communication."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_nodes: int,
-        arenas: Mapping[str, LocalArena],
-        staging_files: Mapping[str, int],
-        held_parts: sharded_tensors.HeldParts,
-    ) -> None:
-        self._rank = rank
-        self._num_nodes = num_nodes
-        self._arenas = arenas
-        self._staging = staging_files
-        self._held = held_parts
-        self._report = WeightReport(rank=rank)
-        self._own_bytes: defaultdict[str, list[memfd.ByteRange]] = defaultdict(list)
-        self._settled: defaultdict[str, list[memfd.ByteRange]] = defaultdict(list)
-        """Private pages must not overwrite these: they are written by themselves, or not at all."""
+    rank: int
+    num_nodes: int
+    arenas: Mapping[str, LocalArena]
+    staging_files: Mapping[str, int]
+    held_parts: sharded_tensors.HeldParts
+    settled: defaultdict[str, list[memfd.ByteRange]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )
+    """Private pages must not overwrite these: they are written by themselves, or not at all."""
 
-    def write(self, modules: Iterable[ReceivedModule], *, keeps_states: bool) -> WeightReport:
+    def write(self, modules: Sequence[ReceivedModule], *, keeps_states: bool) -> WeightReport:
         """Write these modules."""
-        modules = list(modules)
-        written = {key: arena.written() for key, arena in self._arenas.items()}
+        report = WeightReport(rank=self.rank)
+        written = {key: arena.written() for key, arena in self.arenas.items()}
         for received in modules:
-            digest = weight_checks.trained_digest(
-                received.manifest.slots, received.module, self._arenas, written
-            )
-            if digest:
-                self._report.fingerprints[received.manifest.path] = digest
+            slots = received.manifest.slots
+            if digest := trained_digest(slots, received.module, self.arenas, written):
+                report.fingerprints[received.manifest.path] = digest
         for received in modules:
             tensors = dict(named_tensors(received.module))
             reason = self._stranded_reason(received.manifest, tensors)
             if reason:
                 for slot in received.manifest.slots:
-                    self._settled[slot.arena].append(slot.span)
+                    self.settled[slot.arena].append(slot.span)
             else:
-                self._write_departed(received.manifest, tensors)
-            if self._rank == 0:
-                self._tell(received, reason, keeps_states=keeps_states)
-        if self._rank == 0:
-            self._write_pages(written)
-        self._report.own_bytes |= self._own_bytes
-        return self._report
-
-    def _tell(self, received: ReceivedModule, reason: str, *, keeps_states: bool) -> None:
-        """Note what the notebook's module will not have as it is here."""
-        path = received.manifest.path
-        changes = ""
-        if reason:
-            self._report.stranded[path] = reason
-        else:
-            tensors = dict(named_tensors(received.module))
-            changes = weight_checks.describe_changes(
-                received.manifest.slots, tensors, received.origins
-            )
-        if changes:
-            self._report.changes[path] = changes
-        if keeps_states and (reason or changes):
-            self._report.state_dicts[path] = _on_cpu(received.module.state_dict())
+                self._write_departed(received.manifest, tensors, report)
+            if self.rank == 0:
+                _tell(report, received, reason, keeps_states=keeps_states)
+        if self.rank == 0:
+            self._write_pages(written, report)
+        return report
 
     # ------------------------------------------------------------------- what does not fit
 
@@ -149,7 +275,7 @@ class WeightWriter:
         return (
             _mismatch_reason(manifest, tensors)
             or self._out_of_reach(tensors)
-            or weight_checks.untied_reason(manifest.slots, tensors)
+            or untied_reason(manifest.slots, tensors)
         )
 
     def _out_of_reach(self, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -157,9 +283,9 @@ class WeightWriter:
         for name, tensor in tensors.items():
             if not sharded_tensors.is_sharded(tensor):
                 continue
-            if self._num_nodes > 1:
+            if self.num_nodes > 1:
                 return (
-                    f"it is sharded over {self._num_nodes} nodes, each with a part only; "
+                    f"it is sharded over {self.num_nodes} nodes, each with a part only; "
                     f"{_PART_REMEDY}"
                 )
             placements = sharded_tensors.odd_placements(tensor)
@@ -172,61 +298,65 @@ class WeightWriter:
 
     # ------------------------------------------------------------------- writing
 
-    def _write_pages(self, written: Mapping[str, list[memfd.ByteRange]]) -> None:
+    def _write_pages(
+        self, written: Mapping[str, list[memfd.ByteRange]], report: WeightReport
+    ) -> None:
         """Write every page that has changed, around what is settled."""
-        for key, arena in self._arenas.items():
+        for key, arena in self.arenas.items():
             # The notebook gets the file of this rank's own.
             if arena.own_file is not None:
                 continue
             changed = arena.changed(written[key])
-            for start, end in memfd.ranges_without(changed, self._settled[key]):
+            for start, end in memfd.ranges_without(changed, self.settled[key]):
                 if not arena.is_in_staging:
-                    memfd.write_at(self._staging[key], arena.mapping.view(start, end), start)
-                self._own_bytes[key].append((start, end))
+                    memfd.write_at(self.staging_files[key], arena.mapping.view(start, end), start)
+                report.own_bytes[key].append((start, end))
 
-    def _write_departed(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _write_departed(
+        self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], report: WeightReport
+    ) -> None:
         """Copy tensors that no longer live in the arena into their slots of the staging file."""
         places: set[tuple[str, int, int]] = set()
         seeded: set[tuple[str, int]] = set()
         for slot in manifest.slots:
             tensor = tensors[slot.name]
             key = slot.arena
-            arena = self._arenas[key]
+            arena = self.arenas[key]
             is_sharded = sharded_tensors.is_sharded(tensor)
             place = (key, slot.start, slot.offset)
             if (
                 # Every rank has a copy of a whole tensor, and rank 0's counts; of a sharded one
                 # each a part.
-                not (is_sharded or self._rank == 0)
+                not (is_sharded or self.rank == 0)
                 or place in places
                 or is_in_arena(tensor.detach(), slot, arena.mapping)
             ):
                 continue
             places.add(place)
-            self._settled[key].append(slot.span)
+            self.settled[key].append(slot.span)
             if is_sharded:
-                self._own_bytes[key] += self._put_pieces(slot, tensor)
+                report.own_bytes[key] += self._put_pieces(slot, tensor)
                 continue
             # A tensor that covers the storage overwrites it all.
             is_whole = tensor.numel() * slot.dtype.itemsize == slot.nbytes
             # A second time would undo what was written below.
             if (key, slot.start) not in seeded and not is_whole and not arena.is_in_staging:
                 # First, because other tensors view parts of it, too.
-                memfd.write_at(self._staging[key], arena.mapping.view(*slot.span), slot.start)
+                memfd.write_at(self.staging_files[key], arena.mapping.view(*slot.span), slot.start)
             seeded.add((key, slot.start))
             self._put_pieces(slot, tensor)
-            self._own_bytes[key].append(slot.span)
+            report.own_bytes[key].append(slot.span)
 
     def _put_pieces(self, slot: Slot, tensor: torch.Tensor) -> list[memfd.ByteRange]:
         """Copy what this rank has of a tensor; returns which bytes of a sharded one that are."""
-        mapping = self._arenas[slot.arena].mapping
+        mapping = self.arenas[slot.arena].mapping
         # Mapped shared, because all ranks write their pieces of a sharded tensor into this file.
-        staging = memfd.Mapping(self._staging[slot.arena], mapping.nbytes, is_private=False)
+        staging = memfd.Mapping(self.staging_files[slot.arena], mapping.nbytes, is_private=False)
         target = slot.view(staging)
         before = slot.view(mapping)
         is_sharded = sharded_tensors.is_sharded(tensor)
         pieces = sharded_tensors.pieces(
-            tensor if is_sharded else tensor.detach(), self._held.of(tensor)
+            tensor if is_sharded else tensor.detach(), self.held_parts.of(tensor)
         )
         dtype = tensor.dtype
         written = []
@@ -239,6 +369,23 @@ class WeightWriter:
                     for start, end in sharded_tensors.piece_ranges(target, spot, values.numel())
                 ]
         return written
+
+
+def _tell(
+    report: WeightReport, received: ReceivedModule, reason: str, *, keeps_states: bool
+) -> None:
+    """Note what the notebook's module will not have as it is here."""
+    path = received.manifest.path
+    changes = ""
+    if reason:
+        report.stranded[path] = reason
+    else:
+        tensors = dict(named_tensors(received.module))
+        changes = describe_changes(received.manifest.slots, tensors, received.origins)
+    if changes:
+        report.changes[path] = changes
+    if keeps_states and (reason or changes):
+        report.state_dicts[path] = _on_cpu(received.module.state_dict())
 
 
 def _mismatch_reason(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -270,3 +417,130 @@ def _tensor_on_cpu(tensor: Any) -> torch.Tensor:
     if sharded_tensors.is_dtensor(tensor):
         values = tensor.detach().to_local()
     return values.cpu()
+
+
+# ------------------------------------------------------------------------- the same on all ranks
+
+
+def trained_digest(
+    slots: Sequence[Slot],
+    module: nn.Module,
+    arenas: Mapping[str, LocalArena],
+    written: Mapping[str, Sequence[memfd.ByteRange]],
+    *,
+    own_only: bool = False,
+) -> str:
+    """A digest of a module's parameters, or `own_only` of the trained ones; empty without any."""
+    tensors = dict(named_tensors(module))
+    compared = []
+    trained = []
+    for slot in slots:
+        tensor = tensors.get(slot.name)
+        if tensor is None or not _is_compared(tensor):
+            continue
+        compared.append(tensor)
+        in_arena = is_in_arena(tensor, slot, arenas[slot.arena].mapping)
+        if not in_arena or memfd.overlap(slot.span, written[slot.arena]):
+            trained.append(tensor)
+    if not trained:
+        return ""
+    return _digest(trained if own_only else compared)
+
+
+def digest_of(module: nn.Module) -> str:
+    """The digest of a module as it is here, whether or not it was trained."""
+    return _digest(tensor for _, tensor in named_tensors(module) if _is_compared(tensor))
+
+
+def _is_compared(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and not sharded_tensors.is_sharded(tensor)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        for sample in _samples(tensor.detach()):
+            # Viewed as bytes, because NumPy has no bfloat16.
+            digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _samples(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    length = max(1, _SAMPLE_BYTES // tensor.element_size())
+    if tensor.numel() <= length * _NUM_SAMPLES or not tensor.is_contiguous():
+        yield tensor.reshape(-1)
+        return
+    # The first and the last sample lie at the ends.
+    flat = tensor.view(-1)
+    step = (flat.numel() - length) // (_NUM_SAMPLES - 1)
+    for number in range(_NUM_SAMPLES):
+        yield flat[number * step : number * step + length]
+
+
+# ------------------------------------------------------------------------- what fits
+
+
+def untied_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Which names share one tensor in the notebook, and hold different values here."""
+    first_names: dict[Slot, str] = {}
+    for slot in slots:
+        first_name = first_names.setdefault(slot._replace(name=""), slot.name)
+        if first_name != slot.name and not _have_same_values(
+            tensors[first_name], tensors[slot.name]
+        ):
+            return f"{first_name} and {slot.name} were tied, and now have different values"
+    return ""
+
+
+def _have_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # No rank has all values of a sharded tensor to compare.
+    if one is other or sharded_tensors.is_sharded(one) or sharded_tensors.is_sharded(other):
+        return True
+    if one.device == other.device and one.data_ptr() == other.data_ptr():
+        return True
+    # Copies with equal values can still be written into one tensor.
+    return one.dtype == other.dtype and torch.equal(one.detach().cpu(), other.detach().cpu())
+
+
+def describe_changes(
+    slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor], originals: OriginalTensors
+) -> str:
+    """What is not as the notebook has it, although the values can be copied there."""
+    names_by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    replaced = []
+    for slot in slots:
+        tensor = tensors[slot.name]
+        if _is_own_form(tensor):
+            continue
+        if tensor.dtype != slot.dtype:
+            names_by_dtypes.setdefault((tensor.dtype, slot.dtype), []).append(slot.name)
+        elif _is_another(tensor, originals.get(slot.name)):
+            replaced.append(slot.name)
+    clauses = [
+        f"{first_few(names, 2)} came as {_short_dtype(new)} and {_were(names)} cast to "
+        f"{_short_dtype(old)}"
+        for (new, old), names in names_by_dtypes.items()
+    ]
+    if replaced:
+        clauses.append(f"{first_few(replaced, 2)} {_were(replaced)} replaced")
+    return "; ".join(clauses)
+
+
+def _is_own_form(tensor: torch.Tensor) -> bool:
+    """Whether an engine shards it or FP8 stores it: by design, so not worth a message."""
+    return isinstance(tensor, ScaledTensor) or sharded_tensors.is_sharded(tensor)
+
+
+def _were(names: Sequence[str]) -> str:
+    return "was" if len(names) == 1 else "were"
+
+
+def _is_another(tensor: torch.Tensor, original: weakref.ref[torch.Tensor] | None) -> bool:
+    """Whether a parameter was replaced; some models create buffers anew, so these do not count."""
+    if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    return original is not None and original() is not tensor
+
+
+def _short_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

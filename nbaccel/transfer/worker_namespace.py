@@ -5,18 +5,46 @@ from __future__ import annotations
 import copyreg
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.transfer import memfd, pickling, sharded_tensors
+from nbaccel.transfer import pickling, sharded_tensors
+from nbaccel.transfer.arena import Manifest
 from nbaccel.transfer.free_names import is_users
-from nbaccel.transfer.function_pickling import Reducer
-from nbaccel.transfer.namespace_update import Load, NamespaceUpdate
+from nbaccel.transfer.memfd import PackedObject
+from nbaccel.transfer.namespace_snapshot import ModuleChange
+from nbaccel.transfer.pickling import Reducer
 from nbaccel.transfer.received_modules import ReceivedModules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The content of a payload."""
+
+    names: dict[str, Any]
+    modules: tuple[tuple[str, Manifest, nn.Module], ...] = ()
+    """Modules that come whole, each with the key by which both sides name it from now on."""
+    changes: tuple[ModuleChange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceUpdate:
+    """What ranks that all lack the same get, with descriptors: the arenas', the payload's."""
+
+    arenas: tuple[tuple[str, int], ...]
+    payload: PackedObject
+    sources: Mapping[str, list[str]]
+    """Source lines of the cells that the functions in it come from."""
+    forget: tuple[str, ...] = ()
+    """Modules whose original is gone: their weights have no destination any more."""
+    forget_arenas: tuple[str, ...] = ()
+    reads_arenas: bool = True
+    """Whether workers will read what the notebook has written to arenas that they have."""
 
 
 class Namespace:
@@ -77,13 +105,8 @@ class Namespace:
 
     # ------------------------------------------------------------------- to the notebook
 
-    def pack(self, names: Sequence[str]) -> tuple[memfd.PackedObject, int]:
-        """Pack the values of these names for the notebook, as a dict.
-
-        Tensors come to the CPU. A sharded tensor comes whole if every rank has all of it; else this
-        rank's piece does, and a line on stderr says so. A model in DDP comes without the wrapper,
-        which is of no use where there is no process group.
-        """
+    def pack(self, names: Sequence[str]) -> tuple[PackedObject, int]:
+        """Pack the values of these names for the notebook, as a dict, with tensors on the CPU."""
         missing = [name for name in names if name not in self._user_ns]
         if missing:
             raise NameError(self._not_bound(missing), name=missing[0])

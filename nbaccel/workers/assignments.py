@@ -11,11 +11,10 @@ from nbaccel.base import env
 from nbaccel.config.variables import run_variables
 from nbaccel.plan import Plan, registry, shared_memory_files
 from nbaccel.plan.topology import Topology
-from nbaccel.workers import worker, working_folder
+from nbaccel.transfer.library_settings import seeded_states
+from nbaccel.workers import notebook_imports
 from nbaccel.workers.messaging import WorkerAssignment
-from nbaccel.workers.start_method import HostShare
-
-__all__ = ["MeetingPlace", "assignments", "places"]
+from nbaccel.workers.starters import HostShare
 
 # Named, because the latter is above this module.
 _SERVES_CALL = "nbaccel.workers.worker:serve_call"
@@ -24,22 +23,16 @@ _SERVES_CELLS = "nbaccel.calls.pool_worker:serve_cells"
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPlace:
-    """Where the workers of all nodes meet, and which node this is.
-
-    Attributes:
-        address: Host name or address of the rendezvous store.
-        port: Its TCP port.
-        store_socket: What rank 0 is given to serve it: the listening socket, or one that stands for
-            a socket of its own host; None where another node serves it.
-        node_rank: Number of this node.
-        num_nodes: Nodes with a notebook of their own.
-    """
+    """The rendezvous store that the workers of all nodes meet in, and which node this is."""
 
     address: str
     port: int
     store_socket: socket.socket | None
+    """What rank 0 is given to serve it: the listening socket, or one that stands for a socket of
+    its own host; None where another node serves it."""
     node_rank: int = 0
     num_nodes: int = 1
+    """Nodes with a notebook of their own."""
 
 
 def places(
@@ -68,6 +61,7 @@ def assignments(
     variables: Mapping[str, str],
     *,
     stays: bool,
+    has_cells: bool,
 ) -> list[WorkerAssignment]:
     """What each worker is told, by rank: those of a pool if it stays, else of a launch."""
     host_plans = [_plan_of_host(plan, share) for share in shares] or [plan]
@@ -75,9 +69,9 @@ def assignments(
     device_variables = [one for host_plan in host_plans for one in _device_variables(host_plan)]
     surroundings = (env.changes() if shares else env.snapshot()) | dict(variables)
     surroundings["GROUP_WORLD_SIZE"] = str(meeting_place.num_nodes)
-    working_directory = working_folder.explain_here()
-    import_path = tuple(working_folder.import_path())
-    random_states = worker.seeded_states()
+    working_directory = notebook_imports.explain_here()
+    import_path = tuple(notebook_imports.import_path())
+    random_states = seeded_states()
     serves_store = meeting_place.store_socket is not None
     told = []
     for place, own_variables in zip(
@@ -103,6 +97,7 @@ def assignments(
             # Every node has its own notebook, unless hosts were given to this one.
             staging_rank=place.rank if shares else place.local_rank,
             num_notebooks=1 if shares else place.num_nodes,
+            has_cells=has_cells,
             on_other_host=bool(shares),
         )
         told.append(assignment)

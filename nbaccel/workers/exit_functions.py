@@ -17,8 +17,6 @@ import time
 import weakref
 from typing import Any
 
-__all__ = ["forget_inherited", "run"]
-
 
 def forget_inherited() -> None:
     """Leave to the parent what it has registered, such as the end of its temporary folders."""

@@ -19,7 +19,7 @@ from nbaccel.base.frames import Frame, of_traceback, place, source, user_frame, 
 from nbaccel.base.units import format_bytes, mark_left_out, shorten_text
 from nbaccel.plan import registry
 from nbaccel.workers.library_texts import tells_of_a_lost_connection
-from nbaccel.workers.wrapped_errors import unwrap_error
+from nbaccel.workers.portable_exception import unwrap_error
 
 # nbaccel's own error; where its cause is a lost connection, it is a consequence too.
 _CONSEQUENCE_TYPE = "CollectiveTimeout"
@@ -48,11 +48,9 @@ class RaisedError:
     """The exception it was raised from or during, if any."""
     notes: tuple[str, ...] = ()
     parts: tuple[RaisedError, ...] = ()
-    """The exceptions of an ExceptionGroup."""
     num_chars: int = 0
     """How long the whole message was, where only head and tail are here."""
     missing_name: str = ""
-    """The name that a NameError is about."""
 
     @property
     def first_line(self) -> str:
@@ -138,12 +136,9 @@ def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
 # ------------------------------------------------------------------------- an exception
 
 
-def describe_error(error: BaseException) -> RaisedError:
+def describe_error(error: BaseException, seen: set[int] | None = None) -> RaisedError:
     """Describe an exception for another process. Outermost frames of nbaccel are dropped."""
-    return _describe(error, set())
-
-
-def _describe(error: BaseException, seen: set[int]) -> RaisedError:
+    seen = set() if seen is None else seen
     seen.add(id(error))
     cause = error.__cause__
     # As in Python's own tracebacks: `raise … from None` hides the context.
@@ -152,7 +147,7 @@ def _describe(error: BaseException, seen: set[int]) -> RaisedError:
     described_cause = None
     # Causes may form a cycle, and a retry loop may build an endless chain.
     if cause is not None and id(cause) not in seen and len(seen) < _MOST_CAUSES:
-        described_cause = _describe(cause, seen)
+        described_cause = describe_error(cause, seen)
     parts: Sequence[BaseException] = ()
     if isinstance(error, _GROUP_TYPES):
         parts = error.exceptions[:_MOST_PARTS]  # type: ignore[attr-defined]
@@ -175,7 +170,7 @@ def _describe(error: BaseException, seen: set[int]) -> RaisedError:
         missing_name=(error.name or "") if isinstance(error, NameError) else "",
         cause=described_cause,
         notes=tuple(shorten_text(note, _MESSAGE_CHARS) for note in notes),
-        parts=tuple(_describe(part, seen) for part in parts if len(seen) < _MOST_CAUSES),
+        parts=tuple(describe_error(part, seen) for part in parts if len(seen) < _MOST_CAUSES),
     )
 
 

@@ -1,7 +1,7 @@
 """What a fork of this process could not live with, found without starting anything.
 
 Asked of a notebook before it is forked (`hazards`), and of a template after each import
-(`ProcessState`).
+(`lasting_threads`, `device_facts`).
 
 A running OpenMP pool does not survive a fork: the child waits for threads that do not exist. OpenMP
 5.0 (section 3.2.44, omp_pause_resource_all) lets a program give the pool up; the next parallel
@@ -15,19 +15,15 @@ import contextlib
 import ctypes
 import os
 import re
-import signal
-import stat
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.base.units import count_noun
 from nbaccel.plan import registry
-from nbaccel.workers.reaping import child_processes
 
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
 _KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
@@ -51,11 +47,7 @@ class Hazard:
 
 
 def hazards() -> tuple[Hazard, ...]:
-    """Everything in this process that a forked worker could not live with.
-
-    An OpenMP pool and tqdm's monitor are not among them: they are ended just before the fork. Only
-    a pool that cannot be ended is.
-    """
+    """What a forked worker could not live with, but for what is ended just before the fork."""
     return tuple(_find_hazards())
 
 
@@ -89,20 +81,13 @@ def _find_hazards() -> Iterator[Hazard]:
 
 
 def has_native_threads() -> bool:
-    """Whether a library has threads beside Python's (polars, TensorFlow): a fork would miss them.
-
-    OpenMP's are ended for it.
-    """
+    """Whether a library has threads beside Python's (polars, TensorFlow); OpenMP's are ended."""
     pause_pools()
     return bool(lasting_threads([thread.native_id or 0 for thread in threading.enumerate()]))
 
 
 def end_bar_monitors() -> None:
-    """End the thread that tqdm starts with the first bar of a process, and keeps.
-
-    It takes the lock of all bars from time to time, and a fork would inherit the lock taken. The
-    next bar starts a new monitor.
-    """
+    """End tqdm's thread, so that no fork inherits the lock of all bars; the next bar starts one."""
     for thread in threading.enumerate():
         if _is_bar_monitor(thread):
             thread.exit()  # type: ignore[attr-defined]
@@ -129,140 +114,48 @@ def _is_bar_monitor(thread: threading.Thread) -> bool:
 # ------------------------------------------------------------------------- OpenMP
 
 _PAUSE_HARD = 2  # omp_pause_hard: give up everything
-_POOL_SETTLE_S = 0.3  # a pool's threads spin for some milliseconds before they sleep
-_SLEEP_POLL_S = 0.02
-_PAUSE_FUNCTION = "omp_pause_resource_all"
 _RUNTIME_PATH = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
-def _loaded_runtimes() -> dict[str, list[tuple[int, int]]]:
-    """OpenMP libraries mapped into this process → the addresses at which they are mapped."""
-    runtimes: dict[str, list[tuple[int, int]]] = {}
+def _openmp_runtimes() -> dict[str, Any]:
+    """OpenMP libraries of this process → what makes them give up their threads, if they can."""
     with open("/proc/self/maps") as memory_maps:
-        for line in memory_maps:
-            addresses, *_, path = line.rstrip("\n").split(maxsplit=5)
-            if _RUNTIME_PATH.search(path):
-                first, end = addresses.split("-")
-                runtimes.setdefault(path, []).append((int(first, 16), int(end, 16)))
-    return runtimes
+        paths = {line.rstrip("\n").split(maxsplit=5)[-1] for line in memory_maps}
+    return {
+        path: getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
+        for path in paths
+        if _RUNTIME_PATH.search(path)
+    }
 
 
 def pools_that_stay() -> list[str]:
-    """Runtimes that have no way to give up their threads, and have some.
-
-    The libgomp that torch 2.6 brings is from before OpenMP 5.0. A thread of its pool sleeps in its
-    code, and the system tells where each thread of this process sleeps.
-    """
-    return [
-        path
-        for path, ranges in _loaded_runtimes().items()
-        if not hasattr(ctypes.CDLL(path), _PAUSE_FUNCTION) and _has_threads(ranges)
-    ]
+    """Runtimes that cannot give up threads (torch 2.6 brings one), where there may be some."""
+    too_old = [path for path, pause in _openmp_runtimes().items() if pause is None]
+    return too_old if too_old and has_native_threads() else []
 
 
 def pause_pools() -> None:
-    """Give up the thread pools of all OpenMP runtimes that can.
-
-    Call it in the thread that ran parallel code (in a notebook, the main one), right before a fork.
-    """
-    for path in _loaded_runtimes():
-        pause = getattr(ctypes.CDLL(path), _PAUSE_FUNCTION, None)
+    """Give up the pools of all OpenMP runtimes that can: in the thread that ran parallel code."""
+    for pause in _openmp_runtimes().values():
         if pause is not None:
             pause(_PAUSE_HARD)
 
 
-def _has_threads(code_ranges: Collection[tuple[int, int]]) -> bool:
-    deadline = time.monotonic() + _POOL_SETTLE_S
-    while True:
-        # A sleeping thread of a pool waits in the runtime's code; a running one is looked at again.
-        addresses = [_sleep_address(int(thread)) for thread in os.listdir("/proc/self/task")]
-        asleep = [address for address in addresses if address]
-        if any(first <= address < end for address in asleep for first, end in code_ranges):
-            return True
-        if None not in addresses or time.monotonic() > deadline:
-            return False
-        time.sleep(_SLEEP_POLL_S)
-
-
-def _sleep_address(thread: int) -> int | None:
-    """The address at which a thread sleeps; 0 for this one and those gone, None if it runs."""
-    if thread == threading.get_native_id():
-        return 0
-    try:
-        with open(f"/proc/self/task/{thread}/syscall") as file:
-            words = file.read().split()
-    # The thread has ended, or the system has no such file.
-    except OSError:
-        return 0
-    return None if words[0] == "running" else int(words[-1], 16)
-
-
 # ------------------------------------------------------------------------- after an import
 
-# Those above are glibc's own: it handles two of them as soon as a process has a thread.
-_STANDARD_SIGNALS = (1 << 31) - 1
-_SIGNAL_MASKS = ("SigBlk", "SigIgn", "SigCgt")
-
+# jemalloc (pyarrow brings it) ends its own before a fork, and no worker uses a kernel's ZeroMQ.
 _WITHOUT_HARM = ("jemalloc_bg_thd", "ZMQbg")
-_IN_MEMORY = ("/memfd:", "/dev/shm/")  # noqa: S108 - nothing is written there
 _SETTLE_S = 0.3
 _SETTLE_STEP_S = 0.002
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessState:
-    """Threads, signal handlers, descriptors, children and devices of this process.
-
-    Attributes:
-        num_threads: Threads of libraries, which a fork does not take along.
-        signals: What Python does on each, and those that are blocked, ignored and handled, by C
-            code, too.
-        descriptors: What processes that are forked would share → what it is.
-        children: Process ids.
-        device_facts: What devices say against a fork.
-    """
-
-    num_threads: int
-    signals: tuple[Any, ...]
-    descriptors: Mapping[str, str]
-    children: frozenset[int]
-    device_facts: frozenset[str]
-
-    @classmethod
-    def now(cls) -> ProcessState:
-        """That of this process. It must have no threads of its own but this one and the main."""
-        return cls(
-            num_threads=len(lasting_threads({os.getpid(), threading.get_native_id()})),
-            signals=(*map(signal.getsignal, sorted(signal.valid_signals())), *_signal_masks()),
-            descriptors=dict(_shared_descriptors()),
-            children=frozenset(child_processes(os.getpid())),
-            device_facts=frozenset(
-                fact for device in registry.known_devices() for fact in device.hazards()
-            ),
-        )
-
-    def changes_since(self, earlier: ProcessState) -> list[str]:
-        """What a fork could not live with, and was not there earlier: clauses with "it"."""
-        changes = []
-        if new_threads := self.num_threads - earlier.num_threads:
-            changes.append(f"it starts {count_noun(new_threads, 'thread')}")
-        if self.signals != earlier.signals:
-            changes.append("it changes how signals are handled")
-        new_descriptors = self.descriptors.keys() - earlier.descriptors.keys()
-        kept = sorted({self.descriptors[key] for key in new_descriptors})
-        changes += [f"it keeps {what} open" for what in kept]
-        if new_children := self.children - earlier.children:
-            changes.append(f"it starts other programs ({len(new_children)})")
-        changes += sorted(self.device_facts - earlier.device_facts)
-        return changes
+def device_facts() -> frozenset[str]:
+    """What devices say against a fork of this process."""
+    return frozenset(fact for device in registry.known_devices() for fact in device.hazards())
 
 
 def native_threads() -> list[int]:
-    """Ids of the threads of this process, those of C code included.
-
-    Without jemalloc's (pyarrow brings it), which it ends before a fork and starts anew at once, and
-    a kernel's ZeroMQ, which workers do not use.
-    """
+    """Ids of the threads of this process, those of C code included, but for those without harm."""
     threads = []
     for thread in os.listdir("/proc/self/task"):
         # It may have ended.
@@ -281,12 +174,7 @@ def open_descriptors() -> Iterator[tuple[int, str]]:
 
 
 def _trial_fork() -> None:
-    """Fork a child that leaves at once.
-
-    Libraries that can be forked end their threads before that and start them again when they are
-    needed (pthread_atfork): OpenBLAS, which numpy and scipy bring, does. What is left afterwards
-    are threads of others.
-    """
+    """Fork a child that leaves: libraries that can be forked (OpenBLAS) end their threads."""
     with warnings.catch_warnings():
         # Python 3.12 warns of every fork with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -307,21 +195,3 @@ def lasting_threads(own_ids: Collection[int]) -> set[int]:
     while (others := set(native_threads()) - set(own_ids)) and time.monotonic() < deadline:
         time.sleep(_SETTLE_STEP_S)
     return others
-
-
-def _signal_masks() -> tuple[int, ...]:
-    with open("/proc/self/status") as file:
-        fields = dict(line.split(":", 1) for line in file if ":" in line)
-    return tuple(int(fields[name], 16) & _STANDARD_SIGNALS for name in _SIGNAL_MASKS)
-
-
-def _shared_descriptors() -> Iterator[tuple[str, str]]:
-    for descriptor, target in open_descriptors():
-        key = f"{descriptor} {target}"
-        if target.startswith(("pipe:", "socket:", "anon_inode:[eventpoll]")):
-            yield key, "a socket, a pipe or an event loop"
-        elif not target.startswith(_IN_MEMORY):
-            with contextlib.suppress(OSError):
-                # Each process would read on from where another one is.
-                if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    yield key, target

@@ -61,7 +61,7 @@ class ForkServer:
             pid = self._fork(descriptors)
             self._workers.add(pid)
             self._channel.send(messaging.Forked(pid))
-        # Those of `Dispose`, too.
+        # Those of `Word.DISPOSE`, too.
         memfd.close_all(descriptors)
         return True
 

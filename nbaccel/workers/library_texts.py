@@ -8,15 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "can_come_of_a_left_group",
-    "tells_of_a_left_group",
-    "tells_of_a_lost_connection",
-    "tells_of_unlike_collectives",
-    "was_reraised_by_torch",
-]
-
-
 # Seen with gloo, NCCL and the store of torch 2.13, which raise these types for anything else, too.
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|recvvalue failed"
@@ -67,11 +58,3 @@ def can_come_of_a_left_group(error: BaseException) -> bool:
 def tells_of_a_left_group(error: BaseException) -> bool:
     """Whether an error's text is that of a library which no longer finds its process group."""
     return can_come_of_a_left_group(error) and any(text in str(error) for text in _LEFT_GROUP)
-
-
-def was_reraised_by_torch(error: BaseException, original: type[BaseException]) -> bool:
-    """Whether torch's wrapper made an error of the text of another one, from elsewhere.
-
-    An error whose class takes more than a text is raised as a `RuntimeError`: no type tells.
-    """
-    return str(error).startswith(f"Caught {original.__name__} ")

@@ -2,6 +2,8 @@
 
     torch.autograd.backward(loss)      the loss, kept where it is until the panel looks
     Optimizer.step                     a step, and the learning rate
+    DistributedDataParallel(model)     how long the exchange of gradients takes
+    tqdm(...)                          how far bars are, which the panel shows
     iter(DataLoader)                   batches, samples, epochs, and waiting for data
     Trainer, Lightning, Fabric, Accelerate   what they log
 
@@ -19,73 +21,138 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import dataloader
 
-from nbaccel.base import env, spent_time
+from nbaccel.base import env, leftovers, spent_time, torch_private
+from nbaccel.base.errors import StoppedAtStep
 from nbaccel.base.import_patches import patch_module
+from nbaccel.base.log import write_notice
+from nbaccel.config.capabilities import device_row
+from nbaccel.plan.contracts.device import Device
+from nbaccel.workers import messaging, metrics_reporter, tqdm_bars
+from nbaccel.workers.metrics_reporter import MetricsChannel, Reporter
 
 if TYPE_CHECKING:
     from nbaccel.workers.training_loops import RunningLoop
 
-__all__ = ["SeenLoop", "begin_loop", "note_loss", "telling", "watch_loops", "watching_loops"]
-
 SWITCH = "NBACCEL_WATCH_LOOPS"
+_MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
+_MOST_WITHOUT_FIRST = 20
+"""Steps of another optimizer after which the first one is of an earlier phase of the training."""
 _MAX_DEPTH = 4  # of containers in which a batch's tensors are looked for
 _watch: _Watch | None = None
 _awaited: set[str] = set()
 """Libraries that are looked for when they are imported."""
 
 
-class LoopListener(Protocol):
-    """Whom to tell; see `metrics_reporter.Reporter`."""
+class StepBoundaries:
+    """Finds where the steps of a function end: all that belongs to one is done there.
 
-    process_id: int
+    A boundary lies before a batch is read, if an optimizer has stepped since the last boundary. In
+    a function without a DataLoader it lies right before the first optimizer's next step.
+    """
 
-    def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Take in what is logged."""
+    def __init__(self, is_asked: Callable[[], bool]) -> None:
+        self._is_asked = is_asked
+        """Whether the function is to be stopped; called at each boundary, in its thread."""
+        self.savers: list[Callable[[], None]] = []
+        self.has_stepped = False
+        self._is_open = False
+        """Whether an optimizer has stepped since the last boundary."""
+        self._first: int | None = None
+        """The optimizer that steps first in each step."""
+        self._steps_since_first: dict[int, int] = {}
+        self._steps_since_batch: dict[int, int] = {}
+        self._reads_batches = False
 
-    def loss_seen(self, loss: torch.Tensor) -> None:
-        """A backward pass begins."""
+    def reads_batch(self) -> None:
+        """A batch is about to be read."""
+        self._reads_batches = True
+        self._steps_since_batch.clear()
+        self._pass()
 
-    def stepped(self, optimizer_id: int, learning_rate: Any) -> None:
+    def about_to_step(self, optimizer_id: int) -> None:
+        """An optimizer is about to step; without a loader the first one's steps are the limit."""
+        # Several steps of one optimizer: what was read from a loader is not the steps' batches.
+        is_driven = self._reads_batches and max(self._steps_since_batch.values(), default=0) < 2
+        if not is_driven and optimizer_id == self._first:
+            self._pass()
+
+    def stepped(self, optimizer_id: int) -> None:
         """An optimizer has stepped."""
+        self.has_stepped = self._is_open = True
+        steps = self._steps_since_first
+        if optimizer_id == self._first:
+            steps.clear()
+        elif self._first is None or steps.get(optimizer_id, 0) >= _MOST_WITHOUT_FIRST:
+            self._first = optimizer_id
+        else:
+            steps[optimizer_id] = steps.get(optimizer_id, 0) + 1
+        self._steps_since_batch[optimizer_id] = self._steps_since_batch.get(optimizer_id, 0) + 1
 
-    def loop_begins(
-        self, name: str, total_batches: int | None, epochs: int | None, source: str | None
-    ) -> RunningLoop:
-        """A loop over batches begins."""
-
-    def step_done(self, num_samples: int, loop: RunningLoop | None) -> None:
-        """A batch was used."""
-
-    def loop_ends(self, loop: RunningLoop) -> None:
-        """A loop is over."""
+    def _pass(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._is_asked():
+            for save in self.savers:
+                # What was learned comes home all the same.
+                try:
+                    save()
+                except Exception as error:  # whatever objects of the function's raise
+                    write_notice(f"nbaccel: the next launch cannot go on from here: {error}\n")
+            raise StoppedAtStep
 
 
 class _Watch:
     """The hooks of this process, and what they have seen."""
 
-    def __init__(self, current_reporter: Callable[[], LoopListener | None]) -> None:
-        self._current_reporter = current_reporter
+    def __init__(self) -> None:
         self._thread = threading.get_ident()
+        self._streams = (sys.stdout, sys.stderr)
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._step_hook: Any = None
+        self._step_hooks: list[Any] = []
         self.is_told = False
         """Whether what happens now is reported by who does it."""
+        self.boundaries: StepBoundaries | None = None
         self.num_backwards = 0
-        self._backwards_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._backwards_at_step: dict[int, int] = {}
+        """Of each optimizer, by its id: a weak key would cost microseconds in each step."""
 
     @property
-    def reporter(self) -> LoopListener | None:
+    def reporter(self) -> Reporter | None:
         """Who is told; None where nobody is, or where it is told already."""
-        # A thread beside the function's does what it does beside the training.
-        if self.is_told or threading.get_ident() != self._thread:
+        return None if self.is_told or self._is_beside() else metrics_reporter.current()
+
+    @property
+    def steps_end(self) -> StepBoundaries | None:
+        """Who is told of the ends of steps; None where nobody is."""
+        return None if self.boundaries is None or self._is_beside() else self.boundaries
+
+    def bar_reporter(self) -> Reporter | None:
+        """Who is told of bars that this thread draws; None where no panel shows them."""
+        reporter = metrics_reporter.current()
+        # A worker of a DataLoader has inherited the reporter, and is not the rank.
+        if reporter is None or reporter.process_id != os.getpid() or self._is_beside():
             return None
-        return self._current_reporter()
+        return reporter if reporter.shows_bars else None
+
+    def is_own_stream(self, file: Any) -> bool:
+        """Whether it is what this process prints to, and nothing that the user has put there."""
+        return any(file is stream for stream in self._streams)
+
+    def _is_beside(self) -> bool:
+        # A thread beside the function's does what it does beside the training.
+        return threading.get_ident() != self._thread
 
     def set_hooks(self) -> None:
         """Begin to see."""
@@ -94,11 +161,16 @@ class _Watch:
         iterator = vars(dataloader).get("_BaseDataLoaderIter")
         if iterator is not None:
             self.replace(iterator, "__next__", _noting_batches)
-        self._step_hook = register_optimizer_step_post_hook(self._note_step)
+        self.replace(DistributedDataParallel, "__init__", _measuring_exchange)
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(self._note_begin_of_step),
+            register_optimizer_step_post_hook(self._note_step),
+        ]
 
     def remove_hooks(self) -> None:
         """Leave everything as it was."""
-        self._step_hook.remove()
+        for step_hook in self._step_hooks:
+            step_hook.remove()
         for owner, name, plain, hook in reversed(self._replaced):
             # Who has replaced it since calls this hook, which does nothing any more.
             if vars(owner).get(name) is hook:
@@ -113,53 +185,113 @@ class _Watch:
             setattr(owner, name, hook)
             self._replaced.append((owner, name, plain, hook))
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        reporter = self._current_reporter()
+    def _note_begin_of_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        boundaries = self.steps_end
+        if boundaries is not None and not self._is_part_of_step(optimizer):
+            boundaries.about_to_step(id(optimizer))
+
+    def _is_part_of_step(self, optimizer: torch.optim.Optimizer) -> bool:
         # DeepSpeed calls its optimizer once for each part of the parameters: a step has a backward
         # pass of its own at least.
-        if reporter is None or self._backwards_at_step.get(optimizer) == self.num_backwards:
+        return self._backwards_at_step.get(id(optimizer)) == self.num_backwards
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_part_of_step(optimizer):
             return
-        self._backwards_at_step[optimizer] = self.num_backwards
-        groups = optimizer.param_groups
-        reporter.stepped(id(optimizer), groups[0].get("lr") if groups else None)
+        self._backwards_at_step[id(optimizer)] = self.num_backwards
+        if (boundaries := self.steps_end) is not None:
+            boundaries.stepped(id(optimizer))
+        reporter = metrics_reporter.current()
+        if reporter is not None:
+            groups = optimizer.param_groups
+            reporter.stepped(id(optimizer), groups[0].get("lr") if groups else None)
 
 
-def watch_loops(current_reporter: Callable[[], LoopListener | None]) -> None:
-    """Set the hooks for good; from now on loops of this thread are seen."""
-    global _watch  # noqa: PLW0603 - hooks of the process have no other handle on it
-    if env.flag(SWITCH) is False or _watch is not None:
-        return
-    _watch = _Watch(current_reporter)
-    _watch.set_hooks()
-    for name, patch in _LIBRARIES.items():
-        if name in sys.modules:
-            patch(_watch, sys.modules[name])
-        elif name not in _awaited:
-            _awaited.add(name)
-            patch_module(name, functools.partial(_patch_library, patch=patch))
+def begin(channel: messaging.Channel, hardware: Device, device: str, *, shows_bars: bool) -> None:
+    """Let this worker report to the notebook from now on; steps are counted from here."""
+    metrics_reporter.report_by(Reporter(channel, hardware, device, shows_bars=shows_bars))
+    _count_waits()
+    _watch_loops()
+
+    def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
+        # The notebook is gone, so there is no reader.
+        with contextlib.suppress(OSError):
+            channel.send(messaging.Leaves(leftover, is_there))
+
+    leftovers.listen_for_leftovers(leave)
 
 
 @contextlib.contextmanager
-def watching_loops(current_reporter: Callable[[], LoopListener | None]) -> Iterator[None]:
-    """A block in which loops of this thread are seen."""
-    global _watch  # noqa: PLW0603 - see `watch_loops`
+def reporting_to(
+    channel: MetricsChannel, hardware: Device, device: str, *, shows_bars: bool
+) -> Iterator[None]:
+    """A block in which loops of this thread, in a process that is no worker, report."""
+    global _watch  # noqa: PLW0603 - hooks of the process have no other handle on it
     was_watching = _watch is not None
-    watch_loops(current_reporter)
+    account_before = spent_time.present_account()
+    reporter = Reporter(channel, hardware, device, shows_bars=shows_bars)
+    before = metrics_reporter.report_by(reporter)
+    _watch_loops()
     try:
         yield
+    except BaseException:  # such as an interrupt while a bar was told of
+        tqdm_bars.release_lock()
+        raise
     finally:
         if _watch is not None and not was_watching:
             _watch.remove_hooks()
             _watch = None
+        reporter.flush()
+        metrics_reporter.report_by(before)
+        spent_time.use_account(account_before)
 
 
-def _patch_library(module: ModuleType, patch: Callable[[_Watch, ModuleType], None]) -> None:
-    # A module may be imported when nothing is watched any more.
+def _watch_loops() -> None:
+    """Set the hooks; from now on loops of this thread are seen."""
+    global _watch  # noqa: PLW0603 - see `reporting_to`
+    if env.flag(SWITCH) is False or _watch is not None:
+        return
+    _watch = _Watch()
+    _watch.set_hooks()
+    for name in _LIBRARIES:
+        if name in sys.modules:
+            _patch_library(sys.modules[name])
+        elif name not in _awaited:
+            _awaited.add(name)
+            patch_module(name, _patch_library)
+
+
+def _patch_library(module: ModuleType) -> None:
+    for class_name, method, make_hook in _LIBRARIES[module.__name__]:
+        owner = vars(module).get(class_name)
+        # A module may be imported when nothing is watched any more.
+        if owner is not None and _watch is not None:
+            _watch.replace(owner, method, make_hook)
+
+
+def _count_waits() -> None:
+    """Count the time for which this process waits in collectives of torch and of libraries."""
+    # All that are called in Python end here, at once or when their result is needed. On a GPU it
+    # returns when the wait is queued: what the GPU then waits is not seen.
+    plain_wait = dist.Work.wait
+    if hasattr(plain_wait, "__wrapped__"):
+        return
+
+    @functools.wraps(plain_wait)
+    def counted_wait(work: dist.Work, *args: Any, **options: Any) -> Any:
+        with spent_time.communicating:
+            return plain_wait(work, *args, **options)
+
+    dist.Work.wait = counted_wait  # type: ignore[method-assign, assignment]
+
+
+def watch_boundaries(boundaries: StepBoundaries | None) -> None:
+    """Say where steps end to these from now on, or to nobody."""
     if _watch is not None:
-        patch(_watch, module)
+        _watch.boundaries = boundaries
 
 
-class _Telling:
+class telling:  # noqa: N801 - used as a function is
     """A block that reports by itself what it does: it is not seen a second time."""
 
     def __enter__(self) -> bool:
@@ -174,9 +306,16 @@ class _Telling:
             _watch.is_told = False
 
 
-def telling() -> _Telling:
-    """A block that reports by itself what it does: it is not seen a second time."""
-    return _Telling()
+def savers() -> list[Callable[[], None]]:
+    """What is to be called before the function of this call is stopped where a step ends."""
+    return _watch.boundaries.savers if _watch is not None and _watch.boundaries is not None else []
+
+
+def end_step() -> None:
+    """A batch is about to be read, so a step is done; who reads in `telling` says so by itself."""
+    boundaries = _watch.steps_end if _watch is not None else None
+    if boundaries is not None:
+        boundaries.reads_batch()
 
 
 def note_loss(loss: Any) -> None:
@@ -207,7 +346,7 @@ def _length(sized: Any) -> int | None:
 class SeenLoop:
     """A loop over batches that was seen from outside."""
 
-    def __init__(self, reporter: LoopListener, loop: RunningLoop) -> None:
+    def __init__(self, reporter: Reporter, loop: RunningLoop) -> None:
         self._reporter = reporter
         self._loop = loop
         self._rows: int | None = None
@@ -218,6 +357,7 @@ class SeenLoop:
             self.note_done(self._rows)
             spent_time.end_step()
         try:
+            end_step()
             with spent_time.reading_data:
                 batch = read_batch()
         except BaseException:  # StopIteration, mostly
@@ -249,12 +389,66 @@ def _noting_backward(plain: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
+def _measuring_exchange(plain: Callable[..., None]) -> Callable[..., None]:
+    def make_parallel(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        spent_time.add_exchange(ExchangeDelay(self).read)
+
+    return make_parallel
+
+
+class ExchangeDelay:
+    """For how long DDP's exchange of gradients has delayed training; keeps no model alive.
+
+    Torch measures the first ten passes and each hundredth afterwards; in between a pass counts as
+    the measured ones since the last reading do. On a CPU it measures all, which takes microseconds;
+    on a GPU reading a time would wait for the GPU.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+        self._each = 100
+        if device_row(model.device_type).in_host_memory:
+            self._each = 1
+            torch_private.measure_each_exchange(model)
+        self._passes = 0
+        self._measured_s = 0.0
+        self._delay_s = 0.0
+
+    def read(self) -> float | None:
+        """Seconds so far; None where torch does not tell."""
+        model = self._model()
+        if model is None:
+            return self._delay_s
+        delays = torch_private.exchange_delays(model)
+        if delays is None:
+            return None
+        passes, mean_delay_s = delays
+        measured_s = mean_delay_s * self._measured_of(passes)
+        added_passes = self._measured_of(passes) - self._measured_of(self._passes)
+        if added_passes > 0:
+            mean_added_s = max(0.0, measured_s - self._measured_s) / added_passes
+            self._delay_s += mean_added_s * (passes - self._passes)
+            self._passes = passes
+            self._measured_s = measured_s
+        return self._delay_s
+
+    def _measured_of(self, passes: int) -> int:
+        """How many of so many passes torch has measured."""
+        first_passes = min(passes, _MEASURED_FIRST)
+        return first_passes + max(0, passes // self._each - _MEASURED_FIRST // self._each)
+
+
 def _noting_batches(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_next(self: Any) -> Any:
         loop: SeenLoop | None = vars(self).get("_nbaccel_loop")
         if loop is None:
             loop = self._nbaccel_loop = begin_loop(self, vars(self).get("_dataset"))
-        return plain(self) if loop is None else loop.read(functools.partial(plain, self))
+        if loop is not None:
+            return loop.read(functools.partial(plain, self))
+        if _watch is not None and not _watch.is_told:
+            end_step()
+        return plain(self)
 
     return read_next
 
@@ -262,103 +456,146 @@ def _noting_batches(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _num_rows(batch: Any, depth: int = 0) -> int:
     """Rows of the first tensor with a dimension; 0 where there is none."""
     if isinstance(batch, torch.Tensor):
-        return int(batch.shape[0]) if batch.dim() else 0
-    if depth == _MAX_DEPTH or not isinstance(batch, (Mapping, list, tuple)):
+        return batch.size(0) if batch.dim() else 0
+    if depth == _MAX_DEPTH or not isinstance(batch, (tuple, list, Mapping)):
         return 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    return next(filter(None, (_num_rows(part, depth + 1) for part in parts)), 0)
+    for part in batch.values() if isinstance(batch, Mapping) else batch:
+        if rows := _num_rows(part, depth + 1):
+            return rows
+    return 0
 
 
 # ------------------------------------------------------------------------- libraries
 
 
-def _log(values: Mapping[str, Any], step: int | None = None) -> None:
+def _logging(
+    read: Callable[..., tuple[Mapping[str, Any], int | None]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes the hook of a method that logs, from what finds values and step in its arguments."""
+
+    def make_hook(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def log(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _log(*read(self, *args, **kwargs))
+            return plain(self, *args, **kwargs)
+
+        return log
+
+    return make_hook
+
+
+def _log(values: Mapping[str, Any], step: int | None) -> None:
     reporter = _watch.reporter if _watch is not None else None
-    if reporter is not None:
+    if reporter is not None and values:
         reporter.log(values, step)
 
 
-def _patch_transformers(watch: _Watch, module: ModuleType) -> None:
-    def make_log(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-            _log(logs, self.state.global_step)
-            return plain(self, logs, *args, **kwargs)
+def _noting_scaled_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
+        # What reaches autograd is divided by the steps of accumulation, and scaled for fp16.
+        note_loss(loss)
+        with telling():
+            return plain(self, loss, **kwargs)
 
-        return log
-
-    watch.replace(module.Trainer, "log", make_log)
-
-
-def _patch_accelerate(watch: _Watch, module: ModuleType) -> None:
-    def make_log(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def log(self: Any, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> Any:
-            _log(values, step)
-            return plain(self, values, step, **kwargs)
-
-        return log
-
-    def make_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-            # What reaches autograd is divided by the steps of accumulation, and scaled for fp16.
-            note_loss(loss)
-            with telling():
-                return plain(self, loss, **kwargs)
-
-        return backward
-
-    watch.replace(module.Accelerator, "log", make_log)
-    watch.replace(module.Accelerator, "backward", make_backward)
+    return backward
 
 
-def _patch_fabric(watch: _Watch, module: ModuleType) -> None:
-    def make_log(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def log_dict(self: Any, metrics: Mapping[str, Any], step: int | None = None) -> Any:
-            _log(metrics, step)
-            return plain(self, metrics, step)
-
-        return log_dict
-
-    watch.replace(module.Fabric, "log_dict", make_log)
-
-
-def _patch_lightning_module(watch: _Watch, module: ModuleType) -> None:
-    def make_log(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def log(self: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-            trainer = vars(self).get("_trainer")
-            # Of an evaluation the whole is of interest, which the trainer has at its end.
-            if trainer is not None and trainer.training:
-                _log({name: value}, trainer.global_step)
-            return plain(self, name, value, *args, **kwargs)
-
-        return log
-
-    watch.replace(module.LightningModule, "log", make_log)
+def _of_lightning_module(
+    module: Any, name: str, value: Any, *_: Any, **__: Any
+) -> tuple[Mapping[str, Any], int | None]:
+    trainer = vars(module).get("_trainer")
+    # Of an evaluation the whole is of interest, which the trainer has at its end.
+    if trainer is None or not trainer.training:
+        return {}, None
+    return {name: value}, trainer.global_step
 
 
-def _patch_lightning_trainer(watch: _Watch, module: ModuleType) -> None:
-    def make_run(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Any) -> Any:
-            results = plain(self)
-            # One dictionary for each loader.
-            if not self.trainer.sanity_checking:
-                for values in results or ():
-                    _log(values, self.trainer.global_step)
-            return results
+def _logging_evaluation(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(self: Any) -> Any:
+        results = plain(self)
+        # One dictionary for each loader.
+        if not self.trainer.sanity_checking:
+            for values in results or ():
+                _log(values, self.trainer.global_step)
+        return results
 
-        return run
-
-    # Seen in Lightning 2.0 to 2.6; where it is missing, values of evaluations are not drawn.
-    loop = vars(module).get("_EvaluationLoop")
-    if loop is not None:
-        watch.replace(loop, "run", make_run)
+    return run
 
 
-_LIBRARIES: dict[str, Callable[[_Watch, ModuleType], None]] = {
-    "transformers.trainer": _patch_transformers,
-    "accelerate.accelerator": _patch_accelerate,
-    "lightning.fabric.fabric": _patch_fabric,
-    "lightning.pytorch.core.module": _patch_lightning_module,
-    "pytorch_lightning.core.module": _patch_lightning_module,
-    "lightning.pytorch.loops.evaluation_loop": _patch_lightning_trainer,
-    "pytorch_lightning.loops.evaluation_loop": _patch_lightning_trainer,
+def _taking_bars(plain: Any) -> Callable[..., None]:
+    def make_bar(self: Any, *args: Any, **kwargs: Any) -> None:
+        reporter = _watch.bar_reporter() if _watch is not None else None
+        is_drawn_elsewhere = bool(kwargs.get("gui"))
+        self._nbaccel_in_panel = (
+            _watch is not None
+            and reporter is not None
+            and _watch.is_own_stream(kwargs.get("file") or sys.stderr)
+            and len(args) < 5  # else the fifth is the file
+            and not is_drawn_elsewhere
+        )
+        if self._nbaccel_in_panel:
+            kwargs["file"] = tqdm_bars.NOWHERE
+        # Since 4.66 it is no function: it reads defaults from the environment.
+        plain.__get__(self)(*args, **kwargs)
+        if reporter is not None and is_drawn_elsewhere and not self.disable:
+            # Before it is displayed: the panel's place is above.
+            reporter.note_bar(self, is_elsewhere=True)
+
+    return make_bar
+
+
+def _telling_of_bars(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def display(self: Any, msg: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if not vars(self).get("_nbaccel_in_panel"):
+            return plain(self, msg, *args, **kwargs)
+        # With a text it erases itself, or says that it is one of too many.
+        if msg is None and _watch is not None and (reporter := _watch.bar_reporter()):
+            reporter.note_bar(self)
+        return True
+
+    return display
+
+
+def _telling_of_widgets(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def display(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _watch is not None and (reporter := _watch.bar_reporter()):
+            reporter.note_bar(self, is_elsewhere=True)
+        return plain(self, *args, **kwargs)
+
+    return display
+
+
+def _telling_of_ends(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    def close(self: Any) -> None:
+        plain(self)
+        if (reporter := metrics_reporter.current()) is not None:
+            reporter.close_bar(self)
+
+    return close
+
+
+_LIGHTNING_LOG = ("LightningModule", "log", _logging(_of_lightning_module))
+# Seen in Lightning 2.0 to 2.6; where it is missing, values of evaluations are not drawn.
+_LIGHTNING_EVALUATION = ("_EvaluationLoop", "run", _logging_evaluation)
+_LIBRARIES: dict[str, tuple[tuple[str, str, Callable[[Any], Any]], ...]] = {
+    "tqdm.std": (
+        ("tqdm", "__init__", _taking_bars),
+        ("tqdm", "display", _telling_of_bars),
+        ("tqdm", "close", _telling_of_ends),
+    ),
+    "tqdm.notebook": (("tqdm_notebook", "display", _telling_of_widgets),),
+    "transformers.trainer": (
+        ("Trainer", "log", _logging(lambda self, logs, *_, **__: (logs, self.state.global_step))),
+    ),
+    "accelerate.accelerator": (
+        ("Accelerator", "log", _logging(lambda _, values, step=None, **__: (values, step))),
+        ("Accelerator", "backward", _noting_scaled_loss),
+    ),
+    "lightning.fabric.fabric": (
+        ("Fabric", "log_dict", _logging(lambda _, metrics, step=None: (metrics, step))),
+    ),
+    "lightning.pytorch.core.module": (_LIGHTNING_LOG,),
+    "pytorch_lightning.core.module": (_LIGHTNING_LOG,),
+    "lightning.pytorch.loops.evaluation_loop": (_LIGHTNING_EVALUATION,),
+    "pytorch_lightning.loops.evaluation_loop": (_LIGHTNING_EVALUATION,),
 }
+"""Module → its classes and methods with the hooks around them."""

@@ -11,6 +11,7 @@ descriptors that belong to it. What is too long for one packet travels in a memo
 from __future__ import annotations
 
 import contextlib
+import enum
 import mmap
 import os
 import pickle
@@ -22,9 +23,6 @@ from typing import Any
 
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
-from nbaccel.base.metric_history import Point
-from nbaccel.base.outer_loop import OuterLoop
-from nbaccel.base.spent_time import SpentTime
 from nbaccel.transfer import memfd
 from nbaccel.transfer.memfd import PackedObject
 from nbaccel.workers.failure import FailureRecord
@@ -115,10 +113,6 @@ class Channel:
             raise EOFError("the other process closed its end")
         return packet, descriptors
 
-    def shut_down(self) -> None:
-        """Let the other end read an end of file; what it says can still be received."""
-        self._socket.shutdown(socket.SHUT_WR)
-
     def close(self) -> None:
         """Close this end; the other one reads an end of file."""
         self._socket.close()
@@ -148,10 +142,7 @@ def peek_packet(packet: bytes, descriptors: Sequence[int]) -> Any:
 
 
 def pack_message(message: Any) -> tuple[bytes, list[int]]:
-    """A message as a packet, and the descriptor of the file that holds it where it is long.
-
-    The descriptor travels after all others, and is the caller's to close.
-    """
+    """A message as a packet, and the descriptor, to be sent last, of the file of a long one."""
     content = pickle.dumps(message, protocol=5)
     if len(content) <= _PACKET_BYTES:
         return _IN_PACKET + content, []
@@ -169,6 +160,19 @@ def unless_gone() -> contextlib.suppress:
     return contextlib.suppress(BrokenPipeError, ConnectionResetError)
 
 
+class Word(enum.Enum):
+    """The messages that are no more than one of these."""
+
+    DISPOSE = "to the template: close the descriptors that come along; freeing much takes time"
+    LEAVE = "to a worker: exit; see [Note: exit barrier] in `calls.rank_watch`"
+    STOP_AT_STEP = "to a worker: stop where a step ends, the same one on all ranks: see `step_stop`"
+    ASK_WHEREABOUTS = "to the second thread of a pool's worker, which answers by Whereabouts"
+    BREAK = "to that thread: cut the connections, which ends a collective that would never end"
+    ALIVE = "from a worker: it runs Python code and listens to signals"
+    STARTED = "from a worker: the user's function is about to be called"
+    INTERRUPTING = "from a worker: it has raised KeyboardInterrupt and is unwinding: give it time"
+
+
 # ---- notebook → template
 
 
@@ -178,11 +182,6 @@ class Fork:
 
     threads: int
     """How many it will compute with; 0: not known yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dispose:
-    """Close the descriptors that come along: freeing much memory takes time."""
 
 
 # ---- template → notebook
@@ -196,11 +195,19 @@ class Importing:
 
 
 @dataclass(frozen=True, slots=True)
+class Unclean:
+    """With this package in it the template cannot be forked, so it ends."""
+
+    package: str
+    reason: str
+    """A clause with "it"."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The template has imported everything but these, and can fork."""
 
     left_out: dict[str, str]
-    """Package → why it was left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,38 +236,30 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHints:
-    """What a message means for memory files, for a process that copies them to another host.
-
-    Attributes:
-        staging: Keys of the arenas whose staging files come with it, in their order.
-        arenas: Keys of the arenas that come with it, in their order.
-        reads_arenas: Whether the worker will read what the notebook has written to its arenas.
-        forgets: Keys of arenas that are of no more use.
-        ends_staging: Whether staging files that came before are of no more use.
-    """
+    """What a message means for memory files, for a process that copies them to another host."""
 
     staging: tuple[str, ...] = ()
+    """Keys of the arenas whose staging files come with it, in their order."""
     arenas: tuple[str, ...] = ()
+    """Keys of the arenas that come with it, in their order."""
     reads_arenas: bool = False
+    """Whether the worker will read what the notebook has written to its arenas."""
     forgets: tuple[str, ...] = ()
+    """Keys of arenas that are of no more use."""
     ends_staging: bool = False
+    """Whether staging files that came before are of no more use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAssignment:
-    """Where a worker works: its place among the others, and the surroundings of the notebook.
-
-    The first message to each worker. Descriptors: the socket of the store, the second channel's.
-    """
+    """The first message to a worker. Descriptors: the socket of the store, the second channel's."""
 
     handler: str
     """What the worker runs once it has this, as module:function."""
     topology: str
-    """`Topology` as JSON."""
     device: str
     mixed_precision: str
     share_back: bool
-    """Whether weights are copied back."""
     threads: int
     environment: dict[str, str]
     """The whole environment, as the notebook has it now plus this worker's variables."""
@@ -273,27 +272,23 @@ class WorkerAssignment:
     """Its number among the workers that share the notebook's staging files; 0 writes whole
     tensors there."""
     num_notebooks: int = 1
-    """Notebooks that take part, each with its own staging files."""
+    has_cells: bool = False
+    """Whether the notebook's cells can show a panel."""
     on_other_host: bool = False
     """Whether environment, folder and import path are to be laid over those of its host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A call to make.
-
-    Descriptors: arenas, their staging files, the payload's.
-    """
+    """A call to make. Descriptors: arenas, their staging files, the payload's."""
 
     arenas: tuple[tuple[str, int], ...]
     """Key and size in bytes of each arena."""
     payload: PackedObject | None
     """The pickled `WorkerCall`; None if the worker was forked from the notebook and has it."""
     random_states: bytes
-    logging: bytes
-    """How the notebook has configured it; see `worker_output`."""
-    settings: bytes = b""
-    """Settings of libraries; see `transfer.library_settings`. A fork has them."""
+    settings: bytes
+    """Settings of loggers and libraries; see `transfer.library_settings`."""
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     def file_hints(self) -> FileHints:
@@ -315,37 +310,16 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """Exit. Until then a worker that has returned stays.
+class GoOnTo:
+    """Stop at this boundary between steps. Answered by AtStep until it is agreed."""
 
-    See [Note: exit barrier] in `calls.shutdown`.
-    """
-
-
-# ---- notebook → worker: to the second thread of a pool's worker, which answers at once
-
-
-@dataclass(frozen=True, slots=True)
-class AskWhereabouts:
-    """Say where you are. Answered by Whereabouts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Break:
-    """Cut the connections, which ends a collective that would never complete."""
+    number: float
+    """Infinite: not at all, since another rank has ended."""
+    is_agreed: bool = False
+    """Whether all ranks have been before it when they heard of it."""
 
 
 # ---- worker → notebook
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """The worker runs Python code and listens to signals."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The user's function is about to be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,58 +336,12 @@ class ClearOutput:
     wait: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
-    """What the training loop has reported; see `metrics_reporter`."""
-
-    time: float
-    """Seconds of CLOCK_MONOTONIC, the same for all processes."""
-    steps: int | None
-    """None where nothing counts them."""
-    points: tuple[tuple[str, tuple[Point, ...]], ...] = ()
-    """Metric → pairs of step and value since the last message."""
-    replaced: tuple[str, ...] = ()
-    """Metrics whose earlier points were nbaccel's own: the function logs them itself."""
-    device_bytes: int | None = None
-    """What torch holds on this worker's device; None on a CPU."""
-    phase: str = ""
-    """What the step under way is doing beside training: `compiling, step 2 of about 3`."""
-    programs: int | None = None
-    """Programs that the device's compiler has made; None for a device that compiles none."""
-    compile_s: float = 0.0
-    """Time that took, in seconds."""
-    spent: SpentTime | None = None
-    """Where the time has gone; None before the first loop over batches."""
-    had_group: bool = False
-    """Whether the process has been in a process group of torch's since the task began."""
-    loop_name: str = ""
-    """What the loop over batches is called; empty for no name."""
-    epoch: int = 0
-    """How many loops of this name and length have begun, this one included; 0 before the first."""
-    batches: int = 0
-    """Batches used in that loop."""
-    total_batches: int | None = None
-    """Batches that it has; None where that is not known."""
-    loop_began_at_step: int = 0
-    loop_is_seen: bool = False
-    """Whether the loop was seen from outside, and did not say itself that it begins."""
-    batches_in_all: int = 0
-    """Batches that this rank has used in all its loops."""
-    samples: int = 0
-    """Samples that this rank has used in all its loops."""
-    outer: OuterLoop | None = None
-    """The loop over epochs around the loop over batches; None where its length is not known."""
-    bar_is_whole: bool = False
-    """Whether the bar that its code draws is that of the whole training."""
-    num_left_out: int = 0
-    """Metrics that it has logged beside those that it reports."""
-    left_out: tuple[str, ...] = ()
-    """The first of these by name."""
-
-
 @dataclass(frozen=True, slots=True)
-class Interrupting:
-    """The worker has raised KeyboardInterrupt and is unwinding: give it time."""
+class AtStep:
+    """How far the worker is."""
+
+    number: int
+    """Boundaries between steps that it has reached since its function began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +350,6 @@ class Leaves:
 
     leftover: LeftoverFolders
     is_there: bool
-    """False: it has removed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +361,8 @@ class Returned:
     """Why the value could not be sent, if so."""
     weight_report: Any = None
     """`WeightReport`: which trained weights lie in the staging files."""
+    was_stopped: bool = False
+    """Whether it was stopped where a step ended, the same one on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

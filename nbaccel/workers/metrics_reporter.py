@@ -11,7 +11,6 @@ been sent when the function returns is sent then, so that the last value is neve
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import numbers
 import os
@@ -23,11 +22,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from nbaccel.base import leftovers, spent_time
+from nbaccel.base import spent_time
 from nbaccel.base.metric_history import MetricHistory
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.plan.contracts.device import Device
-from nbaccel.workers import messaging
-from nbaccel.workers.loop_watch import watch_loops, watching_loops
+from nbaccel.workers.tqdm_bars import ProgressBars
 from nbaccel.workers.training_loops import RunningLoop, TrainingLoops
 
 REPORT_INTERVAL_S = 0.25
@@ -57,25 +56,22 @@ class MetricsChannel(Protocol):
 
 
 class Reporter:
-    """Collects what the loop reports, and sends it at intervals.
+    """Collects what the loop reports, and sends it at intervals."""
 
-    Attributes:
-        process_id: The process that it reports of; a forked DataLoader worker inherits it.
-        draws_bars: Whether loops are shown in a panel, so that they need no bar of their own.
-    """
-
-    def __init__(self, channel: MetricsChannel, hardware: Device, device: str) -> None:
+    def __init__(
+        self, channel: MetricsChannel, hardware: Device, device: str, *, shows_bars: bool = False
+    ) -> None:
         self._channel = channel
-        self.draws_bars = getattr(channel, "draws_bars", False)
+        self.shows_bars = shows_bars
+        """Whether a panel shows loops and bars, so that nothing else need draw them."""
         self._hardware = hardware
-        self._device = device
+        self._device = torch.device(device)
         self.process_id = os.getpid()
+        """The process that it reports of; a forked DataLoader worker inherits it."""
         spent_time.open_account()
         self._new_points: dict[str, MetricHistory] = {}
         self._names: dict[str, None] = {}
-        """Metrics that are reported, in the order in which they came."""
         self._logged: set[str] = set()
-        """What could be seen, and the function logs by itself."""
         self._unread: list[tuple[str, float, torch.Tensor]] = []
         """Metric, step, and value on its device."""
         self._num_older = 0
@@ -83,6 +79,7 @@ class Reporter:
         self._replaced: set[str] = set()
         self._left_out: dict[str, None] = {}
         self._loops = TrainingLoops()
+        self._bars = ProgressBars()
         self._bar_is_whole = False
         self._samples = 0
         self._batches = 0
@@ -165,6 +162,17 @@ class Reporter:
         self._bar_is_whole = is_drawn
         self._tell_now()
 
+    def note_bar(self, tqdm_bar: Any, *, is_elsewhere: bool = False) -> None:
+        """A bar of tqdm would draw itself now, or is drawn elsewhere."""
+        now = time.monotonic()
+        if self._bars.note(tqdm_bar, now, self.steps or 0, is_elsewhere=is_elsewhere):
+            self._next = 0.0
+        self._tell()
+
+    def close_bar(self, tqdm_bar: Any) -> None:
+        """A bar of tqdm is through."""
+        self._bars.close(tqdm_bar)
+
     def note_phase(self, phase: str) -> None:
         """What the step that begins will do beside training; empty for nothing."""
         if phase != self._phase:
@@ -198,7 +206,9 @@ class Reporter:
     # ---- points
 
     def _note(self, name: str, value: Any, step: float) -> None:
-        if type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta:
+        if type(value) is torch.Tensor:
+            if value.numel() != 1 or value.is_meta:
+                return
             value = value.detach()
         elif not isinstance(value, numbers.Real):
             return
@@ -211,7 +221,7 @@ class Reporter:
             # It begins a curve, and is what "1 → 0.02" begins with.
             self._next = 0.0
             self._names[name] = None
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        if type(value) is torch.Tensor and not value.is_cpu:
             # Reading it now would wait for the device.
             self._unread.append((name, step, value))
             if len(self._unread) > _MAX_UNREAD:
@@ -265,10 +275,7 @@ class Reporter:
         self._replaced = set()
 
     def flush(self) -> None:
-        """The function has returned: send what has not been sent yet, even if that means to wait.
-
-        What follows, until the worker leaves or has another task, is no time of the function's.
-        """
+        """The function has returned: send the rest, and count no more time as the function's."""
         if os.getpid() != self.process_id:
             return
         if self._is_news or self._unread or spent_time.present_spent() is not None:
@@ -278,11 +285,11 @@ class Reporter:
             self._note_sent()
         spent_time.use_account(None)
 
-    def _message(self, now: float, *, is_last: bool = False) -> messaging.Metrics:
+    def _message(self, now: float, *, is_last: bool = False) -> Metrics:
         self._read_values(is_last=is_last)
         self._had_group = self._had_group or dist.is_initialized()
         loop = self._loops.latest
-        return messaging.Metrics(
+        return Metrics(
             time=now,
             steps=self.steps,
             points=tuple(
@@ -291,7 +298,7 @@ class Reporter:
                 if name in self._new_points
             ),
             replaced=tuple(self._replaced),
-            device_bytes=reserved(self._hardware, self._device),
+            device_bytes=self._hardware.reserved_bytes(self._device),
             phase=self._phase,
             programs=self._programs,
             compile_s=self._compile_s,
@@ -305,7 +312,9 @@ class Reporter:
             total_batches=loop.total_batches,
             batches_in_all=self._batches,
             samples=self._samples,
-            outer=self._loops.around(now, self.steps or 0),
+            outer=self._loops.around(now, self.steps or 0)
+            or self._bars.around(loop, now, self.steps or 0),
+            bars=self._bars.shown(),
             bar_is_whole=self._bar_is_whole,
             num_left_out=len(self._left_out),
             left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
@@ -315,53 +324,12 @@ class Reporter:
 _process_reporter: Reporter | None = None
 
 
-def begin(channel: messaging.Channel, hardware: Device, device: str) -> None:
-    """Report to the notebook from now on; steps are counted from here."""
-    global _process_reporter  # noqa: PLW0603 - a worker has one notebook, and user code has no handle on it
-    _process_reporter = Reporter(channel, hardware, device)
-    _count_waits()
-    watch_loops(current)
-
-    def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
-        # The notebook is gone, so there is no reader.
-        with contextlib.suppress(OSError):
-            channel.send(messaging.Leaves(leftover, is_there))
-
-    leftovers.listen_for_leftovers(leave)
-
-
-@contextlib.contextmanager
-def reporting_to(channel: MetricsChannel, hardware: Device, device: str) -> Iterator[None]:
-    """A block in which loops of this process, which is no worker, report."""
-    global _process_reporter  # noqa: PLW0603 - see `begin`
+def report_by(reporter: Reporter | None) -> Reporter | None:
+    """Let this process report by another one from now on; returns the one until now."""
+    global _process_reporter  # noqa: PLW0603 - a process has one notebook, and user code has no handle on it
     before = _process_reporter
-    account_before = spent_time.present_account()
-    reporter = _process_reporter = Reporter(channel, hardware, device)
-    try:
-        with watching_loops(current):
-            yield
-    finally:
-        reporter.flush()
-        _process_reporter = before
-        spent_time.use_account(account_before)
-
-
-def _count_waits() -> None:
-    """Count the time for which this process waits in collectives of torch and of libraries.
-
-    All that are called in Python end in this method, at once or when their result is needed. On a
-    GPU it returns when the wait is queued: what the GPU then waits is not seen here.
-    """
-    plain_wait = dist.Work.wait
-    if hasattr(plain_wait, "__wrapped__"):
-        return
-
-    @functools.wraps(plain_wait)
-    def counted_wait(work: dist.Work, *args: Any, **options: Any) -> Any:
-        with spent_time.communicating:
-            return plain_wait(work, *args, **options)
-
-    dist.Work.wait = counted_wait  # type: ignore[method-assign, assignment]
+    _process_reporter = reporter
+    return before
 
 
 def current() -> Reporter | None:
@@ -386,8 +354,3 @@ def flush() -> None:
     """Send the last values."""
     if _process_reporter is not None:
         _process_reporter.flush()
-
-
-def reserved(hardware: Device, device: str) -> int | None:
-    """Bytes of the device that this process's allocator holds."""
-    return hardware.reserved_bytes(torch.device(device))

@@ -104,11 +104,7 @@ def _stray_process(pid: int) -> str:
 
 
 def reap(pid: int) -> Ended | None:
-    """Collect a child that has ended, with everything it started; None if it still runs.
-
-    Its process group goes first, while the dead leader still holds the number: DataLoader workers
-    and subprocesses of a killed worker would live on otherwise.
-    """
+    """Collect a child that has ended, with everything it started; None if it still runs."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -116,6 +112,8 @@ def reap(pid: int) -> Ended | None:
         return Ended(pid, -signal.SIGKILL, 0)
     if result is None:
         return None
+    # First, while the dead leader still holds the group's number: DataLoader workers and
+    # subprocesses of a killed worker would live on otherwise.
     end_group(pid)
     _, status, usage = os.wait4(pid, 0)
     return Ended(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)

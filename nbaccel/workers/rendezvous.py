@@ -29,11 +29,9 @@ RETURNED_KEY = "nbaccel/returned"
 
 
 def join_store(place: Topology, next_name: Callable[[], str]) -> None:
-    """Let each default group meet in the launch's store, under a prefix of its own.
-
-    The store is the launch's and outlives a group. Torch uses the same keys in it for the next one,
-    whose ranks then wait for addresses of the first for ever (torch 2.13, `torchrun` too).
-    """
+    """Let each default group meet in the launch's store under a prefix of its own."""
+    # The store outlives a group. With the same keys the next group's ranks wait for addresses of
+    # the first for ever (torch 2.13, `torchrun` too).
     torch_private.replace_rendezvous_store(functools.partial(_LaunchStore, place, next_name))
 
 
@@ -98,13 +96,10 @@ def _check_rank(place: Topology, rank: int, world_size: int) -> None:
 
 
 def keep_groups_alive() -> None:
-    """Let no process group be destructed before this process leaves.
+    """Let no C++ object of a process group be destructed before this process leaves.
 
-    ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work, while
-    the destructor holds it: a deadlock, met in every fifth to thirtieth DDP run that ends by
-    `destroy_process_group()` (torch 2.13; the stack is in docs/pages/upstream.md). Shutting a group
-    down works as before; only its C++ object outlives it. (A live worker closes what that leaves
-    open: `calls/process_groups.py`.)
+    It may deadlock: see docs/pages/upstream.md. (A live worker closes what that leaves open:
+    `calls/process_groups.py`.)
     """
     torch_private.keep_process_groups()
 
@@ -124,11 +119,7 @@ def group_names() -> Callable[[], str]:
 
 
 def serve_store(place: Topology, listening_socket: int) -> Any:
-    """Serve the rendezvous store on the socket that the notebook bound.
-
-    So it listens on loopback only, and no port is ever chosen first and bound later. All ranks,
-    this one too, join it as clients (TORCHELASTIC_USE_AGENT_STORE).
-    """
+    """Serve the rendezvous store, which all ranks join as clients, on the notebook's socket."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         place.master_addr,
         place.master_port,

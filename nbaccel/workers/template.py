@@ -2,8 +2,8 @@
 
     notebook's process                       template process (`template_server`)
     start, at load time ──── program ──────► imports torch, then one package after the other
-                        ◄─── Importing, Ready ──── it is clean: what is not was left out
-    `template_starter`  ──── Fork ─────────► forks a worker
+                        ◄─── Importing, Ready ──── it is clean: what is not is left out
+    `TemplateStarter`   ──── Fork ─────────► forks a worker
     a cell imports more ──── program ──────► a second one imports the longer list; once it is ready
                                              it takes the first one's place, which ends
 
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +34,8 @@ from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.units import count_noun
 from nbaccel.config.capabilities import engine_row
 from nbaccel.plan import Choice, Plan, registry
-from nbaccel.workers import time_limits, working_folder
-from nbaccel.workers.installed_modules import FileStamp, by_package, installed_modules, stamps_of
+from nbaccel.workers import notebook_imports, time_limits
+from nbaccel.workers.notebook_imports import by_package, installed_modules
 
 SAY_EVERY_S = 0.1
 _SWITCH = "NBACCEL_TEMPLATE_IMPORTS"
@@ -50,7 +50,6 @@ _PROGRAM = (
 _FEW_MODULES = 20
 """So many new modules of packages that it has are not worth a new template: cells import some
 without saying so."""
-_STARVED_AFTER_S = 3.0
 _MESSAGE_CHARS = 2000
 
 
@@ -62,16 +61,10 @@ class TemplateProcess:
     socket: socket.socket
     errors: int
     """Memory file that collects its stderr: the reason, if it cannot start."""
-    stamps: Mapping[str, FileStamp | None] = field(repr=False)
-    """Modules that it was told to import → the versions of their files."""
-    in_background: bool
-    """Whether it imports at the lowest priority."""
+    modules: frozenset[str] = field(repr=False)
     owner: int = field(default_factory=os.getpid)
     """The process that started it: a fork of that process must not use or end it."""
-    looked_at: tuple[float, float] | None = None
-    """When it was last asked whether it is starved, and the processor time that it had used."""
     importing: str = ""
-    """The package that it imports now."""
     ready: bool = False
     has_failed: bool = False
     """Whether it ended before it was ready, and no package is known to be at fault."""
@@ -80,37 +73,34 @@ class TemplateProcess:
     status: int | None = None
     """As `subprocess` gives it, if it has ended by itself: negative for a signal."""
     said: str = ""
-    """What it has written to stderr, once it has ended."""
     hearing: threading.RLock = field(default_factory=threading.RLock)
     """Held by whoever reads what it says once it is ready."""
     is_replaced: bool = False
-    """Whether it ends with its last user."""
     users: int = 0
-    """Starters of workers."""
 
     @classmethod
-    def start(
-        cls, device: str, left_out: Mapping[str, str], *, in_background: bool
-    ) -> TemplateProcess:
+    def start(cls, device: str, left_out: dict[str, str]) -> TemplateProcess:
         """Start one; returns at once."""
-        files = installed_modules() if _follows_notebook() else {}
+        modules = tuple(installed_modules()) if _follows_notebook() else ()
         request = {
             "parent_id": os.getpid(),
             "device": device,
             "in_notebook": "IPython" in sys.modules,
             "extends_torch": env.read(_AUTOLOAD_VARIABLE) != "0",
-            "packages": by_package(files),
-            "left_out": dict(left_out),
+            "packages": by_package(modules),
+            "left_out": left_out,
             "import_limit_s": time_limits.IMPORT_S,
-            "in_background": in_background,
         }
         own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Room for hundreds of messages: when a full socket has room again, the system sends SIGIO,
+        # which is to end the template where this end is closed.
+        its_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         # A file, not a pipe: it is read only after the end, and a full pipe would block.
         errors = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
         with its_end, open(os.memfd_create("nbaccel-template-request"), "w+") as request_file:
             json.dump(request, request_file)
             request_file.seek(0)
-            program = _PROGRAM.format(path=working_folder.installed_first(), fd=its_end.fileno())
+            program = _PROGRAM.format(path=notebook_imports.installed_first(), fd=its_end.fileno())
             process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=request_file,
@@ -118,18 +108,12 @@ class TemplateProcess:
                 stderr=errors,
                 env=env.snapshot() | {_AUTOLOAD_VARIABLE: "0"},
                 # Where the own one has been deleted, MKL ends a process that imports torch.
-                cwd=working_folder.current_folder(),
+                cwd=notebook_imports.current_folder(),
                 pass_fds=[its_end.fileno()],
                 # Ctrl-C in a terminal must reach the notebook process only.
                 start_new_session=True,
             )
-        return cls(
-            process=process,
-            socket=own_end,
-            errors=errors,
-            stamps=stamps_of(files),
-            in_background=in_background,
-        )
+        return cls(process=process, socket=own_end, errors=errors, modules=frozenset(modules))
 
     @property
     def is_open(self) -> bool:
@@ -140,44 +124,19 @@ class TemplateProcess:
         """Whether it runs and belongs to this very process."""
         return self.is_open and self.process.poll() is None
 
-    def lacked_packages(self, left_out: Mapping[str, str]) -> tuple[str, ...]:
+    def lacked_packages(self, left_out: Collection[str]) -> tuple[str, ...]:
         """Packages of which the notebook has imported more; empty where that is not worth much."""
         if not _follows_notebook():
             return ()
         # nbaccel's own alone are not worth it.
         names = [
             name
-            for name in installed_modules().keys() - self.stamps.keys()
+            for name in installed_modules().keys() - self.modules
             if _package_of(name) not in left_out and _package_of(name) != "nbaccel"
         ]
         lacked = {_package_of(name) for name in names}
-        has_new = not lacked <= {_package_of(name) for name in self.stamps}
+        has_new = not lacked <= set(map(_package_of, self.modules))
         return tuple(sorted(lacked)) if has_new or len(names) > _FEW_MODULES else ()
-
-    def changed_packages(self) -> set[str]:
-        """Packages of which a file is another one now than when it was told to import them."""
-        files = installed_modules()
-        stamps = stamps_of({name: files[name] for name in self.stamps if name in files})
-        return {_package_of(name) for name, stamp in stamps.items() if self.stamps[name] != stamp}
-
-    def is_starved(self) -> bool:
-        """Whether it has got little of the processor since this was last asked, some seconds ago.
-
-        At the lowest priority that is so beside other programs that compute.
-        """
-        import psutil
-
-        try:
-            times = psutil.Process(self.process.pid).cpu_times()
-        except psutil.Error:
-            return False
-        now = (time.monotonic(), times.user + times.system)
-        before = self.looked_at or now
-        passed_s = now[0] - before[0]
-        if self.looked_at is not None and passed_s < _STARVED_AFTER_S:
-            return False
-        self.looked_at = now
-        return self.in_background and now[1] - before[1] < passed_s / 2
 
     def let_continue(self) -> None:
         """Let it continue if it was stopped (SIGSTOP)."""
@@ -254,11 +213,7 @@ def _follows_notebook() -> bool:
 
 
 class Template:
-    """The template of this process for a device, and the one that is to take its place.
-
-    Attributes:
-        left_out: Package → why the template does not import it, so that each worker does.
-    """
+    """The template of this process for a device, and the one that is to take its place."""
 
     def __init__(self, device: str = "") -> None:
         self._device = device
@@ -267,17 +222,14 @@ class Template:
         # A launch may run in a thread of the user's while a cell ends.
         self._lock = threading.RLock()
         self.left_out: dict[str, str] = {}
+        """Package → why the template does not import it, so that each worker does."""
 
     def start_ahead(self) -> None:
-        """Start it before it is needed, where that can be done.
-
-        Where it cannot (a system without memory files, no room for a process), importing nbaccel
-        must work all the same: a launch says what is missing, and one process needs none of it.
-        """
+        """Start it before it is needed, where that can be done; else a launch says what lacks."""
         with contextlib.suppress(OSError, AttributeError, ConfigError):
             self.start()
 
-    def start(self, *, in_background: bool = True) -> TemplateProcess:
+    def start(self) -> TemplateProcess:
         """The running process, or a new one that is not ready yet; returns at once."""
         with self._lock:
             if self._processes and not self._processes[0].is_running():
@@ -286,7 +238,7 @@ class Template:
             while self._processes and not self._processes[0].is_running():
                 self._processes.pop(0).replace()
             if not self._processes:
-                self._processes.append(self._start_process(in_background=in_background))
+                self._processes.append(self._start_process())
                 atexit.register(stop)
             return self._processes[0]
 
@@ -320,19 +272,6 @@ class Template:
             self._follow()
             return self._serves(lambda _package: True)
 
-    def drop_outdated(self) -> bool:
-        """Make it anew where an installed file has been changed since; whether that was so."""
-        with self._lock:
-            changed = self._processes[-1].changed_packages() if self._processes else set()
-            if not changed:
-                return False
-            for package in changed:
-                self.left_out.pop(package, None)
-            while self._processes:
-                self._processes.pop().replace()
-            self.start()
-            return True
-
     def wait(
         self, say: Callable[[str], None], needs: Callable[[str], bool] = lambda _package: False
     ) -> TemplateProcess:
@@ -342,7 +281,7 @@ class Template:
             current = self._processes[0] if self._processes else None
             started_here = None
             while True:
-                if self.start(in_background=False) is not current:
+                if self.start() is not current:
                     # One that was there may have been killed; a new one that cannot start says why.
                     if started_here is not None and started_here.has_failed:
                         raise started_here.explain_end()
@@ -369,8 +308,8 @@ class Template:
         """The plan with what each worker imports itself, though the notebook has it."""
         if not self.left_out:
             return plan
-        stamps = self._processes[0].stamps if self._processes else {}
-        packages = set(map(_package_of, stamps)) - self.left_out.keys()
+        modules = self._processes[0].modules if self._processes else ()
+        packages = set(map(_package_of, modules)) - self.left_out.keys()
         left_out = sorted(self.left_out.items())
         reason = "; ".join(f"{package} is left out: {why}" for package, why in left_out)
         choice = Choice("template_imports", count_noun(len(packages), "package"), reason)
@@ -399,18 +338,17 @@ class Template:
         if newest.has_failed or not newest.lacked_packages(self.left_out):
             return
         if newest.ready:
-            self._processes.append(self._start_process(in_background=True))
+            self._processes.append(self._start_process())
         else:
-            self._make_again(newest, in_background=newest.in_background)
+            self._make_again(newest)
 
-    def _start_process(self, *, in_background: bool) -> TemplateProcess:
-        return TemplateProcess.start(self._device, self.left_out, in_background=in_background)
+    def _start_process(self) -> TemplateProcess:
+        return TemplateProcess.start(self._device, self.left_out)
 
-    def _make_again(self, process: TemplateProcess, *, in_background: bool) -> None:
+    def _make_again(self, process: TemplateProcess) -> None:
         """Start another one in place of one that is not ready."""
         process.end()
-        position = self._processes.index(process)
-        self._processes[position] = self._start_process(in_background=in_background)
+        self._processes[self._processes.index(process)] = self._start_process()
 
     def _read(self, process: TemplateProcess) -> None:
         """Read what one has said while it was made; where an import has ended it, make another."""
@@ -426,12 +364,19 @@ class Template:
                     if not process.importing:
                         process.has_failed = True
                         return
-                    exit_name = failure.name_exit(process.process.wait())
-                    self.left_out[process.importing] = f"its import ended the process ({exit_name})"
-                    self._make_again(process, in_background=process.in_background)
+                    status = process.process.wait()
+                    reason = f"its import ended the process ({failure.name_exit(status)})"
+                    if status == -signal.SIGALRM:
+                        reason = f"its import takes more than {time_limits.IMPORT_S:.0f} s"
+                    self.left_out[process.importing] = reason
+                    self._make_again(process)
                     return
             if isinstance(message, messaging.Importing):
                 process.importing = message.package
+            elif isinstance(message, messaging.Unclean):
+                self.left_out[message.package] = message.reason
+                self._make_again(process)
+                return
             elif isinstance(message, messaging.Ready):
                 process.ready = True
                 self.left_out.update(message.left_out)
@@ -448,9 +393,6 @@ class Template:
         in_making = [process for process in self.processes() if not process.ready]
         for process in in_making:
             process.let_continue()
-            if process.is_starved():
-                self._make_again(process, in_background=False)
-                return
         package = in_making[-1].importing if in_making else ""
         first = "torch in the process that workers are forked from (once)"
         say(f"importing {package or first}")

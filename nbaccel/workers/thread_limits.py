@@ -16,17 +16,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["find_libraries", "limit_threads", "set_before_fork"]
-
 _KEEPS_NUMBER_OVER_FORK = "openblas"
 _found_libraries: list[Any] = []
 
 
 def find_libraries() -> None:
-    """Look for loaded libraries that compute with threads: some milliseconds, once per template.
-
-    Workers that are forked afterwards need not look for themselves.
-    """
+    """Look for loaded libraries that compute with threads, for all workers forked afterwards."""
     from threadpoolctl import ThreadpoolController
 
     _found_libraries[:] = ThreadpoolController().lib_controllers

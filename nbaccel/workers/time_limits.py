@@ -10,7 +10,7 @@ TEMPLATE_S = 120.0
 minute."""
 
 IMPORT_S = 60.0
-"""For an import by a template in the background without using the processor: what does so hangs."""
+"""For the import of one package by a template: what takes longer hangs."""
 
 PACKAGES_S = 30.0
 """For a launch to wait until the template has imported what the launch uses: afterwards the workers
@@ -35,6 +35,16 @@ cell again sooner than a launch."""
 HOST_S = 5.0
 """After ranks on other hosts have lost their connections, until the others are stopped: Ray needs
 some seconds to find that a host is lost (2.3 s for a raylet that was killed)."""
+
+STEP_S = 5.0
+"""For the step under way to end on all ranks when the user has pressed Stop; longer where steps are
+known to take longer, by `STEPS` of them."""
+
+STEPS = 3
+"""Of the length of a step: how long a rank without news may still be in one."""
+
+MOST_STEP_S = 60.0
+"""The most that is waited for the end of a step, and for the weights to be handed over then."""
 
 ASK_S = 0.05
 """For a rank to say where it is, before it is interrupted: a signal and a few writes to a pipe."""

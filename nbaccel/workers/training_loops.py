@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nbaccel.base.outer_loop import OuterLoop
+from nbaccel.base.training_metrics import OuterLoop
 
 _MOST_LOOPS = 2
 """Other loops that an epoch may have beside its first one."""
@@ -21,16 +21,13 @@ _LoopKey = tuple[int, str, "int | None", "str | None"]
 
 
 class EpochCount:
-    """Counts the epochs of one training, by the clock of this process.
-
-    Attributes:
-        within: Counts the epochs of one of these, where they are rounds of an outer loop (folds).
-    """
+    """Counts the epochs of one training, by the clock of this process."""
 
     def __init__(self, total: int, began_at: float, began_steps: int) -> None:
         self.total = total
         self.done = 0
         self.within: EpochCount | None = None
+        """Counts the epochs of one of these, where they are rounds of an outer loop (folds)."""
         self.began_at = self._done_at = began_at
         self._began_steps = self._done_steps = began_steps
 
@@ -85,9 +82,7 @@ class RunningLoop:
     holds_loops: bool = False
     """Whether its rounds are no batches, as others have begun within them."""
     had_loops: bool = False
-    """Whether others have begun within this round."""
     uncounted: int = 0
-    """Rounds that were not counted as batches."""
 
 
 class TrainingLoops:
@@ -95,11 +90,9 @@ class TrainingLoops:
 
     def __init__(self) -> None:
         self.latest = RunningLoop()
-        """The loop over batches that is under way, or was last."""
         self._open: list[RunningLoop] = []
         self._begun: dict[_LoopKey, int] = {}
         self._around: EpochCount | None = None
-        """What counts the epochs of the training, if that is known."""
         self._given_key: _LoopKey | None = None
         """The loop whose number of epochs was given, if that is where it is known from."""
         self._since_given = 0

@@ -22,8 +22,6 @@ import contextlib
 import faulthandler
 import importlib
 import os
-import pickle
-import random
 import signal
 import socket
 import sys
@@ -35,26 +33,27 @@ from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import cloudpickle
-import torch
 
 from nbaccel.base import accelerate_library, env, lightning_library, transformers_library
-from nbaccel.base.errors import InputRefused, InternalError
+from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
 from nbaccel.base.units import shorten_text
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import arena, memfd, pickling, sharded_tensors
-from nbaccel.transfer.library_settings import LibrarySettings
+from nbaccel.transfer.library_settings import LibrarySettings, restore_random_states
 from nbaccel.transfer.package_changes import AppliedChanges, LateChange, PackageChange
 from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.workers import (
     exit_functions,
     failure,
+    loop_watch,
     messaging,
     metrics_reporter,
     portable_exception,
     precision_check,
     rendezvous,
+    step_stop,
     thread_limits,
     time_limits,
     worker_output,
@@ -88,10 +87,7 @@ def run_worker(
     is_fork: bool = False,
     forked_call: WorkerCall | None = None,
 ) -> NoReturn:
-    """Do what the notebook asks for, and leave.
-
-    A fork of the notebook itself has its call in memory already, if it is a launch's.
-    """
+    """Do what the notebook asks for, and leave; a fork of it may have its call in memory."""
     exit_status = 1
     try:
         _set_up_worker(ends, parent)
@@ -99,7 +95,7 @@ def run_worker(
             # Accelerate's forked state says that this process is the only one.
             accelerate_library.forget()
         channel = messaging.Channel.from_fd(ends.channel)
-        channel.send(messaging.Alive())
+        channel.send(messaging.Word.ALIVE)
         if is_fork:
             # Shared after the fork: training would change the notebook's models at once.
             arena.make_arenas_private()
@@ -190,9 +186,13 @@ class WorkerContext:
     """What torch calls it: `cpu`, `cuda:1`."""
     store: Any
     """The rendezvous store, in the worker that serves it."""
-    logging: worker_output.LoggingSettings = field(default_factory=worker_output.LoggingSettings)
     settings: LibrarySettings = field(default_factory=LibrarySettings)
     changes: AppliedChanges = field(default_factory=AppliedChanges)
+
+    def begin_reports(self, channel: messaging.Channel) -> None:
+        """Report to the notebook how far the call that begins is."""
+        has_panel = self.assignment.has_cells and env.flag("NBACCEL_DASHBOARD") is not False
+        loop_watch.begin(channel, self.hardware, self.device, shows_bars=has_panel)
 
     def go_to(self, folder: str) -> None:
         """Work in a folder of the notebook; on another host only if it is there, too."""
@@ -263,7 +263,7 @@ def serve_call(
     try:
         context = set_up_process(assignment, descriptors)
         worker_output.forward_displays(channel.send)
-        metrics_reporter.begin(channel, context.hardware, context.device)
+        context.begin_reports(channel)
         rendezvous.join_store(context.place, rendezvous.group_names())
     except BaseException as error:  # the notebook waits for a report, whatever it is
         report(channel, error, Topology.from_json(assignment.topology).rank)
@@ -271,14 +271,16 @@ def serve_call(
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, _interrupt(channel))
         Work(channel, context, task.body, job_descriptors, forked_call).run()
-    # Waits for Leave: until then this worker may serve the store, which slower ranks need.
-    channel.receive()
+    # Until then this worker may serve the store, which slower ranks need. A stop may have come too
+    # late to be read.
+    while channel.receive()[0] is not messaging.Word.LEAVE:
+        continue
 
 
 def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
     def on_interrupt(_number: int, _frame: Any) -> NoReturn:
         # One packet per message, so this cannot tear a message that the interrupted code sends.
-        channel.send(messaging.Interrupting())
+        channel.send(messaging.Word.INTERRUPTING)
         raise KeyboardInterrupt
 
     return on_interrupt
@@ -306,6 +308,7 @@ class Work:
         self._payload_fd = files.pop() if job.payload is not None else None
         self._arena_fds = files[: len(keys)]
         self._staging = dict(zip(keys, files[len(keys) :], strict=False))
+        self._stop = step_stop.AgreedStop(channel)
 
     def run(self) -> None:
         """Make the call and hand over what it returns or raises."""
@@ -313,18 +316,33 @@ class Work:
             weight_report = None
             with contextlib.ExitStack() as clean_up:
                 call, received_modules = self._prepare(clean_up)
-                self._channel.send(messaging.Started())
-                value = _call(call)
+                self._channel.send(messaging.Word.STARTED)
+                value = self._call(call)
                 worker_output.show_figures()
                 flush_streams()
                 if self._context.assignment.share_back:
                     weight_report = received_modules.write_all()
         except BaseException as error:  # an interrupt too: the notebook waits for a report
-            report(self._channel, error, self._rank, self._pack)
+            report(self._channel, error, self._rank, by_name=self._forked_call is not None)
         else:
             self._hand_over(value, weight_report)
             # Only now: a rank that fails by it must find that this one has returned.
             rendezvous.say_returned(self._rank)
+        self._stop.close()
+
+    def _call(self, call: WorkerCall) -> Any:
+        """Call the function; one that is stopped where a step ends has no value."""
+        stop = self._stop
+        loop_watch.watch_boundaries(loop_watch.StepBoundaries(stop.at_boundary))
+        try:
+            return _call(call)
+        # Lightning makes SystemExit of an interrupt.
+        except (StoppedAtStep, SystemExit):
+            if not stop.is_stopped:
+                raise
+            return None
+        finally:
+            loop_watch.watch_boundaries(None)
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, ReceivedModules]:
         job = self._job
@@ -334,7 +352,6 @@ class Work:
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
-        self._context.logging.follow(job.logging)
         self._context.settings.follow(job.settings)
         for manifest, module in call.modules:
             received_modules.add(manifest.path, manifest, module)
@@ -371,25 +388,22 @@ class Work:
         # The work is done: an interrupt must not lose the result.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            packed, fd = self._pack(value)
+            sender = pickling.Sender(by_name=self._forked_call is not None)
+            packed, fd = pickling.pack(value, sender)
         except BaseException as error:  # the user's own __reduce__ may raise anything
             reason = shorten_text(f"{type(error).__name__}: {error}", 2_000)
             unsendable = (
                 f"rank {self._rank} returned a {failure.kind_name(type(value))}, which cannot be "
                 f"sent to the notebook ({reason})"
             )
-            self._channel.send(messaging.Returned(None, unsendable, weight_report))
+            self._channel.send(
+                messaging.Returned(None, unsendable, weight_report, self._stop.is_stopped)
+            )
             return
         with memfd.closing_files(fd):
-            self._channel.send(messaging.Returned(packed, None, weight_report), [fd])
-
-    def _pack(self, value: Any) -> tuple[memfd.PackedObject, int]:
-        """Pack for the notebook; what came by fork goes back by name where it can."""
-        # What plain pickle raises for what has no importable name; cloudpickle may take it.
-        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-            if self._forked_call is not None:
-                return pickling.pack_plain(value, pickling.Sender())
-        return _pack_for_notebook(value)
+            self._channel.send(
+                messaging.Returned(packed, None, weight_report, self._stop.is_stopped), [fd]
+            )
 
 
 def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -401,15 +415,12 @@ def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _pack_for_notebook(value: Any) -> tuple[memfd.PackedObject, int]:
-    return pickling.pack(value, pickling.Sender())
-
-
 def report(
     channel: messaging.Channel,
     error: BaseException,
     rank: int,
-    pack: Callable[[Any], tuple[memfd.PackedObject, int]] = _pack_for_notebook,
+    *,
+    by_name: bool = False,
 ) -> None:
     """Report an exception: its description always, its parts if they can be pickled."""
     # A second interrupt must not lose the report of the first.
@@ -418,7 +429,7 @@ def report(
     record = failure.FailureRecord.of_error(rank, error, failure_time=time.monotonic())
     for part in portable_exception.take_error(error).in_reserve():
         try:
-            packed, fd = pack(part)
+            packed, fd = pickling.pack(part, pickling.Sender(by_name=by_name))
         # BaseException: the user's own __reduce__ may raise anything.
         except BaseException:  # noqa: S112
             continue
@@ -462,31 +473,6 @@ def _refuse_questions(rank: int) -> None:
     sys.breakpointhook = no_debugger
 
 
-def seeded_states() -> bytes:
-    """State of the random generators of Python, torch and (if loaded) numpy."""
-    numpy = sys.modules.get("numpy")
-    return pickle.dumps(
-        (
-            random.getstate(),
-            torch.get_rng_state().numpy().tobytes(),
-            numpy.random.get_state() if numpy is not None else None,
-            torch.get_default_dtype(),
-        )
-    )
-
-
-def restore_random_states(states: bytes) -> None:
-    """Let this worker draw the numbers that a fork of the notebook would draw."""
-    python_state, torch_bytes, numpy_state, default_dtype = pickle.loads(states)
-    random.setstate(python_state)
-    torch.set_rng_state(torch.frombuffer(bytearray(torch_bytes), dtype=torch.uint8))
-    torch.set_default_dtype(default_dtype)
-    if numpy_state is not None:
-        import numpy as np
-
-        np.random.set_state(numpy_state)
-
-
 def flush_streams() -> None:
     """Send what has been printed, and reported of the training, so far."""
     metrics_reporter.flush()
@@ -512,10 +498,7 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
 
 @contextlib.contextmanager
 def own_process() -> Iterator[None]:
-    """Run a block of user code. Only the process that has entered it leaves it.
-
-    A child that returns from it, or raises, ends as a script would: what it raised is printed.
-    """
+    """A block of user code, which a child that it forks does not leave: that ends as a script."""
     entered_by = os.getpid()
     try:
         yield

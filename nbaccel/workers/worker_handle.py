@@ -16,7 +16,7 @@ from nbaccel.transfer import memfd
 from nbaccel.workers import failure, messaging
 from nbaccel.workers.failure import FailureRecord
 from nbaccel.workers.messaging import STACK_SIGNAL, Channel, WorkerEnds
-from nbaccel.workers.start_method import Starter
+from nbaccel.workers.starters import Starter
 
 _CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a crash
 
@@ -44,7 +44,6 @@ class WorkerHandle:
     sentinel: int
     """Descriptor that can be read once the process may have ended."""
     starter: Starter
-    """Who started it, and reaches it with signals."""
     is_fork: bool
     """It comes from the notebook's process, and handles `STACK_SIGNAL` from its start."""
     control: Channel | None = None
@@ -52,7 +51,6 @@ class WorkerHandle:
     state: HandleState = HandleState.FORKED
     forked_at: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
-    """When its latest call began, or ended."""
     returned: messaging.Returned | None = None
     result_fd: int | None = None
     record: FailureRecord | None = None
@@ -65,7 +63,6 @@ class WorkerHandle:
     hung_up: bool = False
     """Its end of the channel is closed, or it is gone: no further messages."""
     leftovers: set[LeftoverFolders] = field(default_factory=set)
-    """What it would leave on disk if it were killed."""
     is_stopped: bool = False
     """The notebook has stopped its call, so how it ends says nothing about the user's code."""
 
@@ -175,7 +172,7 @@ class WorkerHandle:
     def ask_where(self) -> bool:
         """Ask where it is; returns whether it can answer."""
         if self.control is not None and self.state is not HandleState.FORKED:
-            self._tell(messaging.AskWhereabouts())
+            self._tell(messaging.Word.ASK_WHEREABOUTS)
             return True
         return self.ask_stack()
 
@@ -195,7 +192,7 @@ class WorkerHandle:
 
     def cut_connections(self) -> None:
         """Let a collective fail that it waits in; for a worker of a pool."""
-        self._tell(messaging.Break())
+        self._tell(messaging.Word.BREAK)
 
     def terminate(self) -> None:
         """Ask it to end, and do not wait for `finally` blocks."""
@@ -211,7 +208,7 @@ class WorkerHandle:
         """Let it exit: its work is over."""
         # It may have exited by itself.
         with contextlib.suppress(OSError):
-            self.channel.send(messaging.Leave())
+            self.channel.send(messaging.Word.LEAVE)
 
     def wake(self) -> None:
         """Let it continue if it was stopped (SIGSTOP)."""
@@ -234,7 +231,7 @@ class WorkerHandle:
     def _signal(self, number: int) -> None:
         self.starter.signal(self.pid, number)
 
-    def _tell(self, message: messaging.AskWhereabouts | messaging.Break) -> None:
+    def _tell(self, message: messaging.Word) -> None:
         if self.control is not None:
             # It may have ended already; its sentinel tells.
             with contextlib.suppress(OSError):
@@ -242,10 +239,7 @@ class WorkerHandle:
 
 
 def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
-    """Make a worker's connections: the notebook's ends, and the worker's.
-
-    The worker's ends are plain descriptors that the caller closes once the worker exists.
-    """
+    """A worker's connections: the notebook's ends, and the worker's, which the caller closes."""
     channel, worker_end = Channel.pair()
     pipes: dict[int, str] = {}
     worker_ends = {}

@@ -74,14 +74,14 @@ def test_what_another_process_is_writing_stays(tmp_path):
 def convert(folder: Path) -> None:
     """The way of to-fp32, with weights from nowhere."""
     from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
-    from nbaccel.deepspeed.weights.torch_archive import Weight
+    from nbaccel.deepspeed.weights.state_files import Weight
 
-    weights = {f"w{n}": Weight(f"w{n}", (50_000,), "float32") for n in range(4)}
+    weights = {f"w{n}": Weight(f"w{n}", (50_000,), torch.float32) for n in range(4)}
     shards = plan(weights, {}, "1MB")
 
     def source(weight):
         for _ in range(20):
-            yield memoryview(bytes(weight.nbytes // 20))
+            yield torch.zeros(weight.numel // 20)
 
     with publishing(folder, shards) as workshop:
         for shard in shards:

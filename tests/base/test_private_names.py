@@ -138,7 +138,6 @@ def test_an_ipython_without_its_names_goes_without(capsys):
     shell = types.SimpleNamespace()
     assert ipython_private.cell_numbers(shell) is None
     ipython_private.number_cell(shell, "a cell", 3)
-    ipython_private.reply_where_sent(shell)
     ipython_private.keep_cell_lines("a cell", None)
     with pytest.warns(RuntimeWarning, match=r"lacks InteractiveShell\._inspect: `name\?` does not"):
         undo = ipython_private.inspect_also(shell, lambda earlier: earlier)

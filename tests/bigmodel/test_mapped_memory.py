@@ -25,7 +25,7 @@ from nbaccel.bigmodel.checkpoint_files import read_checkpoint
 from nbaccel.bigmodel.checkpoint_loading import load_checkpoint_in_model
 from nbaccel.bigmodel.stored_weights import StoredWeights, WeightFiles
 from nbaccel.transfer import arena, memfd
-from nbaccel.transfer.arena import FileArena
+from nbaccel.transfer.arena import Arena
 from tests.isolation import isolated
 from tests.process import descriptors, memory_files
 
@@ -195,7 +195,7 @@ def test_only_whole_pages_inside_are_dropped_and_no_written_byte_outside(written
     start, end = sorted((one, other))
     content = bytes(range(251)) * (NUM_BYTES // 251 + 1)
     with file_of(content[:NUM_BYTES]) as path:
-        mapping = FileArena(path)
+        mapping = Arena.of_file(path)
         expected = bytearray(content[:NUM_BYTES])
         for place in written:
             if place < NUM_BYTES:
@@ -222,7 +222,7 @@ def test_pages_elsewhere_are_not_touched(tmp_path):
 
 def test_what_is_written_is_told_of_a_part_alone(tmp_path):
     (tmp_path / "file").write_bytes(bytes(8 * PAGE))
-    mapping = FileArena(tmp_path / "file")
+    mapping = Arena.of_file(tmp_path / "file")
     mapping.view(3 * PAGE + 5, 3 * PAGE + 6)[0] = 1
     mapping.view(6 * PAGE, 6 * PAGE + 1)[0] = 1
     assert mapping.written() == [(3 * PAGE, 4 * PAGE), (6 * PAGE, 7 * PAGE)]
@@ -238,7 +238,7 @@ def span(mapping: memfd.Mapping, first: int, end: int) -> tuple[int, int]:
 def test_processes_see_the_same_bytes_only_of_files_that_nobody_wrote_to(tmp_path):
     (tmp_path / "one").write_bytes(bytes(3 * PAGE))
     (tmp_path / "two").write_bytes(bytes(3 * PAGE))
-    one, again, two = (FileArena(tmp_path / name) for name in ("one", "one", "two"))
+    one, again, two = (Arena.of_file(tmp_path / name) for name in ("one", "one", "two"))
     places = mapped_files.same_bytes([span(one, 0, 8), span(one, 64, 80)])
     assert places is not None
     assert places == mapped_files.same_bytes([span(again, 0, 8), span(again, 64, 80)])
@@ -254,7 +254,7 @@ def test_processes_see_the_same_bytes_only_of_files_that_nobody_wrote_to(tmp_pat
 
 def test_two_machines_never_see_the_same_bytes(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(bytes(PAGE))
-    mapping = FileArena(tmp_path / "file")
+    mapping = Arena.of_file(tmp_path / "file")
     here = mapped_files.same_bytes([span(mapping, 0, 8)])
     for name, value in [("_BOOT_NUMBER", tmp_path / "none"), ("platform", _Elsewhere)]:
         mapped_files._machine_identity.cache_clear()
@@ -274,10 +274,10 @@ class _Elsewhere:
 # ------------------------------------------------------------------------------ arenas
 
 
-def checkpoint_arena(tmp_path: Path) -> tuple[FileArena, torch.Tensor, Path]:
+def checkpoint_arena(tmp_path: Path) -> tuple[Arena, torch.Tensor, Path]:
     path = tmp_path / "file"
     path.write_bytes(torch.arange(4 * PAGE // 4, dtype=torch.float32).numpy().tobytes())
-    mapping = FileArena(path)
+    mapping = Arena.of_file(path)
     storage = arena.storage_at(mapping, 0, mapping.nbytes)
     return mapping, torch.empty(0).set_(storage), path
 
@@ -342,10 +342,10 @@ def test_an_arena_costs_one_descriptor_which_no_other_program_inherits(tmp_path)
     assert memory_files() == memfds
     for missing in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(OSError, match=r"."):
-            FileArena(missing)
+            Arena.of_file(missing)
     (tmp_path / "empty").touch()
     with pytest.raises(OSError, match=r"."):
-        FileArena(tmp_path / "empty")
+        Arena.of_file(tmp_path / "empty")
     gc.collect()
     assert len(descriptors()) == before
     assert path.exists()

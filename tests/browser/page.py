@@ -84,11 +84,38 @@ class NotebookPage:
         self.page.on("console", self._on_console)
         self.page.on("pageerror", self._on_error)
         self.page.on("request", self._on_request)
-        self.page.goto(server.address(application, name), wait_until="commit")
-        self.page.wait_for_function(_READY)
+        self._address = server.address(application, name)
+        self.come_back()
         self.wait_idle()
         # So far no cell has run: what went wrong while the application was loaded is its own.
         self.complaints = [text for text in self.complaints if text.startswith("request")]
+
+    # ---------------------------------------------------------------- coming and going
+    def leave(self) -> None:
+        """Close the notebook; its kernel goes on."""
+        self.page.goto("about:blank")
+
+    def come_back(self) -> None:
+        """Open the notebook, or open it again."""
+        self.page.goto(self._address, wait_until="commit")
+        self.page.wait_for_function(_READY)
+
+    def reload(self) -> None:
+        """Reload the page, whatever its cells do."""
+        self.page.reload(wait_until="commit")
+        self.page.wait_for_function(_READY)
+
+    def is_kernel_idle(self) -> bool:
+        """Whether the kernel does nothing, as the server knows it."""
+        return self._server.kernel_state(self.name) == "idle"
+
+    def restart_kernel(self) -> None:
+        """Restart the kernel, as the menu does once it has asked."""
+        self.page.evaluate(f"() => {_PANEL}.sessionContext.restartKernel()")
+
+    def end_kernel(self) -> None:
+        """End the kernel, and what it has started."""
+        self._server.end_kernel(self.name)
 
     # ---------------------------------------------------------------- running
     def run_all(self, *, wait: bool = True) -> None:

@@ -65,7 +65,7 @@ def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
     for box in [chart.bounding_box() for chart in page.locator("svg").all()]:
         assert box is not None
         assert box["width"] <= width - 48
-        assert box["width"] / box["height"] == pytest.approx(520 / 160, rel=0.02)
+        assert box["width"] / box["height"] == pytest.approx(480 / 160, rel=0.02)
 
 
 def test_the_bars_of_time_are_as_wide_as_they_say(page: Page) -> None:

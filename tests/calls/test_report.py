@@ -13,8 +13,9 @@ import pytest
 import nbaccel
 from nbaccel import notebook_launcher
 from nbaccel.launchers import Results
+from nbaccel.output.panel.earlier_runs import all_runs
 from nbaccel.output.panel.rank_times import RankTimes
-from nbaccel.output.report.run_report import latest_run, report_of
+from nbaccel.output.report.run_report import report_of
 from tests import worker_functions as workers
 from tests.calls import report_loops as loops
 
@@ -108,7 +109,7 @@ def test_a_run_without_loops_has_a_report_that_says_so() -> None:
     results = notebook_launcher(workers.nothing, num_processes=2)
     report = results.report()
     assert report.facts.timed_ranks == []
-    assert "no loop over batches was seen" in str(report)
+    assert "No loop over batches was seen" in str(report)
     assert report.facts.plan.text == results.plan.explain()
     assert 0 < report.facts.seconds < 60
 
@@ -129,7 +130,7 @@ def test_a_run_in_this_process_has_a_report() -> None:
 def test_a_run_that_failed_has_a_report(num_processes: int, failing_rank: int) -> None:
     with pytest.raises(ValueError, match="as asked") as caught:
         notebook_launcher(loops.fail_after_loop, (failing_rank,), num_processes)
-    latest = report_of(latest_run(), "the latest")
+    latest = report_of(all_runs()[-1], "the latest")
     assert latest.facts.ending == "failed"
     assert {curve.name for curve in latest.facts.curves} == {"loss"}
     assert latest.facts.ranks[failing_rank].steps == 4
@@ -161,7 +162,7 @@ def test_a_launch_in_this_process_needs_no_torch_for_its_report() -> None:
     code = (
         "import sys, nbaccel\n"
         "results = nbaccel.notebook_launcher(int, num_processes=1)\n"
-        "assert 'Run on 1 worker' in str(results.report())\n"
+        "assert 'int on 1 worker' in str(results.report())\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,8 +12,9 @@ import pytest
 
 from nbaccel import Pool
 from nbaccel.calls import supervisor
-from nbaccel.output.panel import following
-from nbaccel.workers import messaging, start_method, worker_output
+from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.transfer import library_settings
+from nbaccel.workers import messaging, starters
 
 
 class Counts(dict[str, int]):
@@ -34,8 +35,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         (messaging, "pack_message"),
         (messaging.Channel, "send_packet"),
         (messaging.Channel, "receive"),
-        (start_method, "process_use"),
-        (following.MemoryMeter, "__init__"),
+        (starters, "process_use"),
+        (DashboardUpdater, "_rows"),
         (threading.Thread, "start"),
     ):
         found.of(owner, name, monkeypatch)
@@ -128,17 +129,17 @@ def loggers() -> Iterator[list[str]]:
 def test_loggers_that_nobody_has_configured_are_not_described(
     loggers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker_output.as_configured()
+    library_settings.logging_only()
     counts = Counts()
-    counts.of(worker_output, "_describe", monkeypatch)
-    counts.of(worker_output, "_is_librarys", monkeypatch)
-    before = worker_output.as_configured()
+    counts.of(library_settings, "_describe", monkeypatch)
+    counts.of(library_settings, "_is_librarys", monkeypatch)
+    before = library_settings.logging_only()
     described = dict(counts)
     loggers += [f"some_library.part{number}" for number in range(300)]
     for name in loggers:
         logging.getLogger(name)
     counts.clear()
-    assert worker_output.as_configured() == before
+    assert library_settings.logging_only() == before
     assert counts == described
 
 
@@ -146,7 +147,7 @@ def test_a_change_of_any_kind_is_seen_at_the_next_cell(loggers: list[str]) -> No
     loggers.append("users_own")
     logger = logging.getLogger("users_own")
     handler = logging.StreamHandler()
-    seen = [worker_output.as_configured()]
+    seen = [library_settings.logging_only()]
     changes = [
         lambda: logger.setLevel(logging.INFO),
         lambda: setattr(logger, "propagate", False),
@@ -161,9 +162,9 @@ def test_a_change_of_any_kind_is_seen_at_the_next_cell(loggers: list[str]) -> No
     try:
         for change in changes:
             change()
-            seen.append(worker_output.as_configured())
+            seen.append(library_settings.logging_only())
     finally:
         logging.getLogger("torch.distributed").setLevel(level)
     assert len(set(seen)) == len(changes) + 1
-    of_library = pickle.loads(seen[-1])[1]["torch.distributed"]
-    assert of_library == worker_output._LoggerSettings(level=of_library.level), "nothing else"
+    of_library = pickle.loads(pickle.loads(seen[-1])["logging"])[1]["torch.distributed"]
+    assert of_library == library_settings._LoggerSettings(level=of_library.level), "nothing else"

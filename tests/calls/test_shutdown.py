@@ -129,27 +129,13 @@ def test_a_second_stop_kills(clock: Clock) -> None:
     assert worker.done == ["kill"]
 
 
-def test_those_that_are_through_leave_when_nobody_is_at_work(clock: Clock) -> None:
-    busy, early, late = Worker(0), Worker(1), Worker(2)
-    ladder = ShutdownLadder(
-        [busy, late], END_WORKERS.on_stop, finished=[early], leaving=END_WORKERS.leaving
-    )
-    ladder.advance()
-    ladder.finished(late)
-    ladder.advance()
-    assert (early.done, late.done) == ([], ["ask"])
-    ladder.ended(busy)
-    ladder.advance()
-    assert (early.done, late.done) == (["let_exit", "wake"], ["ask", "let_exit", "wake"])
-    ladder.ended(late)
-    assert go_on(ladder, clock) == [13.0, 0.1, 5.0]
-    assert early.done == ["let_exit", "wake", "terminate", "kill"]
-
-
-def test_live_workers_that_are_through_stay(clock: Clock) -> None:
-    worker = Worker()
-    ladder = ShutdownLadder([worker], KEEP_WORKERS.on_stop, leaving=KEEP_WORKERS.leaving)
+def test_who_is_through_has_nothing_done_to_it(clock: Clock) -> None:
+    worker, other = Worker(0), Worker(1)
+    ladder = ShutdownLadder([worker, other], KEEP_WORKERS.on_stop)
     ladder.finished(worker)
+    assert not ladder.is_over
+    ladder.finished(other)
+    assert ladder.is_over
     assert go_on(ladder, clock) == []
     assert worker.done == []
 

@@ -6,7 +6,8 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from nbaccel.calls.status_table import RankStatus, StatusTable
+from nbaccel.calls.status_table import StatusTable
+from nbaccel.output.panel.facts import RankStatus
 
 GIB = 2**30
 

@@ -183,10 +183,17 @@ def test_tables_are_shown(stored, capsys, monkeypatch):
     assert "Activations are not in it" in told
 
 
+def test_a_kind_of_model_has_its_default_size(capsys):
+    told = estimate(capsys, "gpt2")
+    assert told["parameters"] == 124_439_808  # OpenAI's GPT-2
+    assert any("default of this kind" in note for note in told["notes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["gpt2"], "'gpt2' is no file or folder here. Nothing is downloaded"),
+        (["gtp2"], "'gtp2' is no file or folder here, and no kind of model of transformers. Did"),
+        (["me/mine"], "Fetch it first: hf download me/mine --local-dir FOLDER"),
         (["empty"], "has neither config.json nor safetensors"),
         (["broken.safetensors"], "cannot be read as safetensors"),
         (["own"], "cannot be built"),

@@ -186,6 +186,21 @@ def test_settings_are_read_from_the_call_and_its_config(tmp_path: Path, capfd, m
     assert "config of the launch cannot be read" in capfd.readouterr().err
 
 
+def test_the_notebook_comes_after_what_was_saved_and_before_a_file_that_is_given(
+    tmp_path: Path, capfd, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "saved.yaml"
+    file.write_text("num_processes: 1\nmixed_precision: bf16\n")
+    cells = ["def f(): pass", "notebook_launcher(f, num_processes=2)"]
+    write_notebook(tmp_path / "n.ipynb", cells)
+    monkeypatch.setenv("NBACCEL_CONFIG", str(file))
+    assert main(["export", "n.ipynb"]) == 0
+    assert "nbaccel launch --nproc-per-node 2 --precision bf16 n.py" in capfd.readouterr().out
+    assert main(["export", "n.ipynb", "--overwrite", "--config-file", str(file)]) == 0
+    assert "nbaccel launch --nproc-per-node 1 --precision bf16 n.py" in capfd.readouterr().out
+
+
 COMMANDS = {
     "nbaccel": "nbaccel launch --nproc-per-node 4 --num-nodes 2 --node-rank 0 --master-addr h1 "
     "--master-port 29500 --device cpu --precision bf16 n.py",

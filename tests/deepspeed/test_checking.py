@@ -15,11 +15,10 @@ import pytest
 from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.combinations import combination_mistakes, doubts
+from nbaccel.deepspeed.combinations import device_mistakes, doubts
 from nbaccel.deepspeed.cpp_operations import missing_tools, needed_ops
-from nbaccel.deepspeed.field_types import AUTO, section_of
 from nbaccel.deepspeed.schema import deepspeed_schema, quiet_logger
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, section_of
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory
 from tests.house.source import ROOT
@@ -319,7 +318,10 @@ def fp16_on_the_cpu():
     """What is said of fp16, and of float32 on disk, which DeepSpeed makes depend on the same."""
     half = ZeroConfig(fp16={"enabled": True})
     disk = ZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"})
-    said = [*combination_mistakes(half, device="cpu"), *doubts(disk, device="cpu")]
+    said = [
+        *device_mistakes(half, deepspeed_schema(), device="cpu"),
+        *doubts(disk, device="cpu"),
+    ]
     return [text for text in said if "float16" in text]
 
 
@@ -350,6 +352,24 @@ def test_a_gpu_takes_fp16_and_needs_no_part_for_it():
     gpu = Gpu(index=0, name="H", uuid="u", total_bytes=1, free_bytes=1, compute_capability=(9, 0))
     machine = Inventory(cpu_cores=1, host_total_bytes=1, host_available_bytes=1, gpus=(gpu,))
     assert check_config({**BATCH, "fp16": {"enabled": True}}, inventory=machine).config.fp16.enabled
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"optimizer": {"type": "Lamb"}}, "'Lamb' cannot be made on the CPU"), (
+        {ZERO: {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/x"}}},
+        "nvme_path='/proc/x' cannot be used",
+    )],
+)  # fmt: skip
+def test_what_would_not_work_here_is_advice_for_a_file_alone_and_refused_for_a_device(
+    settings, says
+):
+    settings = {**BATCH, **settings}
+    warned = check_config(settings).warnings
+    assert [says in text for text in warned if text.startswith("On this machine: ")][-1]
+    for how in ({"device": "cpu"}, {"run": RunConfig(device="cpu")}, {"inventory": CPU}):
+        with pytest.raises(ConfigError, match=says):
+            check_config(settings, **how)
 
 
 # -------------------------------------------------------------------------------- tools

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.schema import quiet_logger
+from nbaccel.deepspeed.zero_config import AUTO
 from nbaccel.errors import ConfigError
 from nbaccel.plan import Gpu, Inventory
 from tests.deepspeed.needs import DEEPSPEED

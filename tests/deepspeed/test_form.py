@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.field_types import section_of
-from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.deepspeed.zero_config import ZeroConfig, section_of
 from nbaccel.notebook.picker.choices import by_name, settings
 from tests import needs
 

@@ -7,7 +7,7 @@ import pytest
 from nbaccel.config import RunConfig
 from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.known_keys import misspelt_keys
+from nbaccel.deepspeed.config_keys import misspelt_keys
 from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.zero_config import old_forms
 from nbaccel.errors import ConfigError
@@ -124,10 +124,12 @@ def test_a_removed_section_is_told_at_once_whatever_stands_in_it():
 
 
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
-def test_a_monitor_without_its_package_is_refused(name, package):
+def test_a_monitor_without_its_package_is_refused_where_it_is_to_run_here(name, package):
     settings = {**BATCH, name: {"enabled": True}}
     with pytest.raises(ConfigError, match=f"pip install {package}"):
-        check_config(settings)
+        check_config(settings, device="cpu")
+    (warning,) = check_config(settings, check_tools=True).warnings
+    assert warning.startswith(f"On this machine: {name}.enabled cannot be true without")
     check_config({**BATCH, name: {"enabled": False}})
 
 

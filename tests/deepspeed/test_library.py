@@ -11,7 +11,8 @@ import textwrap
 import pytest
 
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.combinations import combination_mistakes
+from nbaccel.deepspeed.combinations import device_mistakes
+from nbaccel.deepspeed.schema import deepspeed_schema
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from tests.deepspeed import needs
 from tests.house.source import ROOT
@@ -56,7 +57,9 @@ def test_a_version_that_would_abort_is_refused_where_it_does(
 ):
     """Without a GPU an optimizer swapped to disk ends the process before 0.19.6."""
     monkeypatch.setattr(library, "_installed_version", lambda: version)
-    told = "\n".join(combination_mistakes(ZeroConfig.from_dict(ON_DISK), device=device))
+    told = "\n".join(
+        device_mistakes(ZeroConfig.from_dict(ON_DISK), deepspeed_schema(), device=device)
+    )
     assert ("needs DeepSpeed 0.19.6" in told) == is_refused
     assert (version in told) == is_refused
 

@@ -318,7 +318,7 @@ def cell_weighed(hostfile, folder):
         # As where somebody looks at the output: in a notebook, or at a terminal.
         updater._is_wanted = True
         look(updater, watched)
-        ranks = updater._dashboard.board.ranks
+        ranks = updater.board.ranks
         for rank, rank_doings in doings.items():
             rank_doings.add(ranks[rank].doing)
         waiting = "barrier" in ranks[3].doing and "barrier" in ranks[1].doing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from importlib import import_module
 
@@ -14,6 +15,7 @@ from tests.guides import PAGES, python_of
 from tests.house.source import ROOT, tracked_files
 
 README = ROOT / "README.md"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CODE = [
     (page, number)
     for page in (README, *sorted(PAGES.rglob("*.md")))
@@ -37,6 +39,14 @@ def test_code_in_the_papers_compiles(page, number):
     compile(python_of(page)[number], f"{page.name}, block {number}", "exec")
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_speaks_to_its_reader_alone(path):
+    """What tests compare is said by tags."""
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        code = "".join(cell["source"])
+        assert not re.search(r"NBVAL|^\s*assert\b", code, flags=re.MULTILINE), code
+
+
 def test_the_readme_shows_the_stored_comparison(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     comparison = import_module("harness.comparison")
@@ -53,6 +63,13 @@ def test_the_tables_are_made_from_the_package(monkeypatch):
     for page, table, begin, end in tables.TABLES:
         text = page.read_text(encoding="utf-8")
         assert tables.put_into(text, table(), begin, end) == text, "run python -m docs.tables"
+
+
+def test_a_published_address_is_in_the_line_to_install_and_in_the_badge(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    told = import_module("tables").way_in('Repository = "https://github.com/someone/nbaccel"')
+    assert '"nbaccel[notebook] @ git+https://github.com/someone/nbaccel"' in told
+    assert "/github/someone/nbaccel/blob/main/notebooks/01_quickstart.ipynb" in told
 
 
 def test_the_reference_has_every_public_name():

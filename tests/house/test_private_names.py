@@ -28,13 +28,10 @@ _ALLOWED = {
     "nbaccel/base/transformers_library.py": {"_move_model_to_device"},
     # Models of transformers say by these what must not be split, and that they tie weights.
     "nbaccel/bigmodel/module_sizes.py": {"_no_split_modules", "_tie_weights"},
-    "nbaccel/deepspeed/weights/torch_archive.py": {"_Unpickler"},  # pickle's, in Python
     "nbaccel/devices/tpu/torch_tpu_driver.py": {
         *("_C", "_get_privateuse1_backend_name", "_get_cache_stats")
     },
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
-    "nbaccel/base/env.py": {"_data"},  # os.environb
-    "nbaccel/output/bars.py": {"_instances"},  # tqdm's set of bars
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
     "nbaccel/workers/exit_functions.py": {

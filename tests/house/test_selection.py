@@ -81,3 +81,26 @@ def test_the_landings_of_this_repository_are_in_its_history():
     assert [
         one for one in noted if selection.git("merge-base", "--is-ancestor", one, "HEAD") != ""
     ] == []
+
+
+def test_slow_tests_that_would_begin_too_late_are_skipped_and_named(pytester):
+    pytester.makeconftest(
+        """
+        from tests.selection import add_option as pytest_addoption
+        from tests.selection import skip_if_late as pytest_runtest_setup
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_quick(): ...
+
+        @pytest.mark.slow
+        def test_slow(): ...
+        """
+    )
+    done = pytester.runpytest_subprocess("-rs", "--slow-until", "0")
+    done.assert_outcomes(passed=1, skipped=1)
+    done.stdout.fnmatch_lines(["*no time is left for it*"])
+    pytester.runpytest_subprocess("--slow-until", "9e9").assert_outcomes(passed=2)

@@ -1,7 +1,6 @@
-"""The dashboard in real kernels: what stays in a notebook, and what a click on its button does.
+"""The dashboard in real kernels: what stays in a notebook, and what a page that comes back is told.
 
-The front end here sends what JupyterLab sends: `subshell_id` in the head of its requests, and a
-click as a message to the subshell that it has opened for widgets, while the cell runs.
+What its script does in a page is in `tests/browser/test_reloads.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import nbformat
 import pytest
@@ -24,7 +24,6 @@ from tests.kernel.kernel import WAIT_S, Kernel, wait_for
 
 pytestmark = pytest.mark.slow
 
-VIEW = "application/vnd.jupyter.widget-view+json"
 BOUND_S = 60.0  # it ends a hang; how fast Stop is, the benchmarks measure
 
 TRAIN = """
@@ -68,49 +67,32 @@ def state():
 
 
 class FrontEnd:
-    """One that knows of subshells.
+    """One page that shows a notebook.
 
     Args:
         kernel: The kernel it speaks to.
+        page: Its number, which Jupyter calls a session; a page that is reloaded has another.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, page: str = "") -> None:
         self.kernel = kernel
-        self._subshell: str | None = None
+        self._page = page or kernel.client.session.session
 
     def begin(self, code: str) -> Run:
-        client = self.kernel.client
         content = {"code": textwrap.dedent(code), "silent": False, "store_history": True}
-        message = client.session.msg("execute_request", content)
-        message["header"]["subshell_id"] = None
+        return Run(self, self._send("execute_request", content))
+
+    def ask_for_run(self, place: str) -> Run:
+        """Do what the script of a reloaded page does."""
+        content = {"comm_id": uuid4().hex, "target_name": "nbaccel.run", "data": {"place": place}}
+        return Run(self, self._send("comm_open", content))
+
+    def _send(self, kind: str, content: dict[str, Any]) -> str:
+        client = self.kernel.client
+        message = client.session.msg(kind, content)
+        message["header"]["session"] = self._page
         client.shell_channel.send(message)
-        return Run(self, message["header"]["msg_id"])
-
-    def open_subshell(self) -> None:
-        client = self.kernel.client
-        client.control_channel.send(client.session.msg("create_subshell_request", {}))
-        reply = client.get_control_msg(timeout=WAIT_S)
-        self._subshell = reply["content"]["subshell_id"]
-
-    def click(self, comm_id: str) -> None:
-        client = self.kernel.client
-        data = {"method": "custom", "content": {"event": "click"}}
-        message = client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
-        message["header"]["subshell_id"] = self._subshell
-        client.shell_channel.send(message)
-
-    def choose(self, comm_id: str, **state: object) -> None:
-        client = self.kernel.client
-        data = {"method": "update", "state": state, "buffer_paths": []}
-        message = client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
-        message["header"]["subshell_id"] = self._subshell
-        client.shell_channel.send(message)
-
-    def close_subshell(self) -> None:
-        client = self.kernel.client
-        content = {"subshell_id": self._subshell}
-        client.control_channel.send(client.session.msg("delete_subshell_request", content))
-        client.get_control_msg(timeout=WAIT_S)
+        return str(message["header"]["msg_id"])
 
 
 @dataclass
@@ -123,6 +105,8 @@ class Run:
     """Comm → its widget's state."""
     outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Display → its content now."""
+    closed: list[str] = field(default_factory=list)
+    """Comms that the kernel has closed."""
     text: str = ""
     error: str = ""
     done: bool = False
@@ -144,7 +128,8 @@ class Run:
         elif kind == "comm_msg" and content["data"].get("method") == "update":
             self.open[content["comm_id"]].update(content["data"]["state"])
         elif kind == "comm_close":
-            del self.open[content["comm_id"]]
+            self.open.pop(content["comm_id"], None)
+            self.closed.append(content["comm_id"])
         elif message["parent_header"].get("msg_id") != self.ident:
             return
         elif kind in ("display_data", "update_display_data"):
@@ -163,19 +148,6 @@ class Run:
         while client.get_shell_msg(timeout=WAIT_S)["parent_header"].get("msg_id") != self.ident:
             continue
         return self
-
-    @property
-    def button(self) -> str:
-        return self.widget("ButtonModel")
-
-    def widget(self, model: str, label: str = "") -> str:
-        """The comm of the only widget of this kind with this label."""
-        (found,) = (
-            comm
-            for comm, state in self.open.items()
-            if state.get("_model_name") == model and label in state.get("_options_labels", [label])
-        )
-        return found
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -203,31 +175,54 @@ def live() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("code", [LAUNCH, CELL], ids=["launch", "cell"])
-def test_the_button_stops_and_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
+def test_stop_leaves_nothing_but_the_summary(live: Kernel, code: str) -> None:
     live.run("before = state(); import ipywidgets").check()
     processes = {p.pid for p in live.workers()}
-    front_end = FrontEnd(live)
-    run = front_end.begin(code)
-    run.until(lambda r: any(s.get("_model_name") == "ButtonModel" for s in r.open.values()))
-    assert all(VIEW not in data for data in run.outputs.values()), "not before it would be heard"
-    front_end.open_subshell()
-    run.until(lambda r: r.outputs and VIEW in r.shown)
-    assert "Stop: interrupt the cell" in run.shown["text/html"], "for who cannot show widgets"
-    first = run.facts()
-    run.until(lambda r: r.facts() != first and "loss" in r.facts())
+    run = FrontEnd(live).begin(code)
+    run.until(lambda r: r.outputs and "loss" in r.shown["text/html"])
+    assert run.shown.keys() == {"text/plain", "text/html"}
+    panel = run.shown["text/html"]
+    assert "Stop: interrupt the cell" in panel, "for where the script does not run"
+    assert "<script" not in panel, "no server has started this kernel"
+    run.until(lambda r: r.shown["text/html"] != panel)
     pressed = time.monotonic()
-    front_end.click(run.button)
+    live.interrupt()
     run.finish()
     assert time.monotonic() - pressed < BOUND_S
     assert run.error == "KeyboardInterrupt"
-    run.until(lambda r: not r.open)  # each widget is closed at the front end
-    assert VIEW not in run.shown
+    assert not run.open, "no widget"
     assert "stopped after" in run.shown["text/plain"]
     assert "<details>" in run.shown["text/html"]
-    front_end.close_subshell()
+    assert "Stop" not in run.shown["text/html"]
     assert wait_for(lambda: {p.pid for p in live.workers()} == processes)
     found = live.run("after = state(); print(before == after, before, after)").check().stdout
     assert found.startswith("True"), found
+
+
+def test_a_page_that_comes_back_gets_the_summary_and_other_pages_are_told_once(
+    live: Kernel,
+) -> None:
+    run = FrontEnd(live).begin("notebook_launcher(train, (1.5,), 2)").finish()
+    assert run.error == ""
+    (place,) = run.outputs
+    back = FrontEnd(live, "the reloaded page")
+    asked = back.ask_for_run(place)
+    asked.until(lambda r: r.done)
+    assert (asked.outputs, asked.closed) == ({place: run.shown}, [])
+    told = back.begin("1 + 1").finish().outputs[""]
+    number = re.search(r"In\[(\d+)\] has ended since its page was", told["text/plain"])
+    assert number is not None
+    assert told["text/html"].endswith(run.shown["text/html"])
+    assert back.begin("1 + 1").finish().outputs == {}, "it is said once"
+    unknown = back.ask_for_run("of another kernel")
+    unknown.until(lambda r: r.done)
+    assert (unknown.outputs, len(unknown.closed)) == ({}, 1)
+
+
+def test_the_page_that_has_seen_it_is_told_nothing(live: Kernel) -> None:
+    page = FrontEnd(live)
+    assert page.begin("notebook_launcher(train, (1.5,), 2)").finish().error == ""
+    assert page.begin("1 + 1").finish().outputs == {}
 
 
 def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
@@ -242,10 +237,8 @@ def test_a_stopped_launch_has_a_report(live: Kernel) -> None:
     assert told == "True\n"
 
 
-def test_a_metric_a_scale_and_a_rank_are_chosen_while_the_cell_runs(live: Kernel) -> None:
-    front_end = FrontEnd(live)
-    front_end.open_subshell()
-    run = front_end.begin(
+def test_other_metrics_and_axes_can_be_unfolded_while_the_cell_runs(live: Kernel) -> None:
+    run = FrontEnd(live).begin(
         """
         def talk():
             accelerator = Accelerator()
@@ -256,24 +249,13 @@ def test_a_metric_a_scale_and_a_rank_are_chosen_while_the_cell_runs(live: Kernel
         notebook_launcher(talk, (), 2)
         """
     )
-    run.until(lambda r: r.outputs and VIEW in r.shown and "<svg" in r.facts())
-    assert "loss" in run.facts()
-    front_end.choose(run.widget("ToggleButtonsModel", "lr"), index=1)
-    run.until(lambda r: "<title>lr" in r.facts() or "lr over" in r.facts())
-    before = run.facts()
-    scale = run.widget("ToggleButtonModel")
-    assert run.open[scale]["value"] is True, "the range of this one asked for it"
-    front_end.choose(scale, value=False)
-    run.until(lambda r: r.facts() != before)
-    run.until(lambda r: "[0] line" in r.facts() and "[1] line" in r.facts())
-    front_end.choose(run.widget("ToggleButtonsModel", "rank 1"), index=2)
-    run.until(lambda r: "line" in r.facts() and "of 0" not in r.facts())
+    run.until(lambda r: r.outputs and "other metric" in r.shown["text/html"])
+    folds = run.shown["text/html"].split("<details")
+    assert any("logarithmic axis" in fold and "<svg" in fold for fold in folds)
+    assert any("1 other metric" in fold and "lr" in fold for fold in folds)
     assert run.text.count("line"), "all of it is below"
-    front_end.click(run.button)
+    live.interrupt()
     assert run.finish().error == "KeyboardInterrupt"
-    run.until(lambda r: not r.open)
-    assert "last lines of rank 1" in run.shown["text/html"]
-    front_end.close_subshell()
 
 
 def test_a_training_with_bars_and_logs_leaves_no_stderr(live: Kernel) -> None:
@@ -356,7 +338,8 @@ def test_the_epochs_in_all_and_what_is_left_of_the_whole_are_told(live: Kernel, 
         if (found := re.search(r"epoch (\d) of 4, ([\d.]+) s left · step ([\d]+) of 160 ", line))
     ]
     assert len(told) >= 3, lines
-    assert sorted(told) == sorted(told, key=lambda seen: seen[2])
+    by_step = sorted(told, key=lambda seen: seen[2])
+    assert [epoch for epoch, *_ in by_step] == sorted(epoch for epoch, *_ in told)
     # It ends after what it has said, and counts 40 batches for each epoch, and no epochs.
     assert all(abs(epoch - 1 - step / 40) <= 1.1 for epoch, _, step in told)
     assert told[0][1] > told[-1][1]
@@ -407,9 +390,7 @@ def test_a_bar_in_the_notebook_itself_is_no_error(live: Kernel) -> None:
 def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel: Kernel) -> None:
     """An `Output` ignores updates of displays: the panel would say "running" for ever."""
     fresh_kernel.run(TRAIN).check()
-    front_end = FrontEnd(fresh_kernel)
-    front_end.open_subshell()
-    run = front_end.begin(
+    run = FrontEnd(fresh_kernel).begin(
         """
         import ipywidgets
         with ipywidgets.Output():
@@ -420,29 +401,6 @@ def test_within_an_output_widget_the_place_is_a_widget_that_changes(fresh_kernel
     assert run.finish().error == ""
     run.until(lambda r: "✓ <b>2 ranks" in r.facts())
     assert "Stop: interrupt" not in run.facts()
-    front_end.close_subshell()
-
-
-def test_a_front_end_that_opens_no_way_for_clicks_gets_no_button(live: Kernel) -> None:
-    front_end = FrontEnd(live)
-    run = front_end.begin("notebook_launcher(train, (13,), 2)").finish()
-    assert run.error == ""
-    assert VIEW not in run.shown
-    run.until(lambda r: not r.open)
-
-
-def test_a_click_that_is_late_stops_nothing(live: Kernel) -> None:
-    front_end = FrontEnd(live)
-    front_end.open_subshell()
-    run = front_end.begin("notebook_launcher(train, (4,), 2)")
-    run.until(lambda r: r.outputs and VIEW in r.shown)
-    button = run.button
-    run.finish()
-    for _ in range(3):
-        front_end.click(button)
-    assert live.run("time.sleep(0.5); print('unharmed')").check().stdout == "unharmed\n"
-    assert front_end.begin("notebook_launcher(train, (0,), 2)").finish().error == ""
-    front_end.close_subshell()
 
 
 def test_a_short_launch_leaves_nothing_behind(live: Kernel) -> None:

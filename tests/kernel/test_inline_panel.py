@@ -87,7 +87,7 @@ def test_bars_of_tqdm_are_in_the_panel_and_leave_no_stderr(kernel: Kernel) -> No
     cell = kernel.run(
         """
         before = stream_state()
-        notebook_launcher(train_with_bars, num_processes=1)
+        notebook_launcher(train_with_bars, (4, False, 0.06), num_processes=1)
         print(stream_state() == before)
         """
     ).check()
@@ -177,6 +177,7 @@ def test_widgets_stay_the_users_own_and_tell_what_is_left(kernel: Kernel) -> Non
     assert (cell.stderr, cell.stdout) == ("", "")
     view = "application/vnd.jupyter.widget-view+json"
     assert len([display for display in cell.displays if view in display]) == 5
+    assert not any(cell.displays[0].values()), "the panel's place is above them"
     panels = [display for display in cell.displays if "1 rank" in display.get("text/plain", "")]
     told = [ENDS.search(display["text/plain"]) for display in panels[:-1]]
     assert len(told) >= 2, panels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,13 +202,10 @@ def test_advanced_settings_are_made_when_they_are_opened(show):
     shown = show(ZeroPicker(RunConfig(zero_stage=3), inventory=with_gpus(2)))
     group = "zero_optimization.sub_group_size"
     assert not shown.all(css_of(group))
-    shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").value = True
-    assert not shown.all(css_of(group))
     shown.one("nbaccel-panel-zero", "nbaccel-opens-zero").value = True
     shown.field(group).value = "1e6"
     assert shown.picker.config.deepspeed == {"zero_optimization": {"sub_group_size": 1_000_000}}
     assert shown.one("nbaccel-panel-zero", "nbaccel-opens-zero").description == "ZeRO (1 set)"
-    assert shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").description.endswith("set)")
 
 
 def test_every_section_of_all_settings_opens(show):
@@ -237,14 +235,7 @@ def test_what_is_shown_first_is_little(show):
 def test_opening_makes_what_is_below_that_heading_and_nothing_else(show):
     shown = show(ZeroPicker(RunConfig(zero_stage=3), inventory=with_gpus(2)))
     first, fields = list(below(shown.view.root)), list(shown.view._listed)
-    shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").value = True
-    advanced = shown.one("nbaccel-panel-zero", "nbaccel-section")
-    headings = [w for w in below(advanced) if "nbaccel-opens" in w._dom_classes]
-    assert len(headings) > 5
-    assert list(shown.view._listed) == fields
-    # One box around them, and a box with a button for each.
-    assert len(list(below(shown.view.root))) == len(first) + 1 + 2 * len(headings)
-
+    assert len([w for w in first if "nbaccel-opens" in w._dom_classes]) > 5
     shown.one("nbaccel-panel-zero", "nbaccel-opens-zero").value = True
     made = [name for name in shown.view._listed if name not in fields]
     assert made == [
@@ -261,24 +252,22 @@ def test_opening_makes_what_is_below_that_heading_and_nothing_else(show):
 
 @DEEPSPEED
 def test_what_was_set_before_a_section_is_made_is_right_when_it_is_opened(show, tmp_path):
-    group, rounding = "zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients"
+    group, gradients = "zero_optimization.sub_group_size", "zero_optimization.contiguous_gradients"
     shown = show(ZeroPicker(RunConfig(zero_stage=3), inventory=with_gpus(2)))
     shown.picker.choose(group, 1_000_000)
-    assert "set)" in shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").description
     path = tmp_path / "ds.json"
     path.write_text(
         json.dumps(
-            {"zero_optimization": {"stage": 3, "sub_group_size": 7, "round_robin_gradients": True}}
+            {"zero_optimization": {"stage": 3, "sub_group_size": 7, "contiguous_gradients": False}}
         )
     )
     shown.picker.load(path)
     assert not shown.all(css_of(group))
-    shown.one("nbaccel-panel-zero", "nbaccel-opens-advanced").value = True
     section = shown.one("nbaccel-panel-zero", "nbaccel-opens-zero")
     assert section.description == "ZeRO (2 set)"
     section.value = True
     assert shown.field(group).value == "7"
-    assert shown.field(rounding).options[shown.field(rounding).index] == "yes"
+    assert shown.field(gradients).options[shown.field(gradients).index] == "no"
     shown.picker.undo()
     assert shown.field(group).value == "1000000"
     assert section.description == "ZeRO (1 set)"
@@ -286,7 +275,7 @@ def test_what_was_set_before_a_section_is_made_is_right_when_it_is_opened(show, 
 
 def test_each_kind_of_setting_can_be_typed():
     typed_kinds = {setting.kind for setting in by_name().values()} - {"one-of", "truth"}
-    assert {str(as_value("7", kind)) for kind in typed_kinds} == {"7", "7.0", "['7']"}
+    assert {str(as_value("7", kind)) for kind in typed_kinds} == {"7"}
 
 
 @needs.DEEPSPEED_ROW
@@ -371,6 +360,7 @@ def test_a_cell_shows_it_once_and_the_next_cell_again(kernel: Kernel):
     setup = "from nbaccel.notebook.pickers import configure\npicker = configure()\npicker"
     first = kernel.run(setup).check()
     assert [view in shown for shown in first.displays] == [True, False]
+    assert "nbaccel-static" in first.displays[1]["text/html"]
     model_id = first.displays[0][view]["model_id"]
     again = kernel.run("picker").check()
     assert again.displays[0][view]["model_id"] == model_id
@@ -412,16 +402,17 @@ def measured(kernel: Kernel) -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
-def test_the_form_is_sent_before_the_memory_is_estimated_and_its_table_has_it_in_the_end(
+def test_the_form_is_sent_before_the_memory_is_estimated_and_its_text_has_it_in_the_end(
     measured: Kernel,
 ):
     running = measured.begin("picker.show()")
     measured.until(running, "measured")
-    form, table = running[1].displays
+    form, text = running[1].displays
     assert "application/vnd.jupyter.widget-view+json" in form
-    assert "Memory is being estimated …" in table["text/html"]
+    assert "Memory is being estimated …" in text["text/html"]
     told = measured.finish(running).check()
     assert len(told.displays) == 3
+    assert "✓ Fits: " in told.displays[-1]["text/html"]
     assert "Memory is being estimated" not in told.displays[-1]["text/html"]
     for words in ("host memory: needs", "activations", "Fits: "):
         assert words in told.displays[-1]["text/html"]
@@ -435,21 +426,20 @@ def test_a_choice_does_not_wait_for_all_estimates(measured: Kernel):
     assert said.index("chosen") < len(said) - 1, "the last measurement came after it"
 
 
-def test_the_table_has_all_precisions_in_the_end_and_none_is_measured_for_it(measured: Kernel):
+def test_the_text_has_all_precisions_in_the_end_and_none_is_measured_for_it(measured: Kernel):
     told = measured.run(CHOOSE_MEANWHILE).check()
-    first, *_, last = [shown["text/html"] for shown in told.displays[1:]]
-    assert "<thead>" not in first
-    for precision in ("fp32", "bf16"):
-        assert f">{precision}</th>" in last
+    first, *_, last = [shown["text/html"] for shown in told.displays if "text/html" in shown]
+    heading = re.compile("fp32 +fp16 +bf16")
+    assert not heading.search(first)
+    assert heading.search(last)
     assert told.stdout.split()[-1] == "measured", "the choice came before"
     choice = 'picker.choose("mixed_precision", "bf16")'
     told = measured.run(choice).check()
     assert "measured" not in told.stdout
-    assert ">fp32</th>" in told.updates[-1]["text/html"]
-    assert ">bf16</th>" in told.updates[-1]["text/html"]
+    assert heading.search(told.updates[-1]["text/html"])
 
 
-def test_the_table_beside_it_follows_at_the_latest_when_the_cell_ends(kernel: Kernel):
+def test_what_is_kept_follows_at_the_latest_when_the_cell_ends(kernel: Kernel):
     kernel.run("from nbaccel.notebook.pickers import configure\npicker = configure()").check()
     changes = 'picker.choose("mixed_precision", "fp16"); picker.choose("mixed_precision", "bf16")'
     told = kernel.run(changes).check().updates

@@ -225,7 +225,7 @@ def test_the_report_of_a_cell_is_shown_and_can_be_kept(live: Kernel) -> None:
     live.run("%%accelerate\nimport warnings\nwarnings.warn('late')").check()
     displays = live.run("%accelerate report").check().displays
     # The board of workers may be shown anew, too.
-    (output,) = [data for data in displays if data["text/plain"].startswith("Run on 2 workers")]
+    (output,) = [data for data in displays if " on 2 workers · " in data["text/plain"]]
     assert "No loop over batches was seen." in output["text/html"]
     assert "UserWarning: late" in output["text/html"]
     live.run("report = %accelerate report").check()

@@ -7,15 +7,20 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from nbaccel.output.chart import ChartLine, line_chart, short_number, smoothed
+from nbaccel.base.units import format_number
+from nbaccel.output.chart import ChartLine
+from nbaccel.output.panel.curves import chart_of, metric_chart, smoothed
 
 
 def drawn(*lines: ChartLine, **settings: object) -> ET.Element:
-    return ET.fromstring(line_chart(lines, title="loss", x_label="step", **settings))  # type: ignore[arg-type]
+    return ET.fromstring(chart_of(lines, "loss", **settings))  # type: ignore[arg-type]
 
 
 def line(*values: float, role: str = "mean", name: str = "loss") -> ChartLine:
     return ChartLine(name, [*enumerate(values)], role)  # type: ignore[arg-type]
+
+
+CROSS = "\u00d7"
 
 
 def texts(svg: ET.Element) -> list[str]:
@@ -41,13 +46,13 @@ def coordinates(path: ET.Element) -> list[tuple[float, float]]:
 
 def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show() -> None:
     lines = [line(4.0, 2.0, 1.0), line(3.0, 2.0, 1.5, role="rank", name="<rank> 1")]
-    image = ET.fromstring(line_chart(lines, title="loss", x_label="step", as_image=True) + "</img>")
+    image = ET.fromstring(chart_of(lines, "loss", as_image=True) + "</img>")
     kind, _, content = image.attrib["src"].partition(",")
     assert kind == "data:image/svg+xml;base64"
     inside = re.sub(r' xmlns="[^"]+"', "", base64.b64decode(content).decode())
     svg, as_element = ET.fromstring(inside), drawn(*lines)
     assert image.attrib["alt"] == as_element.attrib["aria-label"]
-    assert [image.attrib[side] for side in ("width", "height")] == ["520", "160"]
+    assert [image.attrib[side] for side in ("width", "height")] == ["480", "160"]
     assert texts(svg) == texts(as_element)
     grey = int(svg.attrib["color"].removeprefix("#")[:2], 16) / 255
     light = ((grey + 0.055) / 1.055) ** 2.4
@@ -59,7 +64,7 @@ def test_an_image_says_and_draws_the_same_in_a_grey_that_both_themes_show() -> N
 
 
 def test_the_average_of_a_constant_is_that_constant_from_the_first_value_on() -> None:
-    assert smoothed([0.3] * 20) == pytest.approx([0.3] * 20)
+    assert smoothed([0.3] * 20, 0.9) == pytest.approx([0.3] * 20)
 
 
 def test_an_average_is_the_weighted_mean_of_what_came_before() -> None:
@@ -71,7 +76,7 @@ def test_an_average_is_the_weighted_mean_of_what_came_before() -> None:
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_stays_in_its_place_and_spoils_no_average(missing: float) -> None:
-    before, at, after = smoothed([1.0, missing, 1.0])
+    before, at, after = smoothed([1.0, missing, 1.0], 0.5)
     assert (before, after) == pytest.approx((1.0, 1.0))
     assert at == missing or (math.isnan(at) and math.isnan(missing))
 
@@ -89,28 +94,21 @@ def test_a_screen_reader_says_the_first_and_the_last_value() -> None:
 def test_names_and_titles_are_escaped() -> None:
     odd = '<b a="1">&\''
     svg = ET.fromstring(
-        line_chart(
-            [line(1, 2, name=odd), line(1, 2, role="rank", name=odd)],
-            title=odd,
-            x_label=odd,
-            marks=[(0, odd)],
-        )
+        chart_of([line(1, 2, name=odd), line(1, 2, role="rank", name=odd)], odd, [(0, odd)])
     )
-    assert texts(svg).count(odd) == 4
+    assert texts(svg).count(odd) == 3
     assert (svg.get("aria-label") or "").startswith(odd)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"), [([], "no values yet"), ([math.nan, math.inf], "no numbers")]
-)
-def test_without_numbers_it_says_so(values: list[float], said: str) -> None:
-    assert texts(drawn(line(*values))) == [said]
+def test_without_numbers_it_says_so() -> None:
+    assert texts(drawn(line(math.nan, math.inf))) == ["no numbers"]
+    assert metric_chart({0: [(1.0, 2.0)]}, "loss") == metric_chart({}, "loss") == ""
 
 
 def test_a_chart_has_nothing_that_could_clash_with_another_or_run() -> None:
     svg = drawn(line(1, 2, 3), line(2, 3, 4, role="rank"), marks=[(1, "epoch 2")])
     for element in svg.iter():
-        assert element.tag in {"svg", "title", "path", "text", "circle"}
+        assert element.tag in {"svg", "title", "path", "text"}
         assert not {"id", "class", "href"} & set(element.attrib)
 
 
@@ -169,7 +167,7 @@ def test_the_scale_is_logarithmic_where_that_shows_more(values: list[float], is_
 
 
 def test_a_constant_lies_in_the_middle() -> None:
-    (path,) = accent_paths(drawn(line(0.25, 0.25, 0.25), height=160))
+    (path,) = accent_paths(drawn(line(0.25, 0.25, 0.25)))
     assert {y for _, y in coordinates(path)} == {(6 + 140) / 2}
 
 
@@ -197,25 +195,24 @@ def test_everything_lies_within_the_picture() -> None:
 def test_extreme_values_are_drawn_or_marked(values: list[float], log_y: bool | None) -> None:
     svg = drawn(line(*values), log_y=log_y)
     assert "nan" not in ET.tostring(svg, encoding="unicode")
-    crosses = [path for path in svg.iter("path") if path.find("title") is not None]
-    points = sum(len(coordinates(path)) for path in accent_paths(svg))
-    dots = len([*svg.iter("circle")])
-    assert len(crosses) + points + dots == len(values) or texts(svg) == ["no numbers"]
+    # A single point is drawn as a line without a length.
+    points = sum(len({*coordinates(path)}) for path in accent_paths(svg))
+    assert texts(svg).count(CROSS) + points == len(values) or texts(svg) == ["no numbers"]
 
 
 # ------------------------------------------------------------------------- lines
 
 
 def test_a_single_value_is_a_dot() -> None:
-    (dot,) = drawn(line(0.25)).iter("circle")
-    assert float(dot.get("cy") or 0) == (6 + 140) / 2
+    (dot,) = accent_paths(drawn(line(0.25)))
+    assert dot.get("stroke-linecap") == "round"
+    assert {y for _, y in coordinates(dot)} == {(6 + 140) / 2}
 
 
 def test_a_value_that_is_no_number_is_a_gap_with_a_marker() -> None:
     svg = drawn(line(1, 2, math.nan, 3, 2))
     assert [len(coordinates(path)) for path in accent_paths(svg)] == [2, 2]
-    (marker,) = [path for path in svg.iter("path") if path.find("title") is not None]
-    assert marker.findtext("title") == "nan"
+    assert texts(svg).count(CROSS) == 1
 
 
 def test_roles_differ_in_more_than_colour() -> None:
@@ -239,13 +236,13 @@ def test_many_points_are_thinned_and_a_spike_stays() -> None:
     assert len(paths) == 2, "the gap is gone"
     heights = sorted({y for path in paths for _, y in coordinates(path)})
     assert len(heights) == 2, "the spike is gone"
-    assert len(line_chart([line(*values)], title="loss", x_label="step")) < 8000
+    assert len(chart_of([line(*values)], "loss")) < 8000
 
 
 def test_the_size_is_bounded() -> None:
     lines = [line(*map(float, range(5000)), role="rank", name=f"rank {r}") for r in range(8)]
     marks = [(float(place), f"epoch {place}") for place in range(5000)]
-    assert len(line_chart(lines, title="loss", x_label="step", marks=marks)) < 40_000
+    assert len(chart_of(lines, "loss", marks)) < 40_000
 
 
 def test_marks_have_their_text_where_there_is_room() -> None:
@@ -268,7 +265,15 @@ def test_a_single_line_has_no_legend() -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0.09123, "0.09123"), (1904.2, "1,904"), (2e6, "2e6"), (1e-7, "1e-7"), (0.0, "0")],
+    [(0.09123, "0.09123"), (1904.2, "1,904"), (2e6, "2,000,000"), (1e-7, "1e-7"), (0.0, "0")],
 )
 def test_numbers_are_short(number: float, text: str) -> None:
-    assert short_number(number) == text
+    assert format_number(number) == text
+
+
+def test_ranks_without_points_and_steps_that_are_no_numbers_are_left_out() -> None:
+    curves = {0: [(1.0, 3.0), (math.inf, 2.0), (2.0, 1.0)], 1: []}
+    svg = ET.fromstring(metric_chart(curves, "loss"))
+    assert sum(len(coordinates(path)) for path in accent_paths(svg)) > 2
+    assert "rank 1" not in texts(svg)
+    assert metric_chart({0: [(math.nan, 1.0), (math.inf, 2.0)]}, "loss") == ""

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from nbaccel.output import console
-from nbaccel.output.console import Console
+from nbaccel.output import console, publish
 from nbaccel.workers.messaging import ClearOutput, Display
 from tests.output.test_console import Screen
 
@@ -176,23 +175,33 @@ def test_an_update_waits_for_nobody(screen: Show, monkeypatch: pytest.MonkeyPatc
     assert screen._capfd.readouterr().out == "next\n"
 
 
-def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(screen: Show) -> None:
+@pytest.fixture
+def clears(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each time the cell is cleared: whether at once."""
+    found: list[bool] = []
+    monkeypatch.setattr(publish, "clear", lambda wait_for_new: found.append(not wait_for_new))
+    return found
+
+
+def test_the_cell_is_cleared_once_for_all_and_by_the_lowest_rank(
+    screen: Show, clears: list[bool]
+) -> None:
     for rank in (0, 1):
         screen.console.feed_display(rank, ClearOutput(wait=True))
     screen.flush()
-    assert screen.console.clears == 1
+    assert clears == [False]
     screen.console.feed_display(1, ClearOutput(wait=True))
     screen.flush()
-    assert screen.console.clears == 1, "rank 0 is the one that clears"
+    assert clears == [False], "rank 0 is the one that clears"
     screen.console.feed_display(0, ClearOutput(wait=True))
     screen.flush()
-    assert screen.console.clears == 2
+    assert clears == [False, False]
 
 
-def test_a_rank_that_alone_clears_does(screen: Show) -> None:
+def test_a_rank_that_alone_clears_does(screen: Show, clears: list[bool]) -> None:
     screen.console.feed_display(1, ClearOutput(wait=False))
     screen.flush()
-    assert screen.console.clears == 1
+    assert clears == [True]
 
 
 def test_no_display_is_lost_or_turned_around_in_a_storm(capfd: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +246,3 @@ def ranked(shown: str) -> list[tuple[set[int], str]]:
 def spread(ranks: str) -> set[int]:
     spans = [span.partition("-") for span in ranks.split(",")]
     return {i for a, _, b in spans for i in range(int(a), int(b or a) + 1)}
-
-
-def test_a_console_without_displays_knows_of_no_clearing() -> None:
-    assert Console([0]).clears == 0

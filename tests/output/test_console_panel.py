@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tqdm import tqdm
 
 from nbaccel.output import console, publish
 from nbaccel.output.cell_place import CellPlace
@@ -82,46 +81,6 @@ def panelled(cell: NotebookCell, monkeypatch: pytest.MonkeyPatch) -> Panelled:
     return Panelled(cell, monkeypatch)
 
 
-class _Pipe:
-    """What a worker's tqdm writes to."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-def nested(**settings: Any) -> str:
-    """What two loops of tqdm, one in the other, write."""
-    pipe = _Pipe()
-    for epoch in tqdm(range(3), desc="epochs", file=pipe, mininterval=0):
-        if epoch == 1:
-            list(tqdm(range(2), desc="other", file=pipe, mininterval=0))
-        for _ in tqdm(range(4), desc=f"batches {epoch}", file=pipe, mininterval=0, **settings):
-            pass
-    return pipe.text
-
-
-@pytest.mark.parametrize("settings", [{}, {"leave": False}])
-@pytest.mark.parametrize("piece", [1, 7, 100_000])
-def test_nested_bars_leave_no_line(
-    panelled: Panelled, cell: NotebookCell, settings: dict[str, Any], piece: int
-) -> None:
-    text = nested(**settings)
-    assert "\x1b[A" in text
-    panelled.say(0, "before\n", "stdout")
-    for start in range(0, len(text), piece):
-        panelled.say(0, text[start : start + piece])
-    panelled.end()
-    assert cell.events == ["display", "stdout:[0] before\n"]
-    (epochs, *_) = panelled.console.bars()[0]
-    assert (epochs.description, epochs.done, epochs.total) == ("epochs", "3", "3")
-
-
 @pytest.mark.parametrize("piece", [1, 2, 100])
 def test_empty_lines_that_are_printed_stay(
     panelled: Panelled, cell: NotebookCell, piece: int
@@ -133,38 +92,17 @@ def test_empty_lines_that_are_printed_stay(
     assert cell.streams("stdout") == "".join(f"[0] {line}\n" for line in text.split("\n")[:-1])
 
 
-def test_bars_are_of_each_rank_and_an_unfinished_one_is_seen(
+def test_lines_drawn_in_place_are_told_of_each_rank_and_stay_as_lines(
     panelled: Panelled, cell: NotebookCell
 ) -> None:
-    panelled.say(0, "\r  40%|████      | 2/5 [00:01<00:01,  1.9it/s]")
+    panelled.say(0, "\r40 of 50")
     panelled.say(1, "\rhalf of 3", "stdout")
-    bars = panelled.console.bars()
-    assert bars[0][0].fraction == 0.4
-    assert [bar.text for bar in bars[1]] == ["half of 3"]
+    assert panelled.console.rewritten_lines() == {0: ("40 of 50",), 1: ("half of 3",)}
     assert cell.events == []
     panelled.say(1, "\rhalf of 4\n", "stdout")
     panelled.end()
-    assert cell.streams("stdout") == "[1] half of 4\n", "no bar: its last state is a line"
-    assert cell.streams("stderr") == ""
-
-
-def test_two_bars_that_are_drawn_anew_upwards_are_seen(panelled: Panelled) -> None:
-    """As rich draws them."""
-    frame = "outer {}\ninner {}"
-    panelled.say(0, f"\x1b[?25l{frame.format(0, 0)}", "stdout")
-    panelled.say(0, f"\r\x1b[2K\x1b[1A\x1b[2K{frame.format(1, 2)}", "stdout")
-    assert [bar.text for bar in panelled.console.bars()[0]] == ["outer 1", "inner 2"]
-    panelled.say(0, "\n\x1b[?25h", "stdout")
-    assert not any(panelled.console.bars().values())
-
-
-def test_a_line_logged_beside_a_bar_is_shown_without_it(
-    panelled: Panelled, cell: NotebookCell
-) -> None:
-    panelled.say(0, "\r 40%|████      | 2/5 [00:01<00:01,  1.9it/s]WARNING: careful\n")
-    panelled.say(0, "\r 60%|██████    | 3/5 [00:01<00:01,  1.9it/s]\n")
-    panelled.end()
-    assert cell.streams("stderr") == "[0] WARNING: careful\n"
+    assert cell.streams("stdout") == "[1] half of 4\n"
+    assert cell.streams("stderr") == "[0] 40 of 50\n"
 
 
 def test_notices_of_a_worker_are_no_errors(panelled: Panelled, cell: NotebookCell) -> None:
@@ -205,9 +143,7 @@ def test_after_a_clear_the_panel_is_at_the_top_again(
     assert cell.events[cell.events.index("clear") + 1 :] == ["display panel", "stdout:[0] new\n"]
 
 
-def test_ten_thousand_lines_are_all_there_and_the_newest_in_the_panel(
-    panelled: Panelled, cell: NotebookCell
-) -> None:
+def test_ten_thousand_lines_are_all_there(panelled: Panelled, cell: NotebookCell) -> None:
     dice = random.Random(3)  # the same every time
     said: dict[int, list[str]] = {0: [], 1: []}
     for number in range(10_000):
@@ -220,10 +156,6 @@ def test_ten_thousand_lines_are_all_there_and_the_newest_in_the_panel(
     shown = cell.streams("stdout").splitlines()
     for rank in (0, 1):
         assert [x.removeprefix(f"[{rank}] ") for x in shown if x[1] == str(rank)] == said[rank]
-        recent = [line.text for line in panelled.console.recent_lines.by_rank()[rank]]
-        assert recent == said[rank][-len(recent) :]
-        assert 100 <= len(recent) <= 1000
-    assert panelled.console.recent_lines.num_shown == 10_000
 
 
 def test_without_a_dashboard_bars_are_drawn_as_no_errors(

@@ -53,7 +53,7 @@ def test_a_rewrite_may_be_cut_anywhere(cut: int) -> None:
     lines = LineAssembler()
     lines.feed(data[:cut])
     lines.feed(data[cut:])
-    assert lines.bar == "prog 140"
+    assert lines.rewritten == "prog 140"
     assert lines.feed(b"\n")[0] == ["prog 140"]
 
 
@@ -61,9 +61,9 @@ def test_what_is_shorter_covers_what_was_there_only_as_far_as_it_goes() -> None:
     lines = LineAssembler()
     for piece in (b"\rabcdef", b"\rAB", b"\r", b"x"):
         lines.feed(piece)
-    assert lines.bar == "xBcdef"
-    assert lines.finish() == "xBcdef"
-    assert lines.finish() is None
+    assert lines.rewritten == "xBcdef"
+    assert lines.finish() == ["xBcdef"]
+    assert lines.finish() == []
 
 
 def test_pieces_make_the_same_lines_as_the_whole() -> None:
@@ -86,52 +86,5 @@ def test_only_the_last_lines_are_made_where_no_more_are_wanted() -> None:
     assert lines.feed(b" too\n", at_most=3) == (["unfinished too"], 0)
 
 
-# What rich 14 writes for two bars below each other, with a line that is printed meanwhile.
-FRAMES = (
-    "before\n\x1b[?25l"
-    "\router 0%\ninner 0%"
-    "\r\x1b[2K\x1b[1A\x1b[2Kouter 50%\ninner 20%"
-    "\r\x1b[2K\x1b[1A\x1b[2Kprinted\nouter 50%\ninner 60%"
-    "\r\x1b[2K\x1b[1A\x1b[2Kouter 100%\ninner 100%\n\x1b[?25hafter\n"
-)
-
-
-@pytest.mark.parametrize("size", [1, 7, CHUNK])
-def test_bars_that_are_drawn_anew_upwards_are_lines_once(size: int) -> None:
-    lines = LineAssembler(parts_bars=True)
-    found = fed(lines, FRAMES.encode(), size)
-    assert found == ["before", "printed", "outer 100%", "inner 100%", "after"]
-    assert lines.finish() is None
-
-
-def test_of_bars_that_are_drawn_anew_upwards_two_are_told_meanwhile() -> None:
-    lines = LineAssembler(parts_bars=True)
-    upwards = "\r\x1b[2K\x1b[1A"
-    first_frame, *more_frames = FRAMES.split(upwards)
-    lines.feed(first_frame.encode())
-    seen = []
-    for frame in more_frames:
-        lines.feed(f"{upwards}{frame}".encode())
-        seen.append(lines.bars)
-    assert seen == [("outer 50%", "inner 20%"), ("outer 50%", "inner 60%"), ()]
-
-
-def test_a_transient_frame_leaves_nothing() -> None:
-    lines = LineAssembler(parts_bars=True)
-    frame = "\x1b[?25l\r\x1b[32m-\x1b[0m working\r\x1b[2K\x1b[32m+\x1b[0m working"
-    assert fed(lines, f"{frame}\n\x1b[?25h\r\x1b[1A\x1b[2K".encode()) == []
-    assert lines.bar == ""
-    assert fed(lines, b"next\n") == ["next"]
-
-
-def test_lines_held_back_for_a_frame_are_not_lost() -> None:
-    lines = LineAssembler(parts_bars=True)
-    numbered = [f"line {number}" for number in range(250)]
-    shown = fed(lines, ("\x1b[?25l" + "".join(f"{line}\n" for line in numbered)).encode(), 64)
-    assert len(shown) > 100, "a program that only hides the cursor is not kept waiting for ever"
-    assert [*shown, *lines.held_lines()] == numbered
-
-
 def test_a_line_that_is_erased_before_it_is_written_anew_has_no_rest_of_the_old() -> None:
-    lines = LineAssembler(parts_bars=True)
-    assert fed(lines, b"\r\x1b[2Ka long line\r\x1b[2Kshort\n") == ["short"]
+    assert fed(LineAssembler(), b"\r\x1b[2Ka long line\r\x1b[2Kshort\n") == ["short"]

@@ -101,7 +101,6 @@ def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path: Path, capfd) -> Non
 @pytest.mark.parametrize(
     ("shown_output", "hidden"),
     [
-        (None, set()),
         ("3", set()),
         ("1", {(4, "stderr"), (5, "stderr")}),
         ("0:3", {(5, "stdout"), (5, "stderr")}),

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from nbaccel.optimizer import AcceleratedOptimizer
+from nbaccel.scheduler import AcceleratedScheduler
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.prepared_optimizer import PreparedOptimizer
-from nbaccel.train.prepared_scheduler import PreparedScheduler
 
 SCHEDULES = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=8),
@@ -65,8 +65,8 @@ def test_losses_and_learning_rates_are_those_of_accelerate(name: str) -> None:
 
     model, inner = model_and_optimizer()
     state = GradientState()
-    prepared = PreparedOptimizer(inner, state)
-    schedule = PreparedScheduler(
-        SCHEDULES[name](inner), [prepared], state, steps_per_call=1, with_optimizer=True
+    prepared = AcceleratedOptimizer(inner, gradient_state=state)
+    schedule = AcceleratedScheduler(
+        SCHEDULES[name](inner), [prepared], gradient_state=state, num_processes=1
     )
     assert trained(model, prepared, schedule, state) == theirs

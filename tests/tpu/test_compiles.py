@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from nbaccel import RunConfig, notebook_launcher
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.train.compile_watch import WARM_UP_STEPS
-from nbaccel.workers import messaging
 from tests.tpu import bodies
 from tests.tpu.bodies import Programs
 
@@ -23,10 +23,10 @@ class Heard:
     """One worker that compiles often: what it has seen, said, and sent to the dashboard."""
 
     def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.messages: list[messaging.Metrics] = []
+        self.messages: list[Metrics] = []
         hear = DashboardUpdater.receive
 
-        def note(updater: DashboardUpdater, rank: int, message: messaging.Metrics) -> None:
+        def note(updater: DashboardUpdater, rank: int, message: Metrics) -> None:
             self.messages.append(message)
             hear(updater, rank, message)
 

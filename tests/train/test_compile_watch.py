@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.abc.device import CompileCounts, UnlistedDevice
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.words import live_line
 from nbaccel.train.compile_watch import CompileWatch
-from nbaccel.workers.messaging import Metrics
 
 
 class CompilingDevice(UnlistedDevice):

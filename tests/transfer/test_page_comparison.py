@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from nbaccel.transfer import memfd
-from nbaccel.transfer.local_arena import LocalArena
 from nbaccel.transfer.memfd import PAGE_BYTES, Mapping
+from nbaccel.transfer.weight_writer import LocalArena
 
 Files = Callable[[int], int]
 

@@ -302,7 +302,7 @@ class Local(Exception):
 
 
 def test_a_forked_childs_answer_comes_back_by_name() -> None:
-    packed, fd = pickling.pack_plain((Local("x"), torch.ones(3)), Sender())
+    packed, fd = pickling.pack((Local("x"), torch.ones(3)), Sender(by_name=True))
     with memfd.closing_files(fd):
         error, ones = pickling.unpack(packed, fd, {})
     assert type(error) is Local

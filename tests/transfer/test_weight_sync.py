@@ -18,7 +18,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer import weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
-from nbaccel.workers import messaging, template, template_starter
+from nbaccel.workers import messaging, starters, template
 from tests.transfer.round_trip import Trip, Worker, replace_tensor
 
 pytestmark = pytest.mark.no_memfd_growth
@@ -395,7 +395,7 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
 
     def to_the_end() -> None:
         with process_death.uninterrupted():
-            weight_receiver.close(template_starter.dispose)
+            weight_receiver.close(starters.dispose)
             went_on.append(True)
 
     with here, there, pytest.raises(KeyboardInterrupt):

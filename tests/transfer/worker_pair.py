@@ -10,7 +10,7 @@ import gc
 import textwrap
 from typing import Any
 
-from nbaccel.calls.post_task import staged
+from nbaccel.calls.packing import staged
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
@@ -105,8 +105,8 @@ class Pair:
         """Let the notebook have the weights, as the pool does after a cell."""
         workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]
         records = self.flow.records({key for w in workers for key in w.namespace.modules.dirty()})
-        arenas = {key: found for record in records for key, found in record.arenas.items()}
-        with staged(records, arenas) as weight_receiver:
+        arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
+        with staged([record.sharing for record in records], arenas) as weight_receiver:
             staging = weight_receiver.staging
             written = [worker.namespace.modules.write_changed(staging) for worker in workers]
             reports = [report for report, _ in written]

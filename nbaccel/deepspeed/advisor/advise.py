@@ -1,33 +1,39 @@
-"""The advisor: the ladder walked by estimates and, with `try_it`, by real steps in workers."""
+"""The advisor: the ways to train with DeepSpeed, by estimates and, with `try_it`, by real steps."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base.errors import ConfigError
+from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.units import parse_bytes
 from nbaccel.config import RunConfig
+from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
+from nbaccel.config.nested_keys import put_at, value_at
 from nbaccel.deepspeed.advisor.advice import Advice, Rung
-from nbaccel.deepspeed.advisor.ladder import Recipe, TrainingPrecision, batch_of, choose_precision
-from nbaccel.deepspeed.advisor.search import Budget, Walk, climb
+from nbaccel.deepspeed.auto_values import resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.load_config import load_settings
-from nbaccel.deepspeed.zero_memory import nvme_folders
-from nbaccel.memory.activations import num_samples
-from nbaccel.memory.model_size import measure, refuse_unsized
+from nbaccel.deepspeed.form.training_ways import LOWERED_KEYS, training_ways
+from nbaccel.deepspeed.training_facts import TrainingFacts, made_in
+from nbaccel.deepspeed.zero_config import ZERO, load_settings
+from nbaccel.memory.memory_model import MemoryLimits, MemoryModel
+from nbaccel.memory.model_size import refuse_unsized
+from nbaccel.memory.precision_choice import best_precision
+from nbaccel.memory.settings_form import SettingsForm, TrainingWay
+from nbaccel.memory.suggesting import halvings
+from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder
 from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
-from nbaccel.strategies.gradient_checkpointing import (
-    can_checkpoint_gradients,
-    checkpoints_gradients,
-)
+from nbaccel.strategies.gradient_checkpointing import checkpoints_gradients
 
 if TYPE_CHECKING:
     from nbaccel.deepspeed.advisor.proving import Prover
-    from nbaccel.deepspeed.advisor.trial import Search
 
-__all__ = ["advise"]
+_BATCH_KEY = "train_micro_batch_size_per_gpu"
+_PRECISION_WORDS = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def advise(
@@ -51,156 +57,348 @@ def advise(
 ) -> Advice:
     """Find the fastest DeepSpeed configuration that fits: ``nbaccel.advise`` with the launcher.
 
-    All arguments but ``launch`` (``notebook_launcher``, with which `try_it` proves a rung), what is
+    All arguments but ``launch`` (``notebook_launcher``, with which `try_it` proves a way), what is
     returned and what is raised are documented there.
     """
     __tracebackhide__ = True
-    _check_advise_arguments(
-        model, sample_batch, try_it=try_it, num_nodes=num_nodes, max_trials=max_trials
-    )
-    machine_inventory = inventory or inspect_machine()
-    plan = resolve(RunConfig(num_processes=num_processes), machine_inventory)
-    settings = {} if config is None else _load_checked(config, machine_inventory)
-    world_size = plan.num_processes * num_nodes
-    device = registry.device(plan.device)
-    device_units = device.units(machine_inventory)[: plan.num_processes]
-    training_precision = choose_precision(
-        precision, base_config=settings, model=model, device_units=device_units
-    )
-    ladder_walk = Walk(
-        recipe=Recipe(
-            model=model,
-            shape=measure(model),
-            precision=training_precision.name,
-            optimizer=optimizer,
-            world_size=world_size,
-            base=settings,
-            nvme_path=_nvme_folder(settings, nvme_path),
-            pin_memory=device.pins_host_memory,
-        ),
+    _check_arguments(model, sample_batch, try_it, num_nodes, max_trials)
+    machine = inventory or inspect_machine()
+    plan = resolve(RunConfig(num_processes=num_processes), machine)
+    settings: dict[str, Any] = {} if config is None else load_settings(config)
+    memory_model = MemoryModel(
+        model=model,
         sample_batch=sample_batch,
-        num_processes=plan.num_processes,
+        inventory=machine,
+        limits=_limits_of(device_memory, host_memory, nvme_memory),
         num_nodes=num_nodes,
-        inventory=machine_inventory,
-        budget=Budget(
-            device=_bytes_given(device_memory),
-            host=_bytes_given(host_memory),
-            nvme=_bytes_given(nvme_memory),
-        ),
     )
-    sample_count = None if sample_batch is None else num_samples(sample_batch)
-    batch = batch_of(settings, samples=sample_count, world_size=world_size)
-    ladder_rounds = ladder_walk.rounds(*batch)
-    step_prover = None
+    precision = _precision_of(precision, settings, model, plan, machine)
+    world_size = plan.num_processes * num_nodes
+    batch = _batch_of(settings, samples=memory_model.num_samples, world_size=world_size)
+    # Checked once before, so that mistakes of the user's file are reported as such, and not as the
+    # reason why a way is not available.
+    check_config(
+        {**settings, _BATCH_KEY: batch[0]},
+        world_size=world_size,
+        inventory=machine,
+        allow_auto=True,
+        check_tools=False,
+    )
+    run = RunConfig(
+        num_processes=plan.num_processes,
+        mixed_precision="no" if precision == "fp32" else precision,
+        deepspeed=_base_of(settings, optimizer, nvme_path),
+    )
+    finder = _Finder(memory_model=memory_model, settings=settings)
+    finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides
+    prover = None
     if try_it and launch is not None:
-        step_prover = _new_prover(ladder_walk, plan, launch, max_trials, timeout)
-    return _advice_of(ladder_walk, ladder_rounds, plan, training_precision, step_prover)
+        # Imported here, because it brings the modules that train, which an estimate does not need.
+        from nbaccel.deepspeed.advisor.proving import Prover
+
+        prover = Prover(memory_model, plan, max_trials, timeout, launch)
+    return _advice(finder, precision, prover, *_walked(_rounds(finder, run, batch), prover), plan)
 
 
-def _load_checked(
-    config: Mapping[str, Any] | str | Path | Any, machine_inventory: Inventory
-) -> dict[str, Any]:
-    # Checked once before the walk, so that mistakes of the user's file are reported as such, and
-    # not as the reason why a rung is not available.
-    base_settings = load_settings(config)
-    check_config(base_settings, inventory=machine_inventory, allow_auto=True, check_tools=False)
-    return base_settings
-
-
-def _new_prover(
-    walk: Walk,
+def _advice(
+    finder: _Finder,
+    precision: str,
+    prover: Prover | None,
+    rungs: tuple[Rung, ...],
+    chosen: Rung | None,
     plan: Plan,
-    launch: Callable[..., Any],
-    max_trials: int,
-    timeout_s: float,
-) -> Prover:
-    # Imported here, because it brings the modules that train, which an estimate does not need.
-    from nbaccel.deepspeed.advisor.proving import Prover
-
-    return Prover(
-        walk=walk,
-        plan=plan,
-        max_trials=max_trials,
-        timeout_s=timeout_s,
-        launch=launch,
-    )
-
-
-def _nvme_folder(settings: Mapping[str, Any], nvme_path: str | Path | None) -> str | None:
-    if nvme_path is not None:
-        return str(nvme_path)
-    return next(map(str, nvme_folders(settings)), None)
-
-
-def _advice_of(
-    ladder_walk: Walk,
-    ladder_rounds: Iterator[Any],
-    launch_plan: Plan,
-    precision: TrainingPrecision,
-    step_prover: Prover | None,
 ) -> Advice:
-    batch_search: Search | None = None
-    if step_prover is not None:
-        tried_rungs, rung = climb(ladder_rounds, step_prover.prove)
-        if rung is not None:
-            rung, batch_search = step_prover.largest(rung)
-            # The chosen rung may have another batch now, and must be the same object as in the
-            # table.
-            tried_rungs = tuple(
-                rung if ladder_rung.step == rung.step else ladder_rung
-                for ladder_rung in tried_rungs
-            )
-    else:
-        tried_rungs, rung = climb(ladder_rounds)
+    largest = None
+    is_largest = True
+    if prover is not None and chosen is not None:
+        largest, is_largest = prover.largest_batch(chosen)
+        wider = _widened(chosen, largest)
+        rungs = tuple(wider if rung is chosen else rung for rung in rungs)
+        chosen = wider
     return Advice(
-        rungs=tried_rungs,
-        chosen=rung,
-        precision=precision.name,
-        num_processes=launch_plan.num_processes,
-        largest_batch_size=batch_search.works if batch_search else None,
-        is_largest=batch_search is None or batch_search.fails is not None,
-        warnings=tuple(_advice_warnings(ladder_walk, precision, rung)),
+        rungs=rungs,
+        chosen=chosen,
+        precision=precision,
+        num_processes=plan.num_processes,
+        largest_batch_size=largest,
+        is_largest=is_largest,
+        warnings=tuple(_warnings(finder, precision, chosen)),
     )
 
 
-def _advice_warnings(walk: Walk, precision: TrainingPrecision, rung: Rung | None) -> Iterator[str]:
-    if walk.sample_batch is None:
+def _base_of(
+    settings: Mapping[str, Any], optimizer: str, nvme_path: str | Path | None
+) -> dict[str, Any]:
+    """The user's configuration without its batch sizes, which the walk decides."""
+    base = copy.deepcopy({key: one for key, one in settings.items() if key not in BATCH_SIZES})
+    base.setdefault("optimizer", {"type": optimizer})
+    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
+        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
+    return base
+
+
+def _limits_of(*sizes: int | str | None) -> MemoryLimits:
+    device, host, nvme = (None if size is None else parse_bytes(size) for size in sizes)
+    return MemoryLimits(device=device, host=host, nvme=nvme)
+
+
+# ----------------------------------------------------------------------- the ways
+@dataclass
+class _Finder(CandidateFinder):
+    """Finds ways with DeepSpeed, from stage 0 on, with whole configurations.
+
+    Attributes:
+        settings: The user's own.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:
+        """The fastest first; all but the first compute activations again, where that can be."""
+        again = config.changed(activation_checkpointing=True) if self.can_checkpoint else config
+        first, *_ = self._zero_ways(config)
+        second, *others = self._zero_ways(again)
+        yield first
+        model = self.memory_model.model
+        if not checkpoints_gradients(model):
+            refusal = f"{type(model).__name__} has no gradient_checkpointing_enable()"
+            refusal = second.refusal if self.can_checkpoint else refusal
+            name = f"{second.name}, gradient checkpointing"
+            yield replace(second, name=name, refusal=refusal)
+        yield from others
+
+    def _zero_ways(self, config: RunConfig) -> Iterator[TrainingWay]:
+        return training_ways(
+            config,
+            self.memory_model.shape,
+            on_host=False,
+            can_checkpoint=False,
+            placements=FASTEST_FIRST,
+        )
+
+    def document_of(self, form: SettingsForm, config: RunConfig, plan: Plan) -> Mapping[str, Any]:
+        """DeepSpeed's configuration with nothing left to ``"auto"``, which runs here."""
+        document = self.completed(config, plan)
+        world_size = self._world_size(plan)
+        try:
+            check_config(document, world_size=world_size, inventory=self.memory_model.inventory)
+        except ConfigError as error:
+            # On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it.
+            # Torch's Adam computes the same.
+            document = _with_torch_adam(document)
+            try:
+                check_config(document, world_size=world_size, inventory=self.memory_model.inventory)
+            # The first error is about the user's configuration, this one about one that was tried.
+            except ConfigError:
+                raise error from None
+        return document
+
+    def refusal_of(self, error: NbaccelError) -> str:
+        """All that is wrong, with what to do: there is room for it below the table."""
+        return " ".join(error.mistakes) if isinstance(error, ConfigError) else str(error)
+
+    def completed(self, config: RunConfig, plan: Plan) -> dict[str, Any]:
+        """The configuration of a run, by DeepSpeed's defaults where nobody decides."""
+        document = engine_config(config) or {}
+        for key in ("train_batch_size", "gradient_clipping"):
+            if key not in self.settings and document.get(key) == "auto":
+                del document[key]
+        zero = document[ZERO]
+        pins_memory = registry.device(plan.device).pins_host_memory
+        for name in ("offload_optimizer", "offload_param"):
+            if value_at(zero, f"{name}.device") not in (None, "none"):
+                zero[name].setdefault("pin_memory", pins_memory)
+        if zero["stage"] == 3:
+            # Without it DeepSpeed's `save_16bit_model` writes nothing.
+            zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
+        if config.mixed_precision == "fp16":
+            document["fp16"].setdefault("auto_cast", True)
+        facts = TrainingFacts(
+            world_size=self._world_size(plan),
+            micro_batch_size=document[_BATCH_KEY],
+            accumulation_steps=config.gradient_accumulation_steps,
+            mixed_precision=config.mixed_precision,
+        )
+        model = self.memory_model.model
+        return resolve_auto(document, facts=facts, model=model).config.to_dict()
+
+    def _world_size(self, plan: Plan) -> int:
+        return plan.num_processes * (self.memory_model.num_nodes or 1)
+
+
+def _with_torch_adam(document: dict[str, Any]) -> dict[str, Any]:
+    """The same with torch's Adam, where DeepSpeed's need not be: not of an offloaded step."""
+    optimizer = document.get("optimizer") or {}
+    has_offload = "offload_optimizer" in document[ZERO]
+    if has_offload or str(optimizer.get("type")).lower() not in ("adam", "adamw"):
+        return document
+    params = {"torch_adam": True, **(optimizer.get("params") or {})}
+    return {**document, "optimizer": {**optimizer, "params": params}}
+
+
+def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> RunConfig:
+    return run.changed(
+        gradient_accumulation_steps=accumulation_steps,
+        deepspeed={**(run.deepspeed or {}), _BATCH_KEY: batch_size},
+    )
+
+
+# ----------------------------------------------------------------------- the walk
+def _rounds(finder: _Finder, run: RunConfig, batch: tuple[int, int]) -> Iterator[Iterator[Rung]]:
+    """All ways, then again with half the batch, and so on."""
+    hopeless: set[str] = set()
+    for size, steps in halvings(*batch):
+        candidates = finder.candidates(_with_batch(run, size, steps), is_chosen=False)
+        yield (_rung(finder, one, size, steps) for one in candidates if one.name not in hopeless)
+        if finder.memory_model.sample_batch is None:
+            return  # without activations every batch needs the same
+        # A smaller batch lowers activations and nothing else.
+        hopeless = {one.name for one in candidates if not _fits_without_activations(one)}
+
+
+def _fits_without_activations(candidate: Candidate) -> bool:
+    if candidate.need is None or candidate.refusal:
+        return False
+    estimate = candidate.need.estimate
+    return replace(estimate, device=replace(estimate.device, activations=0)).fits
+
+
+def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
+    verdict = "not available"
+    reason = candidate.refusal
+    if candidate.need is not None and not candidate.refusal:
+        verdict = "fits" if candidate.fits else "does not fit"
+        lacking = candidate.need.lacking_text
+        reason = lacking or f"it needs {candidate.need.shares_text}"
+    config = None if verdict == "not available" else dict(candidate.document)
+    written = finder.settings.get(ZERO) or {}
+    lowered = [
+        f"{key}={value}"
+        for key in LOWERED_KEYS
+        if key not in written and (value := value_at(config, f"{ZERO}.{key}")) is not None
+    ]
+    note = f" With {', '.join(lowered)} in place of 1e9." if lowered else ""
+    return Rung(
+        candidate=candidate,
+        batch_size=size,
+        accumulation_steps=steps,
+        verdict=verdict,
+        reason=f"{reason[:1].upper()}{reason[1:].rstrip('.')}.{note}",
+        config=config,
+    )
+
+
+def _walked(
+    rounds: Iterator[Iterator[Rung]], prover: Prover | None
+) -> tuple[tuple[Rung, ...], Rung | None]:
+    """Take the first rung that fits, or works; the table shows all of its round."""
+    seen: list[Rung] = []
+    for round_rungs in rounds:
+        chosen = None
+        for rung in round_rungs:
+            judged = rung
+            if chosen is not None and rung.is_accepted:
+                reason = f"{rung.reason} Usually slower than what was chosen."
+                judged = replace(rung, reason=reason)
+            elif rung.is_accepted:
+                judged = rung if prover is None else prover.proved(rung)
+                chosen = judged if judged.is_accepted else None
+            seen.append(judged)
+        if chosen is not None:
+            return tuple(seen), chosen
+    return tuple(seen), None
+
+
+def _widened(rung: Rung, works: int) -> Rung:
+    """The rung with the largest batch that works and makes the same step."""
+    size = rung.batch_size
+    steps = rung.accumulation_steps
+    while steps % 2 == 0 and 2 * size <= works:
+        size = 2 * size
+        steps = steps // 2
+    if size == rung.batch_size:
+        return rung
+    config = {**(rung.config or {}), _BATCH_KEY: size, "gradient_accumulation_steps": steps}
+    reason = f"{rung.reason} Batches of {size} worked, too."
+    return replace(rung, batch_size=size, accumulation_steps=steps, config=config, reason=reason)
+
+
+# ----------------------------------------------------------------------- what is told
+def _warnings(finder: _Finder, precision: str, chosen: Rung | None) -> Iterator[str]:
+    model = finder.memory_model.model
+    if finder.memory_model.sample_batch is None:
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
-    if precision.warning:
-        yield precision.warning
-    yield from _checkpointing_note(walk, rung)
-    config = rung.config if rung is not None else None
-    if config is None:
+    made_precision = made_in(model)
+    if precision == "fp16" and made_precision == "bfloat16":
+        yield (
+            f"The model was trained in {made_precision} and will be trained in fp16, whose largest "
+            "number is 65504: losses may become NaN. Where they do, train in fp32, or on a GPU of "
+            "compute capability 8.0 or newer in bf16."
+        )
+    if finder.can_checkpoint and (chosen is None or chosen.gradient_checkpointing):
+        counting = "All ways but the first count" if chosen is None else f"{chosen.name} counts"
+        yield (
+            f"{counting} with gradient checkpointing, which no DeepSpeed configuration turns on: "
+            "call model.gradient_checkpointing_enable() before training."
+        )
+    if chosen is None or chosen.config is None:
         return
+    key = "optimizer.params.torch_adam"
     # Only where the advisor has chosen it: the user's own setting needs no remark.
-    if _torch_adam(config) and not _torch_adam(walk.recipe.base):
+    if value_at(chosen.config, key) and not value_at(finder.settings, key):
         yield "With torch's Adam (torch_adam), since DeepSpeed's own cannot be compiled here."
-    yield from check_config(config, inventory=walk.inventory).warnings
+    yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
 
 
-def _checkpointing_note(walk: Walk, chosen_rung: Rung | None) -> Iterator[str]:
-    """A remark where activations are counted as recomputed, which the user has to turn on."""
-    model = walk.recipe.model
-    if checkpoints_gradients(model) or not can_checkpoint_gradients(model):
-        return
-    if chosen_rung is None:
-        counting_rungs = "All rungs but the first count"
-    elif chosen_rung.step.gradient_checkpointing:
-        counting_rungs = f"{chosen_rung.name} counts"
-    else:
-        return
-    yield (
-        f"{counting_rungs} with gradient checkpointing, which no DeepSpeed configuration turns on: "
-        "call model.gradient_checkpointing_enable() before training."
+# ----------------------------------------------------------------------- precision and batch
+def _precision_of(
+    asked: str, settings: Mapping[str, Any], model: Any, plan: Plan, machine: Inventory
+) -> str:
+    """The number format of the forward and backward pass."""
+    wanted = _PRECISION_WORDS.get(asked, asked)
+    if wanted not in ("auto", *_PRECISIONS):
+        raise ConfigError(
+            f"precision={asked!r} is no precision that DeepSpeed trains in. Give one of auto, "
+            f"{', '.join(_PRECISIONS)}."
+        )
+    written = next(
+        (name for name in ("bf16", "fp16") if value_at(settings, f"{name}.enabled") is True), None
     )
+    if written is not None and wanted not in ("auto", written):
+        raise ConfigError(
+            f"precision={asked!r} and {written}.enabled=true in the configuration are two formats, "
+            "and one would silently override the other. Leave one of them out."
+        )
+    if written is not None or wanted != "auto":
+        return written or wanted
+    # Such weights would have to be converted to be trained in float32, and CPUs do not train in
+    # fp16.
+    in_half = any(one.is_floating_point() and one.element_size() == 2 for one in model.parameters())
+    found, _ = best_precision(plan, machine)
+    if found == "no":
+        return "bf16" if in_half else "fp32"
+    return found
 
 
-def _torch_adam(config: Mapping[str, Any]) -> bool:
-    return bool(((config.get("optimizer") or {}).get("params") or {}).get("torch_adam"))
+def _batch_of(
+    settings: Mapping[str, Any], *, samples: int | None, world_size: int
+) -> tuple[int, int]:
+    """The batch of each process in one optimizer step, and how many of them are accumulated."""
+    total, micro, steps = (
+        value if isinstance(value := settings.get(key), int) and value > 0 else None
+        for key in BATCH_SIZES
+    )
+    if micro is not None and samples is not None and micro != samples:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu={micro}, and sample_batch has {samples} samples: one "
+            "of them would silently override the other. Leave the first out, or cut the batch."
+        )
+    count = micro or samples or max(1, (total or 0) // (world_size * (steps or 1)))
+    return count, steps or max(1, (total or 0) // (count * world_size))
 
 
-def _check_advise_arguments(
-    model: Any, sample_batch: Any, *, try_it: bool, num_nodes: int, max_trials: int
+def _check_arguments(
+    model: Any, sample_batch: Any, try_it: bool, num_nodes: int, max_trials: int
 ) -> None:
     refuse_unsized(model)
     if not callable(getattr(model, "modules", None)):
@@ -230,7 +428,3 @@ def _check_advise_arguments(
         mistakes.append(f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False.")
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _bytes_given(size: int | str | None) -> int | None:
-    return None if size is None else parse_bytes(size)

@@ -9,13 +9,11 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.field_rules import mistakes_in
 from nbaccel.deepspeed.auto_values import UndecidedKey, resolve_auto
-from nbaccel.deepspeed.load_config import auto_keys
 from nbaccel.deepspeed.training_facts import TrainingFacts
+from nbaccel.deepspeed.zero_config import auto_keys
 from nbaccel.memory.settings_form import FilledConfig
 from nbaccel.plan import Plan
 from nbaccel.plan.launch_plan import Choice
-
-__all__ = ["filled_in"]
 
 _FILLED_LATER = {
     "train_micro_batch_size_per_gpu": "filled in by prepare, from your data loader",

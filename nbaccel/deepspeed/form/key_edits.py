@@ -12,8 +12,6 @@ from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.deepspeed.zero_config import ZERO
 from nbaccel.memory.settings_form import Edit
 
-__all__ = ["with_key", "with_stage"]
-
 _PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
 
 

@@ -10,8 +10,6 @@ from nbaccel.deepspeed import library
 from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.deepspeed.zero_config import ZERO
 
-__all__ = ["engine_refusal", "key_is_shown", "key_refusal", "place_refusal"]
-
 PLACE_KEYS = (OPTIMIZER_PLACE, PARAM_PLACE)
 _STAGE_3_PREFIXES = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.", f"{ZERO}.leaf_module.")
 

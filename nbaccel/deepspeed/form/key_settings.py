@@ -14,20 +14,8 @@ from pydantic.fields import FieldInfo
 from nbaccel.config import RunConfig
 from nbaccel.config.field_rules import rule_of
 from nbaccel.deepspeed.auto_values import AUTO_KEYS
-from nbaccel.deepspeed.field_types import section_of
-from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig
+from nbaccel.deepspeed.zero_config import ZERO, ZERO_KEYS, ZeroConfig, section_of
 from nbaccel.memory.settings_form import ChoiceOption, Setting
-
-__all__ = [
-    "COMMON",
-    "DEFAULTS",
-    "EVERYDAY",
-    "OPTIMIZER_PLACE",
-    "OVERLAP",
-    "PARAM_PLACE",
-    "PLACES",
-    "key_settings",
-]
 
 OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
 PARAM_PLACE = f"{ZERO}.offload_param.device"

@@ -10,10 +10,10 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
-from nbaccel.config.capabilities import device_row
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.combinations import combination_mistakes
+from nbaccel.deepspeed.config_keys import misspelt_keys
 from nbaccel.deepspeed.form.auto_filling import filled_in
 from nbaccel.deepspeed.form.key_edits import with_key, with_stage
 from nbaccel.deepspeed.form.key_refusals import (
@@ -25,15 +25,12 @@ from nbaccel.deepspeed.form.key_refusals import (
 )
 from nbaccel.deepspeed.form.key_settings import COMMON, EVERYDAY, OVERLAP, key_settings
 from nbaccel.deepspeed.form.training_ways import training_ways, way_name
-from nbaccel.deepspeed.known_keys import misspelt_keys
 from nbaccel.deepspeed.zero_config import ZeroConfig, old_forms
 from nbaccel.deepspeed.zero_memory import estimate_memory
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import Shape
 from nbaccel.memory.settings_form import Edit, FilledConfig, Setting, SettingsForm, TrainingWay
 from nbaccel.plan import Inventory, Plan
-
-__all__ = ["DeepSpeedForm"]
 
 _FEW_KEYS = 4  # enough to recognise a file
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
@@ -98,10 +95,9 @@ class DeepSpeedForm(SettingsForm):
     def check(self, config: RunConfig, device: str) -> None:
         """See :meth:`SettingsForm.check`."""
         settings = ZeroConfig.from_dict(engine_config(config) or {})
-        # Whether a CPU computes in float16 is a function of DeepSpeed, which takes seconds to
-        # import: it is checked when the run is launched.
-        device = "" if device_row(device).in_host_memory else device
-        if texts := [*combination_mistakes(settings, device=device)]:
+        # What the device cannot do is asked of DeepSpeed, which takes seconds to import: that is
+        # checked when the run is launched.
+        if texts := [*combination_mistakes(settings)]:
             raise ConfigError(*texts)
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
@@ -132,25 +128,9 @@ class DeepSpeedForm(SettingsForm):
         size = document.get("train_micro_batch_size_per_gpu")
         return size if isinstance(size, int) else None
 
-    def estimate(
-        self,
-        shape: Shape,
-        document: Mapping[str, Any],
-        *,
-        num_processes: int,
-        num_nodes: int,
-        activation_bytes: int,
-        inventory: Inventory,
-    ) -> MemoryEstimate:
+    def estimate(self, shape: Shape, document: Mapping[str, Any], **inputs: Any) -> MemoryEstimate:
         """See :meth:`SettingsForm.estimate`."""
-        return estimate_memory(
-            shape,
-            document,
-            num_processes=num_processes,
-            num_nodes=num_nodes,
-            activation_bytes=activation_bytes,
-            inventory=inventory,
-        )
+        return estimate_memory(shape, document, **inputs)
 
     @property
     def missing_library(self) -> str:

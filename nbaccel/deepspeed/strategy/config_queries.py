@@ -11,8 +11,6 @@ from typing import Any
 from nbaccel.config.nested_keys import value_at
 from nbaccel.deepspeed.zero_config import ZERO
 
-__all__ = ["ConfigQueries"]
-
 _OFFLOAD_KEYS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 
 

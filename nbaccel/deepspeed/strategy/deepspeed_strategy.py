@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from nbaccel.plan.contracts.precision import Precision
 
-__all__ = ["DeepSpeedStrategy"]
-
 
 class DeepSpeedStrategy(Strategy):
     """DeepSpeed's ZeRO."""
@@ -125,35 +123,30 @@ class DeepSpeedStrategy(Strategy):
         settings = self._as_given(plugin)
         # Before the lease: what is refused has made no process group.
         check_parts(settings, bundle.models, bundle.optimizers, bundle.schedulers)
-        owned_optimizers = _optimizers_by_model(bundle)
+        optimizer_of = _optimizers_by_model(bundle)
         self._lease.take()
-        models = []
-        drives = []
+        drives: list[Drive | None] = []
         try:
-            for model_number, model in enumerate(bundle.models):
-                engine = self._engine_for(
-                    model, owned_optimizers.get(model_number), bundle, plugin, settings
-                )
-                models.append(engine.engine if engine else model)
-                drives.append(engine)
+            for number, model in enumerate(bundle.models):
+                optimizer = optimizer_of.get(number)
+                drives.append(self._engine_for(model, optimizer, bundle, plugin, settings))
         except BaseException:  # an interrupt, too, leaves no environment without engines
             if not self._drives and self._announced is None:
                 self._lease.give_up()
             raise
-        by_optimizer = {
-            id(owned_optimizer): drives[model_number]
-            for model_number, owned_optimizer in owned_optimizers.items()
-        }
+        drive_of = {id(optimizer): drives[number] for number, optimizer in optimizer_of.items()}
+        models = zip(bundle.models, drives, strict=True)
         return replace(
             bundle,
-            models=tuple(models),
+            models=tuple(drive.engine if drive else model for model, drive in models),
             optimizers=tuple(
-                _proxy_of(by_optimizer[id(owned_optimizer)], owned_optimizer)
-                for owned_optimizer in bundle.optimizers
+                EngineOptimizer(drive, optimizer)
+                if (drive := drive_of[id(optimizer)])
+                else optimizer
+                for optimizer in bundle.optimizers
             ),
             schedulers=tuple(
-                _schedule_of(drives, by_optimizer, lr_scheduler)
-                for lr_scheduler in bundle.schedulers
+                _schedule_of(drives, drive_of, scheduler) for scheduler in bundle.schedulers
             ),
         )
 
@@ -173,11 +166,12 @@ class DeepSpeedStrategy(Strategy):
     ) -> Drive | None:
         scheduler = _engine_scheduler(bundle, optimizer)
         is_training = optimizer is not None or _is_trained_by_file(model, given_settings, bundle)
-        engine_settings = given_settings
-        if not is_training:
-            engine_settings = {k: v for k, v in given_settings.items() if k not in _TRAINING_KEYS}
+        settings = given_settings
+        if not is_training:  # DeepSpeed would make these from the file all the same
+            parts_of_training = ("optimizer", "scheduler")
+            settings = {k: v for k, v in given_settings.items() if k not in parts_of_training}
         parts = (model, optimizer, scheduler, bundle.loaders)
-        resolved_config = resolve_config(engine_settings, plugin, self._asked, self.place, *parts)
+        resolved_config = resolve_config(settings, plugin, self._asked, self.place, *parts)
         if not is_training and resolved_config.config.zero_stage < 3:
             model.to(self.place.device)
             return None
@@ -430,10 +424,6 @@ def _end_all(
     lease.give_up()
 
 
-# DeepSpeed would make these from the file, too, for a model that only infers.
-_TRAINING_KEYS = ("optimizer", "scheduler")
-
-
 def _is_trained_by_file(model: nn.Module, settings: dict[str, Any], bundle: Bundle) -> bool:
     """Whether the file's optimizer is meant for a model that was prepared without one."""
     optimizer = bool(settings.get("optimizer")) and not bundle.optimizers
@@ -450,60 +440,48 @@ def _shards_only(checkpoint_kind: str) -> ConfigError:
 
 def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
     """Each model's optimizer, by the number of the model."""
-    owner_by_model: dict[int, Any] = {}
+    found: dict[int, Any] = {}
     for optimizer in bundle.optimizers:
-        trained_ids = {
-            id(model_parameter) for model_parameter in _parameters_of_optimizer(optimizer)
-        }
-        model_numbers = [
-            model_number
-            for model_number, model in enumerate(bundle.models)
-            if any(id(model_parameter) in trained_ids for model_parameter in model.parameters())
+        trained = {id(parameter) for parameter in _parameters_of_optimizer(optimizer)}
+        numbers = [
+            number
+            for number, model in enumerate(bundle.models)
+            if any(id(parameter) in trained for parameter in model.parameters())
         ]
-        if len(model_numbers) != 1 or model_numbers[0] in owner_by_model:
-            model_names = ", ".join(type(model).__name__ for model in bundle.models) or "no model"
+        if len(numbers) != 1 or numbers[0] in found:
+            names = ", ".join(type(model).__name__ for model in bundle.models) or "no model"
             raise ConfigError(
-                f"{type(optimizer).__name__} trains {len(trained_ids)} parameter(s) of "
-                f"{len(model_numbers)} of the models prepared with it ({model_names}). DeepSpeed's "
-                "engine has one model and one optimizer, made over its parameters. Prepare both "
-                "in one call, one optimizer for each model."
+                f"{type(optimizer).__name__} trains {len(trained)} parameter(s) of {len(numbers)} "
+                f"of the models prepared with it ({names}). DeepSpeed's engine has one model and "
+                "one optimizer, made over its parameters. Prepare both in one call, one optimizer "
+                "for each model."
             )
-        owner_by_model[model_numbers[0]] = optimizer
-    return owner_by_model
+        found[numbers[0]] = optimizer
+    return found
 
 
 def _parameters_of_optimizer(optimizer: Any) -> Iterable[torch.Tensor]:
-    param_groups = optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    groups = optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups
     # A DummyOptim takes what torch's optimizers take: groups, or parameters themselves.
-    for param_group in param_groups:
-        yield from param_group["params"] if isinstance(param_group, dict) else [param_group]
+    for group in groups:
+        yield from group["params"] if isinstance(group, dict) else [group]
 
 
 def _engine_scheduler(bundle: Bundle, optimizer: Any) -> Any:
     """The first of an optimizer's schedulers that the engine is to step; None if there is none."""
-    schedulers = (
-        lr_scheduler
-        for lr_scheduler in bundle.schedulers
-        if _is_of(lr_scheduler, optimizer) and is_engines(lr_scheduler)
-    )
-    return next(schedulers, None)
-
-
-def _is_of(scheduler: Any, optimizer: Any) -> bool:
-    return optimizer is None or getattr(scheduler, "optimizer", optimizer) is optimizer
-
-
-def _proxy_of(drive: Drive | None, optimizer: Any) -> Any:
-    return EngineOptimizer(drive, optimizer) if drive is not None else optimizer
+    for scheduler in bundle.schedulers:
+        is_its = optimizer is None or getattr(scheduler, "optimizer", optimizer) is optimizer
+        if is_its and is_engines(scheduler):
+            return scheduler
+    return None
 
 
 def _schedule_of(
-    engine_drives: list[Drive | None], by_optimizer: dict[int, Drive | None], scheduler: Any
+    drives: list[Drive | None], drive_of: dict[int, Drive | None], scheduler: Any
 ) -> Any:
     """What steps a schedule: the engine; one of torch is stepped by the loop, as always."""
     if not is_engines(scheduler):
         return scheduler
-    engine_drive = by_optimizer.get(id(scheduler.optimizer))
-    if engine_drive is None:  # its optimizer is only in the file: one engine has it
-        engine_drive = next(model_drive for model_drive in engine_drives if model_drive is not None)
-    return EngineScheduler(engine_drive, scheduler)
+    # Where its optimizer is only in the file, one engine has it.
+    drive = drive_of.get(id(scheduler.optimizer)) or next(filter(None, drives))
+    return EngineScheduler(drive, scheduler)

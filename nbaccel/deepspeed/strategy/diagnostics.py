@@ -27,9 +27,6 @@ from nbaccel.memory.model_size import measure
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
-__all__ = ["HostMemory", "Troubles", "host_memory"]
-
-
 PATIENCE = 5
 """Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
 
@@ -177,21 +174,18 @@ def host_memory(
     machine_inventory: Inventory | None = None,
 ) -> HostMemory:
     """Estimate what the processes of this node will need of its memory."""
-    machine_inventory = machine_inventory or inspect_machine()
-    memory_estimate = estimate_memory(
-        measure(model, trains=is_training),
-        zero_config,
-        num_processes=local_world_size,
-        num_nodes=num_nodes,
-        inventory=machine_inventory,
+    machine = machine_inventory or inspect_machine()
+    shape = measure(model, trains=is_training)
+    estimate = estimate_memory(
+        shape, zero_config, num_processes=local_world_size, num_nodes=num_nodes, inventory=machine
     )
-    needed_bytes = memory_estimate.host.total
+    needed = estimate.host.total
     if device == "cpu":
         # The weights are there already, one copy for all until they are written to.
-        needed_bytes += memory_estimate.device.total * local_world_size
+        needed += estimate.device.total * local_world_size
     return HostMemory(
-        needed=needed_bytes,
-        free=machine_inventory.host_available_bytes,
-        there=machine_inventory.host_total_bytes,
+        needed=needed,
+        free=machine.host_available_bytes,
+        there=machine.host_total_bytes,
         num_processes=local_world_size,
     )

@@ -20,18 +20,7 @@ from torch import nn
 
 from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.deepspeed.weights.torch_archive import is_readable, read_outline
-
-__all__ = [
-    "can_write",
-    "check_checkpoint",
-    "check_plain",
-    "is_node_local",
-    "load",
-    "read_plain",
-    "save",
-    "save_plain",
-]
+from nbaccel.deepspeed.weights.state_files import is_readable, read_states
 
 
 def save(
@@ -151,23 +140,22 @@ def check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = (
     """Refuse a checkpoint that :func:`load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here
-    model_files = _model_files(folder)
+    model_files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
     if not model_files:
         raise CheckpointDamaged(
             f"{folder} has no file *_model_states.pt: it is not whole. Nothing has been "
             "loaded. Copy what is missing from where it was saved, or load another checkpoint."
         )
-    # Each process reads what all share, and its own.
+    # Each process reads what all share, and its own. Files in torch's format of before 2020 cannot
+    # be looked at without reading their numbers.
     own_name = f"zero_pp_rank_{dist.get_rank()}_"
-    for file_path in folder.glob("*.pt"):
-        if ("zero_pp_rank_" not in file_path.name or own_name in file_path.name) and is_readable(
-            file_path
-        ):
-            _refuse_code(file_path)
-    first_readable = next((file_path for file_path in model_files if is_readable(file_path)), None)
+    for path in filter(is_readable, folder.glob("*.pt")):
+        if "zero_pp_rank_" not in path.name or own_name in path.name:
+            _refuse_code(path)
+    first_readable = next(filter(is_readable, model_files), None)
     if first_readable is None:
-        return  # torch's format of before 2020 has no outline that can be read without numbers
-    model_states = read_outline(first_readable)
+        return
+    model_states = read_states(first_readable).states
     if not isinstance(model_states, Mapping):
         raise CheckpointDamaged(
             f"{first_readable} holds no states of a model. Load another checkpoint."
@@ -190,10 +178,6 @@ _PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
 _ZERO_FILE = re.compile(r"(?:\w*_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 
 
-def _model_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*mp_rank_00_model_states.pt"))
-
-
 def _check_ranks(
     folder: Path,
     engine: Any,
@@ -202,70 +186,51 @@ def _check_ranks(
     ranks_there: Collection[int],
 ) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
-    name_matches = (_ZERO_FILE.fullmatch(file_path.name) for file_path in folder.iterdir())
-    saved_ranks = {int(name_match[1]) for name_match in name_matches if name_match}
-    world_size = int(engine.dp_world_size)
-    stage = int(engine.zero_optimization_stage())
-    # The model's file tells how many ranks saved it: counted by the files that are there, a missing
-    # file of the last rank would look like a checkpoint of fewer processes.
-    saved_count = saved_by if isinstance(saved_by, int) else max(saved_ranks, default=-1) + 1
-    needed_ranks = {*(ranks_there or range(saved_count))}
-    missing_parts = [
-        f"optimizer's states of rank {rank}" for rank in sorted(needed_ranks - saved_ranks)
-    ]
-    # Only at stage 3 each rank has a file of model states, named after it.
-    if model_files[0].name.startswith("zero_pp_rank_"):
-        present_ranks = {int(file_path.name.split("_")[3]) for file_path in model_files}
-        missing_parts += [
-            f"model's states of rank {rank}" for rank in sorted(needed_ranks - present_ranks)
-        ]
     # Without `ranks_there` another program saved it: which files are on other nodes is not known.
     if is_node_local(engine) and not ranks_there:
         return
-    if stage == 0 or not (saved_ranks or model_files[0].name.startswith("zero_pp_rank_")):
+    matches = (_ZERO_FILE.fullmatch(path.name) for path in folder.iterdir())
+    saved_ranks = {int(match[1]) for match in matches if match}
+    # Only at stage 3 each rank has a file of model states, named after it.
+    is_cut = model_files[0].name.startswith("zero_pp_rank_")
+    if engine.zero_optimization_stage() == 0 or not (saved_ranks or is_cut):
         return
-    if missing_parts:
+    # The model's file tells how many ranks saved it: counted by the files that are there, a missing
+    # file of the last rank would look like a checkpoint of fewer processes.
+    saved_count = saved_by if isinstance(saved_by, int) else max(saved_ranks, default=-1) + 1
+    needed = {*(ranks_there or range(saved_count))}
+    missing = [f"optimizer's states of rank {rank}" for rank in sorted(needed - saved_ranks)]
+    if is_cut:
+        present = {int(path.name.split("_")[3]) for path in model_files}
+        missing += [f"model's states of rank {rank}" for rank in sorted(needed - present)]
+    if missing:
         raise CheckpointDamaged(
-            f"{folder} was saved by {saved_count} processes, and the "
-            f"{', '.join(missing_parts)} are missing: a part of every weight is in them. Nothing "
-            "has been loaded. Copy them from where it was saved, or load another checkpoint."
+            f"{folder} was saved by {saved_count} processes, and the {', '.join(missing)} are "
+            "missing: a part of every weight is in them. Nothing has been loaded. Copy them from "
+            "where it was saved, or load another checkpoint."
         )
-    if saved_count != world_size:
+    if saved_count != int(engine.dp_world_size):
         raise ConfigError(
-            f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this "
-            f"run has {world_size}: DeepSpeed's parts fit only as many as wrote them. Run as many, "
-            f"or take the weights alone (nbaccel to-fp32 {folder.parent} OUT), or "
+            f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this run has "
+            f"{int(engine.dp_world_size)}: DeepSpeed's parts fit only as many as wrote them. Run "
+            f"as many, or take the weights alone (nbaccel to-fp32 {folder.parent} OUT), or "
             "convert it with python -m deepspeed.checkpoint.ds_to_universal."
         )
 
 
-def _check_shapes(folder: Path, engine: Any, model_states: Mapping[str, Any]) -> None:
-    shape_groups = [
-        *(model_states.get("param_shapes") or ()),
-        model_states.get("frozen_param_shapes") or {},
-    ]
-    saved_shapes = {
-        parameter_name: tuple(shape)
-        for shape_group in shape_groups
-        for parameter_name, shape in shape_group.items()
-    }
-    shapes = {
+def _check_shapes(folder: Path, engine: Any, states: Mapping[str, Any]) -> None:
+    groups = [*(states.get("param_shapes") or ()), states.get("frozen_param_shapes") or {}]
+    saved = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    here = {
         # At stage 3 the parameters are placeholders, whose own shape says nothing.
-        parameter_name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for parameter_name, parameter in engine.module.named_parameters()
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in engine.module.named_parameters()
     }
-    odd_names = [
-        parameter_name
-        for parameter_name in saved_shapes.keys() & shapes.keys()
-        if saved_shapes[parameter_name] != shapes[parameter_name]
-    ]
-    odd_names += sorted(
-        parameter_name for parameter_name in saved_shapes if parameter_name not in shapes
-    )
-    if odd_names:
+    odd = [name for name in saved.keys() & here.keys() if saved[name] != here[name]]
+    odd += sorted(saved.keys() - here.keys())
+    if odd:
         raise ConfigError(
-            f"{folder} is of another model than the {type(engine.module).__name__}: "
-            f"{odd_names[0]} has shape {list(saved_shapes[odd_names[0]])} there, and "
-            f"{list(shapes.get(odd_names[0], ())) or 'none'} here ({len(odd_names)} of "
-            f"{len(saved_shapes)} differ). Nothing has been loaded. Load another one."
+            f"{folder} is of another model than the {type(engine.module).__name__}: {odd[0]} has "
+            f"shape {list(saved[odd[0]])} there, and {list(here.get(odd[0], ())) or 'none'} here "
+            f"({len(odd)} of {len(saved)} differ). Nothing has been loaded. Load another one."
         )

@@ -27,82 +27,70 @@ from nbaccel.deepspeed.strategy.restore import take_back, unhook
 from nbaccel.deepspeed.teardown import destroy
 from nbaccel.plan.contracts.shards import Remembered
 
-__all__ = ["Drive", "EngineOptimizer", "EngineScheduler", "drive_of_loss", "drive_of_parameters"]
 
-
-def drive_of_loss(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> Drive:
+def drive_of_loss(loss: torch.Tensor, drives: Sequence[Drive]) -> Drive:
     """The engine whose model made a loss."""
-    training_drives = [engine_drive for engine_drive in engine_drives if engine_drive.can_train]
-    if not training_drives:
+    training = [drive for drive in drives if drive.can_train]
+    if not training:
         raise ConfigError(
-            f"backward(loss={float(loss.detach())}) has no engine to go through: "
-            f"{len(engine_drives)} prepared model(s), none with an optimizer. Prepare the model "
-            "and its optimizer in one call."
+            f"backward(loss={float(loss.detach())}) has no engine to go through: {len(drives)} "
+            "prepared model(s), none with an optimizer. Prepare the model and its optimizer in one "
+            "call."
         )
     # In most runs there is one, and the graph need not be walked: that costs Python time for each
     # of its nodes, in every backward pass.
-    if len(training_drives) == 1:
-        return training_drives[0]
-    ran_drives = [engine_drive for engine_drive in training_drives if engine_drive.ran]
-    found_drives = _in_graph(loss, ran_drives) if len(ran_drives) > 1 else ran_drives
-    if len(found_drives) == 1:
-        return found_drives[0]
-    model_names = ", ".join(
-        type(engine_drive.engine.module).__name__
-        for engine_drive in found_drives or training_drives
-    )
+    if len(training) == 1:
+        return training[0]
+    found = [drive for drive in training if drive.ran]
+    if len(found) > 1:
+        found = _in_graph(loss, found)
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(type(drive.engine.module).__name__ for drive in found or training)
     raise ConfigError(
-        f"backward(loss={float(loss.detach())}) comes from {len(found_drives)} of "
-        f"{len(training_drives)} engines ({model_names}). Each engine reduces its own gradients, "
-        "in a backward pass of its own. Call backward once for each model, with the others' "
-        "outputs detached, or put the models in one module."
+        f"backward(loss={float(loss.detach())}) comes from {len(found)} of {len(training)} engines "
+        f"({names}). Each engine reduces its own gradients, in a backward pass of its own. Call "
+        "backward once for each model, with the others' outputs detached, or put the models in one "
+        "module."
     )
 
 
-def _in_graph(loss: torch.Tensor, engine_drives: Sequence[Drive]) -> list[Drive]:
+def _in_graph(loss: torch.Tensor, drives: Sequence[Drive]) -> list[Drive]:
     """Those with parameters in the loss's graph."""
-    drive_by_parameter = {
-        id(parameter): engine_drive
-        for engine_drive in engine_drives
-        for parameter in engine_drive.engine.module.parameters()
+    drive_of = {
+        id(parameter): drive for drive in drives for parameter in drive.engine.module.parameters()
     }
-    drives: list[Drive] = []
-    seen_nodes: set[Any] = set()
-    waiting_nodes = [loss.grad_fn]
+    found: list[Drive] = []
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
     # A loop, not a recursion: graphs are deeper than Python's limit for recursion.
-    while waiting_nodes:
-        graph_node = waiting_nodes.pop()
-        if graph_node is None or graph_node in seen_nodes:
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
             continue
-        seen_nodes.add(graph_node)
+        seen.add(node)
         # Only a node that accumulates a gradient has `variable`, the parameter.
-        engine_drive = drive_by_parameter.get(id(getattr(graph_node, "variable", None)))
-        if engine_drive is not None and engine_drive not in drives:
-            drives.append(engine_drive)
-        waiting_nodes += [next_function for next_function, _ in graph_node.next_functions]
-    return drives
+        drive = drive_of.get(id(getattr(node, "variable", None)))
+        if drive is not None and drive not in found:
+            found.append(drive)
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
-def drive_of_parameters(
-    given_parameters: Iterable[torch.Tensor], engine_drives: Sequence[Drive]
-) -> Drive:
+def drive_of_parameters(parameters: Iterable[torch.Tensor], drives: Sequence[Drive]) -> Drive:
     """The engine of parameters."""
-    ids = {id(parameter) for parameter in given_parameters}
-    drives = [
-        engine_drive
-        for engine_drive in engine_drives
-        if engine_drive.can_train
-        and any(
-            id(own_parameter) in ids for own_parameter in engine_drive.engine.module.parameters()
-        )
+    ids = {id(parameter) for parameter in parameters}
+    found = [
+        drive
+        for drive in drives
+        if drive.can_train and any(id(own) in ids for own in drive.engine.module.parameters())
     ]
-    if len(drives) != 1:
+    if len(found) != 1:
         raise ConfigError(
-            f"clip_grad_norm_ got {len(ids)} parameter(s) of {len(drives)} engines. "
-            "DeepSpeed clips what one engine has reduced. Give the parameters of one prepared "
-            "model."
+            f"clip_grad_norm_ got {len(ids)} parameter(s) of {len(found)} engines. DeepSpeed clips "
+            "what one engine has reduced. Give the parameters of one prepared model."
         )
-    return drives[0]
+    return found[0]
 
 
 class _EngineProxy:

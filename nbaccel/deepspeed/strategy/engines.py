@@ -35,15 +35,6 @@ from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
 from nbaccel.precision.native import as_float32
 
-__all__ = [
-    "begin_comm",
-    "is_engines",
-    "make_engine",
-    "return_all",
-    "return_at_once",
-]
-
-
 # The number is in glibc's malloc.h, which Python does not expose.
 _M_MMAP_THRESHOLD = -3
 _RETURNED_FROM = 1 << 20
@@ -166,7 +157,7 @@ def _quiet_logger(zero_config: ZeroConfig) -> Iterator[None]:
     from deepspeed.utils import logger
 
     level_before = logger.level
-    if zero_config.log_level is None and not zero_config.dump_state:
+    if zero_config.log_level is None and not zero_config.extra.get("dump_state"):
         logger.setLevel("WARNING")
     try:
         yield

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.units import first_few
 from nbaccel.deepspeed.strategy import local_shards, nvme_swapping
-
-__all__ = ["gather_weights", "scatter_weights"]
 
 _AT_A_TIME_BYTES = 256 << 20
 
@@ -28,63 +27,47 @@ def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     # With `keep_vars` the entries are the parameters themselves, with DeepSpeed's attributes;
     # without it they would be detached placeholders.
     state = module.state_dict(keep_vars=True)
-    unique_tensors = {
-        id(own_tensor): own_tensor
-        for own_tensor in state.values()
-        if isinstance(own_tensor, torch.Tensor)
-    }
-    whole_tensors: dict[int, torch.Tensor] = {}
+    tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
+    whole: dict[int, torch.Tensor] = {}
     # DeepSpeed reads ahead into the buffers through which gathering reads from disk.
     nvme_swapping.free_buffers(module)
-    for tensor_group in _groups_by_size(unique_tensors.values()):
-        cut_tensors = [tensor for tensor in tensor_group if local_shards.is_partitioned(tensor)]
-        with GatheredParameters(cut_tensors, enabled=bool(cut_tensors)):
-            if keep:
+    for group in _groups_by_size(tensors.values()):
+        cut = [tensor for tensor in group if local_shards.is_partitioned(tensor)]
+        with GatheredParameters(cut, enabled=bool(cut)):
+            for tensor in group if keep else ():
                 # A copy: at stages 1 and 2 a parameter is a view of its flattened group, and
                 # `torch.save` writes the whole storage of a view.
-                whole_tensors |= {
-                    id(own_tensor): own_tensor.detach().to("cpu", copy=True)
-                    for own_tensor in tensor_group
-                }
-    return (
-        {
-            tensor_name: whole_tensors.get(id(tensor_value), tensor_value)
-            for tensor_name, tensor_value in state.items()
-        }
-        if keep
-        else {}
-    )
+                whole[id(tensor)] = tensor.detach().to("cpu", copy=True)
+    return {name: whole.get(id(value), value) for name, value in state.items()} if keep else {}
 
 
 def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load a whole state dict; a collective."""
-    own_tensors = {
-        tensor_name: tensor_value
-        for tensor_name, tensor_value in module.state_dict(keep_vars=True).items()
-        if isinstance(tensor_value, torch.Tensor)
+    own = {
+        name: value
+        for name, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
     }
-    misfit_text = [
-        _misfit_text(module, own_tensors, state, strict=strict) if dist.get_rank() == 0 else ""
-    ]
+    misfit = _misfit_text(module, own, state, strict=strict) if dist.get_rank() == 0 else ""
     # Process 0's list decides: the others may have an empty state, and all must broadcast alike.
-    wanted_names = [[tensor_name for tensor_name in own_tensors if tensor_name in state]]
-    dist.broadcast_object_list(misfit_text, 0)
-    dist.broadcast_object_list(wanted_names, 0)
-    if misfit_text[0]:
-        raise ConfigError(str(misfit_text[0]))
-    done_ids: set[int] = set()
+    told: list[Any] = [misfit, [name for name in own if name in state]]
+    dist.broadcast_object_list(told, 0)
+    misfit, wanted_names = told
+    if misfit:
+        raise ConfigError(misfit)
+    done: set[int] = set()
     with torch.no_grad():
-        for tensor_name in wanted_names[0]:
-            tensor = own_tensors[tensor_name]
-            if id(tensor) in done_ids:
+        for name in wanted_names:
+            tensor = own[name]
+            if id(tensor) in done:
                 continue
             # Tied parameters are one tensor of several names.
-            done_ids.add(id(tensor))
-            whole_tensor = _from_first(state.get(tensor_name), tensor)
+            done.add(id(tensor))
+            whole = _from_first(state.get(name), tensor)
             if local_shards.is_cut(tensor):
-                local_shards.assign(tensor, whole_tensor)
+                local_shards.assign(tensor, whole)
             else:
-                tensor.detach().copy_(whole_tensor)
+                tensor.detach().copy_(whole)
 
 
 def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,54 +85,39 @@ def _from_first(value: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
 
 
 def _misfit_text(
-    module: nn.Module,
-    own_tensors: Mapping[str, torch.Tensor],
-    state: Mapping[str, Any],
-    *,
-    strict: bool,
+    module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
 ) -> str:
-    own_shapes = {
-        tensor_name: local_shards.shape_of(own_tensor)
-        for tensor_name, own_tensor in own_tensors.items()
-    }
-    wrong_texts = [
-        f"{tensor_name} has shape {tuple(state[tensor_name].shape)} instead of {shape}"
-        for tensor_name, shape in own_shapes.items()
-        if tensor_name in state and tuple(state[tensor_name].shape) != shape
+    wrong = [
+        f"{name} has shape {tuple(state[name].shape)} instead of {local_shards.shape_of(tensor)}"
+        for name, tensor in own.items()
+        if name in state and tuple(state[name].shape) != local_shards.shape_of(tensor)
     ]
     if strict:
-        wrong_texts += [
-            f"{tensor_name} is missing" for tensor_name in own_tensors if tensor_name not in state
-        ]
-        wrong_texts += [
-            f"{tensor_name} is unknown" for tensor_name in state if tensor_name not in own_tensors
-        ]
-    if not wrong_texts:
+        wrong += [f"{name} is missing" for name in own if name not in state]
+        wrong += [f"{name} is unknown" for name in state if name not in own]
+    if not wrong:
         return ""
-    more_text = f" and {len(wrong_texts) - 5} more" if len(wrong_texts) > 5 else ""
     return (
-        f"The state does not fit {type(module).__name__}: "
-        f"{'; '.join(wrong_texts[:5])}{more_text}. Weights would go to the wrong places. Load the "
-        "state of the same model, or give strict=False for names alone."
+        f"The state does not fit {type(module).__name__}: {first_few(wrong, 5, separator='; ')}. "
+        "Weights would go to the wrong places. Load the state of the same model, or give "
+        "strict=False for names alone."
     )
 
 
-def _groups_by_size(cut_tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _groups_by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors in lists that are not too big together, gathered."""
     group: list[torch.Tensor] = []
     group_bytes = 0
-    for tensor in cut_tensors:
+    for tensor in tensors:
         # A placeholder of ZeRO-3 is empty; `ds_numel` is what it takes when it is gathered.
-        element_count = int(getattr(tensor, "ds_numel", tensor.numel()))
+        num_bytes = int(getattr(tensor, "ds_numel", tensor.numel())) * tensor.element_size()
         # One at a time from disk: each takes one of the few buffers.
         is_alone = nvme_swapping.is_on_disk(tensor) or any(map(nvme_swapping.is_on_disk, group))
-        if group and (
-            is_alone or group_bytes + element_count * tensor.element_size() > _AT_A_TIME_BYTES
-        ):
+        if group and (is_alone or group_bytes + num_bytes > _AT_A_TIME_BYTES):
             yield group
             group = []
             group_bytes = 0
         group.append(tensor)
-        group_bytes += element_count * tensor.element_size()
+        group_bytes += num_bytes
     if group:
         yield group

@@ -2,8 +2,6 @@
 
     stage 3       a placeholder; this process's part of the weights, and of their float32 copy
     stages 1, 2   whole weights, and this process's part of their float32 copy
-
-
     stage 0       whole weights; nothing is cut, and they are copied back as those of any module
 
 The float32 copy is what was trained: it is what is copied back to the notebook, and no process ever
@@ -21,8 +19,6 @@ import torch.distributed as dist
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.strategy import nvme_swapping
 from nbaccel.plan.contracts.shards import Piece
-
-__all__ = ["assign", "hold", "is_cut", "is_partitioned", "local_pieces", "shape_of", "whole_shape"]
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
@@ -78,14 +74,13 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if not is_partitioned(tensor):
         tensor.data.copy_(whole)
         return
-    local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
-    first_element, element_count = _local_span(tensor)
+    first, count = _local_span(tensor)
+    part = flat_values[first : first + count]
     if nvme_swapping.is_on_disk(tensor):
-        nvme_swapping.write_part(tensor, flat_values[first_element : first_element + element_count])
+        nvme_swapping.write_part(tensor, part)
     else:
-        local_part.data.view(-1)[:element_count].copy_(
-            flat_values[first_element : first_element + element_count]
-        )
+        local_part: Any = tensor.ds_tensor  # type: ignore[attr-defined]
+        local_part.data.view(-1)[:count].copy_(part)
     if tensor.data.numel() == tensor.ds_numel:  # type: ignore[attr-defined]
         tensor.data.copy_(whole)  # small parameters (or gathered ones) are whole here, besides
 
@@ -95,27 +90,23 @@ def _write_to_disk(tensor: Any, flat_values: torch.Tensor) -> None:
 
     The tensor that DeepSpeed's public function returns is a buffer which it has released by then.
     """
-    first_element, element_count = _local_span(tensor)
-
-    def write(part_values: torch.Tensor) -> None:
-        part_values[:element_count].copy_(
-            flat_values[first_element : first_element + element_count]
-        )
-
-    private_api.write_swapped_fp32(tensor, write)
+    first, count = _local_span(tensor)
+    part = flat_values[first : first + count]
+    private_api.write_swapped_fp32(tensor, lambda values: values[:count].copy_(part))
 
 
 def _of_mapping(fp32_mapping: Any) -> Piece:
-    first_element = int(fp32_mapping.lp_fragment_address.start)
-    return first_element, fp32_mapping.hp_fragment.detach().reshape(-1)
+    return int(fp32_mapping.lp_fragment_address.start), fp32_mapping.hp_fragment.detach().reshape(
+        -1
+    )
 
 
 def _of_destroyed(tensor: torch.Tensor, mapping: Any) -> Piece:
     """The float32 copy, unless the weights were changed after the engine had been destroyed."""
-    first_element, fp32_copy = _of_mapping(mapping)
-    weights = tensor.detach().reshape(-1)[first_element : first_element + fp32_copy.numel()]
+    first, copy = _of_mapping(mapping)
+    weights = tensor.detach().reshape(-1)[first : first + copy.numel()]
     # Both agree as long as the copy, rounded, gives the weights: then the copy has more digits.
-    return first_element, fp32_copy if torch.equal(fp32_copy.to(weights), weights) else weights
+    return first, copy if torch.equal(copy.to(weights), weights) else weights
 
 
 def _of_placeholder(tensor: Any) -> list[Piece]:

@@ -23,22 +23,6 @@ from nbaccel.base.leftovers import LeftoverFolders, announce_leftover
 from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig
 
-__all__ = [
-    "Claim",
-    "check_buffers",
-    "claim",
-    "folders_in_use",
-    "free_buffers",
-    "is_on_disk",
-    "leave",
-    "read_part",
-    "skip_repeated_reads",
-    "write_part",
-]
-
-
-_SWAPPED_SECTIONS = ("offload_optimizer", "offload_param")
-
 
 class Claim:
     """An engine's use of folders on the fast disk."""
@@ -80,30 +64,27 @@ _OPEN_CLAIMS: list[Claim] = []
 
 def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
     """Give an engine folders that no other engine of this process has."""
-    used_folders = folders_in_use()
-    own_folders = set()
-    for section_name in _SWAPPED_SECTIONS:
-        section = getattr(zero_config, section_name)
-        if section is not None and section.device == "nvme":
-            base_folder = Path(section.nvme_path)
-            folder_number = 0
-            swap_folder = base_folder
-            # The user's folder is taken as given where it is free: only further engines get one
-            # inside it.
-            while swap_folder in used_folders:
-                folder_number += 1
-                swap_folder = base_folder / f"{_ENGINE_FOLDER_PREFIX}{folder_number}"
-            zero_config = zero_config.changed(
-                **{section_name: section.changed(nvme_path=str(swap_folder))}
-            )
-            own_folders.add(swap_folder)
-    new_claim = Claim(frozenset(own_folders), rank)
-    if own_folders:
+    used = folders_in_use()
+    own: set[Path] = set()
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(zero_config, name)
+        if section is None or section.device != "nvme":
+            continue
+        # The user's folder is taken as given where it is free: only further engines get one in it.
+        base = Path(section.nvme_path)
+        folder = base
+        number = 0
+        while folder in used:
+            number += 1
+            folder = base / f"{_ENGINE_FOLDER_PREFIX}{number}"
+        zero_config = zero_config.changed(**{name: section.changed(nvme_path=str(folder))})
+        own.add(folder)
+    new_claim = Claim(frozenset(own), rank)
+    if own:
         _OPEN_CLAIMS.append(new_claim)
-        for leftover_folders in new_claim.leftovers():
-            # Before the files exist: a worker that is killed cannot remove them, and the notebook
-            # does it.
-            announce_leftover(leftover_folders, is_there=True)
+    for leftovers in new_claim.leftovers():
+        # Before the files exist: a worker that is killed cannot remove them, and the notebook does.
+        announce_leftover(leftovers, is_there=True)
     return zero_config, new_claim
 
 
@@ -123,7 +104,8 @@ def leave() -> None:
 atexit.register(leave)
 
 
-_BUFFER_DEFAULTS = {"buffer_size": 100_000_000, "buffer_count": 5}
+_BUFFER_SIZE = 100_000_000
+_BUFFER_COUNT = 5
 """DeepSpeed's defaults: numbers in a buffer, and how many buffers."""
 
 
@@ -166,49 +148,32 @@ def skip_repeated_reads(module: nn.Module) -> None:
     DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
     assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
     """
-    unique_swappers = {
-        # The parameters of an engine share one swapper, which must be wrapped once.
-        id(swapper): swapper
-        for parameter in module.parameters()
-        if (swapper := _param_swapper(parameter)) is not None
-    }
-    for param_swapper in unique_swappers.values():
-        param_swapper.swap_in = _read_once(param_swapper.swap_in)
+    swappers = (getattr(parameter, "nvme_swapper", None) for parameter in module.parameters())
+    # The parameters of an engine share one swapper, which must be wrapped once.
+    for swapper in {id(swapper): swapper for swapper in swappers if swapper is not None}.values():
+        swapper.swap_in = _read_once(swapper.swap_in)
 
 
 def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) -> None:
     """Refuse buffers into which the largest parameter does not go."""
-    offload_section = zero_config.offload_param
-    if offload_section is None or offload_section.device != "nvme":
+    section = zero_config.offload_param
+    if section is None or section.device != "nvme":
         return
-    buffer_size, buffer_count = (
-        default_value
-        if (given_value := getattr(offload_section, buffer_key)) is None
-        else int(given_value)
-        for buffer_key, default_value in _BUFFER_DEFAULTS.items()
-    )
-    part_sizes = {
+    size = _BUFFER_SIZE if section.buffer_size is None else int(section.buffer_size)
+    count = _BUFFER_COUNT if section.buffer_count is None else int(section.buffer_count)
+    parts = {
         # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
-        parameter_name: -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
-        for parameter_name, parameter in model.named_parameters()
+        name: -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
+        for name, parameter in model.named_parameters()
     }
-    parameter_name = max(part_sizes, key=lambda sized_name: part_sizes[sized_name])
-    needed_numbers = part_sizes[parameter_name]
-    if needed_numbers > buffer_size:
-        half_sections = (zero_config.bf16, zero_config.fp16)
-        number_bytes = (
-            2
-            if any(
-                half_section is not None and half_section.enabled for half_section in half_sections
-            )
-            else 4
-        )
-        memory_text = format_bytes(needed_numbers * buffer_count * number_bytes)
+    name = max(parts, key=lambda name: parts[name])
+    if parts[name] > size:
+        number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
         raise ConfigError(
-            f"{ZERO}.offload_param.buffer_size={buffer_size} is too small: a process reads "
-            f"{needed_numbers} numbers of {parameter_name} from disk, into one buffer. DeepSpeed "
-            f"would stop with 'More elements than buffer size'. Set it to {needed_numbers} or "
-            f"more; the {buffer_count} buffers (buffer_count) then take {memory_text} of host "
+            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {parts[name]} "
+            f"numbers of {name} from disk, into one buffer. DeepSpeed would stop with 'More "
+            f"elements than buffer size'. Set it to {parts[name]} or more; the {count} buffers "
+            f"(buffer_count) then take {format_bytes(parts[name] * count * number_bytes)} of host "
             "memory in each process."
         )
 
@@ -229,19 +194,12 @@ def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
     return torch.from_file(str(path), shared=is_shared, size=part_size, dtype=tensor.dtype)
 
 
-def _param_swapper(parameter: Any) -> Any:
-    return getattr(parameter, "nvme_swapper", None)
-
-
 def _read_once(swap_in: Any) -> Any:
     @functools.wraps(swap_in)
-    def read(swapped_params: Any, *args: Any, **kwargs: Any) -> Any:
-        return swap_in(
-            # By id, since tensors compare element by element.
-            list({id(parameter): parameter for parameter in swapped_params}.values()),
-            *args,
-            **kwargs,
-        )
+    def read(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        # By id, since tensors compare element by element.
+        unique = {id(parameter): parameter for parameter in parameters}
+        return swap_in(list(unique.values()), *args, **kwargs)
 
     return read
 

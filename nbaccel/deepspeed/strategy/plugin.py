@@ -1,10 +1,8 @@
 """``DeepSpeedPlugin``: the argument by which an `Accelerator` trains with DeepSpeed.
 
-Code that was written for Accelerate fills in ``"auto"`` by hand with these; `prepare` here does it
-by `resolve_auto`, with reasons.
-
 Names, defaults and environment variables are Accelerate's. A file or dictionary says more than the
-arguments can; where both set a key to different values, that is refused.
+arguments can; where both set a key to different values, that is refused. Code that was written for
+Accelerate fills in ``"auto"`` by hand; `prepare` here does it by `resolve_auto`, with reasons.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ from nbaccel.config.handlers import Settings
 from nbaccel.config.mistakes import shown
 from nbaccel.config.nested_keys import has_key, put_at, value_at
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.field_types import AUTO
-from nbaccel.deepspeed.load_config import load_settings
 from nbaccel.deepspeed.strategy.config_queries import ConfigQueries
-from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,13 +31,7 @@ if TYPE_CHECKING:
     from nbaccel.config import RunConfig
 
 
-__all__ = ["DeepSpeedPlugin", "Filling", "Plugins", "make_plugins"]
-
-
-_MOE_LAYERS = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
-
-
-class Filling:
+class _Filling:
     """Fills in a configuration by hand, and says which of several plugins is in force."""
 
     deepspeed_config: dict[str, Any]
@@ -99,24 +89,18 @@ class Filling:
         # As in Accelerate: a section that the user left out is not made by filling it in.
         if section_path and not isinstance(value_at(self.deepspeed_config, section_path), Mapping):
             return
-        file_value = value_at(self.deepspeed_config, ds_key_long)
-        if file_value == AUTO:
+        in_file = value_at(self.deepspeed_config, ds_key_long)
+        given = kwargs.get(ds_key_long, in_file)
+        if in_file == AUTO:
             if ds_key_long not in kwargs:
                 raise ConfigError(
                     f'{ds_key_long}="auto" cannot be filled in: no value was given for it. '
                     "DeepSpeed would fall back to its own default or fail. Give it by its dotted "
                     "name, or write a value in the configuration."
                 )
-            put_at(self.deepspeed_config, ds_key_long, kwargs[ds_key_long])
-            return
-        given_value = kwargs.get(ds_key_long, file_value)
-        if (
-            must_match
-            and file_value is not None
-            and file_value != given_value
-            and mismatches is not None
-        ):
-            mismatches.append(f"- ds {ds_key_long}={file_value} vs arg {ds_key_long}={given_value}")
+            put_at(self.deepspeed_config, ds_key_long, given)
+        elif must_match and in_file not in (None, given) and mismatches is not None:
+            mismatches.append(f"- ds {ds_key_long}={in_file} vs arg {ds_key_long}={given}")
 
     def deepspeed_config_process(
         self,
@@ -138,23 +122,19 @@ class Filling:
         Raises:
             ConfigError: A value is missing, or there are mismatches.
         """
-        found_mismatches = [] if mismatches is None else mismatches
+        found = [] if mismatches is None else mismatches
         # A list, because filling in changes the dictionary.
-        for config_key, value in list(
-            (self.deepspeed_config if config is None else config).items()
-        ):
+        for key, value in list((self.deepspeed_config if config is None else config).items()):
             if isinstance(value, dict):
-                self.deepspeed_config_process(
-                    f"{prefix}{config_key}.", found_mismatches, value, must_match, **kwargs
-                )
+                inner = f"{prefix}{key}."
+                self.deepspeed_config_process(inner, found, value, must_match, **kwargs)
             else:
-                self.fill_match(f"{prefix}{config_key}", found_mismatches, must_match, **kwargs)
+                self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
         # Only the outermost call raises, so that one error names the mismatches of all sections.
-        if found_mismatches and not prefix:
+        if found and not prefix:
             raise ConfigError(
-                "The DeepSpeed configuration contradicts the code: "
-                f"{shown(found_mismatches)}. "
-                'One of them would be ignored. Write "auto" in the configuration.'
+                f"The DeepSpeed configuration contradicts the code: {shown(found)}. One of them "
+                'would be ignored. Write "auto" in the configuration.'
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -166,22 +146,22 @@ class Filling:
         Raises:
             ConfigError: The other one is turned on.
         """
+        config = self.deepspeed_config
         # DeepSpeed has no section for FP8: its layers are part of a model in bfloat16.
-        wanted_format = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
-        other_format = {"fp16": "bf16", "bf16": "fp16"}.get(wanted_format)
-        if other_format and value_at(self.deepspeed_config, f"{other_format}.enabled") is True:
+        wanted = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(wanted)
+        if other and value_at(config, f"{other}.enabled") is True:
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, "
-                f"where {other_format}.enabled is true. Training has one number format. Leave one "
-                "out."
+                f"where {other}.enabled is true. Training has one number format. Leave one out."
             )
-        for format_name in ("fp16", "bf16"):
-            is_enabled = format_name == wanted_format
-            if not has_key(self.deepspeed_config, format_name):
-                setting = {"auto_cast": True} if is_enabled and format_name == "fp16" else {}
-                self.deepspeed_config[format_name] = {"enabled": is_enabled, **setting}
-            if value_at(self.deepspeed_config, f"{format_name}.enabled") == AUTO:
-                put_at(self.deepspeed_config, f"{format_name}.enabled", is_enabled)
+        for name in ("fp16", "bf16"):
+            is_enabled = name == wanted
+            if not has_key(config, name):
+                more = {"auto_cast": True} if is_enabled and name == "fp16" else {}
+                config[name] = {"enabled": is_enabled, **more}
+            if value_at(config, f"{name}.enabled") == AUTO:
+                put_at(config, f"{name}.enabled", is_enabled)
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Let ZeRO-3 fetch each mixture-of-experts layer as one; `prepare` does it by itself.
@@ -195,12 +175,12 @@ class Filling:
         from nbaccel.deepspeed.strategy.zero_init import fetch_together
 
         if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = env.read(_MOE_LAYERS)
+            self.transformer_moe_cls_names = env.read(_VARIABLES["transformer_moe_cls_names"][0])
         if self.transformer_moe_cls_names:
             fetch_together(model, self.transformer_moe_cls_names)
 
 
-_KEY_OF_ARGUMENT = {
+_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
     "zero_stage": f"{ZERO}.stage",
@@ -221,25 +201,28 @@ def _read_number(text: str) -> float | str:
     return text if text == AUTO else float(text)
 
 
-_VARIABLE_OF_ARGUMENT: dict[str, tuple[str, Callable[[str], Any]]] = {
+def _read_flag(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes")
+
+
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _read_steps),
     "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", _read_number),
-    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", int),
-    "offload_optimizer_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", str),
-    "offload_param_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", str),
-    "offload_optimizer_nvme_path": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", str),
-    "offload_param_nvme_path": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", str),
-    "zero3_save_16bit_model": (
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        lambda text: text.strip().lower() in ("1", "true", "yes"),
-    ),
-    "hf_ds_config": ("ACCELERATE_DEEPSPEED_CONFIG_FILE", str),
-    "transformer_moe_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", str),
+    "zero_stage": (f"{_PREFIX}ZERO_STAGE", int),
+    "offload_optimizer_device": (f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE", str),
+    "offload_param_device": (f"{_PREFIX}OFFLOAD_PARAM_DEVICE", str),
+    "offload_optimizer_nvme_path": (f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH", str),
+    "offload_param_nvme_path": (f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH", str),
+    "zero3_save_16bit_model": (f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL", _read_flag),
+    "hf_ds_config": (f"{_PREFIX}CONFIG_FILE", str),
+    "transformer_moe_cls_names": (f"{_PREFIX}MOE_LAYER_CLS_NAMES", str),
 }
+"""Argument → the variable that Accelerate's launcher sets for it, and its reader."""
 
 
 @dataclass
-class DeepSpeedPlugin(Filling, Settings):
+class DeepSpeedPlugin(_Filling, Settings):
     """How DeepSpeed shards, and where it keeps what it shards.
 
     None reads the variable that Accelerate's launcher sets, and else takes the default.
@@ -290,49 +273,43 @@ class DeepSpeedPlugin(Filling, Settings):
 
     def __post_init__(self) -> None:
         library.check_version()
-        self._refuse_msamp()
+        if self.enable_msamp:
+            raise PlatformUnsupported(
+                f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}) needs MS-AMP's patches of "
+                "DeepSpeed, which fit no release that Python 3.10 or newer can install. Training "
+                "would run without FP8. Leave it out, and use Accelerator(mixed_precision='fp8'), "
+                "which multiplies in FP8 under ZeRO too."
+            )
         # Before the variables are read: an argument that contradicts the file is a mistake, while
         # a variable only fills in what the file leaves open.
-        given_names = {
-            argument_name
-            for argument_name in _KEY_OF_ARGUMENT
-            if getattr(self, argument_name) is not None
-        }
+        given = {argument for argument in _KEYS if getattr(self, argument) is not None}
         self._read_variables()
-        config_settings = self._file()
-        if config_settings is None:
-            config_settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
-        merge_mistakes = [
-            merge_mistake
-            for argument_name in _KEY_OF_ARGUMENT
-            if (
-                merge_mistake := self._merge(
-                    config_settings, argument_name, was_given=argument_name in given_names
-                )
-            )
+        settings = _read_config(self.hf_ds_config)
+        if settings is None:
+            settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
+        mistakes = [
+            mistake for argument in _KEYS if (mistake := self._merge(settings, argument, given))
         ]
-        if merge_mistakes:
-            raise ConfigError(*merge_mistakes)
+        if mistakes:
+            raise ConfigError(*mistakes)
         # DeepSpeed refuses a configuration without batch sizes; `prepare` fills in "auto".
-        for argument_name in BATCH_SIZES:
-            config_settings.setdefault(argument_name, AUTO)
-        config_settings.setdefault("gradient_clipping", AUTO)
-        self.take_configuration(config_settings)
+        for key in (*BATCH_SIZES, "gradient_clipping"):
+            settings.setdefault(key, AUTO)
+        self.take_configuration(settings)
         # Code written for Accelerate reads these attributes: they must say what is in force.
-        for argument_name, config_key in _KEY_OF_ARGUMENT.items():
-            setattr(self, argument_name, self.get_value(config_key, getattr(self, argument_name)))
-        if self.zero_stage is None:
-            self.zero_stage = 0  # DeepSpeed's default
+        for argument, key in _KEYS.items():
+            setattr(self, argument, self.get_value(key, getattr(self, argument)))
+        self.zero_stage = self.zero_stage or 0  # DeepSpeed's default
         if self.zero3_init_flag is None:
             flag = env.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT")
             # Importing transformers takes seconds, and a model need not come from there.
             self.zero3_init_flag = "transformers" in sys.modules if flag is None else flag
         self.zero3_init_flag = bool(self.zero3_init_flag and self.zero_stage == 3)
 
-    def take_configuration(self, config_settings: dict[str, Any]) -> None:
+    def take_configuration(self, settings: dict[str, Any]) -> None:
         """Put a configuration in force, for those who ask either attribute."""
-        self.deepspeed_config = config_settings
-        self.hf_ds_config = ConfigQueries(config_settings)
+        self.deepspeed_config = settings
+        self.hf_ds_config = ConfigQueries(settings)
 
     # ---------------------------------------------------------------- reading
 
@@ -352,14 +329,10 @@ class DeepSpeedPlugin(Filling, Settings):
     @property
     def mixed_precision(self) -> str | None:
         """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
-        enabled_by_format = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
-        if any(is_enabled is True for is_enabled in enabled_by_format.values()):
-            return next(
-                name for name, is_enabled in enabled_by_format.items() if is_enabled is True
-            )
-        return (
-            "no" if all(is_enabled is False for is_enabled in enabled_by_format.values()) else None
-        )
+        enabled = {name: self.get_value(f"{name}.enabled") for name in ("fp16", "bf16")}
+        if True in enabled.values():
+            return next(name for name, is_on in enabled.items() if is_on is True)
+        return "no" if [*enabled.values()] == [False, False] else None
 
     @property
     def accumulation_steps(self) -> int | None:
@@ -391,65 +364,59 @@ class DeepSpeedPlugin(Filling, Settings):
 
     # ---------------------------------------------------------------- putting together
 
-    def _refuse_msamp(self) -> None:
-        if self.enable_msamp:
-            raise PlatformUnsupported(
-                f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}) needs MS-AMP's patches of "
-                "DeepSpeed, which fit no release that Python 3.10 or newer can install. Training "
-                "would run without FP8. Leave it out, and use Accelerator(mixed_precision='fp8'), "
-                "which multiplies in FP8 under ZeRO too."
-            )
-
     def _read_variables(self) -> None:
-        for argument_name, (variable_name, read_variable) in _VARIABLE_OF_ARGUMENT.items():
-            text = (env.read(variable_name) or "").strip()
+        for argument, (variable, read) in _VARIABLES.items():
+            text = (env.read(variable) or "").strip()
             # Accelerate's launcher sets the variables of options that were not given to "none".
-            if getattr(self, argument_name) is not None or not text or text == "none":
+            if getattr(self, argument) is not None or text in ("", "none"):
                 continue
             try:
-                setattr(self, argument_name, read_variable(text))
+                setattr(self, argument, read(text))
             except ValueError:
                 raise ConfigError(
-                    f"Environment variable {variable_name}={text!r} cannot be read: "
-                    f"DeepSpeedPlugin takes {argument_name} from it. Correct or unset it."
+                    f"Environment variable {variable}={text!r} cannot be read: DeepSpeedPlugin "
+                    f"takes {argument} from it. Correct or unset it."
                 ) from None
 
-    def _file(self) -> dict[str, Any] | None:
-        config = self.hf_ds_config
-        if config is None or config == "none":
-            return None
-        if hasattr(config, "config") and not isinstance(config, (Mapping, ZeroConfig)):
-            config = config.config  # HfDeepSpeedConfig of transformers or Accelerate
-        if isinstance(config, str):
-            config = _config_text(config)
-        config_settings, _ = old_forms(load_settings(config))
-        return tidied_settings(config_settings)
-
-    def _merge(
-        self, config_settings: dict[str, Any], argument_name: str, *, was_given: bool
-    ) -> str:
+    def _merge(self, settings: dict[str, Any], argument: str, given: set[str]) -> str:
         """Put an argument where the file has ``"auto"`` or nothing; the mistake where it cannot."""
-        argument_value = getattr(self, argument_name)
-        config_key = _KEY_OF_ARGUMENT[argument_name]
-        if argument_value is None or argument_value == "none":
+        value = getattr(self, argument)
+        key = _KEYS[argument]
+        section = value_at(settings, key.rpartition(".")[0], {}) if "." in key else settings
+        # A section that is none is a mistake, which the check tells.
+        if value in (None, "none") or not isinstance(section, dict):
             return ""
-        *section_names, last_key = config_key.split(".")
-        section_holder = config_settings
-        for section_name in section_names:
-            inner_section = section_holder.setdefault(section_name, {})
-            if not isinstance(inner_section, dict):
-                return ""  # the check says what is wrong with it
-            section_holder = inner_section
-        file_value = section_holder.get(last_key, AUTO)
-        if file_value == AUTO:
-            section_holder[last_key] = argument_value
-        elif was_given and argument_value not in (file_value, AUTO):
+        in_file = value_at(settings, key, AUTO)
+        if in_file == AUTO:
+            put_at(settings, key, value)
+        elif argument in given and value not in (in_file, AUTO):
             return (
-                f"DeepSpeedPlugin({argument_name}={argument_value!r}) contradicts its "
-                f"configuration, where {config_key} is {shown(file_value)}. One of them would be "
-                "ignored. Leave one out."
+                f"DeepSpeedPlugin({argument}={value!r}) contradicts its configuration, where {key} "
+                f"is {shown(in_file)}. One of them would be ignored. Leave one out."
             )
         return ""
+
+
+def _read_config(config: Any) -> dict[str, Any] | None:
+    if config is None or config == "none":
+        return None
+    if hasattr(config, "config") and not isinstance(config, (Mapping, ZeroConfig)):
+        config = config.config  # HfDeepSpeedConfig of transformers or Accelerate
+    if isinstance(config, str) and not config.lstrip().startswith("{") and not _is_path(config):
+        # DeepSpeed's launcher passes a configuration as Base64; any short word can be decoded from
+        # that, and only an object of JSON is one. Else the reader says what is wrong with it.
+        with contextlib.suppress(ValueError):
+            decoded = base64.urlsafe_b64decode(config.strip()).decode()
+            config = decoded if decoded.lstrip().startswith("{") else config
+    settings, _ = old_forms(load_settings(config))
+    return tidied_settings(settings)
+
+
+def _is_path(config: str) -> bool:
+    try:
+        return Path(config).exists()
+    except (OSError, ValueError):  # no path has so many characters, or a null one
+        return False
 
 
 class Plugins:
@@ -501,25 +468,6 @@ class Plugins:
             known_plugin._unselect()  # noqa: SLF001 - one of the same module
         plugin.select(_from_accelerator_state=True)
         self._selected = name
-
-
-def _config_text(config: str) -> str:
-    """A path or JSON text as it stands; decoded from Base64, as DeepSpeed's launcher passes it."""
-    if not config.lstrip().startswith("{") and not _is_path(config):
-        # What is no Base64 is left to `load_settings`, which says what is wrong with it.
-        with contextlib.suppress(ValueError):
-            decoded_text = base64.urlsafe_b64decode(config.strip()).decode()
-            # Any short word can be decoded from Base64; only an object of JSON is a configuration.
-            if decoded_text.lstrip().startswith("{"):
-                return decoded_text
-    return config
-
-
-def _is_path(config: str) -> bool:
-    try:
-        return Path(config).exists()
-    except (OSError, ValueError):  # no path has so many characters, or a null one
-        return False
 
 
 def make_plugins(plugin: Any, run_config: RunConfig | None) -> Plugins:

@@ -9,20 +9,16 @@ from typing import Any
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import RunConfig
 from nbaccel.config.nested_keys import value_at
 from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
 from nbaccel.deepspeed.training_facts import TrainingFacts
-from nbaccel.deepspeed.zero_config import ZERO
+from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.plan.contracts.place import Place
 from nbaccel.plan.contracts.standins import DummyOptim, DummyScheduler
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.plan.training_plan import TrainingRequest
-
-__all__ = ["check_parts", "resolve_config"]
 
 
 def resolve_config(
@@ -54,26 +50,19 @@ def resolve_config(
         scheduler=scheduler if isinstance(scheduler, DummyScheduler) else None,
     )
     # The check needs the device alone: all else that a run decides has been filled in by now.
-    run_config = RunConfig.model_validate({"device": place.device.type})
-    checked_config = check_config(
-        resolved_config.config, world_size=place.world_size, run=run_config
+    checked = check_config(
+        resolved_config.config, world_size=place.world_size, device=place.device.type
     )
-    return Resolved(
-        checked_config.config, (*choices, *resolved_config.choices), checked_config.warnings
-    )
+    return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
 
 
 def _micro_batch(data_loaders: Iterable[Any], *, takes_smallest: bool) -> int | None:
-    # All prepared loaders count, since nothing says which of them is the training's.
-    batch_sizes = [
-        batch_size
-        for data_loader in data_loaders
-        # A loader with a batch sampler of the user's own may have None.
-        if isinstance(batch_size := data_loader.batch_size, int)
-    ]
-    if not batch_sizes:
+    # All prepared loaders count, since nothing says which of them is the training's. One with a
+    # batch sampler of the user's own may have None.
+    sizes = [loader.batch_size for loader in data_loaders if isinstance(loader.batch_size, int)]
+    if not sizes:
         return None
-    return min(batch_sizes) if takes_smallest else max(batch_sizes)
+    return min(sizes) if takes_smallest else max(sizes)
 
 
 def _total_steps(scheduler: Any, place: Place, settings: TrainingRequest) -> int | None:

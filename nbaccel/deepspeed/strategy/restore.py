@@ -13,7 +13,7 @@ is there after training, and is to be looked at, saved, or trained in another wa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,10 +27,7 @@ from nbaccel.deepspeed.private_api import ZERO3_MODULE_ATTRIBUTES
 from nbaccel.deepspeed.strategy import local_shards
 from nbaccel.deepspeed.teardown import destroy, forget_modules, live_engines
 from nbaccel.plan.contracts import shards
-from nbaccel.plan.contracts.shards import Remembered
-
-__all__ = ["inner_module", "plain_state", "remember", "take_back", "take_back_together", "unhook"]
-
+from nbaccel.plan.contracts.shards import Piece, Remembered
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -44,30 +41,24 @@ def inner_module(module: nn.Module) -> nn.Module | None:
 
 def plain_state(module: nn.Module) -> dict[str, Any] | None:
     """See :meth:`ShardReader.plain_state`."""
-    module_state = vars(module)
-    module_hooks = [
-        hook_handle
-        for attribute_name in _HOOK_TABLES
-        for hook_handle in (module_state.get(attribute_name) or {}).values()
-    ]
-    parameter_table, _, _ = torch_private.module_tables(module)
-    if not _is_deepspeeds(type(parameter_table)) and not any(map(_is_deepspeeds, module_hooks)):
+    own = vars(module)
+    hooks = [hook for name in _HOOK_TABLES for hook in (own.get(name) or {}).values()]
+    parameters, _, _ = torch_private.module_tables(module)
+    if not _is_deepspeeds(type(parameters)) and not any(map(_is_deepspeeds, hooks)):
         return None
     # What is left of the instance's dictionary can be pickled; DeepSpeed's objects refer to engines
     # and process groups, which cannot.
-    kept_state = {
-        attribute_name: attribute_value
-        for attribute_name, attribute_value in module_state.items()
-        if attribute_name not in ZERO3_MODULE_ATTRIBUTES
-        and not _is_deepspeeds(attribute_value)
-        and not _is_deepspeeds(type(attribute_value))
+    kept = {
+        name: value
+        for name, value in own.items()
+        if name not in ZERO3_MODULE_ATTRIBUTES
+        and not _is_deepspeeds(value)
+        and not _is_deepspeeds(type(value))
     }
-    for attribute_name in _HOOK_TABLES:
-        hook_table = module_state.get(attribute_name) or {}
-        kept_state[attribute_name] = OrderedDict(
-            item for item in hook_table.items() if not _is_deepspeeds(item[1])
-        )
-    return kept_state | {"_parameters": _plain_table(parameter_table)}
+    for name in _HOOK_TABLES:
+        table = own.get(name) or {}
+        kept[name] = OrderedDict(item for item in table.items() if not _is_deepspeeds(item[1]))
+    return kept | {"_parameters": _plain_table(parameters)}
 
 
 def _plain_table(parameter_table: Any) -> dict[str, Any]:
@@ -136,29 +127,32 @@ def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Te
 
     Where engines had no copy of higher precision, or have forgotten it, the weights stay.
     """
-    whole_weights: dict[int, torch.Tensor] = {}
-    missing_names: list[str] = []
-    for parameter_name, cut_parameter in module.named_parameters():
-        shape = local_shards.shape_of(cut_parameter)
-        whole_tensor = torch.zeros(shape, dtype=torch.float32, device=device)
-        element_count = torch.zeros((), dtype=torch.int64, device=device)
-        for first_element, values in (
-            local_shards.local_pieces(cut_parameter) if local_shards.is_cut(cut_parameter) else ()
-        ):
-            whole_tensor.view(-1)[first_element : first_element + values.numel()].copy_(values)
-            element_count += values.numel()
-        dist.all_reduce(element_count)
+    found: dict[int, torch.Tensor] = {}
+    missing: list[str] = []
+    for name, parameter in module.named_parameters():
+        shape = local_shards.shape_of(parameter)
+        whole = torch.zeros(shape, dtype=torch.float32, device=device)
+        is_cut = local_shards.is_cut(parameter)
+        num_own = _fill_in(whole, local_shards.local_pieces(parameter) if is_cut else ())
+        count = torch.tensor(num_own, dtype=torch.int64, device=device)
+        dist.all_reduce(count)
         # The sum is the same on all ranks, so all take the same branch and none waits alone.
-        if element_count == whole_tensor.numel():
-            dist.all_reduce(whole_tensor)  # no element is in two parts: adding zeros changes none
-            whole_weights[id(cut_parameter)] = whole_tensor.to(cut_parameter.device)
-        elif (
-            local_shards.is_partitioned(cut_parameter)
-            and cut_parameter.numel() != whole_tensor.numel()
-        ):
-            missing_names.append(parameter_name)
-    _check_none_missing(module, missing_names, device)
-    return whole_weights
+        if count == whole.numel():
+            dist.all_reduce(whole)  # no element is in two parts: adding zeros changes none
+            found[id(parameter)] = whole.to(parameter.device)
+        elif local_shards.is_partitioned(parameter) and parameter.numel() != whole.numel():
+            missing.append(name)
+    _check_none_missing(module, missing, device)
+    return found
+
+
+def _fill_in(whole: torch.Tensor, pieces: Iterable[Piece]) -> int:
+    """Write pieces into a tensor, and count their elements."""
+    count = 0
+    for first, values in pieces:
+        whole.view(-1)[first : first + values.numel()].copy_(values)
+        count += values.numel()
+    return count
 
 
 def _check_none_missing(module: nn.Module, names: list[str], device: torch.device) -> None:
@@ -187,17 +181,16 @@ def _restore_module(
         # DeepSpeed's dictionary gathers what is looked up, over a group that is gone by now.
         parameter_table, _, _ = torch_private.module_tables(inner_submodule)
         torch_private.replace_parameter_table(inner_submodule, _plain_table(parameter_table))
-    for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        whole_tensor = whole_values.get(id(tensor), tensor.detach())
-        dtype, attributes = state_before.tensors.get(
-            tensor_name, (whole_tensor.dtype, frozenset(vars(tensor)))
-        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        whole = whole_values.get(id(tensor), tensor.detach())
+        as_it_was = (whole.dtype, frozenset(vars(tensor)))
+        dtype, attributes = state_before.tensors.get(name, as_it_was)
         # In place: optimizers, tied layers and the notebook's variables refer to this very tensor.
-        tensor.data = whole_tensor.to(dtype)
+        tensor.data = whole.to(dtype)
         tensor.grad = None
         # DeepSpeed's attributes would make the parameter look partitioned to the next engine.
-        for attribute_name in vars(tensor).keys() - attributes:
-            delattr(tensor, attribute_name)
+        for attribute in vars(tensor).keys() - attributes:
+            delattr(tensor, attribute)
     # It is the wrapper that keeps ranks in step, which hides the method of the class.
     vars(module).pop("generate", None)
 
@@ -217,15 +210,11 @@ def unhook(engine: Any) -> None:
 @torch.no_grad()
 def _trained_weights(module: nn.Module) -> dict[int, torch.Tensor]:
     """Whole float32 weights by the identity of their parameters; none where no copy has them."""
-    whole_weights: dict[int, torch.Tensor] = {}
+    found: dict[int, torch.Tensor] = {}
     for parameter in filter(local_shards.is_cut, module.parameters()):
-        local_parts = local_shards.local_pieces(parameter)
         shape = local_shards.shape_of(parameter)
-        whole_tensor = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        # This process has only a part, so the parameter keeps the weights that it has.
-        if sum(values.numel() for _, values in local_parts) < whole_tensor.numel():
-            continue
-        for first_element, values in local_parts:
-            whole_tensor.view(-1)[first_element : first_element + values.numel()].copy_(values)
-        whole_weights[id(parameter)] = whole_tensor
-    return whole_weights
+        whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        # Where this process has only a part, the parameter keeps the weights that it has.
+        if _fill_in(whole, local_shards.local_pieces(parameter)) >= whole.numel():
+            found[id(parameter)] = whole
+    return found

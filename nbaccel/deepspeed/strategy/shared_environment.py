@@ -8,6 +8,7 @@ collector does not see that nothing else refers to them.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -23,41 +24,8 @@ from nbaccel.deepspeed.environment import (
 from nbaccel.deepspeed.strategy.engine_driver import Drive
 from nbaccel.deepspeed.teardown import forget_modules
 
-__all__ = ["Lease", "add", "end"]
-
-
-class _SharedEnvironment:
-    """One environment of one process, and how many use it."""
-
-    def __init__(self) -> None:
-        self.environment: DeepSpeedEnvironment | None = None
-        self.users = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is in force."""
-        return self.environment is not None and not self.environment.closed
-
-    def enter(self, device: torch.device) -> DeepSpeedEnvironment:
-        # It may have been closed by others, such as `deepspeed_environment()`, while users were
-        # left.
-        if self.environment is None or self.environment.closed:
-            self.environment = deepspeed_environment(device=device)
-            self.users = 0
-        self.users += 1
-        return self.environment
-
-    def release(self, environment: DeepSpeedEnvironment) -> None:
-        # A user of one that others closed must not be counted as a user of its successor.
-        if environment is not self.environment:
-            return
-        self.users -= 1
-        if self.users <= 0:
-            self.environment.close()
-            self.environment = None
-
-
-_SHARED_ENVIRONMENT = _SharedEnvironment()
+_USERS: Counter[DeepSpeedEnvironment] = Counter()
+"""How many engines and builders use an environment that was made for them: one at most is open."""
 
 
 class Lease:
@@ -69,25 +37,32 @@ class Lease:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._entered_environment: DeepSpeedEnvironment | None = None
+        self._environment: DeepSpeedEnvironment | None = None
 
     def take(self) -> None:
         """Claim it; a second time does nothing."""
-        if self._entered_environment is not None:
+        if self._environment is not None:
             return
         ignore_old_names()
         gc.collect()  # strategies of an earlier run of the cell, in cycles, still hold their lease
-        if dist.is_initialized() and not _SHARED_ENVIRONMENT.is_open:
+        # Others, such as `deepspeed_environment()`, may have closed one while it had users.
+        shared = next((known for known in _USERS if not known.closed), None)
+        if shared is None and dist.is_initialized():
             self._put_right()
             return
-        self._entered_environment = _SHARED_ENVIRONMENT.enter(self._device)
+        self._environment = shared or deepspeed_environment(device=self._device)
+        _USERS[self._environment] += 1
 
     def give_up(self) -> None:
         """End the claim; without one this does nothing."""
-        environment = self._entered_environment
-        self._entered_environment = None
-        if environment is not None:
-            _SHARED_ENVIRONMENT.release(environment)
+        environment = self._environment
+        self._environment = None
+        if environment is None:
+            return
+        _USERS[environment] -= 1
+        if not _USERS[environment]:
+            del _USERS[environment]
+            environment.close()
 
     def _put_right(self) -> None:
         env.update({"PATH": cpp_operations.path_with_ninja()})

@@ -18,8 +18,8 @@ from nbaccel.base import mapped_files
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.deepspeed import private_api
-from nbaccel.deepspeed.field_types import AUTO
 from nbaccel.deepspeed.strategy import local_shards
+from nbaccel.deepspeed.zero_config import AUTO
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,14 +29,6 @@ _DTYPES_BY_SECTION = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
-
-__all__ = [
-    "announced_config",
-    "applied_config",
-    "building_whole",
-    "fetch_together",
-    "shard_in_turn",
-]
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:

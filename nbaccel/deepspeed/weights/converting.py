@@ -1,19 +1,20 @@
 """Weights in fp32 out of a checkpoint of ZeRO-0/1/2/3, without DeepSpeed and without its model.
 
 The format (https://github.com/huggingface/safetensors): length of the header as 8 bytes, little
-end first; the header, JSON, filled up with blanks; all tensors without gaps. Names and the index
-of several files are those that Hugging Face's libraries read.
+end first; the header, JSON, filled up with blanks; all tensors without gaps. The library writes
+what is in memory, and here a few MiB are. Names and the index of several files are those that
+Hugging Face's libraries read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
 
+import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from nbaccel.base import atomic
@@ -22,61 +23,28 @@ from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.quiet_bars import Bar
 from nbaccel.base.units import format_bytes, parse_bytes
 from nbaccel.deepspeed.weights.checkpoint_layout import read_layout
-from nbaccel.deepspeed.weights.fp32_reading import Reader, check_records
-from nbaccel.deepspeed.weights.torch_archive import DTYPES, Weight
+from nbaccel.deepspeed.weights.state_files import Weight, check_bits
 
-if TYPE_CHECKING:
-    import torch
-
-
-__all__ = [
-    "Shard",
-    "Written",
-    "load_fp32_state_dict",
-    "plan",
-    "publishing",
-    "write_shard",
-    "zero_to_fp32",
-]
-
-
-FAMILY = "model{suffix}.safetensors"
-_INDEX_FILE = FAMILY.format(suffix="") + ".index.json"
+_FAMILY = "model{suffix}.safetensors"
+_INDEX_FILE = _FAMILY.format(suffix="") + ".index.json"
 _ALIGNED_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The result of a conversion.
-
-    Attributes:
-        files: The files with weights, and their index if there are several.
-        num_tensors: How many weights.
-        num_bytes: Bytes of all of them, without headers.
-        tied: Names of tied parameters that are not in the files → the name of their tensor there.
-    """
-
-    files: tuple[Path, ...]
-    num_tensors: int
-    num_bytes: int
-    tied: Mapping[str, str]
-
-    @classmethod
-    def of_shards(cls, output_folder: Path, file_shards: Sequence[Shard]) -> Written:
-        """What is there once `file_shards` have been written to `output_folder`."""
-        file_names = [file_shard.filename for file_shard in file_shards] + [_INDEX_FILE] * (
-            len(file_shards) > 1
-        )
-        return cls(
-            tuple(output_folder / file_name for file_name in file_names),
-            sum(len(file_shard.weights) for file_shard in file_shards),
-            sum(file_shard.nbytes for file_shard in file_shards),
-            {
-                weight_name: tied_target
-                for file_shard in file_shards
-                for weight_name, tied_target in file_shard.tied.items()
-            },
-        )
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""A type's code in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +66,14 @@ class Shard:
         """All that comes before the first tensor."""
         # Hugging Face's libraries look for "format", and for the names of tied tensors beside it.
         entries: dict[str, object] = {"__metadata__": {"format": "pt", **self.tied}}
-        first_byte = 0
+        end = 0
         for weight in self.weights:
+            begin, end = end, end + weight.nbytes
             entries[weight.name] = {
-                "dtype": DTYPES[weight.dtype][0],
+                "dtype": DTYPE_CODES[weight.dtype],
                 "shape": list(weight.shape),
-                "data_offsets": [first_byte, first_byte + weight.nbytes],
+                "data_offsets": [begin, end],
             }
-            first_byte += weight.nbytes
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         # Padded, so that the first tensor begins at a multiple of eight bytes and can be mapped.
         text += b" " * (-len(text) % _ALIGNED_BYTES)
@@ -117,8 +85,36 @@ class Shard:
         return sum(weight.nbytes for weight in self.weights)
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The result of a conversion.
+
+    Attributes:
+        files: The files with weights, and their index if there are several.
+        num_tensors: How many weights.
+        num_bytes: Bytes of all of them, without headers.
+        tied: Names of tied parameters that are not in the files → the name of their tensor there.
+    """
+
+    files: tuple[Path, ...]
+    num_tensors: int
+    num_bytes: int
+    tied: Mapping[str, str]
+
+    @classmethod
+    def of_shards(cls, folder: Path, shards: Sequence[Shard]) -> Written:
+        """What is there once `shards` have been written to `folder`."""
+        names = [shard.filename for shard in shards] + [_INDEX_FILE] * (len(shards) > 1)
+        tied: dict[str, str] = {}
+        for shard in shards:
+            tied |= shard.tied
+        num_tensors = sum(len(shard.weights) for shard in shards)
+        num_bytes = sum(shard.nbytes for shard in shards)
+        return cls(tuple(folder / name for name in names), num_tensors, num_bytes, tied)
+
+
 def plan(
-    stored_weights: Mapping[str, Weight], tied_names: Mapping[str, str], max_shard_size: int | str
+    weights: Mapping[str, Weight], tied_names: Mapping[str, str], max_shard_size: int | str
 ) -> list[Shard]:
     """Distribute weights over files."""
     most_bytes = parse_bytes(max_shard_size)
@@ -127,95 +123,76 @@ def plan(
             f"max_shard_size={max_shard_size!r} leaves no room for a weight in a file. Use "
             '"5GB", for example.'
         )
-    if not stored_weights:
+    if not weights:
         raise ConfigError(
-            f"There is no weight to write ({len(stored_weights)} found): the checkpoint's "
-            "parameters may all be frozen, and frozen ones are left out. Allow them."
+            f"There is no weight to write ({len(weights)} found): the checkpoint's parameters may "
+            "all be frozen, and frozen ones are left out. Allow them."
         )
-    shard_split = split_state_dict_into_shards_factory(
-        dict(stored_weights),
-        get_storage_size=lambda stored_weight: stored_weight.nbytes,
-        filename_pattern=FAMILY,
+    for weight in weights.values():
+        if weight.dtype not in DTYPE_CODES:
+            raise ConfigError(
+                f"{weight.name} is of {weight.dtype}, for which a file of weights has no place. "
+                "Convert it, or make it a buffer with persistent=False."
+            )
+    split = split_state_dict_into_shards_factory(
+        dict(weights),
+        get_storage_size=lambda weight: weight.nbytes,
+        filename_pattern=_FAMILY,
         max_shard_size=most_bytes,
     )
-    return [
-        Shard(
-            shard_name,
-            tuple(
-                sorted(
-                    (stored_weights[weight_name] for weight_name in weight_names), key=_by_alignment
-                )
-            ),
-            {
-                weight_name: tied_target
-                for weight_name, tied_target in tied_names.items()
-                if tied_target in set(weight_names)
-            },
-        )
-        for shard_name, weight_names in shard_split.filename_to_tensors.items()
-    ]
+    shards = []
+    for file_name, names in split.filename_to_tensors.items():
+        # Large elements first, so that each tensor begins at a multiple of its element's size.
+        ordered = sorted((weights[name] for name in names), key=lambda w: -w.dtype.itemsize)
+        tied = {name: target for name, target in tied_names.items() if target in names}
+        shards.append(Shard(file_name, tuple(ordered), tied))
+    return shards
 
 
-def _by_alignment(weight: Weight) -> int:
-    """Large elements first, so that each tensor begins at a multiple of its element's size."""
-    return -DTYPES[weight.dtype][1]
-
-
-class WeightSource(Protocol):
-    """Gives the bytes of a weight."""
-
-    def __call__(self, weight: Weight) -> Iterator[memoryview]:
-        """The bytes of a weight, in order."""
-
-
-def write_shard(shard: Shard, output_folder: Path, weight_source: WeightSource) -> Iterator[int]:
-    """Write one file."""
-    path = output_folder / shard.filename
+def write_shard(
+    shard: Shard, folder: Path, read: Callable[[Weight], Iterator[torch.Tensor]]
+) -> Iterator[int]:
+    """Write one file; gives the bytes that each step has written."""
+    path = folder / shard.filename
     with path.open("wb") as file:
         file.write(shard.header)
-        for stored_weight in shard.weights:
-            yield from _write_weight(file, stored_weight, weight_source)
+        for weight in shard.weights:
+            done_bytes = 0
+            for chunk in read(weight):
+                file.write(as_bytes(chunk))
+                done_bytes += chunk.nbytes
+                yield chunk.nbytes
+            if done_bytes != weight.nbytes:
+                raise CheckpointFailed(
+                    f"{weight.name} should have {weight.nbytes:,} bytes, and {done_bytes:,} were "
+                    "read: a file changed while it was being read. Try again when no other "
+                    "process writes there."
+                )
     # Flushed before it gets its name: after a crash a name must not lead to a file without content.
     atomic.sync_path(path)
 
 
-def _write_weight(file: IO[bytes], weight: Weight, source: WeightSource) -> Iterator[int]:
-    done_bytes = 0
-    for chunk in source(weight):
-        file.write(chunk)
-        done_bytes += len(chunk)
-        yield len(chunk)
-    if done_bytes != weight.nbytes:
-        raise CheckpointFailed(
-            f"{weight.name} should have {weight.nbytes:,} bytes, and "
-            f"{done_bytes:,} were read: a file changed while it was being read. Try again when "
-            "no other process writes there."
-        )
+def as_bytes(flat: torch.Tensor) -> memoryview:
+    """The memory of a tensor of one dimension."""
+    # As bytes, since numpy has no bfloat16.
+    return flat.view(torch.uint8).numpy().data
 
 
 @contextlib.contextmanager
-def publishing(output_folder: Path, shards: Iterable[Shard]) -> Iterator[Path]:
+def publishing(folder: Path, shards: Sequence[Shard]) -> Iterator[Path]:
     """A place to write files in; they take their names together, when all have been written.
 
     Weights of an earlier save in the folder are replaced; other files stay. If something goes
     wrong, the folder is as it was.
     """
-    # An iterable may be used only once, and is used three times here.
-    shards = list(shards)
-    made_folders = [
-        made_folder
-        for made_folder in (output_folder, *output_folder.parents)
-        if not made_folder.exists()
-    ]
+    made_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        _make_folder(output_folder)
-        # Earlier weights there do not count as room: they stay until the new ones are complete.
-        _check_disk_room(output_folder, shards)
-        with atomic.partial_folder(output_folder, "model") as temporary_folder:
+        _make_folder(folder, sum(shard.nbytes for shard in shards))
+        with atomic.partial_folder(folder, "model") as temporary_folder:
             yield temporary_folder
             if len(shards) > 1:
                 _write_index(shards, temporary_folder / _INDEX_FILE)
-            atomic.publish_weights(temporary_folder, output_folder, FAMILY)
+            atomic.publish_weights(temporary_folder, folder, _FAMILY)
     except BaseException as error:  # an interrupt, too, leaves nothing behind
         for made_folder in made_folders:
             # Only empty ones: another process may have written there meanwhile.
@@ -223,43 +200,35 @@ def publishing(output_folder: Path, shards: Iterable[Shard]) -> Iterator[Path]:
                 made_folder.rmdir()
         if isinstance(error, OSError):
             raise CheckpointFailed(
-                f"Writing weights to {output_folder} failed: {error}. What was written is gone, "
-                "and what was there before is as it was; "
-                f"{format_bytes(free_bytes(output_folder))} are free. Remove the cause, or give a "
-                "folder on another disk."
+                f"Writing weights to {folder} failed: {error}. What was written is gone, and what "
+                f"was there before is as it was; {format_bytes(free_bytes(folder))} are free. "
+                "Remove the cause, or give a folder on another disk."
             ) from error
         raise
 
 
-def _make_folder(output_folder: Path) -> None:
-    if output_folder.exists() and not output_folder.is_dir():
+def _make_folder(folder: Path, needed_bytes: int) -> None:
+    if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"{output_folder} is a file: weights and their index need a folder. Give a folder's "
-            "name."
+            f"{folder} is a file: weights and their index need a folder. Give a folder's name."
         )
-    output_folder.mkdir(parents=True, exist_ok=True)
-
-
-def _check_disk_room(folder: Path, file_shards: list[Shard]) -> None:
-    needed_bytes = sum(file_shard.nbytes for file_shard in file_shards)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Earlier weights there do not count as room: they stay until the new ones are complete.
     available_bytes = free_bytes(folder)
     if needed_bytes > available_bytes:
         raise ConfigError(
-            f"{folder}: {format_bytes(needed_bytes)} of weights are to be written, and "
-            f"its disk has {format_bytes(available_bytes)} free. Make room, or give a folder on "
-            "another disk. (Weights of an earlier save there stay until the new ones are whole.)"
+            f"{folder}: {format_bytes(needed_bytes)} of weights are to be written, and its disk "
+            f"has {format_bytes(available_bytes)} free. Make room, or give a folder on another "
+            "disk. (Weights of an earlier save there stay until the new ones are whole.)"
         )
 
 
-def _write_index(file_shards: list[Shard], path: Path) -> None:
-    file_by_weight = {
-        stored_weight.name: file_shard.filename
-        for file_shard in file_shards
-        for stored_weight in file_shard.weights
-    }
+def _write_index(shards: Sequence[Shard], path: Path) -> None:
     content = {
-        "metadata": {"total_size": sum(file_shard.nbytes for file_shard in file_shards)},
-        "weight_map": dict(sorted(file_by_weight.items())),
+        "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
+        "weight_map": dict(
+            sorted((weight.name, shard.filename) for shard in shards for weight in shard.weights)
+        ),
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -299,27 +268,19 @@ def zero_to_fp32(
             little room. Nothing has been written then.
         CheckpointFailed: A file could not be read or written; `output_dir` is as it was.
     """
-    checkpoint_layout = read_layout(
-        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
-    )
-    file_shards = plan(checkpoint_layout.weights, checkpoint_layout.tied, max_shard_size)
+    layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
+    shards = plan(layout.weights, layout.tied, max_shard_size)
     # Before anything is written: a separate pass, since checksums cover whole records.
-    check_records(checkpoint_layout.weights.values())
-    output_folder = Path(output_dir).expanduser()
-    total_bytes = sum(file_shard.nbytes for file_shard in file_shards)
-    progress_bar = Bar(
-        total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
-    )
-    with (
-        progress_bar,
-        publishing(output_folder, file_shards) as temporary_folder,
-        Reader() as weight_reader,
-    ):
-        for file_shard in file_shards:
-            progress_bar.set_description(file_shard.filename)
-            for done_bytes in write_shard(file_shard, temporary_folder, weight_reader.chunks):
-                progress_bar.update(done_bytes)
-    return Written.of_shards(output_folder, file_shards)
+    check_bits(layout.weights.values())
+    folder = Path(output_dir).expanduser()
+    total_bytes = sum(shard.nbytes for shard in shards)
+    bar = Bar(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
+    with bar, publishing(folder, shards) as temporary_folder:
+        for shard in shards:
+            bar.set_description(shard.filename)
+            for done_bytes in write_shard(shard, temporary_folder, Weight.chunks):
+                bar.update(done_bytes)
+    return Written.of_shards(folder, shards)
 
 
 def load_fp32_state_dict(
@@ -344,25 +305,14 @@ def load_fp32_state_dict(
         ConfigError: There is no such checkpoint, or it cannot be converted.
         CheckpointFailed: A file could not be read.
     """
-    # Here, because the command that writes files does without torch.
-    import torch
-
-    checkpoint_layout = read_layout(
-        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
-    )
-    check_records(checkpoint_layout.weights.values())
+    layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
+    check_bits(layout.weights.values())
     state_dict: dict[str, torch.Tensor] = {}
-    with Reader() as weight_reader:
-        for weight_name, weight in checkpoint_layout.weights.items():
-            tensor = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
-            # Read into the tensor's memory: bytes that are converted later would be there twice.
-            target_bytes = tensor.reshape(-1).view(torch.uint8).numpy().data
-            done_bytes = 0
-            for chunk in weight_reader.chunks(weight):
-                target_bytes[done_bytes : done_bytes + len(chunk)] = chunk
-                done_bytes += len(chunk)
-            state_dict[weight_name] = tensor
-    return state_dict | {
-        weight_name: state_dict[tied_target]
-        for weight_name, tied_target in checkpoint_layout.tied.items()
-    }
+    for name, weight in layout.weights.items():
+        flat = torch.empty(weight.numel, dtype=weight.dtype)
+        begin = 0
+        for chunk in weight.chunks():
+            flat[begin : begin + chunk.numel()] = chunk
+            begin += chunk.numel()
+        state_dict[name] = flat.view(weight.shape)
+    return state_dict | {name: state_dict[target] for name, target in layout.tied.items()}

@@ -5,10 +5,9 @@ Every rank calls these functions; memory beyond the result is that of the larges
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,22 +17,13 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.deepspeed import private_api
 from nbaccel.deepspeed.weights.converting import Shard, Written, plan, publishing, write_shard
-from nbaccel.deepspeed.weights.torch_archive import DTYPES, Weight
+from nbaccel.deepspeed.weights.state_files import Weight
 
-__all__ = ["fp32_state_dict", "save_16bit_weights"]
-
-
-_COPY_CHUNK_BYTES = 16 * 2**20
+_COPIED_ELEMENTS = 2**22
 
 
-@dataclass(frozen=True, slots=True)
-class _LiveTensor:
-    """A tensor of the model.
-
-    Attributes:
-        weight: The name, shape and type with which it will be written.
-        tensor: The parameter or buffer.
-    """
+class _LiveTensor(NamedTuple):
+    """A tensor of the model, and the name, shape and type with which it will be written."""
 
     weight: Weight
     tensor: torch.Tensor
@@ -59,25 +49,15 @@ def fp32_state_dict(
         ConfigError: This is no engine of DeepSpeed, or one whose weights are also cut in another
             way.
     """
-    live_entries, tied_names = _survey_tensors(
-        engine, as_fp32=True, exclude_frozen=exclude_frozen_parameters
-    )
-    master_gatherer = _MasterGatherer(engine)
+    tensors, tied_names = _survey(engine, as_fp32=True, exclude_frozen=exclude_frozen_parameters)
+    gatherer = _MasterGatherer(engine)
     state_dict: dict[str, torch.Tensor] = {}
-    for weight_name, live_entry in live_entries.items():
-        gathered_tensor = master_gatherer.gather(live_entry)
-        if gathered_tensor is not None:
-            state_dict[weight_name] = gathered_tensor.to(
-                "cpu", torch_dtype(live_entry.weight), copy=True
-            )
-    return {
-        **state_dict,
-        **{
-            tied_name: state_dict[tied_target]
-            for tied_name, tied_target in tied_names.items()
-            if tied_target in state_dict
-        },
-    }
+    for name, live in tensors.items():
+        gathered = gatherer.gather(live.tensor)
+        if gathered is not None:
+            state_dict[name] = gathered.to("cpu", live.weight.dtype, copy=True)
+    tied = {name: target for name, target in tied_names.items() if target in state_dict}
+    return state_dict | {name: state_dict[target] for name, target in tied.items()}
 
 
 def save_16bit_weights(
@@ -108,56 +88,46 @@ def save_16bit_weights(
             way, or the disk has too little room.
         CheckpointFailed: On every rank, if rank 0 could not write; the folder is as it was.
     """
-    live_entries, tied_names = _survey_tensors(
-        engine, as_fp32=False, exclude_frozen=exclude_frozen_parameters
-    )
-    stored_weights = {
-        weight_name: live_entry.weight for weight_name, live_entry in live_entries.items()
-    }
-    file_shards = plan(stored_weights, tied_names, max_shard_size)
-    output_folder = Path(output_dir).expanduser()
-    parameter_gatherer = _ParameterGatherer()
-    order = (
-        stored_weight.name for file_shard in file_shards for stored_weight in file_shard.weights
-    )
+    tensors, tied_names = _survey(engine, as_fp32=False, exclude_frozen=exclude_frozen_parameters)
+    weights = {name: live.weight for name, live in tensors.items()}
+    shards = plan(weights, tied_names, max_shard_size)
+    folder = Path(output_dir).expanduser()
     # All ranks gather in the same order, that of the files.
+    gathered = _gathered([tensors[weight.name] for shard in shards for weight in shard.weights])
+    error = None
     if dist.get_rank() == 0:
-        error = _write_shards(output_folder, file_shards, live_entries, parameter_gatherer, order)
-    else:
-        error = None
-        for weight_name in order:
-            parameter_gatherer.gather(live_entries[weight_name])
-    _check_all_ranks(error, output_folder)
-    return Written.of_shards(output_folder, file_shards)
+        error = _write_shards(folder, shards, gathered)
+    # Whatever has failed, rank 0 takes part in all gathers: the others would wait.
+    for _ in gathered:
+        continue
+    _check_all_ranks(error, folder)
+    return Written.of_shards(folder, shards)
+
+
+def _gathered(tensors: Sequence[_LiveTensor]) -> Iterator[torch.Tensor | None]:
+    gatherer = _ParameterGatherer()
+    for live in tensors:
+        yield gatherer.gather(live.tensor)
 
 
 def _write_shards(
-    output_folder: Path,
-    file_shards: list[Shard],
-    live_entries: Mapping[str, _LiveTensor],
-    parameter_gatherer: _ParameterGatherer,
-    order: Iterator[str],
+    folder: Path, shards: list[Shard], gathered: Iterator[torch.Tensor | None]
 ) -> Exception | None:
-    """Rank 0's side. Whatever fails, it takes part in all gathers: the others would wait."""
+    """Rank 0's side."""
 
-    def source(weight: Weight) -> Iterator[memoryview]:
-        # Taken first: what is left in `write_order` after a failure is gathered for the others.
-        next(order)
-        tensor = parameter_gatherer.gather(live_entries[weight.name])
+    def chunks(_: Weight) -> Iterator[torch.Tensor]:
+        tensor = next(gathered)
         if tensor is not None:
-            yield from _bytes_of(tensor)
+            yield from torch.split(tensor.detach().to("cpu").reshape(-1), _COPIED_ELEMENTS)
 
-    error: Exception | None = None
     try:
-        with publishing(output_folder, file_shards) as temporary_folder:
-            for file_shard in file_shards:
-                for _ in write_shard(file_shard, temporary_folder, source):
+        with publishing(folder, shards) as temporary_folder:
+            for shard in shards:
+                for _ in write_shard(shard, temporary_folder, chunks):
                     continue
-    except Exception as caught:  # whatever it is, the others must hear of it
-        error = caught
-    for weight_name in order:
-        parameter_gatherer.gather(live_entries[weight_name])
-    return error
+    except Exception as error:  # whatever it is, the others must hear of it
+        return error
+    return None
 
 
 def _check_all_ranks(error: Exception | None, folder: Path) -> None:
@@ -172,70 +142,40 @@ def _check_all_ranks(error: Exception | None, folder: Path) -> None:
         )
 
 
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    # As bytes, since numpy has no bfloat16.
-    flat_tensor = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    for first_element in range(0, flat_tensor.numel(), _COPY_CHUNK_BYTES):
-        yield flat_tensor[first_element : first_element + _COPY_CHUNK_BYTES].numpy().data
-
-
-def torch_dtype(weight: Weight) -> torch.dtype:
-    """The type of a weight's elements, as torch has it."""
-    torch_type = getattr(torch, weight.dtype)
-    if not isinstance(torch_type, torch.dtype):
-        raise ConfigError(f"{weight.name} is of {weight.dtype}, which torch does not know.")
-    return torch_type
-
-
 # ------------------------------------------------------------------------- what there is
 
 
-def _survey_tensors(
+def _survey(
     engine: Any, *, as_fp32: bool, exclude_frozen: bool
 ) -> tuple[dict[str, _LiveTensor], dict[str, str]]:
     """All tensors of the model's state dict by name, and names of tied ones with that of each."""
-    module = _module_of(engine)
-    entries: dict[str, _LiveTensor] = {}
+    tensors: dict[str, _LiveTensor] = {}
     tied_names: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    for weight_name, tensor in _named_tensors(module):
-        first_name = first_names.setdefault(id(tensor), weight_name)
-        if first_name != weight_name:
-            tied_names[weight_name] = first_name
+    for name, tensor in _named_tensors(_module_of(engine)):
+        first_name = first_names.setdefault(id(tensor), name)
+        if first_name != name:
+            tied_names[name] = first_name
         elif not (exclude_frozen and isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
-            entries[weight_name] = _LiveTensor(_weight_of(weight_name, tensor, as_fp32), tensor)
-    return entries, {
-        weight_name: tied_target
-        for weight_name, tied_target in tied_names.items()
-        if tied_target in entries
-    }
+            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+            is_converted = as_fp32 and tensor.is_floating_point()
+            dtype = torch.float32 if is_converted else tensor.dtype
+            tensors[name] = _LiveTensor(Weight(name, shape, dtype), tensor)
+    return tensors, {name: target for name, target in tied_names.items() if target in tensors}
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers, in the order of the module's state dict."""
     # Not from `state_dict`, which gives detached tensors: DeepSpeed's attributes are needed, and
     # whether a tensor is a parameter.
-    for module_prefix, module_part in module.named_modules(remove_duplicate=False):
-        name_prefix = f"{module_prefix}." if module_prefix else ""
-        for name, parameter in module_part.named_parameters(recurse=False, remove_duplicate=False):
-            yield name_prefix + name, parameter
-        passing_buffers = torch_private.non_persistent_buffers(module_part)
-        for name, named_buffer in module_part.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in passing_buffers:
-                yield name_prefix + name, named_buffer
-
-
-def _weight_of(name: str, tensor: torch.Tensor, as_fp32: bool) -> Weight:
-    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if as_fp32 and tensor.is_floating_point():
-        dtype = "float32"
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"{name} is of {dtype}, for which a file of weights has no place: it holds "
-            f"{', '.join(DTYPES)}. Convert it, or make it a buffer with persistent=False."
-        )
-    return Weight(name, shape, dtype)
+    for module_name, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            yield prefix + name, parameter
+        passing = torch_private.non_persistent_buffers(part)
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in passing:
+                yield prefix + name, buffer
 
 
 def _module_of(engine: Any) -> nn.Module:
@@ -261,11 +201,10 @@ def _module_of(engine: Any) -> nn.Module:
 class _ParameterGatherer:
     """Gathers the tensors that the model computes with."""
 
-    def gather(self, live_entry: _LiveTensor) -> torch.Tensor | None:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The whole tensor on rank 0, None elsewhere; a collective where it is partitioned."""
-        tensor = live_entry.tensor
         if not hasattr(tensor, "ds_id"):
-            return tensor.detach() if dist.get_rank() == 0 else None
+            return _on_rank_0(tensor.detach())
         import deepspeed
 
         # A copy, because the gathered tensor is freed with the block.
@@ -277,21 +216,23 @@ class _MasterGatherer(_ParameterGatherer):
     """Gathers the optimizer's fp32 weights; of the others what the model computes with."""
 
     def __init__(self, engine: Any) -> None:
-        self._of_stage_0 = dict(_masters_of_stage_0(engine))
+        self._of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
 
-    def gather(self, live_entry: _LiveTensor) -> torch.Tensor | None:
-        tensor = live_entry.tensor
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if tensor.requires_grad and private_api.zero3_optimizer(tensor) is not None:
             from deepspeed.utils import safe_get_full_fp32_param
 
             # A collective, which gives the whole to every rank.
-            whole_tensor: torch.Tensor = safe_get_full_fp32_param(tensor)
-            return whole_tensor if dist.get_rank() == 0 else None
+            return _on_rank_0(safe_get_full_fp32_param(tensor))
         if private_api.has_fp32_fragment(tensor):
             return _sum_of_fragments(tensor)
         if id(tensor) in self._of_stage_0:
-            return self._of_stage_0[id(tensor)] if dist.get_rank() == 0 else None
-        return super().gather(live_entry)
+            return _on_rank_0(self._of_stage_0[id(tensor)])
+        return super().gather(tensor)
+
+
+def _on_rank_0(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor if dist.get_rank() == 0 else None
 
 
 def _sum_of_fragments(parameter: Any) -> torch.Tensor | None:
@@ -308,27 +249,18 @@ def _sum_of_fragments(parameter: Any) -> torch.Tensor | None:
     dist.reduce(
         whole_tensor.view(torch.int32), dst=0, group=private_api.data_parallel_group(parameter)
     )
-    return whole_tensor.view(parameter.shape) if dist.get_rank() == 0 else None
+    return _on_rank_0(whole_tensor.view(parameter.shape))
 
 
-def _masters_of_stage_0(engine: Any) -> Iterator[tuple[int, torch.Tensor]]:
+def _masters_of_stage_0(optimizer: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """fp32 weights of the wrapper that trains in 16 bit without ZeRO, by the parameter's id."""
-    optimizer = engine.optimizer
     # DeepSpeed's fused wrapper keeps flat groups, the other one a tensor for each parameter.
     flat_groups = getattr(optimizer, "fp32_groups_flat", None)
-    if flat_groups is not None:
-        for group_parameters, flat_group in zip(optimizer.fp16_groups, flat_groups, strict=True):
-            flat_pieces = flat_group.detach().split(
-                [live_parameter.numel() for live_parameter in group_parameters]
-            )
-            for live_parameter, flat_piece in zip(group_parameters, flat_pieces, strict=True):
-                yield id(live_parameter), flat_piece.view(live_parameter.shape)
-        return
-    for names in ("fp16_groups", "fp32_groups"):
-        if not hasattr(optimizer, names):
-            return
-    for group_parameters, group_masters in zip(
-        optimizer.fp16_groups, optimizer.fp32_groups, strict=True
-    ):
-        for live_parameter, master_weight in zip(group_parameters, group_masters, strict=True):
-            yield id(live_parameter), master_weight.detach()
+    for number, parameters in enumerate(getattr(optimizer, "fp16_groups", ())):
+        if flat_groups is not None:
+            sizes = [parameter.numel() for parameter in parameters]
+            masters = flat_groups[number].detach().split(sizes)
+        else:
+            masters = getattr(optimizer, "fp32_groups", {number: ()})[number]
+        for parameter, master in zip(parameters, masters, strict=False):
+            yield id(parameter), master.detach().view(parameter.shape)

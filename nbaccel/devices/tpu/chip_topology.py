@@ -16,16 +16,6 @@ from collections.abc import Mapping, Sequence
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = [
-    "BYTES_PER_CHIP",
-    "STALE_VARIABLES",
-    "legal_counts",
-    "threads_per_process",
-    "torch_tpu_variables",
-    "torch_xla_variables",
-    "without_stale",
-]
-
 _GIB = 2**30
 
 BYTES_PER_CHIP: Mapping[str, int] = {

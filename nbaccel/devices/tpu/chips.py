@@ -26,8 +26,6 @@ from nbaccel.devices.tpu.surroundings import (
 )
 from nbaccel.plan.inventory import TpuHost
 
-__all__ = ["count_chips", "holders_of", "inspect_host"]
-
 # Google's network and storage devices have the same vendor, so the device decides. 0x0027 is v2 or
 # v3; 0x0056 has no public name.
 _GENERATIONS = {

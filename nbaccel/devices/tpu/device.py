@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Inventory
     from nbaccel.plan.launch_plan import Plan
 
-__all__ = ["DRIVER_VARIABLE", "TpuDevice"]
-
 DRIVER_VARIABLE = "NBACCEL_TPU_DRIVER"
 """The driver of a worker, by name."""
 _TURN_FILE = Path("~/.cache/nbaccel/tpu_placement.lock")

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from nbaccel.plan.contracts.device import CompileCounts
     from nbaccel.plan.inventory import TpuHost
 
-__all__ = ["TpuDriver", "move_parameters"]
-
 
 class TpuDriver(ABC):
     """One library that drives TPUs.

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from nbaccel.base.units import count_noun
 from nbaccel.plan.inventory import TpuHost
 
-__all__ = ["DriverChoice", "choose_driver", "many_hosts_refusal", "torch_refusal"]
-
 _DRIVER_NAMES = ("torch_tpu", "torch_xla")
 # torch_tpu 0.2.0 declares torch>=2.11.0,<=2.15.0.
 _TORCH_OF_TORCH_TPU = ((2, 11), (2, 15))

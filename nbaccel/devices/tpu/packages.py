@@ -10,8 +10,6 @@ from pathlib import Path
 
 from nbaccel.base.optional_packages import metadata_version
 
-__all__ = ["TORCH_TPU_EXTENSION", "DriverPackages", "find_packages"]
-
 # Sophgo's package has the same name and the same module; only the entry point tells them apart.
 TORCH_TPU_EXTENSION = "torch_tpu._loader:load"
 """By what torch's entry point ``torch.backends`` imports torch_tpu."""

@@ -20,8 +20,6 @@ import torch.distributed  # defines the operations
 
 from nbaccel.base.errors import ConfigError
 
-__all__ = ["refuse_collectives"]
-
 _REDUCED = "accelerator.reduce(tensor)"
 _GATHERED = "accelerator.gather(tensor)"
 _BROADCAST = "nbaccel.utils.broadcast(tensor)"

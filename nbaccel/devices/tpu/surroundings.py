@@ -19,15 +19,6 @@ from nbaccel.devices.tpu.drivers import many_hosts_refusal, torch_refusal
 from nbaccel.devices.tpu.packages import DriverPackages
 from nbaccel.plan.inventory import TpuHost
 
-__all__ = [
-    "environment_of",
-    "generation_of_type",
-    "hosts_of",
-    "is_tpu_host",
-    "mentions_tpu",
-    "notes_on",
-]
-
 _KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE")
 _COLAB_VARIABLES = ("COLAB_RELEASE_TAG", "COLAB_GPU", "COLAB_TPU_ADDR")
 _COLAB_MODULE = "google.colab"

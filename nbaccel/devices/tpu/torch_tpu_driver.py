@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from nbaccel.plan.inventory import TpuHost
 
-__all__ = ["COLLECTIVES_VARIABLE", "TorchTpuDriver"]
-
 COLLECTIVES_VARIABLE = "NBACCEL_TPU_COLLECTIVES"
 """``host``: collectives of device tensors go by way of host memory and gloo."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from nbaccel.plan.inventory import TpuHost
 
-__all__ = ["RUNTIME_VARIABLE", "TorchXlaDriver"]
-
 RUNTIME_VARIABLE = "PJRT_DEVICE"
 _CACHE_FOLDER = Path("~/.cache/nbaccel/xla_programs")
 # What the import of torch_xla set in this process's environment, which a worker's replaces.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import ipywidgets as w
@@ -12,13 +12,10 @@ from nbaccel.notebook.picker.fields import SettingField, SharedFields, toggle_cl
 from nbaccel.notebook.picker.panels import FoldedSection
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.memory.settings_form import Setting
     from nbaccel.notebook.picker.model import PickerModel
 
-__all__ = ["AllSettings", "search_settings"]
-
 _MAX_FOUND = 12
-_FIRST_SECTION = "Common"
 
 
 class AllSettings:
@@ -26,7 +23,6 @@ class AllSettings:
 
     Attributes:
         section: The section, which is filled when it is opened.
-        sections: All sections below it that have been made.
     """
 
     def __init__(
@@ -40,7 +36,7 @@ class AllSettings:
         self._shared = fields
         self._field_of = field_of
         self._panels = panel_names
-        self.sections: list[FoldedSection] = []
+        self._sections: list[FoldedSection] = []
         title = f"All {len(by_name())} settings"
         self.section = FoldedSection(
             title, (), model, fields, self._make, css_class="nbaccel-opens-all"
@@ -48,7 +44,7 @@ class AllSettings:
 
     def sync(self) -> None:
         """Show the number of settings that are made in each section."""
-        for section in self.sections:
+        for section in self._sections:
             section.sync()
 
     def _make(self) -> list[w.Widget]:
@@ -68,27 +64,27 @@ class AllSettings:
         return [search, self._found_count, self._found, self._list]
 
     def _panel(self, panel_name: str) -> w.Widget:
-        groups: dict[str, list[Setting]] = {}
-        for setting in self._model.settings(panel_name):
-            groups.setdefault(setting.section or _FIRST_SECTION, []).append(setting)
-        boxes = [self._group(panel_name, name, group).box for name, group in groups.items()]
+        boxes = self.sections_of(panel_name, self._model.settings(panel_name))
         return self._shared.new_box(boxes, "nbaccel-panel", f"nbaccel-panel-{panel_name}")
 
-    def _group(self, panel_name: str, name: str, group: Sequence[Setting]) -> FoldedSection:
-        title = name
-        if name == _FIRST_SECTION:
-            title = f"{title_of(panel_name)}: common"
-        elif name == title_of(panel_name):
-            title = f"{name}: more"
-        section = FoldedSection(
-            title,
-            group,
-            self._model,
-            self._shared,
-            lambda: [self._field_of(setting).box for setting in group],
-        )
-        self.sections.append(section)
-        return section
+    def sections_of(self, panel_name: str, settings: Iterable[Setting]) -> list[w.Widget]:
+        """Settings of a panel below a heading for each of their sections."""
+        groups: dict[str, list[Setting]] = {}
+        for setting in settings:
+            groups.setdefault(setting.section, []).append(setting)
+        titles = {"": f"{title_of(panel_name)}: common"}
+        titles[title_of(panel_name)] = f"{title_of(panel_name)}: more"
+        sections = [
+            FoldedSection(
+                titles.get(name, name), group, self._model, self._shared, self._fields_of(group)
+            )
+            for name, group in groups.items()
+        ]
+        self._sections += sections
+        return [section.box for section in sections]
+
+    def _fields_of(self, group: Sequence[Setting]) -> Callable[[], list[w.Widget]]:
+        return lambda: [self._field_of(setting).box for setting in group]
 
     def _find(self, words: str) -> None:
         found = search_settings(words, self._model.settings_of(self._panels))

@@ -16,13 +16,11 @@ from nbaccel.config.capabilities import (
     fp8_backend,
     precision_row,
 )
-from nbaccel.notebook.picker.choices import ChoiceOption, Setting, form_of
+from nbaccel.memory.settings_form import ChoiceOption, Setting
+from nbaccel.notebook.picker.choices import form_of
 from nbaccel.notebook.picker.edits import value_of
 from nbaccel.plan import Inventory, registry, resolve
 from nbaccel.plan.fp8_choice import HISTORY_SETTINGS, recipe_of
-
-__all__ = ["PickerState", "is_shown", "option_refusal", "problems_of", "setting_refusal"]
-
 
 _FP8 = "fp8."
 _MULTI_NODE_FIELDS = (

@@ -15,26 +15,8 @@ from pydantic.fields import FieldInfo
 
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START_METHODS, STRATEGIES
-from nbaccel.memory.settings_form import ChoiceOption, Setting, SettingsForm
+from nbaccel.memory.settings_form import ChoiceOption, Setting, SettingsForm, settings_forms
 from nbaccel.notebook.options import kinds_of, words_of
-from nbaccel.plan import registry
-from nbaccel.plan.matrix import markdown_table
-
-__all__ = [
-    "CHOICES_BEGIN",
-    "CHOICES_END",
-    "GEMM_PASSES",
-    "PANELS",
-    "ChoiceOption",
-    "Setting",
-    "by_name",
-    "choices_tables",
-    "form_of",
-    "settings",
-    "settings_forms",
-    "taken_settings",
-    "title_of",
-]
 
 _PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
 # Names of the choices that come first, in the order in which they are shown.
@@ -117,14 +99,6 @@ GEMM_PASSES = {
 
 
 PANELS = ("precision", "zero", "launch")
-CHOICES_BEGIN = "<!-- choices:begin -->"
-CHOICES_END = "<!-- choices:end -->"
-
-
-@cache
-def settings_forms() -> tuple[SettingsForm, ...]:
-    """The forms of the strategies that have settings of their own."""
-    return registry.settings_forms()
 
 
 @cache
@@ -320,32 +294,3 @@ def _label_of(name: str) -> str:
 
 def _as_sentence(text: str) -> str:
     return text[:1].upper() + text[1:].replace("`", "") + "."
-
-
-# ----------------------------------------------------------------------- documentation
-def choices_tables() -> str:
-    """The tables of `docs/pages/reference/choices.md`: each choice, and what it sets."""
-    all_settings = list(by_name().values())
-    common_settings = [setting for setting in all_settings if not setting.section]
-    other_settings = [setting for setting in all_settings if setting.section]
-    head = ("Choice", "Meaning", "`RunConfig` field", "DeepSpeed key")
-    return "\n\n".join(
-        [
-            "## Shown first",
-            markdown_table(head, [_table_row(setting) for setting in common_settings]),
-            f"## In the list of all settings: {len(other_settings)} more",
-            markdown_table(head, [_table_row(setting) for setting in other_settings]),
-        ]
-    )
-
-
-def _table_row(setting: Setting) -> tuple[str, str, str, str]:
-    unit_text = f" [{setting.unit}]" if setting.unit else ""
-    strategy_keys = setting.strategy_key.split(", ") if setting.strategy_key else []
-    section_text = f"{setting.section}: " if setting.section else ""
-    return (
-        f"{section_text}{setting.label}{unit_text}",
-        setting.meaning.replace("|", "\\|"),
-        f"`{setting.run_field}`",
-        ", ".join(f"`{strategy_key}`" for strategy_key in strategy_keys),
-    )

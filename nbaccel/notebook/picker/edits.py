@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.memory.settings_form import Edit, SettingsForm
-from nbaccel.notebook.picker.choices import GEMM_PASSES, Setting, form_of, settings_forms
-
-__all__ = ["edit_config", "value_of"]
+from nbaccel.memory.settings_form import Edit, Setting, SettingsForm, settings_forms
+from nbaccel.notebook.picker.choices import GEMM_PASSES, form_of
 
 _FP8 = "fp8."
 _PASS_NAMES = tuple(GEMM_PASSES)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,10 @@ from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.text_forms import each_once, read_yaml
+from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.options import setting_options as options
-from nbaccel.notebook.picker.choices import by_name, settings_forms
+from nbaccel.notebook.picker.choices import by_name
 from nbaccel.plan import Inventory
-
-__all__ = [
-    "ConfigFace",
-    "faces_of",
-    "flag_of",
-    "mistakes_by_setting",
-    "read_settings_source",
-    "save_face",
-]
 
 _SHARED_NAMES = frozenset({"gradient_accumulation_steps", "activation_checkpointing"})
 """Settings of a run whose names strategies' own configurations have, too."""
@@ -52,23 +45,20 @@ def faces_of(
     config: RunConfig, documents: Mapping[str, Mapping[str, Any]]
 ) -> tuple[ConfigFace, ...]:
     """All languages of a configuration."""
-    yaml_text = config.to_yaml()
-    config_faces = [
-        ConfigFace(
-            "YAML",
-            "yaml",
-            "# all settings have their defaults\n" if yaml_text == "{}\n" else yaml_text,
-        ),
-        ConfigFace(
-            "Command line", "text", f"%%accelerate {' '.join(_command_flags(config))}".rstrip()
-        ),
-        ConfigFace("Python", "python", _python_code(config)),
+    yaml = config.to_yaml()
+    if yaml == "{}\n":
+        yaml = "# all settings have their defaults\n"
+    flags = [
+        flag_of(config, name)
+        for name, field in RunConfig.model_fields.items()
+        if getattr(config, name) != field.default
     ]
-    document_faces = (
-        ConfigFace(file_name, "json", json.dumps(document_text, indent=2))
-        for file_name, document_text in documents.items()
+    return (
+        *(ConfigFace(name, "json", json.dumps(one, indent=2)) for name, one in documents.items()),
+        ConfigFace("YAML", "yaml", yaml),
+        ConfigFace("Command line", "text", " ".join(["%%accelerate", *flags])),
+        ConfigFace("Python", "python", _python_code(config)),
     )
-    return (*document_faces, *config_faces)
 
 
 def save_face(config_faces: Sequence[ConfigFace], path: str | Path, face_name: str) -> None:
@@ -90,27 +80,16 @@ def save_face(config_faces: Sequence[ConfigFace], path: str | Path, face_name: s
 
 def flag_of(config: RunConfig, field_name: str) -> str:
     """A setting as an option of a magic's line or of a command."""
-    field_value = getattr(config, field_name)
-    magic_option = next(
-        magic_option for magic_option in options() if magic_option.name == field_name
-    )
-    if isinstance(field_value, bool):
-        return magic_option.flag if field_value else magic_option.negative
-    if magic_option.is_json and field_value is not None:
+    value = getattr(config, field_name)
+    option = next(option for option in options() if option.name == field_name)
+    if isinstance(value, bool):
+        return option.flag if value else option.negative
+    text = "none" if value is None else str(value)
+    if option.is_json and value is not None:
         # Through JSON, because a nested setting is a model and has no JSON form by itself.
-        plain_value = json.loads(
-            config.model_dump_json(include={field_name}, exclude_defaults=True)
-        )[field_name]
-        json_text = json.dumps(plain_value)
-    else:
-        json_text = "none" if field_value is None else str(field_value)
-    return f"{magic_option.flags[0]} {shlex.quote(json_text)}"
-
-
-def _command_flags(config: RunConfig) -> Iterator[str]:
-    for name, field in RunConfig.model_fields.items():
-        if getattr(config, name) != field.default:
-            yield flag_of(config, name)
+        dumped = config.model_dump_json(include={field_name}, exclude_defaults=True)
+        text = json.dumps(json.loads(dumped)[field_name])
+    return f"{option.flags[0]} {shlex.quote(text)}"
 
 
 def _python_code(config: RunConfig) -> str:
@@ -129,111 +108,90 @@ def read_settings_source(
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Read a run's configuration, or a strategy's own."""
     settings = source if isinstance(source, Mapping) else _parse_source(source)
-    document_form = next(
-        (
-            settings_form
-            for settings_form in settings_forms()
-            if settings_form.is_document(settings)
-        ),
-        None,
-    )
     # Some names exist in both, so the strategies' forms are asked first.
-    if document_form is None and _is_run(settings):
-        return RunConfig(
-            **{str(field_name): field_value for field_name, field_value in settings.items()}
-        ), ()
-    document_form = document_form or next(iter(settings_forms()), None)
-    if document_form is None:
+    form = next((form for form in settings_forms() if form.is_document(settings)), None)
+    if form is None and _is_run(settings):
+        return RunConfig(**{str(name): value for name, value in settings.items()}), ()
+    form = form or next(iter(settings_forms()), None)
+    if form is None:
         keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
         raise ConfigError(
             f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
             "configuration of its own. They would have no effect. Leave them out."
         )
-    return document_form.read(settings, config, inventory)
+    return form.read(settings, config, inventory)
 
 
 def _is_run(settings: Mapping[str, Any]) -> bool:
     """Whether these are settings of a run, with some misspelt perhaps, and not a strategy's own."""
     names = set(RunConfig.model_fields)
-    foreign_keys = [str(key) for key in settings if key not in names]
-    keys = set(settings) & names - _SHARED_NAMES
-    misspelt_keys = [
+    foreign = [str(key) for key in settings if key not in names]
+    own = set(settings) & names - _SHARED_NAMES
+    misspelt = [
         key
-        for key in foreign_keys
+        for key in foreign
         if difflib.get_close_matches(key.lower(), names, n=1, cutoff=_NEAR_ENOUGH)
     ]
-    return len(keys) + len(misspelt_keys) > len(foreign_keys) - len(misspelt_keys) or (
-        not foreign_keys
-    )
+    return not foreign or len(own) + len(misspelt) > len(foreign) - len(misspelt)
 
 
 def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
     """Mistakes, by the choice that each names first."""
     # A strategy's messages may name a key without its section; whole names below override these.
     # Reversed, so that of equal last parts the first choice is kept.
-    names_by_key = {
-        setting_name.rpartition(".")[2]: setting_name
-        for setting_name in reversed(by_name())
-        if "." in setting_name
-    }
-    names_by_key |= {
-        setting_key: setting_name
-        for setting_name in by_name()
-        for setting_key in (setting_name, by_name()[setting_name].strategy_key)
-    }
+    names = {name.rpartition(".")[2]: name for name in reversed(by_name()) if "." in name}
+    names |= {setting.strategy_key: name for name, setting in by_name().items()}
+    names |= {name: name for name in by_name()} | {"": ""}
     mistakes: dict[str, list[str]] = {}
     for text in error.mistakes:
         first_word = re.split(r"[\s=:]", text, maxsplit=1)[0].rstrip(".,")
-        mistakes.setdefault(names_by_key.get(first_word, "") if first_word else "", []).append(text)
+        mistakes.setdefault(names.get(first_word, ""), []).append(text)
     return mistakes
 
 
 def _parse_source(source: str | Path) -> Mapping[str, Any]:
-    source_text, source_name = _source_text(source)
-    if not source_text.strip():
+    text, name = _source_text(source)
+    example = 'a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example'
+    if not text.strip():
         raise ConfigError(
-            f"{source_name} is empty: got {source_text!r}. It would change nothing. Give a "
-            "DeepSpeed configuration or a RunConfig, as JSON or YAML."
+            f"{name} is empty: got {text!r}. It would change nothing. Give {example}, or a "
+            "RunConfig, as JSON or YAML."
         )
+    # Text in braces is meant as JSON, whose reader names the place of a mistake.
+    is_json = text.lstrip().startswith("{")
     try:
         # By itself `json` silently keeps the last of two equal keys.
-        settings = json.loads(source_text, object_pairs_hook=each_once(source_name))
-    except (json.JSONDecodeError, RecursionError) as error:
-        # Text in braces is meant as JSON, whose message names the place of the mistake.
-        if source_text.lstrip().startswith("{"):
-            raise ConfigError(
-                f"{source_name} is no JSON: {error}. A setting half read would train something "
-                "else. Correct the text there."
-            ) from error
-        try:
-            settings = read_yaml(source_text)
-        except ValueError as trouble:
-            raise ConfigError(
-                f"{source_name} is neither JSON nor YAML: {trouble}. A setting half read would "
-                "train something else. Correct the text there."
-            ) from trouble
+        read_json = functools.partial(json.loads, object_pairs_hook=each_once(name))
+        settings = read_json(text) if is_json else read_yaml(text)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{name} is {'no JSON' if is_json else 'neither JSON nor YAML'}: {error}. A setting "
+            "half read would train something else. Correct the text there."
+        ) from error
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"{source_name} holds no settings: got {str(settings)[:60]!r}. Settings need "
-            'names. Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for '
-            "example, or the path of a file."
+            f"{name} holds no settings: got {str(settings)[:60]!r}. Settings need names. Give "
+            f"{example}, or the path of a file."
         )
     return settings
 
 
 def _source_text(source: str | Path) -> tuple[str, str]:
     """The text, and what to call it."""
+    pasted = "What was pasted"
     if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
-        return source, "What was pasted"
-    source_path = Path(source).expanduser()
+        return source, pasted
+    path = Path(source).expanduser()
     # A path that does not exist is reported as a missing file, not as text without settings.
-    looks_like_path = isinstance(source, Path) or bool(source_path.suffix) or "/" in source
+    is_path = isinstance(source, Path) or bool(path.suffix) or "/" in source
     try:
-        if source_path.is_file() or looks_like_path:
-            return source_path.read_text(encoding="utf-8"), f"{str(source_path)!r}"
+        if is_path or path.is_file():
+            return path.read_text(encoding="utf-8"), f"{str(path)!r}"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{str(source_path)!r} cannot be read: {error}. Nothing was changed. Give the path of "
-            "a JSON or YAML file, or paste its text."
+            f"{str(path)!r} cannot be read: {error}. Nothing was changed. Give the path of a JSON "
+            "or YAML file, or paste its text."
         ) from error
-    return str(source), "What was pasted"
+    return str(source), pasted

@@ -20,24 +20,8 @@ from nbaccel.notebook.picker.html import css_name, error_html, label_html, note_
 from nbaccel.notebook.picker.outcomes import TRUTH_WORDS, default_text_of, outcome_of
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.choices import ChoiceOption, Setting
+    from nbaccel.memory.settings_form import Setting
     from nbaccel.notebook.picker.model import PickerModel
-
-
-__all__ = [
-    "ChooseValue",
-    "FieldLook",
-    "LineField",
-    "ListField",
-    "OptionsField",
-    "SettingField",
-    "SharedFields",
-    "as_text",
-    "as_value",
-    "field_for",
-    "toggle_class",
-]
-
 
 ChooseValue = Callable[["SettingField", Any], None]
 FieldLook = Literal["whole", "usable", "brief"]
@@ -45,7 +29,6 @@ FieldLook = Literal["whole", "usable", "brief"]
 options that cannot be chosen, and says only what an open value comes to."""
 _MAX_BUTTONS = 5  # more options than these are a list, unless their words are short
 _ROW_CHARS = 30
-_GROUPED_DIGITS = re.compile(r"\d{1,3}(,\d{3})+")  # 500,000,000
 _EMPTY_CLAUSE = re.compile(r"; empty [^;]*")
 _OPEN_LABEL = "default"
 
@@ -101,6 +84,57 @@ class SharedFields:
         )
         button.on_click(lambda _: on_press())
         return button
+
+
+class Toggles:
+    """Buttons of which at most one is on; a state that code shows presses none of them.
+
+    Attributes:
+        buttons: By what each stands for.
+    """
+
+    def __init__(self, fields: SharedFields, press: Callable[[Any, bool], None]) -> None:
+        self._shared = fields
+        self._press = press
+        self._is_showing = False
+        self.buttons: dict[Any, w.ToggleButton] = {}
+
+    def add(self, key: Any, text: str, tooltip: str, css_class: str) -> w.ToggleButton:
+        """Another button."""
+        button = self._shared.new_toggle(text, tooltip, css_class)
+        button.observe(lambda change: self._pressed(key, is_on=change.new), "value")
+        self.buttons[key] = button
+        return button
+
+    def show(self, key: Any) -> None:
+        """Switch one on and the others off."""
+        self._is_showing = True
+        try:
+            for own_key, button in self.buttons.items():
+                button.value = own_key == key
+        finally:
+            self._is_showing = False
+
+    def _pressed(self, key: Any, *, is_on: bool) -> None:
+        with self._shared.lock:
+            if not self._is_showing:
+                self._press(key, is_on)
+
+
+class HtmlPart:
+    """HTML that follows the state of a model.
+
+    Attributes:
+        box: The widget to show.
+    """
+
+    def __init__(self, fields: SharedFields, css_class: str, make: Callable[[], str]) -> None:
+        self._make = make
+        self.box = fields.new_html(make(), css_class)
+
+    def sync(self) -> None:
+        """Show the present state."""
+        self.box.value = self._make()
 
 
 def _with(css_classes: Sequence[str]) -> dict[str, Any]:
@@ -218,66 +252,48 @@ class SettingField:
         )
 
     def _label(self) -> str:
-        setting_label = self.setting.label
-        setting_unit = self.setting.unit
-        return (
-            setting_label
-            if setting_unit in ("", setting_label.lower())
-            else f"{setting_label} [{setting_unit}]"
-        )
+        label = self.setting.label
+        unit = self.setting.unit
+        return label if unit in ("", label.lower()) else f"{label} [{unit}]"
 
 
 class OptionsField(SettingField):
     """A few options, each a button; one that cannot be chosen is greyed and says why."""
 
     def _controls(self) -> list[w.Widget]:
-        self._buttons = [self._button(option) for option in self.setting.options]
+        self._toggles = Toggles(self._shared, self._pressed)
+        for number, option in enumerate(self.setting.options):
+            css_class = f"nbaccel-option-{css_name(option.value)}"
+            self._toggles.add(number, option.label, option.meaning, css_class)
         return [
             self._shared.new_html(label_html(self._label()), "nbaccel-field-label"),
-            self._shared.new_row(self._buttons, "nbaccel-options"),
+            self._shared.new_row(list(self._toggles.buttons.values()), "nbaccel-options"),
         ]
 
-    def _button(self, option: ChoiceOption) -> w.ToggleButton:
-        button = self._shared.new_toggle(
-            option.label,
-            option.meaning,
-            f"nbaccel-option-{css_name(option.value)}",
-        )
-        button.observe(lambda change: self._pressed(button, option, change.new), "value")
-        return button
-
-    def _pressed(self, button: w.ToggleButton, option: ChoiceOption, is_on: bool) -> None:
-        with self._shared.lock:
-            if self._is_syncing:
-                return
-            if is_on:
-                self._choose(option.value)
-            # Pressing the chosen option again must not switch it off: another one must be chosen.
-            self.sync()
+    def _pressed(self, number: int, is_on: bool) -> None:
+        if is_on:
+            self._choose(self.setting.options[number].value)
+        # Pressing the chosen option again must not switch it off: another one must be chosen.
+        self.sync()
 
     def _show(self, value: Any, refusal: str) -> None:
-        labels_by_reason: dict[str, list[str]] = {}
+        labels: dict[str, list[str]] = {}
         meaning = ""
-        for button, option_offer in zip(
-            self._buttons, self._model.offers(self.setting.name), strict=True
-        ):
-            is_on = option_offer.option.value == value
-            button.value = is_on
-            button.disabled = bool(refusal or option_offer.reason)
-            button.tooltip = refusal or option_offer.reason or option_offer.option.meaning
+        on_number = None
+        for number, offer in enumerate(self._model.offers(self.setting.name)):
+            button = self._toggles.buttons[number]
+            button.disabled = bool(refusal or offer.reason)
+            button.tooltip = refusal or offer.reason or offer.option.meaning
             if self._look == "brief":
-                toggle_class(button, "nbaccel-hidden", bool(option_offer.reason))
-            if is_on:
-                meaning = option_offer.option.meaning
-            if option_offer.reason:
-                labels_by_reason.setdefault(option_offer.reason, []).append(
-                    option_offer.option.label
-                )
-        reason_lines = [
-            f"{', '.join(option_labels)}: {reason}"
-            for reason, option_labels in labels_by_reason.items()
-        ]
-        self._note.value = self._explain(refusal, meaning=meaning, reasons=reason_lines)
+                toggle_class(button, "nbaccel-hidden", bool(offer.reason))
+            if offer.option.value == value:
+                on_number = number
+                meaning = offer.option.meaning
+            if offer.reason:
+                labels.setdefault(offer.reason, []).append(offer.option.label)
+        self._toggles.show(on_number)
+        reasons = [f"{', '.join(names)}: {reason}" for reason, names in labels.items()]
+        self._note.value = self._explain(refusal, meaning=meaning, reasons=reasons)
 
 
 class ListField(SettingField):
@@ -317,18 +333,9 @@ class ListField(SettingField):
     def _offered(self) -> tuple[list[tuple[str, Any]], list[str]]:
         if self.setting.kind == "truth":
             return self._truths(), []
-        option_offers = self._model.offers(self.setting.name)
-        options = [
-            (option_offer.option.label, option_offer.option.value)
-            for option_offer in option_offers
-            if not option_offer.reason
-        ]
-        lines = [
-            f"{option_offer.option.label}: {option_offer.reason}"
-            for option_offer in option_offers
-            if option_offer.reason
-        ]
-        return options, lines
+        offers = self._model.offers(self.setting.name)
+        options = [(one.option.label, one.option.value) for one in offers if not one.reason]
+        return options, [f"{one.option.label}: {one.reason}" for one in offers if one.reason]
 
     def _truths(self) -> list[tuple[str, Any]]:
         truths: list[tuple[str, Any]] = [(word, value) for value, word in TRUTH_WORDS.items()]
@@ -368,6 +375,29 @@ class LineField(SettingField):
         self._note.value = self._explain(refusal, shows_outcome=True)
 
 
+class CountField(LineField):
+    """How many processes: a button for each usual number, and a line for any other."""
+
+    def _controls(self) -> list[w.Widget]:
+        [self._line] = super()._controls()
+        self._line.description = "Another number"  # hidden, for screen readers
+        self._toggles = Toggles(self._shared, self._pressed)
+        for count in self._model.usual_process_counts:
+            self._toggles.add(count, str(count), "", f"nbaccel-option-{count}")
+        label = self._shared.new_html(label_html(self._label()), "nbaccel-field-label")
+        row = [*self._toggles.buttons.values(), self._line]
+        return [label, self._shared.new_row(row, "nbaccel-options", "nbaccel-count")]
+
+    def _pressed(self, count: int, is_on: bool) -> None:
+        # Pressing the chosen one again leaves the number to the plan.
+        self._choose(count if is_on else None)
+        self.sync()
+
+    def _show(self, value: Any, refusal: str) -> None:
+        super()._show(value, refusal)
+        self._toggles.show(value)
+
+
 def field_for(
     setting: Setting,
     model: PickerModel,
@@ -376,7 +406,8 @@ def field_for(
     look: FieldLook = "whole",
 ) -> SettingField:
     """The field that fits a choice."""
-    field_class: type[SettingField] = LineField
+    is_count = setting.name == "num_processes" and look == "brief"
+    field_class: type[SettingField] = CountField if is_count else LineField
     if setting.kind == "truth":
         field_class = ListField
     elif setting.kind == "one-of":
@@ -406,33 +437,15 @@ def as_text(value: Any) -> str:
 
 
 def as_value(typed_text: str, setting_kind: str) -> Any:
-    """The value that typed text stands for; other text is returned, and will be refused."""
-    typed_text = typed_text.strip()
-    if not typed_text:
+    """The value that typed text stands for; other text is returned, and read or refused later."""
+    text = typed_text.strip()
+    if not text:
         return None
-    if typed_text == "auto" or setting_kind == "text":
-        return typed_text
-    readers: dict[str, Callable[[str], Any]] = {
-        "whole": _whole_number,
-        "number": float,
-        "words": _typed_words,
-        "table": json.loads,
-    }
-    try:
-        return readers[setting_kind](typed_text)
-    except ValueError:  # the validator that refuses it says what it must be
-        return typed_text
-
-
-def _whole_number(text: str) -> int | float:
-    if _GROUPED_DIGITS.fullmatch(text):
-        text = text.replace(",", "")
-    try:
-        return int(text)
-    except ValueError:
-        parsed_number = float(text)
-        return int(parsed_number) if parsed_number.is_integer() else parsed_number
-
-
-def _typed_words(text: str) -> list[str]:
-    return [typed_word.strip() for typed_word in text.split(",") if typed_word.strip()]
+    if setting_kind == "words" and text != "auto":
+        return [word.strip() for word in text.split(",") if word.strip()]
+    if setting_kind == "table" and text != "auto":
+        try:
+            return json.loads(text)
+        except ValueError:  # the validator that refuses it says what it must be
+            return text
+    return text

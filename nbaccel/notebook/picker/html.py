@@ -6,35 +6,14 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from nbaccel.base.units import count_noun, format_bytes
-from nbaccel.notebook.picker.memory_model import SEGMENT_NAMES
+from nbaccel.base.units import count_noun
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.exporters import ConfigFace
-    from nbaccel.notebook.picker.memory_model import BarSegment, MemoryBar
-    from nbaccel.notebook.picker.model import FitVerdict
     from nbaccel.notebook.picker.text_mistakes import TextMistake
-
-
-__all__ = [
-    "bars_html",
-    "css_name",
-    "error_html",
-    "face_html",
-    "front_html",
-    "heading_html",
-    "label_html",
-    "note_html",
-    "remarks_html",
-    "resolved_html",
-    "text_mistakes_html",
-    "verdict_html",
-]
-
 
 # Without permission for the clipboard the text is selected: Ctrl+C is left to the user.
 _COPY_SCRIPT = (
@@ -62,20 +41,28 @@ def front_html(hidden_class: str) -> str:
 
     The script runs when the style is loaded: scripts in the HTML of a widget are not run.
     """
-    style_text, script_text = _style_and_script()
+    style = _part("bars.css") + _part("picker.css")
     return (
-        f'<style onload="{escape(script_text)}">{style_text}</style>'
-        f"<style>.{css_name(hidden_class)} {{ display: none }}</style>"
+        f'<style onload="{escape(_part("picker.js"))}">{style}</style>'
+        f"<style>.{hidden_class} {{ display: none }}</style>"
+    )
+
+
+def kept_html(css_class: str, parts: Sequence[str], text: str) -> str:
+    """What a saved notebook or an exported page shows in the form's place."""
+    shown = "".join(f"<div>{part}</div>" for part in parts)
+    text_html = f"<pre>{escape(text)}</pre>"
+    if parts:
+        text_html = f"<details><summary>All of it as text</summary>{text_html}</details>"
+    return (
+        f'<div class="nbaccel-static {css_class}"><style>{_part("bars.css")}</style>'
+        f"{shown}{text_html}</div>"
     )
 
 
 @cache
-def _style_and_script() -> tuple[str, str]:
-    folder = files("nbaccel.notebook.picker")
-    style_text, script_text = (
-        (folder / name).read_text(encoding="utf-8") for name in ("picker.css", "picker.js")
-    )
-    return style_text, script_text
+def _part(name: str) -> str:
+    return (files("nbaccel.notebook.picker") / name).read_text(encoding="utf-8")
 
 
 def css_name(setting_name: object) -> str:
@@ -169,85 +156,6 @@ def remarks_html(remarks: Iterable[str]) -> str:
     """Remarks on what else the last change has changed."""
     parts = "".join(f'<div class="nbaccel-remark">{escape(text)}</div>' for text in remarks)
     return f'<div role="status">{parts}</div>' if parts else ""
-
-
-# ---------------------------------------------------------------------- memory
-def verdict_html(verdict: FitVerdict) -> str:
-    """Whether it fits, and what to do where it does not."""
-    if not (verdict.text or verdict.remedy):
-        return ""
-    class_and_sign = {True: ("nbaccel-fits", "✓"), False: ("nbaccel-lacks", "✗"), None: ("", "")}
-    css_class, verdict_sign = class_and_sign[verdict.fits]
-    remedy_html = f"<div>{escape(verdict.remedy)}</div>" if verdict.remedy else ""
-    return (
-        f'<div class="nbaccel-verdict {css_class}" role="status">'
-        f'<span class="nbaccel-word">{verdict_sign} {escape(verdict.text)}</span>'
-        f"{remedy_html}</div>"
-    )
-
-
-def bars_html(memory_bars: Iterable[MemoryBar]) -> str:
-    """Memory place by place, each as a bar with its numbers beside it."""
-    bars = list(memory_bars)
-    return "".join(
-        _bar_html(memory_bar, next_bar) for memory_bar, next_bar in zip_longest(bars, bars[1:])
-    )
-
-
-def _bar_html(memory_bar: MemoryBar, next_bar: MemoryBar | None) -> str:
-    used_bytes = sum(segment.bytes for segment in memory_bar.segments if segment.kind != "free")
-    # Beyond the capacity the bar is scaled to the need; 1 keeps an empty bar from dividing by 0.
-    full_width = max(memory_bar.capacity, used_bytes, 1)
-    segments_html = "".join(
-        _segment_html(segment, full_width) for segment in memory_bar.segments if segment.bytes
-    )
-    if memory_bar.capacity and used_bytes > memory_bar.capacity:
-        place = 100 * memory_bar.capacity / full_width
-        segments_html += f'<span class="nbaccel-capacity" style="left:{place:.2f}%"></span>'
-    # Devices with equal contents share one legend, below the last of them.
-    is_like_next = next_bar is not None and next_bar.segments == memory_bar.segments
-    legend_html = (
-        ""
-        if is_like_next
-        else "".join(_legend_html(segment) for segment in memory_bar.segments if segment.bytes)
-    )
-    return (
-        f'<div class="nbaccel-bar{" nbaccel-lacks" if memory_bar.lacking else ""}">'
-        f"{_bar_head_html(memory_bar)}"
-        f'<div class="nbaccel-track" role="img" aria-label="{escape(memory_bar.text())}">'
-        f"{segments_html}</div>"
-        + (f'<ul class="nbaccel-legend">{legend_html}</ul>' if legend_html else "")
-        + "</div>"
-    )
-
-
-def _bar_head_html(bar: MemoryBar) -> str:
-    capacity_text = f" of {format_bytes(bar.capacity)}" if bar.capacity else ""
-    head_html = escape(f"needs {format_bytes(bar.needed)}{capacity_text}")
-    if bar.lacking:
-        lacking_text = escape(f"does not fit: {format_bytes(bar.lacking)} too little")
-        head_html = f'{head_html} · <span class="nbaccel-word">✗ {lacking_text}</span>'
-    return (
-        '<div class="nbaccel-bar-head"><span class="nbaccel-bar-label">'
-        f"{escape(bar.label)}</span>"
-        f"<span>{head_html}</span></div>"
-    )
-
-
-def _segment_html(segment: BarSegment, full_width: int) -> str:
-    text = escape(f"{SEGMENT_NAMES.get(segment.kind, segment.kind)} {format_bytes(segment.bytes)}")
-    return (
-        f'<span class="nbaccel-segment nbaccel-{css_name(segment.kind)}" title="{text}" '
-        f'style="width:{100 * segment.bytes / full_width:.3f}%"></span>'
-    )
-
-
-def _legend_html(segment: BarSegment) -> str:
-    return (
-        f'<li><span class="nbaccel-swatch nbaccel-{css_name(segment.kind)}"></span>'
-        f"{escape(SEGMENT_NAMES.get(segment.kind, segment.kind))} "
-        f"<b>{escape(format_bytes(segment.bytes))}</b></li>"
-    )
 
 
 # ---------------------------------------------------------------------- the configuration

@@ -22,8 +22,6 @@ from nbaccel.notebook.picker.text_mistakes import TextMistake, mistakes_in_text
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.model import PickerModel
 
-__all__ = ["CarryOut", "ConfigEditor"]
-
 CarryOut = Callable[..., tuple[str, ...]]
 _TYPING_PAUSE_S = 0.25
 _NO_MISTAKES = "No mistakes."

@@ -7,6 +7,7 @@ the rows of ``nbaccel.config.capabilities``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +19,20 @@ from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.config import RunConfig, run_config_of
 from nbaccel.config.mistakes import closest
 from nbaccel.memory.estimate import MemoryEstimate
-from nbaccel.memory.settings_form import FilledConfig, SettingsForm
-from nbaccel.notebook.picker import availability
-from nbaccel.notebook.picker.candidates import Candidate, CandidateFinder
-from nbaccel.notebook.picker.choices import ChoiceOption, Setting, by_name, settings, settings_forms
-from nbaccel.notebook.picker.compared_ways import (
-    compare_precisions,
-    hint_of,
-    measure_later,
-    name_with_precision,
-    precision_variants,
+from nbaccel.memory.memory_bars import MemoryBar, MemoryNeed
+from nbaccel.memory.memory_model import MemoryModel
+from nbaccel.memory.settings_form import (
+    ChoiceOption,
+    FilledConfig,
+    Setting,
+    SettingsForm,
+    settings_forms,
 )
+from nbaccel.memory.suggesting import Proposal, proposals, remedy
+from nbaccel.memory.ways import Candidate, CandidateFinder
+from nbaccel.notebook.picker import availability
+from nbaccel.notebook.picker.choices import by_name, settings
+from nbaccel.notebook.picker.compared_ways import hint_of, name_with_precision, precision_label
 from nbaccel.notebook.picker.edits import edit_config, value_of
 from nbaccel.notebook.picker.exporters import (
     ConfigFace,
@@ -37,7 +41,6 @@ from nbaccel.notebook.picker.exporters import (
     read_settings_source,
     save_face,
 )
-from nbaccel.notebook.picker.memory_model import MemoryBar, MemoryModel, MemoryNeed
 from nbaccel.notebook.picker.questions import (
     MachinePart,
     TrainedModel,
@@ -47,23 +50,11 @@ from nbaccel.notebook.picker.questions import (
     machine_parts,
     samples_sentence,
 )
-from nbaccel.notebook.picker.suggesting import Proposal, Suggester, refusal_of
-from nbaccel.notebook.picker.verdicts import FitVerdict, verdict_of
-from nbaccel.plan import Inventory, Plan, inspect_machine, resolve
+from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.plan.launch_plan import Choice
 
-__all__ = [
-    "ChoiceOption",
-    "ConfigFace",
-    "FitVerdict",
-    "MemoryBar",
-    "OptionOffer",
-    "PickerModel",
-    "Setting",
-]
-
-
 _MAX_UNDO = 100
+_MOST_COUNTS = 5
 _Cached = TypeVar("_Cached")
 
 
@@ -78,6 +69,21 @@ class OptionOffer:
 
     option: ChoiceOption
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FitVerdict:
+    """Whether a run fits.
+
+    Attributes:
+        fits: None where nothing is known.
+        text: The verdict with its numbers.
+        remedy: What to do; empty where nothing is to be done.
+    """
+
+    fits: bool | None
+    text: str
+    remedy: str = ""
 
 
 class PickerModel:
@@ -199,6 +205,13 @@ class PickerModel:
         return self._once("machine parts", lambda: machine_parts(self.inventory, self.plan))
 
     @property
+    def usual_process_counts(self) -> list[int]:
+        """Numbers of processes that suit this machine: each power of two, and one per device."""
+        most = len(registry.usable_units(self.inventory)) or self.inventory.cpu_cores
+        powers = (2**exponent for exponent in range(_MOST_COUNTS - 1))
+        return sorted({most, *(count for count in powers if count < most)})[:_MOST_COUNTS]
+
+    @property
     def samples_of_step(self) -> str:
         """The samples of one optimizer step in one sentence; empty where that is not known."""
         return self._once("samples", self._count_samples)
@@ -210,11 +223,8 @@ class PickerModel:
         per_process = next(
             (settings_form.batch_size(document) for settings_form in settings_forms()), None
         )
-        if per_process is None and self._memory_model.sample_batch is not None:
-            # Not at the top: it imports torch, which a form without a batch need not wait for.
-            from nbaccel.memory.activations import num_samples
-
-            per_process = num_samples(self._memory_model.sample_batch)
+        if per_process is None:
+            per_process = self._memory_model.num_samples
         if per_process is None:
             return ""
         accumulated = self._config.gradient_accumulation_steps or 1
@@ -224,13 +234,14 @@ class PickerModel:
 
     def offers(self, name: str) -> tuple[OptionOffer, ...]:
         """The options of a choice, those that cannot be chosen with the reason."""
-        return self._once(f"offers {name}", lambda: self._find_offers(self.setting(name)))
-
-    def _find_offers(self, setting: Setting) -> tuple[OptionOffer, ...]:
+        setting = self.setting(name)
         view = self._view()
-        return tuple(
-            OptionOffer(option, availability.option_refusal(view, setting, option))
-            for option in setting.options
+        return self._once(
+            f"offers {name}",
+            lambda: tuple(
+                OptionOffer(option, availability.option_refusal(view, setting, option))
+                for option in setting.options
+            ),
         )
 
     def refusal(self, name: str) -> str:
@@ -346,24 +357,7 @@ class PickerModel:
         if self._is_memory_postponed:
             # First, so that an estimate that is interrupted is made at the next change.
             self._is_memory_postponed = False
-            if self._finder is not None:
-                self._finder.defers_recomputing = True
             self._call_observers()
-
-    def finish_estimate(self) -> None:
-        """Estimate the ways, too, that need another measurement, and call back if there are any.
-
-        Which ways fit as they are is seen in half of the time.
-        """
-        if not all(candidate.is_estimated for candidate in self.shown_candidates()):
-            self.defer_nothing()
-            self._call_observers()
-
-    def defer_nothing(self) -> None:
-        """Estimate all ways from now on, whenever one is asked for."""
-        if self._finder is not None and self._finder.defers_recomputing:
-            self._finder.defers_recomputing = False
-            self._known.clear()
 
     @property
     def need(self) -> MemoryNeed | None:
@@ -377,15 +371,9 @@ class PickerModel:
         """The need, or why it cannot be estimated."""
         if self._memory_model is None or self.plan is None:
             return None, ""
+        filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
+        form, document = next(filled, (None, {}))
         try:
-            form, document = next(
-                (
-                    (form, config.config)
-                    for form, config in self._filled()
-                    if config.config is not None
-                ),
-                (None, {}),
-            )
             return self._memory_model.need(self._config, self.plan, form, document), ""
         except ConfigError as error:
             return None, error.mistakes[0]
@@ -410,17 +398,16 @@ class PickerModel:
         if self.plan is None:
             return FitVerdict(None, "This machine cannot serve what is chosen.", self.problems[0])
         if self._memory_model is None:
-            return FitVerdict(
-                None, "Memory is not shown.", "Give the model: configure(model, batch)."
-            )
+            remedy_text = "Give the model: configure(model, batch)."
+            return FitVerdict(None, "Memory is not shown.", remedy_text)
         if self.need is None:
-            return FitVerdict(
-                None, "Memory cannot be estimated.", self._once("need", self._measured)[1]
-            )
-        no_batch_text = "" if self._memory_model.sample_batch is not None else _NO_BATCH
-        return verdict_of(
-            self.need, lambda: self._suggester().remedy(self._config), remark=no_batch_text
-        )
+            reason = self._once("need", self._measured)[1]
+            return FitVerdict(None, "Memory cannot be estimated.", reason)
+        if self.need.lacking:
+            would_fit = "" if self._finder is None else remedy(self._finder, self._config)
+            return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
+        remark = "" if self._memory_model.sample_batch is not None else _NO_BATCH
+        return FitVerdict(True, f"Fits: {self.need.shares_text}.", remark)
 
     # ------------------------------------------------------------------- faces
 
@@ -431,30 +418,18 @@ class PickerModel:
     def resolved(self) -> tuple[Choice, ...]:
         """The open settings, as the plan decides them and as ``"auto"`` is filled in."""
         plan_choices = () if self.plan is None else self.plan.choices
-        return (
-            *plan_choices,
-            *(plan_choice for _, config in self._filled() for plan_choice in config.choices),
-        )
+        return (*plan_choices, *(choice for _, one in self._filled() for choice in one.choices))
 
     def _documents(self) -> dict[str, dict[str, Any]]:
-        return {
-            form.file_name: config.config
-            for form, config in self._filled()
-            if config.config is not None
-        }
+        filled = ((form.file_name, one.config) for form, one in self._filled())
+        return {name: document for name, document in filled if document is not None}
 
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
+        inputs = (self._config, self.plan, self._module, batch)
         return self._once(
-            "filled",
-            lambda: [
-                (
-                    settings_form,
-                    settings_form.filled_in(self._config, self.plan, self._module, batch),
-                )
-                for settings_form in settings_forms()
-            ],
+            "filled", lambda: [(form, form.filled_in(*inputs)) for form in settings_forms()]
         )
 
     # ------------------------------------------------------------------- suggesting
@@ -462,7 +437,9 @@ class PickerModel:
     @property
     def suggest_refusal(self) -> str:
         """Why nothing can be suggested; empty where something can."""
-        return refusal_of(self._module, self.plan)
+        if self._module is None:
+            return "give the model, configure(model, sample_batch)"
+        return "" if self.plan is not None else "this machine cannot serve what is chosen"
 
     def suggest(self) -> str:
         """Take the fastest settings that fit, as one change."""
@@ -472,12 +449,13 @@ class PickerModel:
 
     def proposals(self) -> tuple[Proposal, ...]:
         """Settings to take, the fastest first: one to three."""
-        if self.suggest_refusal:
+        finder = self._finder
+        if self.suggest_refusal or finder is None:
             raise ConfigError(
-                f"Nothing can be suggested for {self._config}: {self.suggest_refusal}."
+                f"Nothing can be suggested for model={type(self._module).__name__}: "
+                f"{self.suggest_refusal}."
             )
-        self.defer_nothing()
-        return self._once("proposals", lambda: self._suggester().proposals(self._config))
+        return self._once("proposals", lambda: proposals(finder, self._config))
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
@@ -485,27 +463,14 @@ class PickerModel:
             proposal.config, (f"Suggested: {proposal.title}", *proposal.why, *proposal.advice)
         )
 
-    def _suggester(self) -> Suggester:
-        model = self._memory_model
-        finder = self._finder
-        if model is None or finder is None:
-            raise ConfigError(f"Nothing can be suggested for model={self._module}: give a model.")
-        return Suggester(model, finder)
-
     # ------------------------------------------------------------------- ways to train
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The ways to train the model here, with their memory and time of a step."""
+        """The ways to train the model here, with their memory."""
         finder = self._finder
         if finder is None or self._is_memory_postponed or self.plan is None:
             return ()
-        return self._once("candidates", lambda: self._find_candidates(finder))
-
-    def _find_candidates(self, finder: CandidateFinder) -> tuple[Candidate, ...]:
-        try:
-            return finder.find(self._config)
-        except NbaccelError:  # reported by `problems`, or by the verdict
-            return ()
+        return self._once("candidates", lambda: finder.find(self._config))
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -541,9 +506,7 @@ class PickerModel:
         finder = self._finder
         if finder is None or not self.candidates():
             return ()
-        return self._once(
-            "compared", lambda: compare_precisions(finder, self._config, self.precisions)
-        )
+        return self._once("compared", lambda: finder.compare(self._config, self.precisions))
 
     @property
     def precision_hint(self) -> str:
@@ -555,9 +518,15 @@ class PickerModel:
             return ""
         return self._once("hint", lambda: hint_of(self.candidates(), self.compared_candidates()))
 
+    @property
+    def best_mark(self) -> str:
+        """How the best way is marked; with its precision where another one would be better."""
+        if not self.precision_hint:
+            return "★ best"
+        return f"★ best in {precision_label(self._config.mixed_precision)}"
+
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change."""
-        self.defer_nothing()
         is_other = precision not in (None, self._config.mixed_precision)
         candidates = self.compared_candidates() if is_other else self.candidates()
         named = {one.name: one for one in candidates if not is_other or one.precision == precision}
@@ -582,11 +551,21 @@ class PickerModel:
         estimates = []
         if model is None:
             return ()
-        if model.sample_batch is not None:
-            recomputes = not self.refusal("activation_checkpointing")
-            variants = precision_variants(self._config, self.precisions, may_recompute=recomputes)
-            estimates = [partial(measure_later, model, variant) for variant in variants]
+        may_recompute = not self.refusal("activation_checkpointing")
+        for precision in self.precisions if model.sample_batch is not None else ():
+            for recomputes in (False, True) if may_recompute else (None,):
+                changes: dict[str, Any] = {"mixed_precision": precision}
+                if recomputes is not None:
+                    changes["activation_checkpointing"] = recomputes
+                estimates.append(partial(self._measure_later, model, changes))
         return (*estimates, self._compare_in_advance)
+
+    def _measure_later(self, model: MemoryModel, changes: dict[str, Any]) -> None:
+        """Measure the activations of a run, so that a later choice need not."""
+        with contextlib.suppress(ConfigError):  # reported when it is chosen
+            config = self._config.changed(**changes)
+            sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
+            model.activation_bytes(config, next(filter(None, sizes), None))
 
     def _compare_in_advance(self) -> None:
         self._may_hint = True

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.notebook.picker.choices import form_of
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.memory.settings_form import Setting
     from nbaccel.notebook.picker.model import PickerModel
-
-__all__ = ["TRUTH_WORDS", "SettingOutcome", "default_text_of", "outcome_of", "value_with_unit"]
 
 _OPEN_VALUES = (None, "auto", "")
 # Units that are not the plural with its `s` removed.
@@ -72,6 +70,18 @@ def default_text_of(model: PickerModel, setting: Setting) -> str:
     if form is not None:
         default = form.default_of(model.config, setting)
     return "" if default in _OPEN_VALUES else value_with_unit(default, setting.unit)
+
+
+def shown_value(model: PickerModel, name: str) -> str:
+    """What a setting is, or comes to, in words."""
+    value = model.value(name)
+    setting = model.setting(name)
+    for option in setting.options:
+        if option.value == value:
+            return option.label
+    if value is None:
+        return outcome_of(model, setting).value or "default"
+    return value_with_unit(value, setting.unit if setting.kind != "one-of" else "")
 
 
 def value_with_unit(value: Any, unit_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Parts of a picker beside its fields: folded sections, memory by place, languages to copy.
+"""Parts of a picker beside its fields: folded sections, and languages to copy.
 
 What is below a heading is made when it is first opened: every widget costs messages to the page.
 """
@@ -10,22 +10,18 @@ from typing import TYPE_CHECKING
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker.choices import settings_forms
-from nbaccel.notebook.picker.fields import SharedFields, toggle_class
+from nbaccel.memory.settings_form import settings_forms
+from nbaccel.notebook.picker.fields import SharedFields, Toggles, toggle_class
 from nbaccel.notebook.picker.html import (
-    bars_html,
     css_name,
     face_html,
     label_html,
     resolved_html,
-    verdict_html,
 )
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.memory.settings_form import Setting
     from nbaccel.notebook.picker.model import PickerModel
-
-__all__ = ["FacesPanel", "FoldedSection", "MemoryPanel"]
 
 
 class FoldedSection:
@@ -91,31 +87,6 @@ _RUN_FACES = ("YAML", "Command line", "Python")
 _RESOLVED_FACE = "Resolved"
 
 
-class MemoryPanel:
-    """Whether it fits, and a bar per place.
-
-    Attributes:
-        box: The widget to show.
-    """
-
-    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
-        self._model = model
-        self._verdict = fields.new_html()
-        self._bars = fields.new_html("", "nbaccel-bars")
-        self.box = fields.new_box(
-            [self._verdict, self._bars],
-            *("nbaccel-panel", "nbaccel-memory"),
-        )
-
-    def sync(self) -> None:
-        """Show the present state of the model."""
-        # The bars first: where they do not fit, the verdict takes longer to find a remedy.
-        self._bars.value = bars_html(self._model.bars())
-        # Keeps a bar's place, so that nothing moves away from the mouse when it comes.
-        toggle_class(self._bars, "nbaccel-awaited", self._model.is_memory_postponed)
-        self._verdict.value = verdict_html(self._model.verdict)
-
-
 class FacesPanel:
     """The configuration in one language at a time, and the plan's decisions.
 
@@ -125,28 +96,17 @@ class FacesPanel:
 
     def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model
-        self._shared = fields
-        self._not_chosen = {
-            settings_form.file_name: settings_form.not_chosen for settings_form in settings_forms()
-        }
-        face_names = (*self._not_chosen, *_RUN_FACES)
-        self._picked = face_names[0]
-        self._is_syncing = False
+        self._not_chosen = {form.file_name: form.not_chosen for form in settings_forms()}
+        names = (*self._not_chosen, *_RUN_FACES, _RESOLVED_FACE)
+        self._picked = names[0]
         self._text = fields.new_html()
-        self._buttons = {
-            face_name: fields.new_toggle(face_name, "", f"nbaccel-face-{css_name(face_name)}")
-            for face_name in (*face_names, _RESOLVED_FACE)
-        }
-        for face_name, face_button in self._buttons.items():
-            face_button.observe(
-                # The default binds this name: a closure would see the last one of the loop.
-                lambda change, face_name=face_name: self._pressed(face_name, change.new),
-                "value",
-            )
+        self._toggles = Toggles(fields, self._pressed)
+        for name in names:
+            self._toggles.add(name, name, "", f"nbaccel-face-{css_name(name)}")
         self.box = fields.new_box(
             [
                 fields.new_html(label_html("Shown as", is_hidden=True)),
-                fields.new_row(list(self._buttons.values()), "nbaccel-options"),
+                fields.new_row(list(self._toggles.buttons.values()), "nbaccel-options"),
                 self._text,
             ],
             *("nbaccel-panel", "nbaccel-faces"),
@@ -154,27 +114,16 @@ class FacesPanel:
 
     def sync(self) -> None:
         """Show the present state of the model."""
-        faces_by_name = {face.name: face for face in self._model.faces()}
+        faces = {face.name: face_html(face) for face in self._model.faces()}
+        faces[_RESOLVED_FACE] = resolved_html(self._model.resolved())
         # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
-        name = (
-            self._picked
-            if self._picked in faces_by_name or self._picked == _RESOLVED_FACE
-            else "YAML"
-        )
-        self._is_syncing = True
-        for face_name, button in self._buttons.items():
-            is_missing = face_name not in faces_by_name and face_name != _RESOLVED_FACE
-            button.value = face_name == name
-            button.disabled = is_missing
-            button.tooltip = self._not_chosen.get(face_name, "") if is_missing else ""
-        self._is_syncing = False
-        if name == _RESOLVED_FACE:
-            self._text.value = resolved_html(self._model.resolved())
-        else:
-            self._text.value = face_html(faces_by_name[name])
+        name = self._picked if self._picked in faces else _RUN_FACES[0]
+        for own_name, button in self._toggles.buttons.items():
+            button.disabled = own_name not in faces
+            button.tooltip = self._not_chosen.get(own_name, "") if button.disabled else ""
+        self._toggles.show(name)
+        self._text.value = faces[name]
 
     def _pressed(self, name: str, is_on: bool) -> None:
-        with self._shared.lock:
-            if not self._is_syncing:
-                self._picked = name if is_on else self._picked
-                self.sync()
+        self._picked = name if is_on else self._picked
+        self.sync()

@@ -1,10 +1,10 @@
-"""Where a picker is shown: live widgets and, with them, a table that a saved notebook keeps.
+"""Where a picker is shown: live widgets and, with them, what a saved notebook keeps.
 
-    cell's outputs   [ widgets, live           ]   hide the table as long as they are there
-                     [ table: HTML and text    ]   what GitHub, nbconvert and a reader see
+    cell's outputs   [ widgets, live             ]   hide the other as long as they are there
+                     [ the same table, and text  ]   what GitHub, nbconvert and a reader see
 
-Both are shown before the memory is estimated, which then fills them. The table is renewed a moment
-after a change, or at the end of the cell that made it.
+Both are shown before the memory is estimated, which then fills them. What is kept is renewed a
+moment after a change, or at the end of the cell that made it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.package_origin import install_line
-from nbaccel.notebook.picker.static_table import picker_html, picker_sections, picker_text
+from nbaccel.notebook.picker.form_html import (
+    fits_html,
+    machine_html,
+    rows_of_ways,
+    table_html,
+    taken_html,
+    trained_html,
+)
+from nbaccel.notebook.picker.form_text import picker_sections, picker_text
+from nbaccel.notebook.picker.html import kept_html
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.model import PickerModel
     from nbaccel.notebook.picker.widgets import PickerView
 
-
-__all__ = ["PickerDisplay"]
-
-
-# Several changes in a row renew the table once.
+# Several changes in a row renew them once.
 _RENEWAL_PAUSE_S = 0.3
 _LOCK_PAUSE_S = 0.01
 _WIDGETS_FROM = 7
@@ -69,6 +74,7 @@ class PickerDisplay:
                 print(f"{section}\n", flush=True)
             print(missing_part)
         else:
+            running_shell.events.register("post_run_cell", self._tell_variable)
             self._show_widgets()
 
     def show_once(self) -> None:
@@ -85,7 +91,7 @@ class PickerDisplay:
         # What takes seconds for a large model comes after the form, while the user reads it.
         model = self._model
         with self._lock:
-            estimates = (model.estimate_memory, model.finish_estimate, *model.later_estimates())
+            estimates = (model.estimate_memory, *model.later_estimates())
         try:
             for make_estimate in estimates:
                 with self._lock:
@@ -93,11 +99,19 @@ class PickerDisplay:
                 # Else this thread would have the lock again before one that waits with a click.
                 time.sleep(_LOCK_PAUSE_S)
         finally:
-            # Where this was interrupted, the next change estimates what is missing.
             with self._lock:
-                model.defer_nothing()
                 if model.has_compared and not self._has_compared:
-                    self._changed()  # the table lacks the other precisions
+                    self._changed()  # the other precisions are lacking in what is kept
+
+    def _tell_variable(self, _result: object = None) -> None:
+        """Say how it is used by the name that the cell has given it: known when the cell ends."""
+        running_shell = _running_shell()
+        running_shell.events.unregister("post_run_cell", self._tell_variable)
+        for name, value in running_shell.user_ns.items():
+            is_this = getattr(value, "__dict__", {}).get("_showing") is self
+            if is_this and not name.startswith("_") and self._view and self._view.actions:
+                self._view.actions.tell_variable(name)
+                return
 
     def _show_form(self) -> None:
         from IPython.display import display
@@ -105,7 +119,7 @@ class PickerDisplay:
         with self._lock:
             self._model.postpone_memory()
             live_view = self._live_view()
-            # `display(widget)` would add the widget's repr as text; the table below is the text.
+            # `display(widget)` would add the widget's repr as text; what is below has all of it.
             bundle = {
                 "text/plain": "",
                 _WIDGET_VIEW_MIME: {
@@ -115,8 +129,9 @@ class PickerDisplay:
                 },
             }
             display(bundle, raw=True)  # type: ignore[no-untyped-call]
-            # One id in all cells that show this picker, so that an update reaches each of them.
-            display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+            # The same id in all cells that show this picker, so that an update reaches each.
+            kept = self._kept_output()
+            display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 
     def _live_view(self) -> PickerView:
         if self._view is None:
@@ -134,16 +149,24 @@ class PickerDisplay:
             self._model.observe(self._changed)
         return self._view
 
-    def _table(self) -> dict[str, str]:
+    def _kept_output(self) -> dict[str, str]:
+        """What a saved notebook keeps."""
+        model = self._model
         # What is known: this must keep neither the form nor a click waiting.
-        self._has_compared = self._model.has_compared
-        table_html = picker_html(self._model, self._panels, measures=False)
-        return {
-            "text/html": f'<div class="nbaccel-static {self._css_class}">{table_html}</div>',
-            "text/plain": picker_text(self._model, self._panels, measures=False),
-        }
+        self._has_compared = model.has_compared
+        text = picker_text(model, self._panels, measures=False)
+        parts = []
+        if self._is_whole:
+            parts = [trained_html(model), machine_html(model), fits_html(model, is_live=False)]
+            if candidates := model.shown_candidates():
+                rows = rows_of_ways(
+                    candidates, compares=model.compares_precisions, best_mark=model.best_mark
+                )
+                parts.append(table_html(rows, model.precision_hint))
+            parts.append(taken_html(model))
+        return {"text/html": kept_html(self._css_class, parts, text), "text/plain": text}
 
-    # ---------------------------------------------------------------- keeping the table up to date
+    # ---------------------------------------------------------------- keeping them up to date
     def _changed(self) -> None:
         running_shell = _running_shell()
         if self._is_stale or running_shell is None:
@@ -160,14 +183,15 @@ class PickerDisplay:
         from IPython.display import update_display
 
         with self._lock:
-            # Both the event and the timer call this; the first one renews the table.
+            # Both the event and the timer call this; the first one renews them.
             if not self._is_stale:
                 return
             self._is_stale = False
             running_shell = _running_shell()
             if running_shell is not None:
                 running_shell.events.unregister("post_run_cell", self._renew)
-            update_display(self._table(), raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
+            kept = self._kept_output()
+            update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 
 
 def _running_shell() -> Any:

@@ -17,54 +17,16 @@ from nbaccel.config.capabilities import device_row
 from nbaccel.memory.model_size import refuse_unsized
 from nbaccel.plan import Inventory, Plan, registry
 
-__all__ = [
-    "MachinePart",
-    "TrainedModel",
-    "check_model_and_batch",
-    "describe_batch",
-    "describe_model",
-    "machine_parts",
-    "samples_sentence",
-]
-
 _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model in numbers.
-
-    Attributes:
-        name: The name of its class.
-        num_parameters: Elements of all parameters, tied ones once.
-        num_tensors: Parameters, tied ones once.
-        layers: Its repeated layers, ``32 LlamaDecoderLayer``; empty where none is repeated.
-        formats: The number formats of its parameters, the most frequent first.
-        num_tied: How many names share the tensor of another name.
-        is_on_meta: Whether it has shapes only, and no memory.
-    """
+    """A model: the name of its class, and its numbers in one line."""
 
     name: str
-    num_parameters: int
-    num_tensors: int
-    layers: str
-    formats: tuple[str, ...]
-    num_tied: int
-    is_on_meta: bool
-
-    def facts(self) -> str:
-        """The numbers in one line."""
-        tied_text = f"{count_noun(self.num_tied, 'tied weight')}" if self.num_tied else ""
-        parameters_text = (
-            f"{_short_count(self.num_parameters)} parameters in "
-            f"{count_noun(self.num_tensors, 'tensor')}"
-        )
-        meta_text = "on meta: shapes only" if self.is_on_meta else ""
-        formats_text = ", ".join(self.formats)
-        return " · ".join(
-            filter(None, (parameters_text, self.layers, formats_text, tied_text, meta_text))
-        )
+    facts: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +43,24 @@ class MachinePart:
 
 
 def describe_model(module: Any) -> TrainedModel:
-    """Count a model."""
-    named_parameters = list(module.named_parameters(remove_duplicate=False))
+    """Count a model, tied weights once."""
+    named = list(module.named_parameters(remove_duplicate=False))
     # By id, not by address: all tensors on `meta` have the address 0.
-    distinct_parameters = {id(parameter): parameter for _, parameter in named_parameters}.values()
+    parameters = {id(parameter): parameter for _, parameter in named}.values()
     format_sizes: Counter[str] = Counter()
-    for parameter in distinct_parameters:
+    for parameter in parameters:
         format_sizes[str(parameter.dtype).removeprefix("torch.")] += int(parameter.numel())
-    return TrainedModel(
-        name=type(module).__name__,
-        num_parameters=sum(format_sizes.values()),
-        num_tensors=len(distinct_parameters),
-        layers=_repeated_layers(module),
-        formats=tuple(format_name for format_name, _ in format_sizes.most_common()),
-        num_tied=len(named_parameters) - len(distinct_parameters),
-        is_on_meta=any(bool(parameter.is_meta) for parameter in distinct_parameters),
+    num_tied = len(named) - len(parameters)
+    is_on_meta = any(bool(parameter.is_meta) for parameter in parameters)
+    facts = (
+        f"{_short_count(format_sizes.total())} parameters in "
+        f"{count_noun(len(parameters), 'tensor')}",
+        _repeated_layers(module),
+        ", ".join(name for name, _ in format_sizes.most_common()),
+        count_noun(num_tied, "tied weight") if num_tied else "",
+        "on meta: shapes only" if is_on_meta else "",
     )
+    return TrainedModel(type(module).__name__, " · ".join(filter(None, facts)))
 
 
 def describe_batch(sample_batch: Any) -> str:
@@ -143,7 +107,7 @@ def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str
     factors += [f"{world_size} processes"] if world_size > 1 else []
     if len(factors) == 1:
         return f"{count_noun(total, 'sample')} per step."
-    return f"{count_noun(total, 'sample')} per step: {' * '.join(factors)}."
+    return f"{count_noun(total, 'sample')} per step: {' times '.join(factors)}."
 
 
 def _unit_size(total_bytes: int, free_bytes: int) -> str:
@@ -157,19 +121,14 @@ def _unit_size(total_bytes: int, free_bytes: int) -> str:
 
 def _repeated_layers(module: Any) -> str:
     """The kind of child that stands most often below one parent, if it has parameters."""
-    best_count = 1
-    best_name = ""
-    for parent_module in module.modules():
-        kinds = Counter(
-            type(child_module).__name__
-            for child_module in parent_module.children()
-            if next(iter(child_module.parameters()), None) is not None
+    most: tuple[str, int] = ("", 1)
+    for parent in module.modules():
+        children = (
+            one for one in parent.children() if next(iter(one.parameters()), None) is not None
         )
-        for kind_name, kind_count in kinds.most_common(1):
-            if kind_count > best_count:
-                best_count = kind_count
-                best_name = kind_name
-    return f"{best_count} {best_name}" if best_name else ""
+        for found in Counter(type(child).__name__ for child in children).most_common(1):
+            most = max(most, found, key=lambda one: one[1])
+    return f"{most[1]} {most[0]}" if most[0] else ""
 
 
 def _shapes_of(batch_part: Any, part_name: str) -> Iterator[str]:

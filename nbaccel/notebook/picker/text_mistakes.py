@@ -1,7 +1,7 @@
 """Mistakes of a configuration at the lines of its text.
 
-A syntax error knows its line from the decoder; a mistake in a value names its key, whose place is
-looked up in the text, section by section.
+A syntax error knows its line from the decoder; a mistake in a value names its key, which YAML's
+parser finds in the text: JSON is YAML, too, once its tabs are spaces.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import yaml
+
 from nbaccel.base.errors import ConfigError
 
-__all__ = ["TextMistake", "key_lines", "mistakes_in_text"]
-
 KeyPath = tuple[str, ...]
-_JSON_MARK = re.compile(r'"(?:\\.|[^"\\\n])*"|[{}\[\],:]')
-_YAML_KEY = re.compile(r"^(\s*)(?:- )?([\"']?)([\w.\-]+)\2\s*:", re.MULTILINE)
 _KEY_END = re.compile(r"[\s=:]")
 _LAST_COMMA = "nothing follows this comma: remove it"
 _OTHER_QUOTES = tuple("'`\u2018\u2019\u201c\u201d\u201e")
@@ -59,8 +57,7 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
 
 def key_lines(text: str) -> dict[KeyPath, int]:
     """Where each key stands."""
-    is_json = text.lstrip().startswith(("{", "["))
-    return dict(_json_keys(text) if is_json else _yaml_keys(text))
+    return dict(_keys_of(yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader), ()))
 
 
 def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
@@ -89,39 +86,15 @@ def _json_words(error: json.JSONDecodeError) -> tuple[int, str]:
     return error.lineno, error.msg
 
 
-def _json_keys(text: str) -> Iterator[tuple[KeyPath, int]]:
-    open_sections: list[str] = []
-    last_string = ""
-    last_string_line = 1
-    section_name = ""
-    for found_match in _JSON_MARK.finditer(text):
-        mark = found_match[0]
-        if mark[0] == '"':
-            last_string = mark[1:-1]
-            last_string_line = text.count("\n", 0, found_match.start()) + 1
-        elif mark == ":":
-            section_name = last_string
-            yield (*filter(None, open_sections), last_string), last_string_line
-        elif mark in "{[":
-            # The outermost braces have no name, and neither have items of a list.
-            open_sections.append(section_name)
-            section_name = ""
-        elif mark in "}]" and open_sections:
-            open_sections.pop()
-            section_name = ""
-        else:
-            section_name = ""
-
-
-def _yaml_keys(text: str) -> Iterator[tuple[KeyPath, int]]:
-    sections: list[tuple[int, str]] = []
-    for key_match in _YAML_KEY.finditer(text):
-        indentation = len(key_match[1].expandtabs().replace("\n", ""))
-        while sections and sections[-1][0] >= indentation:
-            sections.pop()
-        sections.append((indentation, key_match[3]))
-        line = text.count("\n", 0, key_match.start(3)) + 1
-        yield tuple(name for _, name in sections), line
+def _keys_of(node: yaml.Node | None, section: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+    if isinstance(node, yaml.SequenceNode):  # its items have no name
+        for item in node.value:
+            yield from _keys_of(item, section)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = (*section, str(key.value))
+            yield path, key.start_mark.line + 1
+            yield from _keys_of(value, path)
 
 
 def _line_of(mistake: str, lines: dict[KeyPath, int]) -> int | None:

@@ -17,23 +17,32 @@ import ipywidgets as w
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.notebook.picker.all_settings import AllSettings
-from nbaccel.notebook.picker.choices import PANELS, taken_settings, title_of
-from nbaccel.notebook.picker.fields import FieldLook, SettingField, SharedFields, field_for
+from nbaccel.notebook.picker.choices import taken_settings, title_of
+from nbaccel.notebook.picker.fields import (
+    FieldLook,
+    HtmlPart,
+    SettingField,
+    SharedFields,
+    field_for,
+)
+from nbaccel.notebook.picker.form_html import (
+    machine_html,
+    rows_of_places,
+    table_html,
+    taken_html,
+    trained_html,
+    use_html,
+)
 from nbaccel.notebook.picker.html import error_html, front_html, heading_html, remarks_html
 from nbaccel.notebook.picker.json_editor import CarryOut, ConfigEditor
-from nbaccel.notebook.picker.panels import FacesPanel, FoldedSection, MemoryPanel
-from nbaccel.notebook.picker.strip import CandidateStrip, ProposalsPanel, TakenLine
-from nbaccel.notebook.picker.strip_html import machine_html, trained_html, use_html
+from nbaccel.notebook.picker.panels import FacesPanel, FoldedSection
+from nbaccel.notebook.picker.strip import CandidateStrip, ProposalsPanel
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.candidates import Candidate
-    from nbaccel.notebook.picker.choices import Setting
+    from nbaccel.memory.settings_form import Setting
+    from nbaccel.memory.suggesting import Proposal
+    from nbaccel.memory.ways import Candidate
     from nbaccel.notebook.picker.model import PickerModel
-    from nbaccel.notebook.picker.suggesting import Proposal
-
-
-__all__ = ["ActionsRow", "PickerView"]
-
 
 _SUGGEST = "Suggest"
 _NO_CHANGE = "Nothing has been changed yet"
@@ -61,11 +70,11 @@ class ActionsRow:
         self._proposals = ProposalsPanel(fields, self._take)
         self._suggest = fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
         self._undo = fields.new_button("Undo", "nbaccel-undo", self._on_undo)
-        widget = fields.new_html(use_html(), "nbaccel-use")
+        self._use = fields.new_html(use_html("picker"), "nbaccel-use")
         section = FoldedSection(
             "Copy as", (), model, fields, self._make_faces, css_class="nbaccel-opens-faces"
         )
-        row = fields.new_row([self._suggest, self._undo, widget, section.box], "nbaccel-actions")
+        row = fields.new_row([self._suggest, self._undo, self._use, section.box], "nbaccel-actions")
         self.box = fields.new_box([self._proposals.box, row], "nbaccel-foot")
 
     def sync(self) -> None:
@@ -78,6 +87,10 @@ class ActionsRow:
         refusal = self._model.suggest_refusal
         self._suggest.disabled = bool(refusal)
         self._suggest.tooltip = refusal or "Propose settings that fit"
+
+    def tell_variable(self, name: str) -> None:
+        """Say how what was chosen is used, by the variable that holds the picker."""
+        self._use.value = use_html(name)
 
     def _make_faces(self) -> list[w.Widget]:
         self._faces = FacesPanel(self._model, self._shared)
@@ -104,7 +117,6 @@ class ActionsRow:
 
 
 _ON_WHAT = ("num_processes", "mixed_precision")
-_FEW_SECTIONS = 2  # more of them lie below one "Advanced"
 
 
 class PickerView:
@@ -112,6 +124,7 @@ class PickerView:
 
     Attributes:
         root: The widget that holds all others.
+        actions: The line at the bottom; None where one part of the form is shown.
     """
 
     def __init__(
@@ -129,12 +142,12 @@ class PickerView:
         # Those of the list of all settings, each made when it is first shown.
         self._listed: dict[str, SettingField] = {}
         self._first: list[SettingField] = []
-        self._sections: list[FoldedSection] = []
         self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
         widget = self._shared.new_html(front_html(hidden_class), "nbaccel-front")
         self._messages = self._shared.new_html()
+        self.actions: ActionsRow | None = None
         self._parts: list[_ViewPart] = []
         inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
         self.root = self._shared.new_box([widget, *inside], "nbaccel-picker")
@@ -146,8 +159,6 @@ class PickerView:
         with self._lock:
             for field in list(self._all_fields()):
                 field.sync()
-            for section in self._sections:
-                section.sync()
             for part in self._parts:
                 part.sync()
             self._tell()
@@ -234,17 +245,19 @@ class PickerView:
         """The three questions, what was taken, and everything else folded."""
         shared = self._shared
         trained = shared.new_html(trained_html(self._model), "nbaccel-part-1")
-        machine = _MachineLine(self._model, shared)
+        machine = HtmlPart(shared, "nbaccel-machine", lambda: machine_html(self._model))
         on_what = [self._field(self._model.setting(name), "brief") for name in _ON_WHAT]
         strip = CandidateStrip(self._model, shared, self._take)
-        taken = TakenLine(self._model, shared)
+        taken = HtmlPart(shared, "nbaccel-taken-line", lambda: taken_html(self._model))
         taken_fields = [self._field(setting, "usable") for setting in taken_settings()]
         all_settings = AllSettings(self._model, shared, panel_names, self._listed_field)
-        memory = _FoldedMemory(self._model, shared)
+        memory = FoldedSection(
+            "Memory place by place", (), self._model, shared, lambda: [self._places_box()]
+        )
         editor = ConfigEditor(self._model, shared, self.carry_out)
-        actions = ActionsRow(self._model, shared, self.carry_out)
-        self._parts = [machine, strip, taken, all_settings, memory, editor, actions]
-        folded = [all_settings.section.box, editor.section.box, memory.section.box]
+        self.actions = actions = ActionsRow(self._model, shared, self.carry_out)
+        self._parts = [machine, strip, taken, all_settings, editor, actions]
+        folded = [all_settings.section.box, editor.section.box, memory.box]
         return [
             trained,
             shared.new_row([machine.box, *(field.box for field in on_what)], "nbaccel-part-2"),
@@ -261,9 +274,29 @@ class PickerView:
             actions.box,
         ]
 
+    def _places_box(self) -> w.Widget:
+        """The memory of each device, the host and the disk."""
+        places = HtmlPart(
+            self._shared, "nbaccel-memory", lambda: table_html(rows_of_places(self._model.bars()))
+        )
+        self._parts.append(places)
+        return places.box
+
     def _panels(self, panel_names: Sequence[str]) -> list[w.Widget]:
-        panel_boxes = [self._panel(panel_name) for panel_name in panel_names]
-        return [self._shared.new_box(panel_boxes), self._messages]
+        """Parts of the form: their common settings, and below them the others, folded."""
+        all_settings = AllSettings(self._model, self._shared, panel_names, self._listed_field)
+        self._parts.append(all_settings)
+        boxes = []
+        for name in panel_names:
+            settings = self._model.settings(name)
+            common = [
+                self._listed_field(setting).box for setting in settings if not setting.section
+            ]
+            others = [setting for setting in settings if setting.section]
+            heading = self._shared.new_html(heading_html(title_of(name)))
+            inside = [heading, *common, *all_settings.sections_of(name, others)]
+            boxes.append(self._shared.new_box(inside, "nbaccel-panel", f"nbaccel-panel-{name}"))
+        return [self._shared.new_box(boxes), self._messages]
 
     def _take(self, candidate: Candidate) -> None:
         self.carry_out(lambda: self._model.take(candidate.name, candidate.precision))
@@ -277,73 +310,3 @@ class PickerView:
         if setting.name not in self._listed:
             self._listed[setting.name] = field_for(setting, self._model, self._choose, self._shared)
         return self._listed[setting.name]
-
-    def _panel(self, name: str) -> w.Widget:
-        settings = self._model.settings(name)
-        sections: dict[str, list[Setting]] = {}
-        for setting in settings:
-            sections.setdefault(setting.section, []).append(setting)
-        first = self._made(sections.pop("", []))
-        heading = self._shared.new_html(heading_html(title_of(name)))
-        return self._shared.new_box(
-            [heading, *first, *self._below(sections)], "nbaccel-panel", f"nbaccel-panel-{name}"
-        )
-
-    def _below(self, sections: dict[str, list[Setting]]) -> list[w.Widget]:
-        """Sections that are opened on demand: a few one by one, many below one heading."""
-        if len(sections) <= _FEW_SECTIONS:
-            return [self._section(name, group).box for name, group in sections.items()]
-        all_settings = [setting for group in sections.values() for setting in group]
-        # Its sections are made when it is opened: every widget costs messages to the page.
-        advanced = FoldedSection(
-            "Advanced",
-            all_settings,
-            self._model,
-            self._shared,
-            lambda: [self._section(name, group).box for name, group in sections.items()],
-        )
-        self._sections.append(advanced)
-        return [advanced.box]
-
-    def _section(self, name: str, settings: Sequence[Setting]) -> FoldedSection:
-        title = name if name not in map(title_of, PANELS) else "Advanced"
-        section = FoldedSection(
-            title, settings, self._model, self._shared, lambda: self._made(settings)
-        )
-        self._sections.append(section)
-        return section
-
-    def _made(self, settings: Sequence[Setting]) -> list[w.Widget]:
-        return [self._listed_field(setting).box for setting in settings]
-
-
-class _MachineLine:
-    """The machine, piece by piece; which of it is used changes with the choices."""
-
-    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
-        self._model = model
-        self.box = fields.new_html("", "nbaccel-machine")
-
-    def sync(self) -> None:
-        """Show the present state of the model."""
-        self.box.value = machine_html(self._model)
-
-
-class _FoldedMemory:
-    """The memory of each device, the host and the disk, made when it is opened."""
-
-    def __init__(self, model: PickerModel, fields: SharedFields) -> None:
-        self._model = model
-        self._shared = fields
-        self._panel: MemoryPanel | None = None
-        self.section = FoldedSection("Memory place by place", (), model, fields, self._make)
-
-    def sync(self) -> None:
-        """Show the present state of the model."""
-        if self._panel is not None:
-            self._panel.sync()
-
-    def _make(self) -> list[w.Widget]:
-        self._panel = MemoryPanel(self._model, self._shared)
-        self._panel.sync()
-        return [self._panel.box]

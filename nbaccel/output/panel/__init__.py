@@ -1,12 +1,15 @@
 """What a launch, or a cell of live workers, shows of itself while it runs.
 
 facts       the facts, by rank: no drawing
-rank_times  where ranks' time goes, compared, and as bars: who waits for whom
+rank_times  where ranks' time goes, compared: who waits for whom
 time_left   what is left of a training
+advice      what is wrong, and what to do; earlier_runs: what it compares with
 words       from the facts to text
 curves      from the facts to charts
-live_html   from all of these to HTML
-run_panel   the panel as widgets, with its buttons
+html_parts  pieces of HTML, for the panel, the summary and reports
+live_html   from all of these to the panel
+run_notes   which runs go on, for `nbaccel status`
+reopened_pages  pages that are reloaded, or opened again, while a run goes on
 display     the panel in its place: a cell's output that is changed, or lines in a terminal
 following   keeps the panel up to date while workers are listened to
 """

@@ -6,20 +6,25 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from nbaccel.base.units import number_ranges
+from nbaccel.base.units import count_noun, number_ranges
+from nbaccel.output.panel.earlier_runs import earlier_throughput, throughput
 from nbaccel.output.panel.facts import RankFacts, RunBoard
 from nbaccel.output.panel.rank_times import RankTimes
 
-__all__ = ["advice_of"]
-
 _LEAST_S = 2.0  # of training, before its shares mean something
 _LEAST_DATA_SHARE = 0.3
+_LEAST_GAIN = 1.2  # below it more ranks are hardly faster
 
 
 def advice_of(board: RunBoard) -> list[str]:
     """Sentences, the most urgent first; none where nothing is wrong."""
     times = [one for one in board.times.by_rank() if one.steady_s >= _LEAST_S]
-    return [*_no_numbers(board.ranks.values()), *_alone(board, times), *_data(times)]
+    return [
+        *_no_numbers(board.ranks.values()),
+        *_alone(board, times),
+        *_data(times),
+        *_not_worth(board),
+    ]
 
 
 def _no_numbers(ranks: Iterable[RankFacts]) -> Iterator[str]:
@@ -41,8 +46,12 @@ def _no_numbers(ranks: Iterable[RankFacts]) -> Iterator[str]:
 def _alone(board: RunBoard, times: Sequence[RankTimes]) -> Iterator[str]:
     """Of several ranks that have trained, and none was ever in a process group."""
     ranks = board.ranks.values()
-    has_trained = all(facts.steps and facts.histories for facts in ranks)
-    if len(times) == len(ranks) > 1 and has_trained and not any(one.had_group for one in ranks):
+    has_trained = all(facts.told.steps and facts.histories for facts in ranks)
+    if (
+        len(times) == len(ranks) > 1
+        and has_trained
+        and not any(one.told.had_group for one in ranks)
+    ):
         yield (
             f"Ranks {number_ranges(board.ranks)} have exchanged nothing: each trains a model of "
             "its own, perhaps on the same data. Accelerator.prepare or DistributedDataParallel "
@@ -60,4 +69,20 @@ def _data(times: Sequence[RankTimes]) -> Iterator[str]:
             f"{100 * share:.0f} % of the time goes into waiting for data. Let the DataLoader read "
             "ahead in processes of its own (num_workers=2 or more, persistent_workers=True), or "
             "prepare the samples once before."
+        )
+
+
+def _not_worth(board: RunBoard) -> Iterator[str]:
+    """Of ranks that do hardly more together than fewer did in an earlier run of the function."""
+    earlier = earlier_throughput(board)
+    rate = throughput(board)
+    if earlier is None or rate is None:
+        return
+    num_before, rate_before = earlier
+    if rate < _LEAST_GAIN * rate_before:
+        ranks = count_noun(num_before, "rank")
+        yield (
+            f"{len(board.ranks)} ranks do {rate / rate_before:.2f} times the samples per second of "
+            f"{ranks} (an earlier run of {board.title}), which is not worth it. Use "
+            f"num_processes={num_before}, larger batches, or a device for each rank."
         )

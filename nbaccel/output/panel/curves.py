@@ -4,78 +4,117 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from nbaccel.base.metric_history import Point
-from nbaccel.output.chart import LOGARITHMIC_RATIO, ChartLine, line_chart, smoothed
-from nbaccel.output.panel.facts import RunBoard, mean_points
+from nbaccel.output.chart import ChartLine, is_drawn, line_chart
 from nbaccel.output.panel.words import plain_text
 
-__all__ = ["is_logarithmic", "metric_chart", "metric_lines", "smoothed_value"]
+Curves = Mapping[int, Sequence[Point]]
+"""Rank → the points of a metric."""
 
+LOGARITHMIC_RATIO = 8.0  # of highest to lowest
 _MAX_RANK_LINES = 16
 _MIN_SMOOTHED_POINTS = 8
 _MAX_DECAY = 0.9
 _NOISY_SHARE = 0.25  # of the steps that go against the one before
-_MAX_MARKS = 12
+_MEAN_POINTS = 120
+_MOST_POINTS = 240
+_MAX_MARKS = 8
 _NAME_CHARS = 40
 
 
 def metric_chart(
-    board: RunBoard,
-    name: str,
-    *,
-    is_small: bool = False,
-    log_y: bool | None = None,
-    as_image: bool = False,
+    curves: Curves, name: str, marks: Sequence[tuple[float, str]] = (), **form: Any
 ) -> str:
-    """A metric over the steps, as an SVG element; empty where there is less than a line."""
-    curves = board.curves(name)
+    """A metric over the steps; empty where there is less than a line."""
     if max(map(len, curves.values()), default=0) < 2:
         return ""
-    leading = board.leading_rank
+    return chart_of(metric_lines(curves), name, marks, **form)
+
+
+def chart_of(
+    lines: Sequence[ChartLine], name: str, marks: Sequence[tuple[float, str]] = (), **form: Any
+) -> str:
+    """Lines as a chart; `form` is that of `line_chart`."""
+    lines = [line._replace(points=_thinned(line.points)) for line in lines]
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    form = {"log_y": is_logarithmic(y for line in lines for _, y in line.points)} | form
+    stride = math.ceil(len(marks) / _MAX_MARKS) or 1
     return line_chart(
-        metric_lines(curves),
+        lines,
         title=plain_text(name, _NAME_CHARS),
-        x_label="step",
-        marks=few_marks(leading.loop.marks) if leading is not None else (),
-        width=320 if is_small else 480,
-        height=110 if is_small else 150,
-        log_y=is_logarithmic(board, name) if log_y is None else log_y,
-        as_image=as_image,
+        marks=[(step, plain_text(text, _NAME_CHARS)) for step, text in marks[::stride]],
+        **form,
     )
 
 
-def is_logarithmic(board: RunBoard, name: str) -> bool:
-    """Whether a metric's range asks for a logarithmic axis: a loss falls fast at first."""
-    points = itertools.chain.from_iterable(board.curves(name).values())
-    values = [value for _, value in points if math.isfinite(value)]
-    return bool(values) and min(values) > 0 and max(values) / LOGARITHMIC_RATIO >= min(values)
+def is_logarithmic(values: Iterable[float]) -> bool:
+    """Whether a logarithmic axis shows more: a loss falls fast, and then is a flat line."""
+    values = [value for value in values if is_drawn(value)]
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
+    if low <= 0 or high / LOGARITHMIC_RATIO < low:
+        return False
+    # Not for a learning rate that falls evenly to nearly nothing: whichever scale has as many
+    # values above its middle as below shows more of them.
+    median = statistics.median(values)
+    place = (median - low) / (high - low)
+    log_place = (math.log(median) - math.log(low)) / (math.log(high) - math.log(low))
+    return abs(log_place - 0.5) < abs(place - 0.5)
 
 
-def smoothed_value(board: RunBoard, name: str) -> float | None:
-    """The latest value of a metric's smoothed mean; None where there are too few values."""
-    points = mean_points(board.curves(name).values())
-    return _smooth(points)[-1][1] if len(points) >= _MIN_SMOOTHED_POINTS else None
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Of many points the lowest, the highest and one that is no number of each stretch."""
+    points = [point for point in points if is_drawn(point[0])]
+    if len(points) <= _MOST_POINTS:
+        return points
+    kept = {0, len(points) - 1}
+    num_stretches = (_MOST_POINTS - 2) // 3
+    edges = [number * len(points) // num_stretches for number in range(num_stretches + 1)]
+    for start, end in itertools.pairwise(edges):
+        finite = [place for place in range(start, end) if is_drawn(points[place][1])]
+        kept.update([place for place in range(start, end) if not is_drawn(points[place][1])][:1])
+        if finite:
+            kept.add(min(finite, key=lambda place: points[place][1]))
+            kept.add(max(finite, key=lambda place: points[place][1]))
+    return [points[place] for place in sorted(kept)]
 
 
-def metric_lines(curves: Mapping[int, Sequence[Point]]) -> list[ChartLine]:
+def metric_lines(curves: Curves) -> list[ChartLine]:
     """The lines of one metric's chart: ranks thin, their mean thick and smoothed if it is noisy."""
     is_alone = len(curves) == 1
     ranks = [
         ChartLine(f"rank {rank}", points, "raw" if is_alone else "rank")
         for rank, points in itertools.islice(curves.items(), _MAX_RANK_LINES)
     ]
-    if is_alone:
-        name = ranks[0].name
-        points = ranks[0].points
-    else:
-        name = "mean of ranks"
-        points = mean_points(curves.values())
+    name = ranks[0].name if is_alone else "mean of ranks"
+    points = ranks[0].points if is_alone else mean_points(curves.values())
     if _is_noisy([value for _, value in points]):
         return [*ranks, ChartLine(f"{name}, smoothed", _smooth(points), "mean")]
     # Drawn as it is, it would cover the only rank's own line.
-    return [*([] if is_alone else ranks), ChartLine(name, points, "mean")]
+    ranks = [] if is_alone else ranks
+    return [*ranks, ChartLine(name, points, "mean")] if points else ranks
+
+
+def mean_points(curves: Iterable[Sequence[Point]], max_points: int = _MEAN_POINTS) -> list[Point]:
+    """The mean of all ranks over the steps."""
+    finite = [[point for point in points if math.isfinite(point[1])] for points in curves]
+    points = sorted(itertools.chain.from_iterable(finite))
+    # Only finite ones: else there would be more groups than steps, and a rank's alone in some.
+    longest = max(map(len, finite), default=0)
+    num_groups = min(longest, max_points, len(points))
+    edges = [place * len(points) // num_groups for place in range(num_groups + 1) if num_groups]
+    means = []
+    for first, last in itertools.pairwise(edges):
+        group = points[first:last]
+        step = math.fsum(step for step, _ in group) / len(group)
+        means.append((step, math.fsum(value / len(group) for _, value in group)))
+    return means
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
@@ -90,14 +129,27 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
     ]
 
 
+def smoothed(values: Sequence[float], decay: float) -> list[float]:
+    """An exponential moving average whose start is not pulled towards zero.
+
+    The average starts at zero, and after `t` values it holds `1 - decay**t` of their weight;
+    dividing by that corrects it, as for the moments of Adam (Kingma & Ba 2015, section 3).
+    """
+    smooth_values = []
+    average = 0.0
+    left_weight = 1.0
+    for value in values:
+        if not math.isfinite(value):
+            smooth_values.append(value)
+            continue
+        average = decay * average + (1 - decay) * value
+        left_weight *= decay
+        smooth_values.append(average / (1 - left_weight))
+    return smooth_values
+
+
 def _is_noisy(values: Sequence[float]) -> bool:
     """Whether a curve often turns; smoothing would only delay one that does not."""
     rises = [after > before for before, after in itertools.pairwise(values) if after != before]
     turns = sum(after != before for before, after in itertools.pairwise(rises))
     return len(rises) >= _MIN_SMOOTHED_POINTS and turns > _NOISY_SHARE * len(rises)
-
-
-def few_marks(marks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """The starts of epochs, so few of them that their names can be read."""
-    stride = -(-len(marks) // _MAX_MARKS) or 1
-    return [(step, plain_text(name, _NAME_CHARS)) for step, name in marks[::stride]]

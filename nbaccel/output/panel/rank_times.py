@@ -4,16 +4,10 @@ A rank's time in collectives is that of the exchange itself and of waiting for o
 that comes last waits for nobody, so the least time of all ranks is the exchange's, and what a rank
 has above that is waiting. It is compared interval by interval, because another rank may be last in
 each.
-
-Where ranks' time goes, as bars: one per rank in a report, one of all ranks in the panel.
-
-Parts differ in pattern as well as in colour, and their percentages stand beside them as text.
 """
 
 from __future__ import annotations
 
-import bisect
-import html
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,20 +18,9 @@ from nbaccel.base.units import format_seconds
 if TYPE_CHECKING:
     from nbaccel.base.spent_time import SpentTime
 
-__all__ = [
-    "TIME_KINDS",
-    "RankTimes",
-    "SlowestRank",
-    "TimeComparison",
-    "mean_time_html",
-    "part_of_time",
-    "percent_of",
-    "rank_bars_html",
-    "slowest_sentence",
-    "spent_s",
-    "starting_sentence",
-]
 
+TIME_KINDS = ("computing", "communicating", "waiting for data", "waiting for others")
+_LEAST_STARTING_SHARE = 0.02  # of the time, to be worth saying
 _INTERVAL_S = 2.0
 """Ranks report at different moments, a quarter of a second apart: over shorter intervals that
 difference would count as waiting."""
@@ -68,6 +51,12 @@ class RankTimes:
     """What the first step computed for longer than the second; in no other part."""
 
     @property
+    def parts(self) -> dict[str, float]:
+        """`TIME_KINDS`, each with its seconds."""
+        seconds = (self.computing_s, self.communicating_s, self.data_s, self.waiting_s)
+        return dict(zip(TIME_KINDS, seconds, strict=True))
+
+    @property
     def steady_s(self) -> float:
         """The time of which shares are told: without the start, which is no part of a step."""
         return self.total_s - self.starting_s
@@ -87,9 +76,8 @@ class SlowestRank:
 class TimeComparison:
     """Compares the times of ranks as they are reported."""
 
-    def __init__(self, worker_ranks: Iterable[int], interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, worker_ranks: Iterable[int]) -> None:
         self._ranks = frozenset(worker_ranks)
-        self._interval_s = interval_s
         self._interval_start: float | None = None
         self._latest: dict[int, SpentTime] = {}
         self._samples: dict[int, list[tuple[float, float]]] = {}
@@ -115,11 +103,14 @@ class TimeComparison:
         interval_end = min(rank_samples[-1][0] for rank_samples in self._samples.values())
         if self._interval_start is None:
             self._interval_start = max(samples[0][0] for samples in self._samples.values())
-        if interval_end - self._interval_start < self._interval_s:
+        if interval_end - self._interval_start < _INTERVAL_S:
             return
+        import numpy as np  # here: most cells compare no ranks, and it takes a tenth of a second
+
         added_s = {}
         for rank, rank_samples in self._samples.items():
-            at_end = _interpolate(rank_samples, interval_end)
+            times, seconds = zip(*rank_samples, strict=True)
+            at_end = float(np.interp(interval_end, times, seconds))
             added_s[rank] = at_end - rank_samples[0][1]
             later = [sample for sample in rank_samples if sample[0] > interval_end]
             self._samples[rank] = [(interval_end, at_end), *later]
@@ -180,51 +171,6 @@ def _add_waiting(
     waited_for[last_rank] = waited_for.get(last_rank, 0.0) + others_s / (len(added_s) - 1)
 
 
-def _interpolate(samples: list[tuple[float, float]], wanted_time: float) -> float:
-    """The value at a time between the first and the last sample."""
-    place = bisect.bisect_left(samples, (wanted_time,))
-    if place == 0:
-        return samples[0][1]
-    if place == len(samples):
-        return samples[-1][1]
-    (time_before, value_before), (time_after, value_after) = samples[place - 1 : place + 1]
-    if time_after <= time_before:
-        return value_after
-    part = (wanted_time - time_before) / (time_after - time_before)
-    return value_before + part * (value_after - value_before)
-
-
-TIME_KINDS = {
-    "computing": "computing",
-    "communicating": "communicating",
-    "data": "waiting for data",
-    "waiting": "waiting for others",
-}
-"""Parts of a rank's time: as attributes of `RankTimes` without `_s`, and in words."""
-
-_MOST_BARS = 16
-_LEAST_STARTING_SHARE = 0.02  # of the time, to be worth saying
-_HIDDEN = 'aria-hidden="true"'
-# White lines on the colour, in another direction for each: no colour is needed to tell them apart.
-_STRIPES = "repeating-linear-gradient({angle},rgba(255,255,255,0.45) 0 2px,transparent 2px 6px)"
-_BAR_LOOKS = {
-    "computing": "background-color:#1976d2",
-    "communicating": f"background-color:#d9730d;background-image:{_STRIPES.format(angle='45deg')}",
-    "data": f"background-color:#8e44ad;background-image:{_STRIPES.format(angle='90deg')}",
-    "waiting": (
-        f"background-color:#7b8794;background-image:{_STRIPES.format(angle='45deg')},"
-        f"{_STRIPES.format(angle='135deg')}"
-    ),
-}
-"""Colour and pattern apart: of a notebook that is not trusted JupyterLab drops the patterns."""
-
-
-def part_of_time(times: RankTimes, kind: str) -> float:
-    """Seconds of one of `TIME_KINDS`."""
-    seconds: float = getattr(times, f"{kind}_s")
-    return seconds
-
-
 def spent_s(seconds: float) -> str:
     """A duration as it is shown."""
     return format_seconds(seconds) if seconds >= 0.0005 else "0"
@@ -256,21 +202,21 @@ def slowest_sentence(slowest: SlowestRank | None, timed_ranks: Sequence[RankTime
 
 def _reason_of(slowest: SlowestRank, ranks: Sequence[RankTimes]) -> str:
     """In what it spends more than the others."""
-    own_times = next((times for times in ranks if times.rank == slowest.rank), None)
+    own = next((times for times in ranks if times.rank == slowest.rank), None)
     others = [times for times in ranks if times.rank != slowest.rank]
-    if own_times is None or not others:
+    if own is None or not others:
         return ""
-    more_data_s = own_times.data_s - statistics.fmean(times.data_s for times in others)
-    more_computing_s = own_times.computing_s - statistics.fmean(
-        times.computing_s for times in others
-    )
-    more_starting_s = own_times.starting_s - statistics.fmean(times.starting_s for times in others)
-    more_s, words = max(
-        (more_data_s, "waits longer for data"),
-        (more_computing_s, "computes longer"),
-        (more_starting_s, "starts longer in its first step"),
-    )
-    return words if more_s > slowest.waited_s / 4 else ""
+    words = {
+        "data_s": "waits longer for data",
+        "computing_s": "computes longer",
+        "starting_s": "starts longer in its first step",
+    }
+    more_s = {
+        name: getattr(own, name) - statistics.fmean(getattr(times, name) for times in others)
+        for name in words
+    }
+    most = max(more_s, key=lambda name: more_s[name])
+    return words[most] if more_s[most] > slowest.waited_s / 4 else ""
 
 
 def starting_sentence(timed_ranks: Sequence[RankTimes]) -> str:
@@ -282,70 +228,4 @@ def starting_sentence(timed_ranks: Sequence[RankTimes]) -> str:
     return (
         f"Left out is the start in the first step, {format_seconds(starting_s)}{on_average}: by "
         "that it computed longer than the second."
-    )
-
-
-# ------------------------------------------------------------------------- bars
-
-
-def rank_bars_html(timed_ranks: Sequence[RankTimes], *, has_percents: bool = False) -> str:
-    """A bar for each rank, and what its parts are."""
-    longest_s = max((times.steady_s for times in timed_ranks), default=0.0) or 1.0
-    bars = []
-    for times in timed_ranks[:_MOST_BARS]:
-        seconds = {kind: part_of_time(times, kind) for kind in TIME_KINDS}
-        percents = [percent_of(part_s, times.steady_s) for part_s in seconds.values()]
-        words = ", ".join(map(" ".join, zip(TIME_KINDS.values(), percents, strict=True)))
-        spoken = f'role="img" aria-label="rank {times.rank}: {words}"'
-        shown = f'<div style="width:13em">{" · ".join(percents)}</div>'
-        bars.append(
-            f"<div {spoken if has_percents else _HIDDEN} "
-            'style="display:flex;align-items:center;gap:10px;margin:4px 0">'
-            f'<div style="width:4.5em">rank {times.rank}</div>{_bar_html(seconds, longest_s)}'
-            f"{shown if has_percents else ''}</div>"
-        )
-    return "".join(bars) + _legend_html(TIME_KINDS.values(), is_hidden=True)
-
-
-def mean_time_html(timed_ranks: Sequence[RankTimes]) -> str:
-    """One bar for all ranks together, with the part of each kind; empty where none is known."""
-    seconds = {kind: sum(part_of_time(times, kind) for times in timed_ranks) for kind in TIME_KINDS}
-    total_s = sum(seconds.values())
-    if total_s <= 0:
-        return ""
-    words = [
-        f"{TIME_KINDS[kind]} {percent_of(part_s, total_s)}" for kind, part_s in seconds.items()
-    ]
-    return (
-        '<div style="display:flex;align-items:center;gap:10px;margin-top:6px;max-width:640px">'
-        f'<div style="opacity:0.65">time</div>{_bar_html(seconds, total_s)}</div>'
-        f"{_legend_html(words)}"
-    )
-
-
-def _bar_html(seconds: dict[str, float], full_s: float) -> str:
-    parts = "".join(
-        f'<div title="{TIME_KINDS[kind]}: {spent_s(part_s)}" '
-        f'style="width:{100 * part_s / full_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
-        for kind, part_s in seconds.items()
-        if part_s > 0
-    )
-    return (
-        '<div aria-hidden="true" style="flex:1;display:flex;height:14px;border-radius:3px;'
-        f'overflow:hidden">{parts}</div>'
-    )
-
-
-def _legend_html(words: Iterable[str], *, is_hidden: bool = False) -> str:
-    """What each pattern means; hidden from screen readers where a table says it again."""
-    # Where styles are dropped, the blanks between keep the words apart.
-    entries = " ".join(
-        '<span style="display:inline-flex;align-items:center;gap:6px">'
-        '<span aria-hidden="true" style="display:inline-block;width:18px;height:12px;'
-        f'border-radius:2px;{looks}"></span>{html.escape(text)}</span>'
-        for text, looks in zip(words, _BAR_LOOKS.values(), strict=True)
-    )
-    return (
-        f'<div {_HIDDEN if is_hidden else ""} style="display:flex;flex-wrap:wrap;gap:4px 18px;'
-        f'margin:6px 0 8px">{entries}</div>'
     )

@@ -1,8 +1,8 @@
 """What is left of a training: of all its epochs where their number is known, else of the loop.
 
 Where it is known from: a loop over epochs with a bar of `accelerator.progress`, or its `epochs=`,
-which ranks report; or a bar of tqdm around the loop over batches, read from what it draws. What
-epochs took that are over counts for those to come, with all that lies between their loops.
+or a bar of tqdm around the loop over batches; ranks report all of these. What epochs took that are
+over counts for those to come, with all that lies between their loops.
 """
 
 from __future__ import annotations
@@ -11,20 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbaccel.base.outer_loop import OuterLoop
-from nbaccel.output.bars import outer_bar_of
+from nbaccel.base.training_metrics import OuterLoop
 
 if TYPE_CHECKING:
-    from nbaccel.output.bars import BarText
     from nbaccel.output.panel.facts import RankFacts
-
-__all__ = [
-    "TimeLeft",
-    "epochs_around",
-    "is_over_epochs",
-    "most_left",
-    "steps_in_all",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,64 +28,36 @@ class TimeLeft:
 
 def epochs_around(facts: RankFacts, now: float) -> OuterLoop | None:
     """The loop around the innermost one that a rank is in, mostly over epochs."""
-    if facts.loop.outer is not None:
-        since_s = max(0.0, now - facts.received_at)
-        return replace(facts.loop.outer, round_s=facts.loop.outer.round_s + since_s)
-    seen = facts.seen_bar
-    bar = outer_bar_of(facts.bars)
-    if bar is None or seen is None or not bar.total.isdecimal():
+    outer = facts.told.outer
+    if outer is None:
         return None
-    if not bar.done.isdecimal() or not _is_around(bar, facts):
-        return None
-    done = int(bar.done)
-    total_batches = facts.loop.total_batches or 0
-    return OuterLoop(
-        total=int(bar.total),
-        done=done,
-        done_s=bar.elapsed_s or 0.0,
-        round_s=max(0.0, now - seen.seen_at),
-        done_steps=done * total_batches,
-        round_steps=max(0, (facts.steps or 0) - done * total_batches),
-    )
-
-
-def _is_around(bar: BarText, facts: RankFacts) -> bool:
-    """Whether a bar is that of a loop around another one, and not one that was left half done."""
-    if facts.loop.is_seen and bar.total == str(facts.loop.total_batches):
-        return False  # it is the bar of that loop
-    if facts.loop.epoch:
-        # An epoch's loop may be over before the bar around it is drawn again.
-        return facts.loop.epoch - 1 <= int(bar.done) <= facts.loop.epoch
-    return len(facts.bars) > 1
+    return replace(outer, round_s=outer.round_s + max(0.0, now - facts.told.time))
 
 
 def is_over_epochs(facts: RankFacts) -> bool:
     """Whether the rounds of the loop around the innermost one are epochs, as far as is known."""
     # Else it is a bar of tqdm around another bar, and may count anything.
-    bar = outer_bar_of(facts.bars)
-    is_named_so = bar is not None and "epoch" in bar.description.lower()
-    return bool(facts.loop.epoch) or is_named_so
+    bars = facts.told.bars
+    return bool(facts.told.epoch) or any("epoch" in bar.description.lower() for bar in bars[:1])
 
 
 def steps_in_all(facts: RankFacts, now: float) -> int | None:
     """How many steps a rank will have taken in the end; None where that is not known."""
     around = epochs_around(facts, now)
-    loop = facts.loop
-    if around is None or not loop.total_batches or facts.steps is None:
+    loop = facts.told
+    if around is None or not loop.total_batches or facts.told.steps is None:
         return None
     # A step may take several batches.
     steps_per_batch = 1.0
-    if loop.is_seen and loop.batches:
-        steps_per_batch = (facts.steps - loop.began_at_step) / loop.batches
-    elif loop.outer is None and around.round_steps != loop.batches:
-        return None  # other loops have counted steps, too: how many is not known of a drawn bar
+    if loop.loop_is_seen and loop.batches:
+        steps_per_batch = (facts.told.steps - loop.loop_began_at_step) / loop.batches
     left = round(steps_per_batch * max(0, loop.total_batches - loop.batches))
     if around.done:
         per_epoch = round(around.done_steps / around.done)
         left = max(left, per_epoch - around.round_steps)
     else:
         per_epoch = around.round_steps + left
-    return facts.steps + left + per_epoch * max(0, around.total - around.done - 1)
+    return facts.told.steps + left + per_epoch * max(0, around.total - around.done - 1)
 
 
 def most_left(ranks: Iterable[RankFacts], now: float) -> TimeLeft | None:
@@ -115,19 +77,17 @@ def _rank_left(facts: RankFacts, now: float) -> TimeLeft | None:
         return TimeLeft(seconds=outer_s, of_what="")
     if loop_s is None:
         return None
-    is_epoch = bool(facts.loop.epoch) and not facts.loop.name
+    is_epoch = bool(facts.told.epoch) and not facts.told.loop_name
     return TimeLeft(seconds=loop_s, of_what="epoch" if is_epoch else "loop")
 
 
 def _outer_bar_left_s(facts: RankFacts, now: float) -> float | None:
     """What a bar says by itself of the whole training; None where that is not its bar."""
-    bar = outer_bar_of(facts.bars)
-    is_whole = facts.loop.bar_is_whole or (len(facts.bars) > 1 and not facts.loop.epoch)
-    if bar is None or bar.left_s is None or not is_whole or bar.is_complete:
+    bars = facts.told.bars
+    is_whole = facts.told.bar_is_whole or (len(bars) > 1 and not facts.told.epoch)
+    if not bars or not is_whole or bars[0].fraction == 1.0 or bars[0].left_s is None:
         return None
-    seen = facts.seen_bar
-    since_s = 0.0 if seen is None else max(0.0, now - seen.seen_at)
-    return max(0.0, bar.left_s - since_s)
+    return max(0.0, bars[0].left_s - max(0.0, now - facts.told.time))
 
 
 def _whole_left_s(
@@ -146,20 +106,20 @@ def _whole_left_s(
 def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: float) -> float:
     """What the first epoch will have taken."""
     pace = facts.batch_pace.recent(now)
-    if facts.loop.total_batches and pace and around.round_steps <= facts.loop.batches:
+    if facts.told.total_batches and pace and around.round_steps <= facts.told.batches:
         # Its first loop: at the pace of now, which a slow start does not count in.
-        return facts.loop.total_batches / pace
-    inner_bar = next((bar for bar in reversed(facts.bars) if bar.left_s == loop_s), None)
-    if not facts.loop.total_batches and inner_bar is not None and inner_bar.elapsed_s is not None:
+        return facts.told.total_batches / pace
+    inner_bar = next((bar for bar in reversed(facts.told.bars) if bar.left_s == loop_s), None)
+    if not facts.told.total_batches and inner_bar is not None:
         return inner_bar.elapsed_s + loop_s
     return around.round_s + loop_s
 
 
 def _loop_left_s(facts: RankFacts, now: float) -> float | None:
     """What is left of the innermost loop."""
-    if facts.loop.total_batches is not None:
+    if facts.told.total_batches is not None:
         batch_rate = facts.batch_pace.recent(now)
-        left_batches = facts.loop.total_batches - facts.loop.batches
+        left_batches = facts.told.total_batches - facts.told.batches
         return left_batches / batch_rate if batch_rate and left_batches > 0 else None
-    open_bars = [bar for bar in facts.bars if not bar.is_complete]
+    open_bars = [bar for bar in facts.told.bars if bar.fraction != 1.0]
     return next((bar.left_s for bar in reversed(open_bars) if bar.left_s is not None), None)

@@ -8,27 +8,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbaccel.base.units import count_noun, format_bytes, format_seconds, number_ranges
-from nbaccel.output.bars import BATCH_UNIT
-from nbaccel.output.chart import LOGARITHMIC_RATIO
+from nbaccel.base.units import (
+    count_noun,
+    format_bytes,
+    format_number,
+    format_seconds,
+    number_ranges,
+)
 from nbaccel.output.panel.advice import advice_of
 from nbaccel.output.panel.facts import RankFacts, RunBoard, mean
 from nbaccel.output.panel.time_left import epochs_around, is_over_epochs, most_left, steps_in_all
-
-__all__ = [
-    "ShownProgress",
-    "compile_words",
-    "left_out_sentence",
-    "live_line",
-    "live_parts",
-    "live_text",
-    "memory_range",
-    "number_text",
-    "plain_text",
-    "progress_of",
-    "rate_text",
-    "sparkline",
-]
 
 MOST_ROWS = 8  # more rows of ranks are not readable
 CURVE_CHARS = 20
@@ -36,6 +25,7 @@ LINE_CHARS = 72
 LABEL_CHARS = 24
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 _NO_NUMBER = "!"
+_LOGARITHMIC_RATIO = 8.0  # of highest to lowest
 NO_VALUE = "-"
 # Terminal sequences mean nothing in HTML and would count as characters of the width.
 _CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
@@ -65,7 +55,7 @@ def _loop_words(board: RunBoard) -> list[str]:
 
 def _epoch_words(board: RunBoard) -> list[str]:
     """`epoch 3 of 14` and what the loop is called, as far as there is either."""
-    in_loops = [facts for facts in board.ranks.values() if facts.loop.epoch or facts.bars]
+    in_loops = [facts for facts in board.ranks.values() if facts.told.epoch or facts.told.bars]
     # Often a single rank draws the bar around the loop.
     facts = next(
         (facts for facts in in_loops if epochs_around(facts, board.now) is not None),
@@ -73,12 +63,12 @@ def _epoch_words(board: RunBoard) -> list[str]:
     )
     if facts is None:
         return []
-    label = plain_text(facts.loop.label, LABEL_CHARS)
+    label = plain_text(facts.loop_label, LABEL_CHARS)
     epoch = epoch_of(facts, board.now)
     if not epoch:
         return [label] if label else []
     # A name such as "epoch 3" would say it twice.
-    is_told = not facts.loop.name or "epoch" in facts.loop.name.lower()
+    is_told = not facts.told.loop_name or "epoch" in facts.told.loop_name.lower()
     return [epoch] if is_told else [epoch, label]
 
 
@@ -93,44 +83,57 @@ def epoch_of(facts: RankFacts, now: float) -> str:
 def _training_words(board: RunBoard) -> list[str]:
     parts = []
     leading = board.leading_rank
-    if leading is not None and leading.steps:
+    if leading is not None:
         in_all = steps_in_all(leading, board.now)
-        of_words = f" of {in_all:,}" if in_all is not None else ""
         rate = leading.pace.overall
-        speed = f" ({rate_text(rate)}/s)" if rate is not None else ""
-        parts.append(f"step {leading.steps:,}{of_words}{speed}")
-        if rate := board.samples_per_s:
-            parts.append(f"{rate_text(rate)} samples/s")
-    if leading is not None and (words := compile_words(leading)):
-        parts.append(words)
-    with_loss = [facts for facts in board.ranks.values() if facts.loss.last is not None]
-    if with_loss:
+        parts = step_words(
+            leading.told.steps, in_all, rate, board.samples_per_s, compile_words(leading)
+        )
+    if names := board.metric_names():
         # Ranks may log different metrics, and only equal ones have a mean.
-        name = with_loss[0].loss_name
-        losses = [facts.loss.last for facts in with_loss if facts.loss_name == name]
-        loss = mean(value for value in losses if value is not None)
-        parts.append(f"{plain_text(name, LABEL_CHARS)} {number_text(loss)}")
+        histories = [facts.histories.get(names[0]) for facts in board.ranks.values()]
+        last = [one.last for one in histories if one is not None and one.last is not None]
+        parts.append(f"{plain_text(names[0], LABEL_CHARS)} {format_number(mean(last))}")
     return parts
+
+
+def step_words(
+    steps: int | None,
+    in_all: int | None,
+    rate: float | None,
+    samples_per_s: float | None,
+    compiled: str,
+) -> list[str]:
+    """`step 280 of 840 (70/s)`, `560 samples/s`, `3 programs compiled in 2.0 s`."""
+    parts = []
+    # 0 of a function that only has times to tell: it counts no steps.
+    if steps:
+        of_words = f" of {in_all:,}" if in_all is not None else ""
+        speed = f" ({rate_text(rate)}/s)" if rate is not None else ""
+        parts.append(f"step {steps:,}{of_words}{speed}")
+        if samples_per_s:
+            parts.append(f"{rate_text(samples_per_s)} samples/s")
+    return [*parts, compiled] if compiled else parts
 
 
 def compile_words(facts: RankFacts) -> str:
     """What a device's compiler is doing, or has done; empty for nothing."""
-    if facts.phase or not facts.programs:
-        return facts.phase
-    programs = count_noun(facts.programs, "program")
-    return f"{programs} compiled in {format_seconds(facts.compile_s)}"
+    if facts.told.phase or not facts.told.programs:
+        return facts.told.phase
+    programs = count_noun(facts.told.programs, "program")
+    return f"{programs} compiled in {format_seconds(facts.told.compile_s)}"
 
 
 def left_out_sentence(board: RunBoard) -> str:
     """Which metrics are not drawn because there are too many; empty where all are."""
-    most = max(board.ranks.values(), key=lambda facts: facts.num_left_out, default=None)
-    if most is None or not most.num_left_out:
+    most = max(board.ranks.values(), key=lambda facts: facts.told.num_left_out, default=None)
+    if most is None or not most.told.num_left_out:
         return ""
-    names = [plain_text(name, LABEL_CHARS) for name in most.left_out]
-    if most.num_left_out > len(names):
+    names = [plain_text(name, LABEL_CHARS) for name in most.told.left_out]
+    if most.told.num_left_out > len(names):
         names.append("…")
-    is_one = most.num_left_out == 1
-    subject = "1 more metric is" if is_one else f"{most.num_left_out:,} more metrics are"
+    is_one = most.told.num_left_out == 1
+    subject = "1 more metric is" if is_one else f"{most.told.num_left_out:,} more metrics are"
     return f"{subject} not drawn (the first {len(most.metrics)} are): {', '.join(names)}"
 
 
@@ -178,11 +181,11 @@ class ShownProgress:
 
 
 def progress_of(facts: RankFacts) -> list[ShownProgress]:
-    """How far a rank's loops are: those that it reports, and other bars."""
+    """How far a rank's loops are: those that it reports, other bars, and lines drawn in place."""
     loops = []
-    loop = facts.loop
+    loop = facts.told
     # One that was only seen may be the one whose bar the function draws.
-    if loop.epoch and not (loop.is_seen and facts.bars):
+    if loop.epoch and not (loop.loop_is_seen and loop.bars):
         total = loop.total_batches
         loops.append(
             ShownProgress(
@@ -191,25 +194,26 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
                 done=f"{loop.batches:,}" + (f" of {total:,}" if total else ""),
             )
         )
-    for bar in facts.bars:
-        # The bar of `accelerator.progress`, which is there already.
-        if bar.is_elsewhere or (loop.epoch and not loop.is_seen and BATCH_UNIT in bar.rate):
-            continue
-        words = f"{bar.done} of {bar.total}" if bar.total else bar.done or bar.text
-        loops.append(
-            ShownProgress(
-                label=plain_text(bar.description, LABEL_CHARS),
-                fraction=bar.fraction,
-                done=plain_text(words, LINE_CHARS),
-            )
+    bars = [
+        ShownProgress(
+            label=plain_text(bar.description, LABEL_CHARS),
+            fraction=bar.fraction,
+            done=f"{bar.done} of {bar.total}" if bar.total else bar.done,
         )
-    return loops
+        for bar in loop.bars
+        if not bar.is_elsewhere
+    ]
+    lines = [
+        ShownProgress(label="", fraction=None, done=plain_text(line, LINE_CHARS))
+        for line in facts.rewritten_lines
+    ]
+    return [*loops, *bars, *lines]
 
 
 def _loop_label(facts: RankFacts) -> str:
     """`epoch 3 of 14`, or what the loop is called."""
-    words = "" if facts.loop.name else epoch_of(facts, facts.received_at)
-    return words or plain_text(facts.loop.label, LABEL_CHARS)
+    words = "" if facts.told.loop_name else epoch_of(facts, facts.told.time)
+    return words or plain_text(facts.loop_label, LABEL_CHARS)
 
 
 def _progress_words(ranks: Sequence[RankFacts]) -> str:
@@ -252,7 +256,7 @@ def sparkline(values: Sequence[float]) -> str:
     finite = [value for value in points if math.isfinite(value)]
     low = min(finite, default=0.0)
     high = max(finite, default=0.0)
-    if low > 0 and high / low >= LOGARITHMIC_RATIO:
+    if low > 0 and high / low >= _LOGARITHMIC_RATIO:
         points = [math.log(value) if math.isfinite(value) else value for value in points]
         low = math.log(low)
         high = math.log(high)
@@ -277,17 +281,8 @@ def plain_text(text: str, max_chars: int, *, keeps_start: bool = False) -> str:
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
-def rate_text(rate: float) -> str:
-    """A speed, to be read at a glance."""
+def rate_text(rate: float | None) -> str:
+    """A speed, to be read at a glance; empty where it is not known."""
+    if rate is None:
+        return ""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def number_text(value: float | None) -> str:
-    """A metric's value in few characters."""
-    if value is None:
-        return NO_VALUE
-    if not math.isfinite(value):
-        return str(value)
-    if abs(value) < 10_000:
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"

@@ -2,6 +2,5 @@
 
 run_facts    the facts of a run that has ended, and their form as JSON
 run_report   RunReport: what `results.report()` gives
-report_html  from the facts to HTML: the summary that stays in a cell, and a page
-report_text  from the facts to lines for a terminal
+report_parts from the facts to HTML and to lines: the summary that stays in a cell, and reports
 """

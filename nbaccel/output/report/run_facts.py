@@ -7,6 +7,7 @@ is `"nan"`, `"inf"` or `"-inf"`.
 
     began        when the run began: ISO 8601, in UTC
     seconds      how long it took
+    title        what was run: the name of a function, or a cell's number
     ending       "" if it ended well; else `failed`, `stopped` or `timed out`
     plan         text (as `plan.explain()`), headline, device, num_processes, world_size, warnings
     ranks        per rank: rank, state, progress (of its loops, as text), steps, steps_in_all,
@@ -38,24 +39,11 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.metric_history import Point
 from nbaccel.config.capabilities import device_row
 from nbaccel.output.panel.advice import advice_of
-from nbaccel.output.panel.facts import RankFacts, RunBoard, loss_name
+from nbaccel.output.panel.facts import RankFacts, RunBoard, loss_first
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
 from nbaccel.output.panel.time_left import steps_in_all
 from nbaccel.output.panel.words import compile_words, left_out_sentence, progress_of
 from nbaccel.plan import Plan
-
-__all__ = [
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "MetricCurve",
-    "PlannedRun",
-    "RankFigures",
-    "RunFacts",
-    "SeenWarning",
-    "facts_as_json",
-    "facts_from_json",
-    "facts_of",
-]
 
 FORMAT_NAME = "nbaccel.report"
 FORMAT_VERSION = 1
@@ -131,6 +119,7 @@ class RunFacts:
     seconds: float
     ending: str
     plan: PlannedRun
+    title: str = ""
     ranks: tuple[RankFigures, ...]
     advice: tuple[str, ...] = ()
     slowest: SlowestRank | None = None
@@ -153,9 +142,7 @@ class RunFacts:
     @property
     def metric_names(self) -> list[str]:
         """In the order in which they were logged, the one that is shown first in front."""
-        names = list(dict.fromkeys(curve.name for curve in self.curves))
-        first = loss_name(names)
-        return sorted(names, key=lambda name: name != first)
+        return loss_first(curve.name for curve in self.curves)
 
     def curves_of(self, name: str) -> dict[int, list[Point]]:
         """Rank → the points of a metric."""
@@ -168,12 +155,12 @@ class RunFacts:
 def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
     """The facts of a run that has ended."""
     times = {times.rank: times for times in board.times.by_rank()}
-    leading = board.leading_rank
     return RunFacts(
         nbaccel_version=sys.modules["nbaccel"].__version__,
         began=board.began_on.isoformat(timespec="seconds"),
         seconds=board.seconds,
         ending=board.ending,
+        title=board.title,
         plan=PlannedRun(
             text=plan.explain(),
             headline=plan.headline(),
@@ -197,8 +184,7 @@ def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
             for name in board.metric_names()
             for rank, points in board.curves(name).items()
         ),
-        # The other ranks' loops are in step with those of the first that has some.
-        marks=() if leading is None else tuple(leading.loop.marks),
+        marks=tuple(board.marks),
         warnings=tuple(
             SeenWarning(text=text, count=seen.count, ranks=tuple(sorted(seen.ranks)))
             for text, seen in board.warnings.by_text.items()
@@ -210,13 +196,13 @@ def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
 def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFigures:
     return RankFigures(
         rank=facts.rank,
-        state=facts.phase or facts.state,
+        state=facts.told.phase or facts.state,
         progress=" · ".join(filter(None, (loop.words for loop in progress_of(facts)))),
-        steps=facts.steps,
+        steps=facts.told.steps,
         steps_in_all=steps_in_all(facts, now),
         steps_per_s=facts.pace.overall,
-        samples=facts.samples or None,
-        samples_per_s=facts.samples_pace.overall if facts.samples else None,
+        samples=facts.told.samples or None,
+        samples_per_s=facts.samples_pace.overall if facts.told.samples else None,
         peak_host_bytes=facts.memory.peak_rss or None,
         peak_device_bytes=facts.memory.peak_device,
         compiled=compile_words(facts),

@@ -11,36 +11,26 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
 from nbaccel.output.panel.facts import RunBoard
-from nbaccel.output.report.report_html import report_document, report_part
-from nbaccel.output.report.report_text import report_lines
+from nbaccel.output.report.report_parts import report_document, report_lines, report_part
 from nbaccel.output.report.run_facts import RunFacts, facts_as_json, facts_from_json, facts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RunReport", "latest_run", "note_latest", "report_of"]
 
-_LATEST_RUNS: list[RunBoard] = []
-
-
-def note_latest(board: RunBoard) -> None:
-    """A run has ended."""
-    _LATEST_RUNS[:] = [board]
-
-
-def latest_run() -> RunBoard | None:
-    """The launch, cell or call that ended last, well or not; None before the first one."""
-    return next(iter(_LATEST_RUNS), None)
-
-
-def report_of(board: RunBoard | None, source: str) -> RunReport:
-    """The report of a run."""
+def report_of(
+    board: RunBoard | None, source: str, path: str | os.PathLike[str] | None = None
+) -> RunReport:
+    """The report of a run, which is also saved where a path is given."""
     if board is None or board.plan is None:
         raise ConfigError(
             f"{source} has nothing to report: no run was watched for it. Call report() of what "
             "notebook_launcher returned, or of a pool in which a cell or a call has run."
         )
-    return RunReport(facts_of(board, board.plan))
+    report = RunReport(facts_of(board, board.plan))
+    if path is not None:
+        report.save(path)
+    return report
 
 
 class RunReport:
@@ -84,10 +74,6 @@ class RunReport:
             )
         atomic.write_text(target, writer())
         return target
-
-    def details_html(self) -> str:
-        """The report without its headline, for a summary that has one."""
-        return report_part(self.facts, has_headline=False)
 
     def _as_document(self) -> str:
         return report_document(self.facts)

@@ -16,15 +16,6 @@ from nbaccel.precision.fp8.products import MULTIPLE
 from nbaccel.precision.fp8.scaled_adam import master_values
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
-__all__ = [
-    "LayerSelection",
-    "follow_parameters",
-    "require_layers",
-    "restore_layers",
-    "select_layers",
-    "unshared_weights",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSelection:

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from nbaccel.base.errors import ConfigError
 from nbaccel.precision.fp8.formats import NumberFormat, power_of_two_scale
 
-__all__ = ["GRADIENT", "INPUT", "WEIGHT", "AmaxHistory"]
-
 INPUT = 0
 WEIGHT = 1
 GRADIENT = 2

@@ -17,20 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "BF16",
-    "E4M3",
-    "E5M2",
-    "FP16",
-    "NumberFormat",
-    "accumulation_format",
-    "dequantize",
-    "largest_magnitude",
-    "power_of_two_scale",
-    "quantize",
-    "scale_and_quantize",
-]
-
 # torch has no 8-bit dtype there, so values are rounded by arithmetic and kept as float16.
 _WITHOUT_FLOAT8 = frozenset({"mps"})
 # Beyond it a scale is infinite in float32.

@@ -34,19 +34,6 @@ from nbaccel.precision.fp8.formats import (
     quantize,
 )
 
-__all__ = [
-    "BLOCK",
-    "AutomaticScaling",
-    "average",
-    "fp8_compress_hook",
-    "message_bytes",
-    "packed_blocks",
-    "sum_payloads",
-    "summed_mean",
-    "two_shot_mean",
-    "unpacked_blocks",
-]
-
 BLOCK = 256
 """Values under one scale."""
 

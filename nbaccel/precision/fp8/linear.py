@@ -30,8 +30,6 @@ from nbaccel.precision.fp8.formats import (
 from nbaccel.precision.fp8.products import scaled_product
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
-__all__ = ["Fp8Linear", "LayerRecipe", "convert_layer"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRecipe:

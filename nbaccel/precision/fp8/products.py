@@ -12,8 +12,6 @@ from torch import nn
 
 from nbaccel.base import torch_private
 
-__all__ = ["MULTIPLE", "scaled_product"]
-
 MULTIPLE = 16
 """What inner sizes must be divisible by, on GPUs."""
 

@@ -32,8 +32,6 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.precision.fp8.formats import E4M3, FP16
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
-__all__ = ["ScaledAdam", "master_values", "owners_of"]
-
 _STORED_AS = {"exp_avg": E4M3, "exp_avg_sq": FP16, "master": FP16}
 
 

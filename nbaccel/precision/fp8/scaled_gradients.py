@@ -16,8 +16,6 @@ from nbaccel.base import torch_private
 from nbaccel.precision.fp8.formats import NumberFormat
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
-__all__ = ["ScaledGradients"]
-
 _BUCKET_VALUES = 25 * 2**20 // 4  # DDP's 25 MiB of float32
 
 

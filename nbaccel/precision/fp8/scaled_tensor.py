@@ -31,8 +31,6 @@ from nbaccel.precision.fp8.formats import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ScaledTensor"]
-
 _aten = torch.ops.aten
 _MULTIPLICATIONS = (_aten.mul_.Tensor, _aten.mul_.Scalar)
 _DIVISIONS = (_aten.div_.Tensor, _aten.div_.Scalar)

@@ -17,23 +17,6 @@ from nbaccel.plan.contracts.shards import Piece, Remembered
 from nbaccel.precision.fp8.conversion import restore_layers
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 
-__all__ = [
-    "assign",
-    "building_whole",
-    "check_whole",
-    "forget_groups",
-    "hold",
-    "inner_module",
-    "is_cut",
-    "leave",
-    "local_pieces",
-    "plain_state",
-    "remember",
-    "take_back",
-    "tear_down",
-    "whole_shape",
-]
-
 remember = shards.remember
 
 

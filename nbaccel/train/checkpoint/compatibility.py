@@ -19,17 +19,6 @@ from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.left_out import read_left_out
 from nbaccel.train.checkpoint.saving import CheckpointParts
 
-__all__ = [
-    "CheckpointSources",
-    "SourceShards",
-    "find_sources",
-    "model_problem",
-    "named_as_in",
-    "optimizer_problem",
-    "state_problem",
-]
-
-
 _ShapesByName = Mapping[str, tuple[int, ...]]
 _SHOWN_NAMES = 3
 # State of torch's optimizers that is as large as the parameter it belongs to.

@@ -20,8 +20,6 @@ from nbaccel.base.intact import OLD_TORCH_FORMAT
 from nbaccel.config.mistakes import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
 
-__all__ = ["read_torch_file", "read_torch_outline", "save", "save_model"]
-
 _WEIGHT_FILE_PATTERNS = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
 
 

@@ -54,20 +54,6 @@ from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.own_disks import FolderDisks
 from nbaccel.train.collectives import Collectives
 
-__all__ = [
-    "all_succeed",
-    "delete_oldest",
-    "discard_checkpoint",
-    "find_checkpoint",
-    "folder_of",
-    "latest_checkpoint",
-    "new_checkpoint",
-    "next_number",
-    "number_of",
-    "read_manifest",
-    "write_manifest",
-]
-
 
 def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) -> None:
     """Note every file of a checkpoint; all processes have written theirs."""

@@ -26,15 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "CheckpointContents",
-    "gradients_file",
-    "is_checkpoint_part",
-    "loader_file",
-    "numbered_name",
-    "random_states_file",
-]
-
 SAFE_WEIGHTS = "model.safetensors"
 PICKLED_WEIGHTS = "pytorch_model.bin"
 OPTIMIZER_FILE = "optimizer.bin"

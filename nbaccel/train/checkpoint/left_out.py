@@ -17,8 +17,6 @@ from nbaccel.base import torch_private
 from nbaccel.base.errors import CheckpointDamaged
 from nbaccel.train.checkpoint import layout
 
-__all__ = ["frozen_names", "left_out_text", "read_left_out", "trained_problem", "without_names"]
-
 _Names = frozenset[str]
 
 

@@ -51,8 +51,6 @@ from nbaccel.train.checkpoint.own_disks import check_is_own_part, ranks_of_part
 from nbaccel.train.checkpoint.saving import CheckpointParts, check_contents
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["LoadHook", "LoadTrial", "LoadVerdict", "load_state", "tied_tensor_names"]
-
 
 @dataclass(slots=True)
 class LoadVerdict:

@@ -18,8 +18,6 @@ from nbaccel.train.checkpoint.loading import LoadHook, load_state
 from nbaccel.train.checkpoint.saving import CheckpointParts, SaveHook, save_state
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["Checkpoints"]
-
 _log = get_logger(__name__)
 
 
@@ -54,12 +52,13 @@ class Checkpoints:
         *,
         step: int,
         safe_serialization: bool = True,
+        may_be_numbered: bool = True,
     ) -> Path:
         """Save everything that the run needs to continue; a collective."""
         configuration = self._project_configuration
-        is_numbered = configuration.automatic_checkpoint_naming
+        is_numbered = configuration.automatic_checkpoint_naming and may_be_numbered
         checkpoint_path = save_state(
-            self._target_folder(folder),
+            self._target_folder(folder, is_numbered=is_numbered),
             parts,
             self._place,
             self._collectives,
@@ -79,8 +78,8 @@ class Checkpoints:
             folder_writing.delete_oldest(checkpoint_path.parent, configuration.total_limit)
         return checkpoint_path
 
-    def _target_folder(self, folder: str | Path | None) -> Path:
-        if not self._project_configuration.automatic_checkpoint_naming:
+    def _target_folder(self, folder: str | Path | None, *, is_numbered: bool) -> Path:
+        if not is_numbered:
             if folder is None:
                 raise ConfigError(
                     f"save_state(output_dir={folder!r}) has nowhere to save to, because "

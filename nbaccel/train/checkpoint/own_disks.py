@@ -33,8 +33,6 @@ from nbaccel.train.checkpoint import layout
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.trees import leaves, map_tensors
 
-__all__ = ["FolderDisks", "check_is_own_part", "ranks_of_part", "send_to_writers"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderDisks:

@@ -26,8 +26,6 @@ from nbaccel.train.checkpoint.left_out import frozen_names, left_out_text, witho
 from nbaccel.train.checkpoint.own_disks import FolderDisks, send_to_writers
 from nbaccel.train.collectives import Collectives
 
-__all__ = ["CheckpointParts", "SaveHook", "check_checkpointable", "check_contents", "save_state"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointParts:

@@ -11,7 +11,7 @@ import torch
 
 from nbaccel.base import env
 from nbaccel.deepspeed import cpp_operations
-from nbaccel.deepspeed.advisor.trial import _training_step
+from nbaccel.deepspeed.advisor.proving import training_step
 from nbaccel.strategies.gradient_checkpointing import enable_gradient_checkpointing
 from tests.deepspeed.advisor.models import WIDTH, Blocks
 
@@ -31,7 +31,7 @@ def step_through(configs: list[tuple[dict[str, Any], bool]]) -> list[tuple[int, 
         if again:
             enable_gradient_checkpointing(model)
         engine, *_ = deepspeed.initialize(model=model, config=config)
-        _training_step(engine, torch.randn(config["train_micro_batch_size_per_gpu"], WIDTH))
+        training_step(engine, torch.randn(config["train_micro_batch_size_per_gpu"], WIDTH))
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             after = sum(p.double().sum().item() for p in engine.module.parameters())
         found.append((engine.zero_optimization_stage(), abs(after - before) > 1e-3))

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
-from nbaccel.deepspeed.advisor.proving import _trial_folder, is_out_of_memory
-from nbaccel.deepspeed.advisor.trial import Search
+from nbaccel.deepspeed.advisor.proving import Search, _trial_folder, is_out_of_memory
 from nbaccel.workers.failure import FailureRecord, RaisedError
 from tests.deepspeed import needs
 from tests.deepspeed.advisor import limited_models as models
@@ -81,7 +80,7 @@ def tried(tmp_path_factory):
 @marked
 def test_a_rung_that_runs_out_of_memory_is_survived_and_told(tried):
     first = tried["advice"].rungs[0]
-    assert (first.name, first.verdict) == ("as it is", "out of memory")
+    assert (first.name, first.verdict) == ("ZeRO-0", "out of memory")
     assert "Memory ran out in its first step: rank 0 raised MemoryError" in first.reason
     assert first.estimate.fits, "by estimate it was to work"
     assert first.measured.host_bytes > 0, "what it had taken until then"
@@ -90,7 +89,7 @@ def test_a_rung_that_runs_out_of_memory_is_survived_and_told(tried):
 @marked
 def test_the_next_rung_is_tried_and_chosen(tried):
     found = tried["advice"]
-    assert (found.chosen.name, found.chosen.verdict) == ("gradient checkpointing", "works")
+    assert (found.chosen.name, found.chosen.verdict) == ("ZeRO-0, gradient checkpointing", "works")
     assert found.config["zero_optimization"]["stage"] == 0
     assert found.gradient_checkpointing
     assert "fits by a real step" in found.headline()
@@ -168,11 +167,11 @@ def test_the_configuration_of_every_rung_runs(tmp_path):
         inventory=HERE,
     )
     had = [rung for rung in found.rungs if rung.config is not None]
-    assert len(had) == (9 if can_swap() else 7), [rung.reason for rung in found.rungs]
-    configs = [(rung.config, rung.step.gradient_checkpointing) for rung in had]
+    assert len(had) == (11 if can_swap() else 9), [rung.reason for rung in found.rungs]
+    configs = [(rung.config, rung.gradient_checkpointing) for rung in had]
     config = RunConfig(num_processes=2, device="cpu", start_method="template")
     for values in notebook_launcher(rungs.step_through, (configs,), config=config):
-        assert values == [(rung.step.stage, True) for rung in had]
+        assert values == [(rung.candidate.placement.divided, True) for rung in had]
 
 
 @LIBAIO
@@ -252,4 +251,4 @@ def test_a_search_ends_at_its_bound():
 @pytest.mark.filterwarnings("ignore")
 def test_a_linear_layer_alone_gets_advice_too():
     found = advise(nn.Linear(4, 4), torch.ones(2, 4), inventory=HERE)
-    assert found.chosen.name == "as it is"
+    assert found.chosen.name == "ZeRO-0"

@@ -8,49 +8,45 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.deepspeed.advisor import ladder
-from nbaccel.deepspeed.advisor.ladder import choose_precision
+from nbaccel import advise
 from nbaccel.errors import ConfigError
+from nbaccel.memory import precision_choice
+from tests.deepspeed import needs
 from tests.deepspeed.advisor.models import machine
 
-HOPPER, TURING = machine(1).gpus, machine(1, (7, 5)).gpus
+pytestmark = needs.DEEPSPEED
+HOPPER, TURING, NO_GPU = machine(1), machine(1, (7, 5)), machine(0)
 
 
-def chosen(asked="auto", config=(), model=None, gpus=()):
-    return choose_precision(
-        asked, base_config=dict(config), model=model or nn.Linear(1, 1), device_units=gpus
+def chosen(asked="auto", config=(), model=None, inventory=HOPPER):
+    return advise(
+        model or nn.Linear(8, 8), config=dict(config), precision=asked, inventory=inventory
     )
 
 
 def test_a_gpu_that_has_bf16_trains_in_it_and_an_older_one_in_fp16():
-    assert chosen(gpus=HOPPER).name == "bf16"
-    found = chosen(gpus=TURING)
-    assert (found.name, found.warning) == ("fp16", "")
-    assert "only imitates bf16" in found.reason
+    assert chosen().precision == "bf16"
+    assert chosen(inventory=TURING).precision == "fp16"
 
 
 def test_a_model_pretrained_in_bf16_is_warned_of_fp16():
-    model = nn.Linear(1, 1)
+    model = nn.Linear(8, 8)
     model.config = SimpleNamespace(dtype=torch.bfloat16)
-    assert "65504" in chosen(model=model, gpus=TURING).warning
-    assert not chosen(model=model, gpus=HOPPER).warning
+    assert "65504" in str(chosen(model=model, inventory=TURING))
+    assert "65504" not in str(chosen(model=model))
 
 
 @pytest.mark.parametrize(("has_bf16", "name"), [(True, "bf16"), (False, "fp32")])
 def test_a_cpu_trains_in_bf16_where_it_has_instructions(monkeypatch, has_bf16, name):
-    monkeypatch.setattr(ladder, "_cpu_has_bf16", lambda: has_bf16)
-    assert chosen().name == name
-
-
-def test_a_model_in_16_bit_stays_so_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(ladder, "_cpu_has_bf16", lambda: False)
-    assert chosen(model=nn.Linear(1, 1).half()).name == "bf16"
+    monkeypatch.setattr(precision_choice, "computes_in_bf16", lambda: has_bf16)
+    assert chosen(inventory=NO_GPU).precision == name
+    assert chosen(model=nn.Linear(8, 8).half(), inventory=NO_GPU).precision == "bf16"
 
 
 def test_what_was_asked_for_or_written_is_taken():
-    assert chosen("float32", gpus=HOPPER).name == "fp32"
-    assert chosen(config={"fp16": {"enabled": True}}, gpus=HOPPER).name == "fp16"
-    assert chosen(config={"bf16": {"enabled": False}}, gpus=TURING).name == "fp16"
+    assert chosen("float32").precision == "fp32"
+    assert chosen(config={"fp16": {"enabled": True}}).precision == "fp16"
+    assert chosen(config={"bf16": {"enabled": False}}, inventory=TURING).precision == "fp16"
 
 
 def test_two_formats_are_refused_and_so_is_none():

@@ -12,9 +12,21 @@ from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
 from tests.deepspeed import needs
 from tests.deepspeed.advisor.models import GIB, LIBAIO, WIDTH, Blocks, machine
-from tests.deepspeed.advisor.test_ladder import PUBLISHED
 
 pytestmark = needs.DEEPSPEED
+PUBLISHED = [
+    "ZeRO-0",
+    "ZeRO-0, gradient checkpointing",
+    "ZeRO-1",
+    "ZeRO-2",
+    "ZeRO-2, optimizer on the CPU",
+    "ZeRO-3",
+    "ZeRO-3, optimizer on the CPU",
+    "ZeRO-3, parameters on the CPU",
+    "ZeRO-3, all on the CPU",
+    "ZeRO-3, optimizer on disk, parameters on the CPU",
+    "ZeRO-3, all on disk",
+]
 GPUS = machine(2)
 # So that ZeRO-3 keeps little whole and NVMe little in between, which would hide their savings.
 TIGHT = {
@@ -22,7 +34,7 @@ TIGHT = {
     "sub_group_size": 10**6,
     "stage3_param_persistence_threshold": 0,
 }
-NAMES = [pytest.param(n, marks=[LIBAIO] if "NVMe" in n else []) for n in PUBLISHED]
+NAMES = [pytest.param(n, marks=[LIBAIO] if "disk" in n else []) for n in PUBLISHED]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +76,7 @@ def needed(rung):
 @LIBAIO
 def test_with_much_memory_nothing_is_changed(ask):
     found = ask()
-    assert found.chosen.name == "as it is"
+    assert found.chosen.name == "ZeRO-0"
     assert not found.gradient_checkpointing
     assert found.config["zero_optimization"]["stage"] == 0
     assert (found.batch_size, found.accumulation_steps, found.num_processes) == (4096, 1, 2)
@@ -76,11 +88,13 @@ def test_with_much_memory_nothing_is_changed(ask):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_rung_is_reached_by_a_budget_of_what_it_needs(ask, all_rungs, name):
+    if needed(all_rungs[name]) == needed(all_rungs["ZeRO-1"]):
+        name = "ZeRO-1"  # as ZeRO-2 here: nothing is gained by it
     found = ask(**needed(all_rungs[name]))
     assert found.chosen.name == name
     before = PUBLISHED[: PUBLISHED.index(name)]
     assert [r.verdict for r in found.rungs[: len(before)]] == ["does not fit"] * len(before)
-    assert found.gradient_checkpointing == (name != "as it is")
+    assert found.gradient_checkpointing == (name != "ZeRO-0")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,30 +102,32 @@ def test_each_configuration_is_one_that_deepspeed_takes(all_rungs, name):
     rung = all_rungs[name]
     check_config(rung.config, world_size=2, inventory=GPUS)
     zero = ZeroConfig.from_dict(rung.config)
-    assert zero.zero_stage == rung.step.stage
+    placement = rung.candidate.placement
+    assert zero.zero_stage == placement.divided
     assert zero.to_dict() == rung.config
     places = [rung.config["zero_optimization"].get(f"offload_{what}", {}).get("device", "none")
               for what in ("optimizer", "param")]  # fmt: skip
-    assert places == [rung.step.offload_optimizer, rung.step.offload_param]
+    assert places == [placement.optimizer, placement.parameters]
 
 
 def test_a_byte_too_little_goes_one_rung_further(ask, all_rungs):
     budget = needed(all_rungs["ZeRO-2"])
     found = ask(**budget | {"device_memory": budget["device_memory"] - 1, "host_memory": 9 * GIB})
-    assert found.chosen.name == "ZeRO-2, optimizer on CPU"
-    assert found.rungs[2].estimate.lacking == {"device": 1}
-    assert "1 B more than there is" in found.rungs[2].reason
+    assert found.chosen.name == "ZeRO-2, optimizer on the CPU"
+    rung = found.rungs[PUBLISHED.index("ZeRO-2")]
+    assert rung.estimate.lacking == {"device": 1}
+    assert rung.reason.startswith("1 B too little on each of cuda:0 to cuda:1")
 
 
 def test_a_smaller_batch_makes_the_same_step(ask, all_rungs):
     budget = needed(all_rungs["ZeRO-3"])
     found = ask(nvme_path=None, **budget | {"device_memory": budget["device_memory"] - 2**20})
     assert (found.batch_size, found.accumulation_steps) == (2048, 2)
-    assert found.chosen.name == "ZeRO-2", "the fastest with which that batch fits"
+    assert found.chosen.name == "ZeRO-1", "the fastest with which that batch fits"
     assert found.config["train_micro_batch_size_per_gpu"] == 2048
     assert found.config["gradient_accumulation_steps"] == 2
     tried_again = [rung.name for rung in found.rungs if rung.batch_size == 2048]
-    assert "as it is" not in tried_again, "its model states alone are too much"
+    assert "ZeRO-0" not in tried_again, "its model states alone are too much"
 
 
 def test_where_nothing_fits_it_says_what_comes_nearest_and_what_is_missing(ask):
@@ -123,16 +139,16 @@ def test_where_nothing_fits_it_says_what_comes_nearest_and_what_is_missing(ask):
         lacking.values()
     )
     assert found.headline().startswith(f"Nothing fits: {found.nearest.name} with a batch of ")
-    assert found.headline().endswith("on each device")
+    assert found.headline().endswith("per device")
 
 
 def test_what_the_machine_lacks_is_not_available(ask):
     found = ask(nvme_path=None, model=nn.Linear(2048, 8))
     by_name = {rung.name: rung for rung in found.rungs}
-    assert by_name["gradient checkpointing"].verdict == "not available"
+    assert by_name[PUBLISHED[1]].verdict == "not available"
     assert "Linear has no gradient_checkpointing_enable()" in by_name[PUBLISHED[1]].reason
-    assert "No nvme_path" in by_name[PUBLISHED[-1]].reason
-    assert not by_name["ZeRO-2"].step.gradient_checkpointing
+    assert "Needs a folder on a fast disk" in by_name[PUBLISHED[-1]].reason
+    assert not by_name["ZeRO-2"].gradient_checkpointing
 
 
 def test_without_a_batch_activations_are_left_out_and_that_is_said(ask):
@@ -183,7 +199,7 @@ def test_on_a_cpu_the_host_is_the_device():
         ({"num_nodes": 0}, r"num_nodes=0 means no machine"),
         ({"try_it": True}, r"try_it=True cannot run Blocks, which is on meta"),
         ({"try_it": True, "batch": None, "num_nodes": 2}, r"(?s)needs a.*meta.*num_nodes=2"),
-        ({"config": {"train_batch_size": 100}}, r"train_batch_size=100 is not 4096 samples"),
+        ({"config": {"train_batch_size": 100}}, r"train_batch_size=100 is no multiple of .*=4096"),
         ({"config": {"train_micro_batch_size_per_gpu": 4}}, r"=4, and sample_batch has 4096"),
         ({"config": {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}}, r"give learning_"),
         ({"config": {"gradient_cliping": 1.0}}, r"gradient_cliping is no key.*gradient_clipping"),
@@ -198,7 +214,7 @@ def test_a_mistake_says_what_to_give(ask, more, words):
 def test_the_table_has_a_line_and_a_reason_for_each_rung(ask):
     found = ask()
     text = found.explain()
-    assert text.startswith("as it is, bf16, batch 4096, 2 processes: fits by estimate\n")
+    assert text.startswith("ZeRO-0, bf16, batch 4096, 2 processes: fits by estimate\n")
     assert str(found) == text
     for rung in found.rungs:
         assert rung.name in text
@@ -241,7 +257,7 @@ def test_what_zero_3_has_at_once_is_lowered_before_nothing_fits(model, batch):
 def test_what_is_to_be_turned_on_is_told(model, batch, ask, all_rungs):
     told = "model.gradient_checkpointing_enable()"
     assert told not in str(ask())
-    found = ask(**needed(all_rungs["ZeRO-2"]))
-    assert "ZeRO-2 counts with gradient checkpointing" in str(found)
+    found = ask(**needed(all_rungs["ZeRO-1"]))
+    assert "ZeRO-1 counts with gradient checkpointing" in str(found)
     assert told in str(found)
     assert told in str(ask(device_memory=1, host_memory=1, nvme_memory=1)), "where nothing fits too"

@@ -1,4 +1,4 @@
-"""Outlines of what torch.save wrote, and safetensors written as a stream."""
+"""Files of torch.save that are mapped, and safetensors written as a stream."""
 
 from __future__ import annotations
 
@@ -13,39 +13,28 @@ import torch
 from safetensors.torch import load_file
 
 import nbaccel
-from nbaccel.deepspeed.weights.converting import plan, publishing, write_shard
-from nbaccel.deepspeed.weights.fp32_reading import CHUNK_BYTES, Reader
+from nbaccel.deepspeed.weights.converting import DTYPE_CODES, plan, publishing, write_shard
 from nbaccel.deepspeed.weights.placeholders import check_whole, placeholders
-from nbaccel.deepspeed.weights.torch_archive import (
-    DTYPES,
-    StoredTensor,
-    Unknown,
-    Weight,
-    read_outline,
-)
+from nbaccel.deepspeed.weights.state_files import Unknown, Weight, read_states
 from nbaccel.errors import CheckpointFailed, ConfigError
 from tests.isolation import isolated
 
-# ------------------------------------------------------------------------- outlines
+# ------------------------------------------------------------------------- reading
 
 
-def stored(tmp_path: Path, tensor: torch.Tensor) -> StoredTensor:
-    torch.save({"x": tensor}, tmp_path / "x.pt")
-    return read_outline(tmp_path / "x.pt")["x"]
+def read_back(folder: Path, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor out of the file that a conversion has made of it."""
+    nbaccel.zero_to_fp32(stage_0(folder / "in", {"x": tensor}), folder / "out")
+    return load_file(folder / "out/model.safetensors")["x"]
 
 
-def read(weight: Weight) -> bytes:
-    with Reader() as reader:
-        return b"".join(bytes(chunk) for chunk in reader.chunks(weight))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
 def test_every_type_is_read_as_it_was_or_as_fp32(tmp_path, dtype):
-    tensor = torch.arange(-3, 9).abs().reshape(3, 4).to(getattr(torch, dtype))
-    weight = Weight.whole("x", stored(tmp_path, tensor))
+    tensor = torch.arange(-3, 9).abs().reshape(3, 4).to(dtype)
     expected = tensor.float() if tensor.is_floating_point() else tensor
-    assert weight.dtype == str(expected.dtype).removeprefix("torch.")
-    assert read(weight) == expected.view(torch.uint8).numpy().tobytes()
+    found = read_back(tmp_path, tensor)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -58,27 +47,29 @@ def test_every_type_is_read_as_it_was_or_as_fp32(tmp_path, dtype):
         torch.rand(0, 3),
         torch.rand(7)[2:],
         torch.randn(3, 4, dtype=torch.bfloat16).T,
+        torch.rand(2**20 + 5, 2),
     ],
-    ids=["transposed", "expanded", "strided", "scalar", "empty", "offset", "bf16"],
+    ids=["transposed", "expanded", "strided", "scalar", "empty", "offset", "bf16", "large"],
 )
 def test_a_tensor_is_read_in_the_order_of_its_shape(tmp_path, tensor):
-    expected = tensor.float().contiguous().numpy().tobytes()
-    assert read(Weight.whole("x", stored(tmp_path, tensor))) == expected
+    assert torch.equal(read_back(tmp_path, tensor), tensor.float())
 
 
 def test_what_is_not_finite_or_negative_zero_keeps_its_bits(tmp_path):
     tensor = torch.tensor([float("nan"), float("-inf"), -0.0, 1e-40], dtype=torch.bfloat16)
-    expected = tensor.float().view(torch.uint8).numpy().tobytes()
-    assert read(Weight.whole("x", stored(tmp_path, tensor))) == expected
+    found = read_back(tmp_path, tensor)
+    assert torch.equal(found.view(torch.int32), tensor.float().view(torch.int32))
 
 
-def test_a_large_tensor_comes_in_small_pieces(tmp_path):
-    tensor = torch.rand(CHUNK_BYTES // 4 + 5, 2)
-    with Reader() as reader:
-        weight = Weight.whole("x", stored(tmp_path, tensor))
-        chunks = [bytes(chunk) for chunk in reader.chunks(weight)]
-    assert [len(chunk) for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 40]
-    assert b"".join(chunks) == tensor.numpy().tobytes()
+def test_pages_that_were_read_are_given_back_and_read_again(tmp_path):
+    tensor = torch.rand(3 * 2**20)
+    torch.save({"x": tensor}, tmp_path / "x.pt")
+    file = read_states(tmp_path / "x.pt")
+    weight = Weight.whole("x", file, file.states["x"])
+    assert any(tensor.data_ptr() not in mapping for mapping in file.mappings)
+    assert any(file.states["x"].data_ptr() in mapping for mapping in file.mappings)
+    for _ in range(2):
+        assert torch.equal(torch.cat(list(weight.chunks())), tensor)
 
 
 class Odd:
@@ -89,16 +80,13 @@ class Odd:
 
 
 def test_objects_of_other_classes_are_left_alone(tmp_path):
-    content = {"odd": Odd(), "size": torch.Size([2, 3]), "set": {1}, "p": parameter()}
+    parameter = torch.nn.Parameter(torch.rand(2))
+    content = {"odd": Odd(), "size": torch.Size([2, 3]), "set": {1}, "p": parameter}
     torch.save(content, tmp_path / "x")
-    outline = read_outline(tmp_path / "x")
-    assert isinstance(outline["odd"], Unknown)
-    assert (outline["size"], outline["set"]) == ((2, 3), {1})
-    assert outline["p"].shape == (2,)
-
-
-def parameter() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.rand(2))
+    states = read_states(tmp_path / "x").states
+    assert isinstance(states["odd"], Unknown)
+    assert (states["size"], states["set"]) == ((2, 3), {1})
+    assert torch.equal(states["p"], parameter)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
@@ -107,14 +95,14 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
             return (open, (str(tmp_path / "was-here"), "w"))
 
     torch.save({"evil": Evil()}, tmp_path / "x.pt")
-    assert isinstance(read_outline(tmp_path / "x.pt")["evil"], Unknown)
+    assert isinstance(read_states(tmp_path / "x.pt").states["evil"], Unknown)
     assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
 
 
 def test_a_file_of_something_else_is_told(tmp_path):
     (tmp_path / "x.pt").write_text("hello")
     with pytest.raises(ConfigError, match=r"x.pt cannot be read, at a size of 5 bytes"):
-        read_outline(tmp_path / "x.pt")
+        read_states(tmp_path / "x.pt")
 
 
 # ------------------------------------------------------------------------- a model without ZeRO
@@ -246,10 +234,10 @@ def test_an_interrupt_leaves_what_was_there(tmp_path, error):
     nbaccel.zero_to_fp32(four_layers(tmp_path / "in"), out)
     (out / "config.json").touch()
     before = names(out), (out / "model.safetensors").stat().st_mtime_ns
-    shards = plan({"a": Weight("a", (4,), "float32")}, {}, "1GB")
+    shards = plan({"a": Weight("a", (4,), torch.float32)}, {}, "1GB")
 
     def source(weight):
-        yield memoryview(bytes(8))
+        yield torch.zeros(2)
         raise error
 
     def write():
@@ -284,11 +272,11 @@ def test_a_death_between_two_renames_leaves_no_index_of_old_and_new_files(tmp_pa
 
 
 def test_a_source_that_gives_too_little_is_noticed(tmp_path):
-    shards = plan({"a": Weight("a", (4,), "float32")}, {}, "1GB")
+    shards = plan({"a": Weight("a", (4,), torch.float32)}, {}, "1GB")
 
     def write():
         with publishing(tmp_path / "out", shards) as workshop:
-            list(write_shard(shards[0], workshop, lambda weight: iter([memoryview(bytes(8))])))
+            list(write_shard(shards[0], workshop, lambda weight: iter([torch.zeros(2)])))
 
     with pytest.raises(CheckpointFailed, match=r"a should have 16 bytes, and 8 were read"):
         write()

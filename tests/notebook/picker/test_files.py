@@ -102,7 +102,7 @@ def test_misspelt_keys_are_told_where_deepspeed_is_not_installed(picker):
             "offload_optimizer": {"devise": "cpu"},
         },
         "gradient_cliping": 1.0,
-        "activation_checkpointin": {"cpu_checkpointin": True},
+        "optimiser": {"param": {}},
         "overlap_comm": True,
     }
     before = picker.config
@@ -113,8 +113,8 @@ def test_misspelt_keys_are_told_where_deepspeed_is_not_installed(picker):
         ("zero_optimization.stge=2", "'stage'"),
         ("zero_optimization.offload_optimizer.devise='cpu'", "'device'"),
         ("gradient_cliping=1.0", "'gradient_clipping'"),
-        ("activation_checkpointin={", "'activation_checkpointing'"),
-        ("activation_checkpointing.cpu_checkpointin=True", "'cpu_checkpointing'"),
+        ("optimiser={", "'optimizer'"),
+        ("optimizer.param={}", "'params'"),
     ):
         assert f"got {given}" in told
         assert f"Did you mean {meant}?" in told

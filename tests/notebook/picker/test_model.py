@@ -10,8 +10,8 @@ import nbaccel
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import engine_config
 from nbaccel.errors import ConfigError
+from nbaccel.notebook.picker.form_text import picker_text
 from nbaccel.notebook.picker.model import PickerModel
-from nbaccel.notebook.picker.static_table import picker_html, picker_text
 from tests import needs
 from tests.notebook.machines import GIB, V5E_8, WITHOUT_GPU, with_gpus
 
@@ -273,7 +273,6 @@ def test_options_are_greyed_by_other_choices():
     assert picker.refusal("zero_optimization.stage3_prefetch_bucket_size") == (
         "for stage 3 only: the stage is 2"
     )
-    assert picker.refusal("aio.block_size") == "nothing is on NVMe"
     picker = PickerModel(RunConfig(mixed_precision="fp8", fp8="msamp"), inventory=with_gpus(2))
     assert "does not train in fp8 by the backend msamp" in reasons(picker, "zero_stage")["3"]
     picker.choose("fp8.backend", "native")
@@ -395,16 +394,6 @@ def test_a_rehearsal_measures_what_may_be_chosen(monkeypatch):
         assert picker.estimate.device.activations > 0
 
 
-def test_operations_are_not_counted_again_where_the_measured_pass_counted_them(monkeypatch):
-    from nbaccel.memory import operations
-
-    apart = operations.forward_operations(net(64), torch.randn(8, 64)) / 8
-    monkeypatch.setattr(operations, "forward_operations", None)
-    picker = PickerModel(model=net(64), sample_batch=torch.randn(8, 64), inventory=WITHOUT_GPU)
-    assert picker.candidates()[0].step_s is not None
-    assert picker._memory_model.operations_per_sample() == apart
-
-
 def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monkeypatch):
     from nbaccel.memory import activations
 
@@ -421,7 +410,6 @@ def test_no_memory_is_estimated_before_the_postponed_estimate_is_asked_for(monke
     picker.observe(lambda: told.append(picker.verdict.text))
     picker.choose("mixed_precision", "bf16")
     assert (picker.need, picker.bars(), measured) == (None, (), [])
-    assert "Memory is being estimated …" in picker_html(picker)
     assert "Memory is being estimated …" in picker_text(picker)
 
     picker.estimate_memory()
@@ -640,11 +628,9 @@ def test_static_faces_hold_choices_and_estimate():
         model=net(),
         inventory=with_gpus(2),
     )
-    text, html = picker_text(picker), picker_html(picker)
+    text = picker_text(picker)
     for part in ("ZeRO stage", "cuda:1 · NVIDIA H100", "Fits:", "zero_stage: 3"):
         assert part in text
-        assert part in html
-    assert "<script>" not in html
     assert "2 processes" in text
     alone = picker_text(picker, ["launch"])
     assert "2 processes" in alone

@@ -26,20 +26,16 @@ class Tied(nn.Module):
 
 def test_a_model_is_counted_with_tied_weights_once():
     found = describe_model(Tied().to(torch.bfloat16))
-    assert (found.num_parameters, found.num_tensors, found.num_tied) == (40 + 3 * 16, 4, 1)
-    assert found.layers == "3 Linear"
-    facts = found.facts()
     for fact in ("88 parameters in 4 tensors", "3 Linear", "bfloat16", "1 tied weight"):
-        assert fact in facts
+        assert fact in found.facts
 
 
 def test_a_model_on_meta_and_of_two_formats_says_so():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(10**4, 10**4), nn.Linear(2, 2).half())
     found = describe_model(model)
-    assert found.is_on_meta
-    assert found.formats == ("float32", "float16")
-    assert found.facts().startswith("100 M parameters")
+    assert found.facts.startswith("100 M parameters")
+    assert found.facts.endswith("float32, float16 · on meta: shapes only")
 
 
 def test_a_batch_is_described_by_its_shapes():

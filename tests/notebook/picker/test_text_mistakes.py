@@ -39,10 +39,10 @@ def test_keys_of_json_are_found_in_their_sections():
     assert second == first + 3
 
 
-def test_keys_of_json_in_one_line_and_of_json_that_is_not_whole():
+def test_keys_of_json_in_one_line_in_lists_and_behind_tabs():
     assert lines_of(json.dumps(CONFIG))["zero_optimization.stge"] == 1
-    assert lines_of('{"a": {\n"b": [1, {"c": 2}],\n"d"') == {"a": 1, "a.b": 2, "a.b.c": 2}
-    assert lines_of('{"a": "x: {y",\n"b": 1}') == {"a": 1, "b": 2}
+    text = '{"a": {\n\t"b": [1, {"c": 2}],\n"d": "x: {y"}}'
+    assert lines_of(text) == {"a": 1, "a.b": 2, "a.b.c": 2, "a.d": 3}
 
 
 def test_keys_of_yaml_are_found_by_their_indentation():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.following import DashboardUpdater, WatchedCall
-from nbaccel.workers import messaging
 
 
 class Seen:
@@ -15,14 +15,14 @@ class Seen:
     def __init__(self) -> None:
         self.shows: list[DashboardUpdater] = []
         self.watched: list[WatchedCall] = []
-        self.heard: list[tuple[int, messaging.Metrics]] = []
+        self.heard: list[tuple[int, Metrics]] = []
 
     @property
     def board(self) -> RunBoard:
         """The newest one."""
-        return self.shows[-1]._dashboard.board
+        return self.shows[-1].board
 
-    def messages_of(self, rank: int) -> list[messaging.Metrics]:
+    def messages_of(self, rank: int) -> list[Metrics]:
         return [message for who, message in self.heard if who == rank]
 
 
@@ -39,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         begin(self, *args, **more)
         found.shows.append(self)
 
-    def noting_hear(self: DashboardUpdater, rank: int, message: messaging.Metrics) -> None:
+    def noting_hear(self: DashboardUpdater, rank: int, message: Metrics) -> None:
         found.heard.append((rank, message))
         receive(self, rank, message)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from nbaccel import RunConfig
 from nbaccel.output.panel.facts import RunBoard
-from nbaccel.output.report.report_html import summary_html
-from nbaccel.output.report.report_text import finished_line
+from nbaccel.output.report.report_parts import finished_line, summary_html
 from nbaccel.output.report.run_facts import facts_of
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.resolving import resolve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.workers.messaging import Metrics
+from nbaccel.base.training_metrics import Metrics
 
 
 def report(

@@ -67,7 +67,7 @@ def test_it_stands_in_every_form() -> None:
     words = "waiting for data. Let the DataLoader"
     facts = facts_of(board, PLAN)
     assert words in live_text(board)
-    assert words in live_html(board, by_hand=True)
+    assert words in live_html(board, is_stoppable=True)
     assert final_html(board).count(words) == 1, "in sight, and not a second time below it"
     assert words in RunReport(facts)._repr_html_()
     assert words in str(RunReport(facts))

@@ -9,17 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbaccel.base.metric_history import MetricHistory
-from nbaccel.output.bars import BarText
+from nbaccel.base.training_metrics import Metrics, ProgressBar
+from nbaccel.output.panel.curves import mean_points
 from nbaccel.output.panel.facts import (
     RankStatus,
     RunBoard,
     StepPace,
-    loss_name,
+    loss_first,
     mean,
-    mean_points,
 )
 from nbaccel.output.panel.time_left import TimeLeft, most_left
-from nbaccel.workers.messaging import Metrics
 from tests.output.panel.reports import report
 
 GIB = 2**30
@@ -70,7 +69,7 @@ def test_an_empty_history_has_nothing() -> None:
 
 
 def test_speed_is_of_the_last_seconds_and_of_all() -> None:
-    pace = StepPace(window_s=10)
+    pace = StepPace()
     for second in range(101):
         pace.add(second, min(second, 50) * 2 + max(0, second - 50) * 8)
     assert pace.recent(100.0) == pytest.approx(8.0)
@@ -116,7 +115,7 @@ def test_who_counts_anew_is_timed_anew() -> None:
     ],
 )
 def test_the_loss_is_what_is_called_so(names: list[str], chosen: str | None) -> None:
-    assert loss_name(names) == chosen
+    assert [*loss_first(names), None][0] == chosen
 
 
 def test_a_better_name_that_comes_later_begins_a_history_of_its_own() -> None:
@@ -155,14 +154,13 @@ def test_what_is_left_is_that_of_the_slowest_rank() -> None:
 
 def test_what_is_left_of_bars_is_the_outer_one_s() -> None:
     board = RunBoard([0], began_at=0.0)
-    outer = BarText(text="a", description="a", fraction=0.5, left_s=60.0)
-    inner = BarText(text="b", description="b", fraction=0.5, left_s=2.0)
-    board.see([row(bars=(outer, inner))])
+    outer = ProgressBar(description="a", fraction=0.5, left_s=60.0)
+    inner = ProgressBar(description="b", fraction=0.5, left_s=2.0)
+    board.receive(0, Metrics(time=0.0, steps=None, bars=(outer, inner)))
     assert most_left(board.ranks.values(), board.now) == TimeLeft(seconds=60.0, of_what="")
     board.now += 7.0
-    board.see([row(bars=(outer, inner))])
     assert most_left(board.ranks.values(), board.now) == TimeLeft(seconds=53.0, of_what=""), (
-        "it is drawn again only when it moves"
+        "it is told again only when it moves"
     )
 
 
@@ -171,7 +169,7 @@ def test_each_loop_is_marked_where_it_began_and_no_more_of_them_than_are_readabl
     for epoch in range(1, 1001):
         board.receive(0, looping(float(epoch), 0, steps=(epoch - 1) * 50, epoch=epoch))
         board.receive(0, looping(epoch + 0.5, 50, steps=epoch * 50, epoch=epoch))
-    marks = board.ranks[0].loop.marks
+    marks = board.ranks[0].marks
     assert marks[:2] == [(0.0, "epoch 1"), (50.0, "epoch 2")]
     assert len(marks) <= 200
 
@@ -253,13 +251,6 @@ def test_a_state_is_as_old_as_when_it_was_first_seen() -> None:
     board.now = 9.0
     board.see([row("running", seconds=9.0)])
     assert board.ranks[0].since == 5.0
-
-
-def test_the_last_line_stays_when_nothing_new_is_printed() -> None:
-    board = RunBoard([0], began_at=0.0)
-    board.see([row(last_line="epoch 1")])
-    board.see([row()])
-    assert board.ranks[0].last_line == "epoch 1"
 
 
 def test_a_mean_shows_what_is_no_number() -> None:

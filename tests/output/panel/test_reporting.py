@@ -42,7 +42,7 @@ def test_what_is_logged_is_told_without_a_tracker_and_the_last_is_never_lost(
     launch(train)
     for rank in (0, 1):
         facts = seen.board.ranks[rank]
-        assert facts.steps == 100
+        assert facts.told.steps == 100
         assert facts.metrics == {"loss": 0.01 + rank, "lr": 0.5}
         assert facts.loss.last == 0.01 + rank
         messages = seen.messages_of(rank)
@@ -74,7 +74,7 @@ def test_the_step_that_is_given_is_the_one_that_is_told(launch: Launch, seen: Se
             accelerator.log({"loss": 1.0}, step=step)
 
     launch(train)
-    assert [facts.steps for facts in seen.board.ranks.values()] == [300, 300]
+    assert [facts.told.steps for facts in seen.board.ranks.values()] == [300, 300]
 
 
 def test_progress_tells_batches_and_losses(launch: Launch, seen: Seen) -> None:
@@ -92,7 +92,7 @@ def test_progress_tells_batches_and_losses(launch: Launch, seen: Seen) -> None:
     results = launch(train)
     for rank, losses in enumerate(results):
         facts = seen.board.ranks[rank]
-        assert facts.steps == 8
+        assert facts.told.steps == 8
         assert facts.metrics == {"loss": pytest.approx(losses[-1])}
         assert seen.messages_of(rank)[0].steps == 0, "the speed is reckoned from the start"
         assert facts.pace.overall is not None
@@ -112,7 +112,7 @@ def test_in_a_progress_loop_a_step_is_a_batch_and_the_loss_is_the_one_that_is_lo
 
     notebook_launcher(train, (), 2)
     for facts in seen.board.ranks.values():
-        assert facts.steps == 6
+        assert facts.told.steps == 6
         assert (facts.loss_name, facts.loss.last) == ("train_loss", 7.0)
 
 
@@ -140,11 +140,11 @@ def test_progress_tells_epochs_batches_and_samples_of_each_rank(launch: Launch, 
     launch(train)
     for rank in (0, 1):
         facts = seen.board.ranks[rank]
-        assert (facts.loop.label, facts.loop.epoch) == ("check", 3)
-        assert (facts.loop.batches, facts.loop.total_batches) == (2, 2)
-        assert facts.samples == 3 * (4 * (5 + rank) + 2 * 2)
-        assert facts.steps == 3 * (5 + rank + 2)
-        assert facts.loop.marks == [
+        assert (facts.loop_label, facts.told.epoch) == ("check", 3)
+        assert (facts.told.batches, facts.told.total_batches) == (2, 2)
+        assert facts.told.samples == 3 * (4 * (5 + rank) + 2 * 2)
+        assert facts.told.steps == 3 * (5 + rank + 2)
+        assert facts.marks == [
             (float(epoch * (7 + rank) + offset), name)
             for epoch in range(3)
             for offset, name in ((0, f"epoch {epoch + 1}"), (5 + rank, "check"))
@@ -242,16 +242,16 @@ def test_in_live_workers_each_cell_counts_from_its_start(seen: Seen) -> None:
             "accelerator = Accelerator()\n"
             "for i in range(30): accelerator.log({'loss': i})"
         )
-        assert [facts.steps for facts in seen.board.ranks.values()] == [30, 30]
+        assert [facts.told.steps for facts in seen.board.ranks.values()] == [30, 30]
         pool.run("for i in range(3): accelerator.log({'loss': i})")
-        assert [facts.steps for facts in seen.board.ranks.values()] == [3, 3]
+        assert [facts.told.steps for facts in seen.board.ranks.values()] == [3, 3]
         assert [facts.loss.last for facts in seen.board.ranks.values()] == [2.0, 2.0]
 
         def train() -> None:
             Accelerator().log({"loss": 0.5}, step=77)
 
         pool.call(train)
-        assert [facts.steps for facts in seen.board.ranks.values()] == [77, 77]
+        assert [facts.told.steps for facts in seen.board.ranks.values()] == [77, 77]
 
 
 # ------------------------------------------------------------------------- without a launch
@@ -307,16 +307,16 @@ def test_rounds_of_a_loop_over_epochs_are_no_steps_and_say_how_far_the_training_
     launch(train)
     for rank in (0, 1):
         facts = seen.board.ranks[rank]
-        assert (facts.steps, facts.samples) == (18, 90)
-        assert facts.loop.outer is not None
-        assert (facts.loop.outer.done, facts.loop.outer.total, facts.loop.outer.done_steps) == (
+        assert (facts.told.steps, facts.told.samples) == (18, 90)
+        assert facts.told.outer is not None
+        assert (facts.told.outer.done, facts.told.outer.total, facts.told.outer.done_steps) == (
             3,
             3,
             18,
         )
         first = next(message for message in seen.messages_of(rank) if message.outer is not None)
         assert (first.outer.done, first.outer.round_steps) == (0, 0)
-        marks = [step for step, _ in facts.loop.marks]
+        marks = [step for step, _ in facts.marks]
         assert marks == sorted(set(marks)), "the two loops that begin at step 0 have one mark"
 
 
@@ -333,9 +333,9 @@ def test_a_loop_that_is_left_early_ends_with_its_epoch(seen: Seen) -> None:
     notebook_launcher(train, (), 2)
     facts = seen.board.ranks[0]
     # A round that is left is no batch that was used.
-    assert (facts.steps, facts.loop.epoch, facts.loop.total_batches) == (3 * 4 + 7, 1, 7)
-    assert facts.loop.outer is not None
-    assert (facts.loop.outer.done, facts.loop.outer.total) == (2, 3)
+    assert (facts.told.steps, facts.told.epoch, facts.told.total_batches) == (3 * 4 + 7, 1, 7)
+    assert facts.told.outer is not None
+    assert (facts.told.outer.done, facts.told.outer.total) == (2, 3)
 
 
 @pytest.mark.slow

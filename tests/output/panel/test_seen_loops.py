@@ -39,10 +39,10 @@ def test_a_plain_loop_is_seen(seen: Seen) -> None:
     notebook_launcher(plain_loop, (nn.Linear(2, 1),), 2)
     for facts in seen.board.ranks.values():
         steps = EPOCHS * SAMPLES // BATCH
-        assert (facts.steps, facts.samples) == (steps, EPOCHS * SAMPLES)
-        assert (facts.loop.epoch, facts.loop.batches, facts.loop.total_batches) == (3, 8, 8)
-        assert facts.loop.is_seen
-        assert facts.had_group
+        assert (facts.told.steps, facts.told.samples) == (steps, EPOCHS * SAMPLES)
+        assert (facts.told.epoch, facts.told.batches, facts.told.total_batches) == (3, 8, 8)
+        assert facts.told.loop_is_seen
+        assert facts.told.had_group
         assert [step for step, _ in facts.loss.points()] == [*range(1, steps + 1)], "each step's"
         rates = facts.histories["learning rate"].points()
         assert [value for _, value in rates] == [0.05, 0.025]
@@ -66,9 +66,9 @@ def test_the_loop_of_an_accelerator_is_seen_once_and_in_the_user_s_scale(seen: S
     notebook_launcher(train, (nn.Linear(2, 1),), 2)
     for facts in seen.board.ranks.values():
         per_rank = SAMPLES // 2
-        assert facts.samples == EPOCHS * per_rank
-        assert facts.steps == EPOCHS * per_rank // BATCH // 2, "of the optimizer"
-        assert (facts.loop.epoch, facts.loop.batches) == (EPOCHS, per_rank // BATCH)
+        assert facts.told.samples == EPOCHS * per_rank
+        assert facts.told.steps == EPOCHS * per_rank // BATCH // 2, "of the optimizer"
+        assert (facts.told.epoch, facts.told.batches) == (EPOCHS, per_rank // BATCH)
         assert {value for _, value in facts.loss.points()} == {7.0}
 
 
@@ -88,7 +88,7 @@ def test_what_is_logged_takes_the_place_of_what_was_seen(seen: Seen) -> None:
         assert facts.loss_name == "train_loss"
         assert facts.loss.points() == [(10.0, 2.0), (20.0, 2.0)]
         assert set(facts.histories) == {"train_loss", "lr"}, "epochs are what it is drawn over"
-        assert facts.steps == 20
+        assert facts.told.steps == 20
 
 
 def test_a_loop_of_progress_counts_its_own_batches(seen: Seen) -> None:
@@ -100,9 +100,9 @@ def test_a_loop_of_progress_counts_its_own_batches(seen: Seen) -> None:
 
     notebook_launcher(train, (nn.Linear(2, 1),), 2)
     for facts in seen.board.ranks.values():
-        assert facts.steps == facts.loop.batches == SAMPLES // 2 // BATCH
-        assert (facts.loop.epoch, facts.loop.is_seen) == (1, False)
-        assert facts.samples == SAMPLES // 2
+        assert facts.told.steps == facts.told.batches == SAMPLES // 2 // BATCH
+        assert (facts.told.epoch, facts.told.loop_is_seen) == (1, False)
+        assert facts.told.samples == SAMPLES // 2
 
 
 def test_within_a_loop_over_epochs_steps_are_those_of_the_optimizer(seen: Seen) -> None:
@@ -117,7 +117,7 @@ def test_within_a_loop_over_epochs_steps_are_those_of_the_optimizer(seen: Seen) 
 
     notebook_launcher(train, (nn.Linear(2, 1),), 2)
     for facts in seen.board.ranks.values():
-        assert facts.steps == EPOCHS * SAMPLES // 2 // BATCH
+        assert facts.told.steps == EPOCHS * SAMPLES // 2 // BATCH
 
 
 def test_a_spike_of_one_step_is_seen(seen: Seen) -> None:
@@ -132,7 +132,7 @@ def test_a_spike_of_one_step_is_seen(seen: Seen) -> None:
     for facts in seen.board.ranks.values():
         assert len(facts.loss.points()) == 300
         assert facts.loss.points()[150] == (151.0, 100.0)
-        assert not facts.had_group, "each has trained alone"
+        assert not facts.told.had_group, "each has trained alone"
 
 
 def test_one_process_is_seen_and_leaves_no_hook(seen: Seen, capsys: object) -> None:
@@ -155,4 +155,4 @@ def test_one_process_is_seen_and_leaves_no_hook(seen: Seen, capsys: object) -> N
 def test_one_switch_turns_it_off(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(loop_watch.SWITCH, "0")
     notebook_launcher(plain_loop, (nn.Linear(2, 1),), 2)
-    assert {facts.steps for facts in seen.board.ranks.values()} == {None}
+    assert {facts.told.steps for facts in seen.board.ranks.values()} == {None}

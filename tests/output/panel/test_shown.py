@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from nbaccel import notebook_launcher
+from nbaccel.base.training_metrics import Metrics
 from nbaccel.output import publish
 from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus
-from nbaccel.workers.messaging import Metrics
 from tests.output.panel.finished import PLAN
 from tests.output.panel.reports import report
 
@@ -35,6 +35,17 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Told(Dashboard):
+    """One whose lines for a terminal are kept."""
+
+    def __init__(self, said: list[str], *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._said = said
+
+    def _say(self, text: str) -> None:
+        self._said.append(text)
 
 
 class Cell:
@@ -126,16 +137,12 @@ def test_afterwards_one_line_stays_with_the_peak(cell: Cell, clock: Clock) -> No
     assert cell.text == "1 rank · 12.3 s · up to 3.0 GiB (on the device 5.0 GiB)"
 
 
-@pytest.mark.parametrize(
-    ("how", "word"), [({"has_failed": True}, "failed"), ({"was_interrupted": True}, "stopped")]
-)
-def test_a_cell_that_did_not_end_well_says_so(
-    cell: Cell, clock: Clock, how: dict[str, bool], word: str
-) -> None:
+@pytest.mark.parametrize("word", ["failed", "stopped", "timed out"])
+def test_a_cell_that_did_not_end_well_says_so(cell: Cell, clock: Clock, word: str) -> None:
     board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
     clock.now += 3
     board.update([row(0), row(1)])
-    board.finish(**how)
+    board.finish(ending=word)
     assert cell.text == f"2 ranks · {word} after 3.0 s · up to 1.0 GiB each"
 
 
@@ -161,7 +168,7 @@ def test_a_terminal_gets_a_line_now_and_then(
             at.append(second)
         clock.now += 1
     assert at == [1, 5, 15, 60, 120, 240, 480]
-    board.finish(has_failed=True)
+    board.finish(ending="failed")
     assert capsys.readouterr().err == (
         "nbaccel: 2 ranks · failed after 11 min 40 s · up to 1.0 GiB each\n"
     )
@@ -169,7 +176,7 @@ def test_a_terminal_gets_a_line_now_and_then(
 
 def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
     said: list[str] = []
-    board = Dashboard([0, 1], say=said.append, plan=PLAN, read_clock=clock)
+    board = Told(said, [0, 1], plan=PLAN, read_clock=clock)
     clock.now += 1
     board.update([row(0, device_bytes=GIB), row(1, rss_bytes=2 * GIB, device_bytes=3 * GIB)])
     assert "[0-1] running · 1.0 GiB to 2.0 GiB, on the device 1.0 GiB to 3.0 GiB" in said[0]
@@ -177,7 +184,7 @@ def test_what_ranks_hold_is_told_from_least_to_most(clock: Clock) -> None:
 
 def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
     said: list[str] = []
-    board = Dashboard([0], say=said.append, plan=PLAN, read_clock=clock)
+    board = Told(said, [0], plan=PLAN, read_clock=clock)
     clock.now += 1
     board.update([row(0, "reading")])
     assert said == ["nbaccel: 1 rank · 1.0 s\nnbaccel: [0] reading · 1.0 GiB"]
@@ -185,7 +192,7 @@ def test_the_lines_of_a_terminal_go_where_they_are_told(clock: Clock) -> None:
 
 def test_memory_is_looked_at_more_often_than_a_terminal_is_told(clock: Clock) -> None:
     said: list[str] = []
-    board = Dashboard([0], say=said.append, plan=PLAN, read_clock=clock)
+    board = Told(said, [0], plan=PLAN, read_clock=clock)
     for gib in (1, 7, 2, 1):
         clock.now += 1
         board.update([row(0, rss_bytes=gib * GIB)])
@@ -196,7 +203,7 @@ def test_memory_is_looked_at_more_often_than_a_terminal_is_told(clock: Clock) ->
 def test_it_can_be_turned_off(cell: Cell, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBACCEL_DASHBOARD", "0")
     said: list[str] = []
-    board = Dashboard([0], plan=PLAN, read_clock=clock, say=said.append)
+    board = Told(said, [0], plan=PLAN, read_clock=clock)
     clock.now += 5
     board.update([row(0)])
     board.finish()
@@ -214,7 +221,6 @@ def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Cloc
     for i in range(110):
         clock.now += 0.03
         board.receive(0, metrics(clock.now, i))
-        board.refresh()
         if board.is_due:
             board.update([row(0)])
     assert cell.taken == 1 + 3
@@ -223,21 +229,12 @@ def test_a_whole_output_is_not_replaced_for_each_message(cell: Cell, clock: Cloc
     assert "step 109" in cell.text
 
 
-def test_a_board_without_news_waits_for_the_next_second(cell: Cell, clock: Clock) -> None:
+def test_the_words_say_how_to_stop_where_no_script_puts_a_button(cell: Cell, clock: Clock) -> None:
     board = Dashboard([0], plan=PLAN, read_clock=clock)
     clock.now += 1
     board.update([row(0)])
-    clock.now += 0.5
-    board.refresh()
-    assert cell.taken == 1
-    assert board.due_in() == pytest.approx(0.5)
-
-
-def test_where_no_click_would_be_heard_the_words_say_how_to_stop(cell: Cell, clock: Clock) -> None:
-    board = Dashboard([0], stop=lambda: None, plan=PLAN, read_clock=clock)
-    clock.now += 1
-    board.update([row(0)])
     assert "Stop: interrupt the cell" in cell.html
+    assert "<script" not in cell.html, "no server has started this kernel"
     board.finish()
     assert "Stop" not in cell.html
 
@@ -245,10 +242,10 @@ def test_where_no_click_would_be_heard_the_words_say_how_to_stop(cell: Cell, clo
 def test_what_stays_is_folded_away(cell: Cell, clock: Clock) -> None:
     board = Dashboard([0, 1], plan=PLAN, read_clock=clock)
     clock.now += 1
-    board.update([row(0, last_line="saved"), row(1)])
+    board.update([row(0), row(1)])
     board.receive(0, metrics(100.5, 0, 4.0))
     board.receive(0, metrics(101.0, 50, 2.0))
-    board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], has_failed=True)
+    board.finish([row(0, state="done", rss_bytes=0), row(1, state="failed")], ending="failed")
     assert cell.text == (
         "2 ranks · failed after 1.0 s · step 50 (100/s) · loss 2 █▁ · up to 1.0 GiB each"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -10,10 +9,7 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, notebook_launcher
-from nbaccel.devices.cpu import CpuDevice
-from nbaccel.devices.cuda import CudaDevice
-from nbaccel.devices.nvml import Meter, find_cards
-from nbaccel.output.panel.following import MemoryMeter
+from nbaccel.devices.nvml import Meter
 from nbaccel.workers.resource_use import process_use
 from tests.output.panel.conftest import Seen
 
@@ -35,25 +31,6 @@ def test_a_process_weighs_what_it_holds_and_nothing_once_it_has_gone() -> None:
     assert process_use(child.pid) is None
 
 
-def test_where_no_gpu_is_used_the_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Meter, "open", lambda: pytest.fail("asked"))
-    scales = MemoryMeter(CpuDevice())
-    assert scales.on_gpus([os.getpid()]) == {}
-    scales.close()
-
-
-@pytest.mark.skipif(bool(find_cards()[0]), reason="this machine has a GPU")
-def test_without_a_driver_nobody_holds_anything_and_it_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert Meter.open() is None
-    scales = MemoryMeter(CudaDevice())
-    assert scales.on_gpus([os.getpid()]) == {}
-    monkeypatch.setattr(Meter, "open", lambda: pytest.fail("asked again"))
-    assert scales.on_gpus([os.getpid()]) == {}
-    scales.close()
-
-
 @pytest.mark.gpu
 def test_the_memory_of_a_gpu_is_on_the_board_and_no_context_in_the_notebook(seen: Seen) -> None:
     def train() -> None:
@@ -63,8 +40,8 @@ def test_the_memory_of_a_gpu_is_on_the_board_and_no_context_in_the_notebook(seen
 
     notebook_launcher(train, (), 1, start_method="template")
     (facts,) = seen.board.ranks.values()
-    assert facts.peak_device_bytes is not None
-    assert facts.peak_device_bytes >= 64 * MIB
+    assert facts.memory.peak_device is not None
+    assert facts.memory.peak_device >= 64 * MIB
     assert not torch.cuda.is_initialized()
 
 

@@ -17,7 +17,7 @@ import pytest
 from nbaccel import ConfigError
 from nbaccel.output.panel.curves import metric_lines
 from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
-from nbaccel.output.report.report_html import report_document
+from nbaccel.output.report.report_parts import report_document
 from nbaccel.output.report.run_facts import (
     MetricCurve,
     PlannedRun,
@@ -160,6 +160,7 @@ def test_the_json_form_is_the_documented_one() -> None:
     assert (document["format"], document["version"]) == ("nbaccel.report", 1)
     assert set(document) == {
         *("format", "version", "nbaccel_version", "began", "seconds", "ending", "plan", "ranks"),
+        "title",
         *("advice", "slowest", "curves", "marks", "warnings", "notes"),
     }
     assert document["slowest"] == {"rank": 1, "waited_s": 5.0, "waited_share": 0.52}
@@ -217,7 +218,7 @@ def test_nothing_of_somebody_elses_report_runs_in_a_page() -> None:
             refused += 1
             continue
         assert was_text, path
-        for page in (report._repr_html_(), report.details_html(), report_document(report.facts)):
+        for page in (report._repr_html_(), report_document(report.facts)):
             reader = read(page)
             sources = [value for name, value in reader.attributes if name == "src" and value]
             images = [base64.b64decode(one.partition("base64,")[2]).decode() for one in sources]
@@ -275,8 +276,8 @@ def test_the_page_is_valid_and_needs_nothing_beside_it(known: RunFacts, tmp_path
 
 
 def test_the_part_for_a_notebook_has_no_style_sheet() -> None:
-    for part in (RunReport(facts())._repr_html_(), RunReport(facts()).details_html()):
-        assert not {"style", "script", "html", "body"} & set(read(part).tags)
+    part = RunReport(facts())._repr_html_()
+    assert not {"style", "script", "html", "body"} & set(read(part).tags)
 
 
 def test_texts_are_escaped_and_whole() -> None:
@@ -310,10 +311,9 @@ def test_parts_of_the_bar_differ_in_pattern() -> None:
     assert len(patterns) == len(looks) == 4
 
 
-def test_the_details_leave_the_headline_to_the_summary() -> None:
+def test_the_part_has_a_title() -> None:
     report = RunReport(facts())
     assert "Run on 2 workers" in report._repr_html_()
-    assert "Run on 2 workers" not in report.details_html()
 
 
 # ------------------------------------------------------------------------- words
@@ -364,7 +364,7 @@ def test_text_names_the_parts_of_a_bar_and_all_bars_are_equally_long() -> None:
 
 def test_a_run_too_short_to_measure_says_so() -> None:
     text = str(RunReport(EMPTY))
-    assert "no loop over batches was seen" in text
+    assert "No loop over batches was seen." in text
     assert "Curves" not in text
     assert "No loop over batches was seen." in RunReport(EMPTY)._repr_html_()
 

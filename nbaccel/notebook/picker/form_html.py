@@ -1,0 +1,357 @@
+"""The three questions of a form and its table of bars, as HTML; all text escaped.
+
+The same HTML stands in the widgets, where the rows lie over the buttons of the ways to train, and
+in what a saved notebook or an exported page keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from nbaccel.base.units import format_bytes
+from nbaccel.config.capabilities import device_row
+from nbaccel.memory.memory_bars import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
+from nbaccel.notebook.picker.compared_ways import groups_of_ways, is_shown_once, precision_label
+
+if TYPE_CHECKING:
+    from nbaccel.memory.memory_bars import BarSegment
+    from nbaccel.memory.settings_form import StatePlacement
+    from nbaccel.memory.suggesting import Proposal
+    from nbaccel.memory.ways import Candidate
+    from nbaccel.notebook.picker.model import PickerModel
+
+_NO_MODEL = "configure(model, batch)"
+_FITS_CLASSES = {True: "nbaccel-fits", False: "nbaccel-lacks", None: ""}
+_FITS_SIGNS = {True: "✓ ", False: "✗ ", None: ""}
+_SMALL_SHARE = 0.05
+_MOST_CAPACITIES = 1.7  # a bar may be so many times what there is; longer ones are cut
+
+
+# ---------------------------------------------------------------------- the questions
+def question_html(number: int, title: str, remark: str = "") -> str:
+    """The heading of a question."""
+    remark_html = f' <span class="nbaccel-pale">{remark}</span>' if remark else ""
+    return (
+        '<span class="nbaccel-question" role="heading" aria-level="3">'
+        f'<span class="nbaccel-number" aria-hidden="true">{number}</span> '
+        f"<b>{escape(title)}</b></span>{remark_html}"
+    )
+
+
+def trained_html(model: PickerModel) -> str:
+    """What is trained."""
+    trained = model.trained
+    if trained is None:
+        remark = f"Give the model, and a batch to measure with: <code>{_NO_MODEL}</code>"
+        return question_html(1, "What is trained", remark)
+    batch_html = f"batch <code>{escape(model.batch_shapes)}</code>"
+    if not model.batch_shapes:
+        batch_html = f"no batch: activations are not counted; <code>{_NO_MODEL}</code>"
+    remark = f"{escape(trained.name)} · {escape(trained.facts)} · {batch_html}"
+    return question_html(1, "What is trained", remark)
+
+
+def machine_html(model: PickerModel) -> str:
+    """The machine: each device, with the memory that it has."""
+    parts = "".join(
+        f'<li class="nbaccel-part{" nbaccel-used" if part.is_used else ""}">{escape(part.label)}'
+        + ('<span class="nbaccel-hidden-text"> (used)</span>' if part.is_used else "")
+        + "</li>"
+        for part in model.machine_parts
+    )
+    return f'{question_html(2, "On what")}<ul class="nbaccel-parts">{parts}</ul>'
+
+
+def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
+    """What fits: the heading and which is the best."""
+    title = "What fits"
+    if model.is_memory_postponed:
+        return question_html(3, title, "Memory is being estimated …")
+    if model.trained is None:
+        return question_html(
+            3,
+            title,
+            "With a model, a bar for each way to train is here, against the memory that there is.",
+        )
+    candidates = model.shown_candidates()
+    place = place_text(candidates)
+    remark = "; ".join(filter(None, (place, "click to take one" if is_live else ""))) + "."
+    best = next((candidate for candidate in candidates if candidate.is_best), None)
+    if best is not None:
+        name = best.name
+        if model.compares_precisions:
+            name += f" in {precision_label(best.precision)}"
+        remark = f"{escape(remark)} ★ <b>{escape(name)}</b>: {escape(best.reason)}."
+    return question_html(3, title, remark)
+
+
+def place_text(candidates: Iterable[Candidate]) -> str:
+    """Whose memory the first bar of each candidate is: ``memory of each GPU``."""
+    need = next((one.need for one in candidates if one.need is not None), None)
+    if need is None:
+        return ""
+    kind, separator, _ = need.bars[0].place.partition(":")
+    return f"memory of each {device_row(kind).noun}" if separator else "host memory"
+
+
+# ---------------------------------------------------------------------- the table of bars
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarRow:
+    """A way to train in one precision, or a place with memory.
+
+    Attributes:
+        name: Of the way or the place; empty where the row above says it.
+        label: The precision; empty where rows of several are not compared.
+        told_name: Both, for screen readers.
+        bar: What is drawn; None where nothing is known.
+        words: What is said of it.
+        fits: Whether there is enough; None where that is not known.
+        is_refused: Whether it cannot be taken.
+        mark: ``★ best``.
+        is_chosen: Whether it is what is chosen now: buttons show that in the live form.
+    """
+
+    name: str
+    label: str = ""
+    told_name: str
+    bar: MemoryBar | None
+    words: str
+    fits: bool | None
+    is_refused: bool = False
+    mark: str = ""
+    is_chosen: bool = False
+
+
+def rows_of_ways(
+    candidates: Sequence[Candidate], *, compares: bool = False, best_mark: str = "★ best"
+) -> Iterator[BarRow]:
+    """A row for each candidate."""
+    for name, of_way in groups_of_ways(candidates):
+        for number, candidate in enumerate(of_way):
+            has_label = compares and not is_shown_once(of_way)
+            label = precision_label(candidate.precision) if has_label else ""
+            yield BarRow(
+                name="" if number else name,
+                label=label,
+                told_name=f"{name} in {label}" if label else name,
+                bar=None if candidate.need is None else candidate.need.bars[0],
+                words=verdict_text(candidate),
+                fits=None if candidate.refusal else candidate.fits,
+                is_refused=bool(candidate.refusal),
+                mark=best_mark if candidate.is_best else "",
+                is_chosen=candidate.is_taken,
+            )
+
+
+def rows_of_places(bars: Iterable[MemoryBar]) -> Iterator[BarRow]:
+    """A row for each device, the host and the disk."""
+    for bar in bars:
+        words = f"needs {format_bytes(bar.needed)}"
+        words += f" of {format_bytes(bar.capacity)}" if bar.capacity else ""
+        if bar.lacking:
+            words = f"✗ {words}: {format_bytes(bar.lacking)} too little"
+        yield BarRow(
+            name=bar.label, told_name=bar.label, bar=bar, words=words, fits=not bar.lacking
+        )
+
+
+def verdict_text(candidate: Candidate) -> str:
+    """Whether it fits, in a few words and with a sign: ``✓ 3.3 GiB free``."""
+    if candidate.refusal:
+        return candidate.refusal
+    bars = () if candidate.need is None else candidate.need.bars
+    for bar in bars:
+        if bar.lacking:
+            place = "" if bar is bars[0] else f" on {bar.place}"
+            return f"✗ {format_bytes(bar.lacking)} too little{place}"
+    with_words = " with checkpointing" if candidate.recomputes else ""
+    return f"✓ {candidate.verdict}{with_words}" if candidate.fits else candidate.verdict
+
+
+class BarScale:
+    """How memory is drawn: all rows have one scale.
+
+    Where no row needs a twentieth of what there is, what others use is left out, and the bars are
+    as wide as the largest need: a model of a few pixels could not be looked at.
+
+    Attributes:
+        full_width: Bytes that the whole width stands for.
+    """
+
+    def __init__(self, bars: Iterable[MemoryBar | None]) -> None:
+        self._bars = [bar for bar in bars if bar is not None]
+        self._capacity = max((bar.capacity for bar in self._bars), default=0)
+        needed = max((bar.needed for bar in self._bars), default=0)
+        self._is_enlarged = 0 < needed < _SMALL_SHARE * self._capacity
+        most = max((bar.used for bar in self._bars), default=0)
+        if self._is_enlarged:
+            most = needed
+        elif self._capacity:
+            most = min(max(most, self._capacity), round(_MOST_CAPACITIES * self._capacity))
+        self.full_width = max(most, 1)
+
+    def track(self, bar: MemoryBar, name: str) -> str:
+        """A bar, and where its memory ends."""
+        segments = "".join(self._segment(segment) for segment in self._drawn(bar))
+        cut_class = mark = ""
+        if bar.capacity and not self._is_enlarged:
+            cut_class = " nbaccel-cut" if bar.used > self.full_width else ""
+            place = 100 * min(1.0, bar.capacity / self.full_width)
+            mark = f'<span class="nbaccel-mark" style="left:{place:.2f}%"></span>'
+        return (
+            f'<span class="nbaccel-track{cut_class}" role="img" '
+            f'aria-label="{escape(f"{name}: {bar.text()}")}">{segments}</span>{mark}'
+        )
+
+    def legend(self) -> str:
+        """What the colours mean, and what there is."""
+        drawn = {segment.kind for bar in self._bars for segment in self._drawn(bar)}
+        kinds = "".join(
+            f'<li><span class="nbaccel-swatch nbaccel-{kind}"></span>'
+            f"{escape(SEGMENT_NAMES.get(kind, kind))}</li>"
+            for kind in ("others", *SEGMENT_KINDS)
+            if kind in drawn
+        )
+        words = "┆ what there is"
+        if self._is_enlarged:
+            times = round(self._capacity / self.full_width)
+            words = f"all that there is: {times:,} times as wide"
+        return f'<ul class="nbaccel-legend">{kinds}<li>{words}</li></ul>' if kinds else ""
+
+    def _drawn(self, bar: MemoryBar) -> list[BarSegment]:
+        left_out = ("free", "others") if self._is_enlarged else ("free",)
+        return [one for one in bar.segments if one.bytes and one.kind not in left_out]
+
+    def _segment(self, segment: BarSegment) -> str:
+        return (
+            f'<span class="nbaccel-segment nbaccel-{segment.kind}" title="{escape(segment.text)}" '
+            f'style="width:{100 * segment.bytes / self.full_width:.3f}%"></span>'
+        )
+
+
+def table_html(rows: Iterable[BarRow], hint: str = "") -> str:
+    """A bar for each row, against the line of what there is, and what the colours mean."""
+    table_rows = list(rows)
+    scale = BarScale(row.bar for row in table_rows)
+    lines = "".join(_row_html(row, scale) for row in table_rows)
+    hint_html = f'<span class="nbaccel-hint">{escape(hint)}</span>' if hint else ""
+    return (
+        f'<table class="nbaccel-rows"><tbody>{lines}</tbody></table>'
+        f'<div class="nbaccel-below-bars">{scale.legend()}{hint_html}</div>'
+    )
+
+
+def _row_html(row: BarRow, scale: BarScale) -> str:
+    classes = ["nbaccel-strip-row", "nbaccel-first" if row.name else "", _FITS_CLASSES[row.fits]]
+    words_class = "nbaccel-refused" if row.is_refused else "nbaccel-word"
+    track = '<span class="nbaccel-track"></span>'
+    if row.bar is not None:
+        track = scale.track(row.bar, row.told_name)
+    chosen = '<span class="nbaccel-chosen">● chosen </span>' if row.is_chosen else ""
+    # Buttons, or the row above, say the name to a screen reader.
+    return (
+        f'<tr class="{" ".join(filter(None, classes))}">'
+        f'<th scope="row" class="nbaccel-way" aria-hidden="true">{escape(row.name)}</th>'
+        f'<td class="nbaccel-precision" aria-hidden="true">{escape(row.label)}</td>'
+        f'<td class="nbaccel-track-place">{track}</td>'
+        f'<td class="{words_class}">{escape(row.words)}</td>'
+        f'<td class="nbaccel-best">{chosen}{escape(row.mark)}</td></tr>'
+    )
+
+
+# ---------------------------------------------------------------------- what was taken
+def taken_html(model: PickerModel) -> str:
+    """What is chosen now, what it does, whether it fits, and its bar for narrow windows."""
+    candidates = () if model.is_memory_postponed else model.shown_candidates()
+    candidate = next((one for one in candidates if one.is_taken), None)
+    num_processes = 1 if model.plan is None else model.plan.world_size
+    verdict = model.verdict
+    name = "Chosen settings"
+    clauses = [verdict.remedy]
+    below = ""
+    if candidate is not None:
+        name = candidate.name
+        # Why nothing can be estimated is the reason of each candidate, too.
+        if candidate.reason and candidate.reason not in verdict.remedy:
+            clauses.append(f"{candidate.reason[:1].upper()}{candidate.reason[1:]}.")
+        drawing = _way_drawing(candidate.placement, num_processes)
+        sentence = escape(way_sentence(candidate.placement, num_processes))
+        below = f'<div class="nbaccel-does">{drawing}<span>{sentence}</span></div>'
+        if candidate.need is not None:
+            bar = candidate.need.bars[0]
+            below += f'<div class="nbaccel-taken-bar">{BarScale([bar]).track(bar, name)}</div>'
+    clauses.append(model.samples_of_step)
+    return (
+        f'<div class="nbaccel-taken {_FITS_CLASSES[verdict.fits]}" role="status">'
+        f'<b role="heading" aria-level="3">{escape(name)}</b> '
+        f'<span class="nbaccel-word">{_FITS_SIGNS[verdict.fits]}{escape(verdict.text)}</span> '
+        f'<span class="nbaccel-pale">{escape(" ".join(filter(None, clauses)))}</span>'
+        f"</div>{below}"
+    )
+
+
+def way_sentence(placement: StatePlacement, num_processes: int) -> str:
+    """What a way does."""
+    parts = f"cut into {num_processes} parts"
+    if num_processes == 1:
+        words = "The process holds the whole model and its optimizer"
+    else:
+        words = (
+            f"Each of {num_processes} processes holds the whole model and its optimizer; gradients "
+            "are averaged while they are computed",
+            f"The optimizer is {parts}, one for each process; weights and gradients are whole in "
+            "each",
+            f"Gradients and optimizer are {parts}, one for each process; weights are whole in each",
+            f"Weights, gradients and optimizer are {parts}; a layer's weights are fetched when it "
+            "computes",
+        )[placement.divided]
+    outside = {"cpu": "in host memory", "nvme": "on disk"}
+    if placement.parameters in outside:
+        words += f"; all of it lies {outside[placement.parameters]}"
+    elif placement.optimizer in outside:
+        words += f"; the optimizer lies {outside[placement.optimizer]}"
+    return f"{words}."
+
+
+_MOST_DRAWN = 4
+
+
+def _way_drawing(placement: StatePlacement, num_processes: int) -> str:
+    """A box for each process, with a bar for weights, gradients and optimizer: its part of each."""
+    outside = {"optimizer": placement.optimizer, "parameters": placement.parameters}
+    divided = ("optimizer", "gradients", "parameters")[: placement.divided]
+    boxes = ""
+    for number in range(min(num_processes, _MOST_DRAWN)):
+        bars = ""
+        for kind in ("parameters", "gradients", "optimizer"):
+            width = 100 / num_processes if kind in divided else 100.0
+            left = number * width if kind in divided else 0.0
+            css_class = " nbaccel-outside" if outside.get(kind, "none") != "none" else ""
+            bars += (
+                f'<span class="nbaccel-track" title="{kind}"><span class="nbaccel-segment '
+                f'nbaccel-{kind}{css_class}" style="width:{width:.1f}%;margin-left:{left:.1f}%">'
+                "</span></span>"
+            )
+        boxes += f'<span class="nbaccel-process">{bars}</span>'
+    more = f"<span>… {num_processes}</span>" if num_processes > _MOST_DRAWN else ""
+    words = escape(way_sentence(placement, num_processes))
+    return f'<span class="nbaccel-drawing" role="img" aria-label="{words}">{boxes}{more}</span>'
+
+
+def proposal_html(proposal: Proposal) -> str:
+    """A proposal: why, and why not the others."""
+    whys = "".join(f"<li>{escape(why)}</li>" for why in proposal.why)
+    others = "".join(f"<li>{escape(other)}</li>" for other in proposal.not_chosen)
+    others_html = f"<details><summary>Why not the others</summary><ul>{others}</ul></details>"
+    return f'<ul class="nbaccel-why">{whys}</ul>{others_html if others else ""}'
+
+
+def use_html(variable: str) -> str:
+    """How what was chosen is used."""
+    return (
+        '<span class="nbaccel-pale">use it:</span> '
+        f"<code>notebook_launcher(train, (model,), config={escape(variable)})</code>"
+    )

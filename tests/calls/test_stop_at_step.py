@@ -1,0 +1,322 @@
+"""Stop of a launch that trains: every rank ends with the same step, and the weights are kept.
+
+Each step of these functions takes exactly 1 from every weight: weights of two steps, or of half a
+one, would be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
+from nbaccel.errors import LaunchInterrupted
+from nbaccel.workers.loop_watch import StepBoundaries
+from tests.strategies.needs import SHARDING
+
+ENDLESS = 100_000
+ZERO_2: dict[str, Any] = {
+    "zero_stage": 2,
+    "deepspeed": {
+        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+    },
+}
+
+
+class Sum(nn.Module):
+    """The sum of its weights, so that each gradient is 1."""
+
+    def __init__(self, num_rows: int = 6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_rows, 4))
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum() + self.bias.sum() + 0 * batch.sum()
+
+
+def batches(size: int = 400) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(size, 2)), batch_size=2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def train_ddp(model: nn.Module, seen: Path) -> None:
+    dist.init_process_group("gloo")
+    parallel = DistributedDataParallel(model)
+    optimizer = sgd(parallel)
+    for step, (batch,) in enumerate(pair for _ in range(ENDLESS) for pair in batches()):
+        optimizer.zero_grad()
+        parallel(batch).backward()
+        optimizer.step()
+        note(seen, step)
+
+
+def train_without_loader(model: nn.Module, seen: Path) -> None:
+    dist.init_process_group("gloo")
+    parallel = DistributedDataParallel(model)
+    optimizer = sgd(parallel)
+    for step in range(ENDLESS):
+        optimizer.zero_grad()
+        parallel(torch.ones(2)).backward()
+        optimizer.step()
+        note(seen, step)
+
+
+def train_prepared(model: nn.Module, seen: Path) -> None:
+    accelerator = Accelerator()
+    parallel, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
+    for step, (batch,) in enumerate(pair for _ in range(ENDLESS) for pair in loader):
+        optimizer.zero_grad()
+        accelerator.backward(parallel(batch))
+        optimizer.step()
+        note(seen, step)
+
+
+def note(seen: Path, step: int) -> None:
+    """Let the notebook see that steps are taken."""
+    time.sleep(0.001)
+    if step == 5:
+        (seen / str(os.getpid())).touch()
+
+
+@contextlib.contextmanager
+def pressing_stop(seen: Path, *, after_s: float = 0.3, times: int = 1) -> Iterator[None]:
+    """A block in which Stop is pressed once ranks have taken steps."""
+
+    def press() -> None:
+        deadline = time.monotonic() + 60
+        while not any(seen.iterdir()) and time.monotonic() < deadline and not is_over.is_set():
+            time.sleep(0.01)
+        for _ in range(times):
+            # A press after the block would be for the test run.
+            if not is_over.wait(after_s):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    is_over = threading.Event()
+    presser = threading.Thread(target=press)
+    presser.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        presser.join()
+
+
+def stopped(
+    function: Callable[..., Any], model: nn.Module, seen: Path, *more: Any, **settings: Any
+) -> LaunchInterrupted:
+    """Launch what trains for ever, and press Stop."""
+    settings = {"num_processes": 2, "device": "cpu"} | settings
+    with pressing_stop(seen), pytest.raises(LaunchInterrupted) as caught:
+        notebook_launcher(function, (model, seen, *more), config=RunConfig(**settings))
+    return caught.value
+
+
+def steps_of(model: nn.Module) -> int:
+    """How many whole steps the weights are of."""
+    taken = {-float(value) for tensor in model.state_dict().values() for value in tensor.flatten()}
+    assert len(taken) == 1, taken
+    (steps,) = taken
+    assert steps == int(steps)
+    return int(steps)
+
+
+def assert_kept(error: LaunchInterrupted, model: nn.Module) -> None:
+    steps = steps_of(model)
+    assert steps > 5
+    assert str(error).startswith(f"stopped at step {steps}; its weights are in `args[0]`")
+
+
+@pytest.mark.parametrize("function", [train_ddp, train_without_loader, train_prepared])
+def test_weights_of_one_whole_step_come_home(function: Callable[..., Any], tmp_path: Path) -> None:
+    model = Sum()
+    error = stopped(function, model, tmp_path)
+    assert_kept(error, model)
+    assert error.results == [None, None]
+    # The next launch goes on with them.
+    again = tmp_path / "again"
+    again.mkdir()
+    before = steps_of(model)
+    stopped(function, model, again)
+    assert steps_of(model) > before
+
+
+def test_one_process_stops_after_its_step(tmp_path: Path) -> None:
+    model = Sum()
+    error = stopped(train_prepared, model, tmp_path, num_processes=1)
+    assert_kept(error, model)
+    assert "loss" in str(error.report())
+
+
+@SHARDING
+@pytest.mark.slow
+def test_shards_are_of_one_step(tmp_path: Path) -> None:
+    model = Sum(7)
+    assert_kept(stopped(train_prepared, model, tmp_path, strategy="fsdp"), model)
+
+
+@pytest.mark.slow
+def test_zero_2_stops_after_a_step(tmp_path: Path) -> None:
+    model = Sum(7)
+    assert_kept(stopped(train_prepared, model, tmp_path, **ZERO_2), model)
+
+
+def test_stop_can_be_set_to_discard(tmp_path: Path) -> None:
+    model = Sum()
+    error = stopped(train_ddp, model, tmp_path, on_stop="discard")
+    assert "the model is as it was" in str(error)
+    assert error.results is None
+    assert steps_of(model) == 0
+
+
+def take_long_after_the_fifth(model: nn.Module, seen: Path) -> None:
+    dist.init_process_group("gloo")
+    parallel = DistributedDataParallel(model)
+    optimizer = sgd(parallel)
+    for step, (batch,) in enumerate(batches()):
+        optimizer.zero_grad()
+        parallel(batch).backward()
+        optimizer.step()
+        note(seen, step)
+        if step == 5:
+            time.sleep(60)
+
+
+def test_a_second_press_discards(tmp_path: Path) -> None:
+    model = Sum()
+    began = time.monotonic()
+    with pressing_stop(tmp_path, times=2), pytest.raises(LaunchInterrupted) as caught:
+        notebook_launcher(take_long_after_the_fifth, (model, tmp_path), 2)
+    assert "the model is as it was" in str(caught.value)
+    assert steps_of(model) == 0
+    assert time.monotonic() - began < 30, "it has waited for the step that takes a minute"
+
+
+def save_when_stopped(model: nn.Module, seen: Path) -> str:
+    try:
+        train_ddp(model, seen)
+    except KeyboardInterrupt:
+        dist.barrier()  # ranks are in step, so they can go on together
+        return f"saved {dist.get_rank()}"
+    return "never"
+
+
+def test_a_function_may_tidy_up_together_and_return(tmp_path: Path) -> None:
+    model = Sum()
+    error = stopped(save_when_stopped, model, tmp_path)
+    assert_kept(error, model)
+    assert error.results == ["saved 0", "saved 1"]
+
+
+def fail_when_stopped(model: nn.Module, seen: Path) -> None:
+    try:
+        train_ddp(model, seen)
+    finally:
+        raise OSError("no space left to save")
+
+
+def test_a_failure_on_the_way_out_discards(tmp_path: Path) -> None:
+    model = Sum()
+    error = stopped(fail_when_stopped, model, tmp_path)
+    assert "no space left to save" in str(error)
+    assert "the model is as it was" in str(error)
+    assert steps_of(model) == 0
+
+
+def test_a_call_in_live_workers_keeps_them_and_the_weights(tmp_path: Path) -> None:
+    model = Sum()
+    with Pool(2, namespace={}) as pool:
+        with pressing_stop(tmp_path), pytest.raises(LaunchInterrupted) as caught:
+            pool.call(train_prepared, model, tmp_path)
+        assert_kept(caught.value, model)
+        assert pool.call(dist.is_initialized) == [True, True]
+        before = steps_of(model)
+        again = tmp_path / "again"
+        again.mkdir()
+        with pressing_stop(again), pytest.raises(LaunchInterrupted):
+            pool.call(train_prepared, model, again)
+        assert steps_of(model) > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=SHARDING), "zero", "alone"])
+def test_fifty_random_moments(strategy: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_processes": 1 if strategy == "alone" else 2, "device": "cpu"}
+    if strategy == "fsdp":
+        settings["strategy"] = "fsdp"
+    if strategy == "zero":
+        settings |= ZERO_2
+    draw = random.Random(37)
+    model = Sum(7)
+    before = 0
+    for number in range(50 if strategy == "ddp" else 10):
+        seen = tmp_path / str(number)
+        seen.mkdir()
+        with (
+            pressing_stop(seen, after_s=draw.uniform(0, 0.3)),
+            pytest.raises(LaunchInterrupted, match="stopped at step"),
+        ):
+            notebook_launcher(train_prepared, (model, seen), config=RunConfig(**settings))
+        assert steps_of(model) > before
+        before = steps_of(model)
+
+
+# ------------------------------------------------------------------------- boundaries
+
+
+def boundaries_of(*events: str) -> list[int]:
+    """Before which events boundaries lie: `read`, or an optimizer by its letter."""
+    found: list[int] = []
+    past: list[str] = []
+    boundaries = StepBoundaries(lambda: found.append(len(past)))
+    for event in events:
+        if event == "read":
+            boundaries.reads_batch()
+        else:
+            boundaries.about_to_step(ord(event))
+            boundaries.stepped(ord(event))
+        past.append(event)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (["read", "a", "read", "a", "read"], [2, 4]),
+        (["read", "read", "a", "read"], [3]),  # two batches make a step
+        (["read", "d", "g", "read", "d", "g", "read"], [3, 6]),  # two optimizers
+        (["read", "a", "read", "read", "read", "a"], [2]),  # an evaluation between steps
+        (["a", "a", "a"], [1, 2]),  # no loader
+        (["d", "g", "d", "g"], [2]),
+        (
+            ["d", "d", "g", "d", "d", "g"],
+            [1, 3, 4],
+        ),
+        (["read", "a", "a", "a", "a"], [3, 4]),  # what was read are not the steps' batches
+    ],
+)
+def test_boundaries_lie_between_steps(events: list[str], expected: list[int]) -> None:
+    assert boundaries_of(*events) == expected
+
+
+def test_an_optimizer_of_an_earlier_phase_does_not_count() -> None:
+    assert boundaries_of(*"aa", *"b" * 30)[-1] == 31
