@@ -51,6 +51,8 @@ def check_tools(device: str) -> None:
     path_with_ninja()
     if device == "cpu":
         check_compiler()
+    # Raw engines in workers would wait for these without end.
+    remove_forgotten_locks()
 
 
 def path_with_ninja() -> str | None:
@@ -217,7 +219,7 @@ def missing_tools(
     zero_config: ZeroConfig, *, device: str, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """What is missing here to build the parts that are needed, and how to get it."""
-    environ = _as_it_will_be() if environ is None else environ
+    environ = env.snapshot() if environ is None else environ
     info = library.load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
     # Operations that were built when DeepSpeed was installed need no tools.
     operations = [
@@ -229,12 +231,12 @@ def missing_tools(
     text = f"DeepSpeed builds {', '.join(operations)} on first use"
     if command is None:
         yield no_compiler(environ, operations)
-    if shutil.which("ninja", path=environ.get("PATH", os.defpath)) is None:
-        beside = ninja_beside_python()
-        remedy = "Install it: pip install ninja."
-        if beside is not None:
-            remedy = f"It is installed beside this Python: add {str(beside.parent)!r} to PATH."
-        yield f"The program 'ninja' is not on PATH. {text}, or loads them, through it. {remedy}"
+    on_path = shutil.which("ninja", path=environ.get("PATH", os.defpath))
+    if on_path is None and ninja_beside_python() is None:
+        yield (
+            f"The program 'ninja' is not on PATH. {text}, or loads them, through it. Install it: "
+            "pip install ninja."
+        )
     if "async_io" in operations and command is not None and not _links_aio(command, environ):
         yield (
             f"The library libaio cannot be compiled and linked against here. {text} and "
@@ -250,17 +252,6 @@ def missing_tools(
                 f"{extension.CUDA_HOME}. {text} and needs it. Install the toolkit of torch's CUDA "
                 "version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
             )
-    for name in operations:
-        yield from _stale_lock(name, build_notice.folder(environ) / name / "lock")
-
-
-def _as_it_will_be() -> Mapping[str, str]:
-    """This process's environment with the environment's ninja on PATH, as engines will have it."""
-    environ = env.snapshot()
-    ninja = ninja_beside_python()
-    if ninja is None:
-        return environ
-    return {**environ, "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{ninja.parent}"}
 
 
 def _links_aio(command: list[str], environ: Mapping[str, str]) -> bool:
@@ -274,15 +265,3 @@ def _links_aio(command: list[str], environ: Mapping[str, str]) -> bool:
         )
         return done.returncode == 0
     return False
-
-
-def _stale_lock(operation: str, path: Path) -> Iterator[str]:
-    # Here an unsafe moment is one mistake among others, all of which are reported at once.
-    try:
-        if is_forgotten(path):
-            yield (
-                f"A build of {operation} was interrupted and left its lock {str(path)!r}. The "
-                "next process that needs it would silently wait for ever. Delete that file."
-            )
-    except UnsafeMoment as error:
-        yield str(error)

@@ -21,7 +21,6 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType, TracebackType
@@ -43,32 +42,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-_WISH_PATTERN = re.compile(r"(cpu|cuda)(?::(\d+))?")
+_DEVICE_PATTERN = re.compile(r"(cpu|cuda)(?::(\d+))?")
 _LEAST_BYTES = 512 * 1024**2
 """A CUDA context with NCCL takes about this much before the first tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """The device that was given.
-
-    Attributes:
-        kind: ``cpu`` or ``cuda``, as DeepSpeed calls its accelerators; None lets it choose.
-        index: The device's number.
-    """
-
-    kind: str | None
-    index: int = 0
-
-
-def _read_wish(device: object) -> Wish:
-    match = _WISH_PATTERN.fullmatch(str(device))
-    if device is not None and match is None:
+def _read_device(device: object) -> tuple[str | None, int]:
+    """``cpu`` or ``cuda``, as DeepSpeed calls its accelerators, and a GPU's number."""
+    match = _DEVICE_PATTERN.fullmatch(str(device))
+    if device is None:
+        return None, 0
+    if match is None:
         raise ConfigError(
             f"device={device!r} is not supported by deepspeed_environment: it would be used under "
             'a wrong name. Use "cpu", "cuda" or "cuda:1", or None for what DeepSpeed chooses.'
         )
-    return Wish(match[1], int(match[2] or 0) if match[1] == "cuda" else 0) if match else Wish(None)
+    return match[1], int(match[2] or 0) if match[1] == "cuda" else 0
 
 
 def check_gpu(index: int, gpus: Sequence[Gpu], note: str = "") -> None:
@@ -83,23 +72,21 @@ def check_gpu(index: int, gpus: Sequence[Gpu], note: str = "") -> None:
         )
     nvml = require("pynvml", extra="", why="Looking at a GPU")
 
-    def ask(question: Any, unknown: Any) -> Any:
-        try:
-            # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
-            return question(nvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid))
-        except nvml.NVMLError:  # not supported by this GPU or driver
-            return unknown
-
+    holder_pids: list[int] = []
+    mode = nvml.NVML_COMPUTEMODE_DEFAULT
     # NVML counts calls: `nvmlShutdown` below leaves it initialised for others that use it.
     nvml.nvmlInit()
-    try:
-        holders = ask(nvml.nvmlDeviceGetComputeRunningProcesses, [])
-        mode = ask(nvml.nvmlDeviceGetComputeMode, nvml.NVML_COMPUTEMODE_DEFAULT)
-    finally:
-        nvml.nvmlShutdown()
+    # Not every GPU and driver says who computes on it, and in which mode.
+    with contextlib.suppress(nvml.NVMLError):
+        # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
+        handle = nvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid)
+        mode = nvml.nvmlDeviceGetComputeMode(handle)
+        holders = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        holder_pids = [process.pid for process in holders]
+    nvml.nvmlShutdown()
     refuse_busy(
         gpus[index],
-        holder_pids=[process.pid for process in holders],
+        holder_pids=holder_pids,
         is_exclusive=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
         is_prohibited=mode == nvml.NVML_COMPUTEMODE_PROHIBITED,
     )
@@ -257,7 +244,7 @@ def deepspeed_environment(
         PlatformUnsupported: There is no compiler, and one is needed.
     """
     __tracebackhide__ = True
-    device_wish = _read_wish(device)
+    wanted_kind, gpu_index = _read_device(device)
     if timeout_s <= 0:
         raise ConfigError(
             f"timeout_s={timeout_s} is not positive: every collective would fail at once. Use 600, "
@@ -268,7 +255,7 @@ def deepspeed_environment(
     _check_group()
     # The stack undoes every step if one fails; `_open_environment` takes the steps out at its end.
     with contextlib.ExitStack() as stack:
-        opened_environment = _open_environment(device_wish, port, timeout_s, stack)
+        opened_environment = _open_environment(wanted_kind, gpu_index, port, timeout_s, stack)
     _OPEN_ENVIRONMENTS.add(opened_environment)
     return opened_environment
 
@@ -282,41 +269,48 @@ def ignore_old_names() -> None:
 
 
 def _open_environment(
-    device_wish: Wish, port: int | None, timeout_s: float, stack: contextlib.ExitStack
+    wanted_kind: str | None,
+    gpu_index: int,
+    port: int | None,
+    timeout_s: float,
+    stack: contextlib.ExitStack,
 ) -> DeepSpeedEnvironment:
     """Everything in its order; what was done is undone if a step fails."""
-    if device_wish.kind == "cuda":
-        _check_gpu(device_wish.index)
+    if wanted_kind == "cuda":
+        _check_gpu(gpu_index)
     ignore_old_names()
     socket = stack.enter_context(
         ports.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
     )
     port_number = int(socket.getsockname()[1])
-    stack.enter_context(env.applied(_environment_variables(device_wish, port_number)))
+    variables = _environment_variables(wanted_kind, gpu_index, port_number)
+    stack.enter_context(env.applied(variables))
     # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there before.
     stack.callback(teardown.tear_down, teardown.observe())
     deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
-    device_kind = _chosen_device(deepspeed, device_wish)
-    if device_kind == "cpu":
+    kind = _chosen_device(deepspeed, wanted_kind)
+    if kind == "cpu":
         cpp_operations.check_compiler()
     # One that was asked for has been looked at before DeepSpeed was imported.
-    elif device_kind == "cuda" and device_wish.kind is None:
-        _check_gpu(device_wish.index)
+    elif kind == "cuda" and wanted_kind is None:
+        _check_gpu(gpu_index)
     cpp_operations.remove_forgotten_locks()
     backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
     # The store owns the descriptor from here on, so the socket must not close it.
     _begin_group(backend_name, socket.detach(), port_number, timeout_s)
-    device = device_kind if device_kind == "cpu" else f"{device_kind}:{device_wish.index}"
+    device = kind if kind == "cpu" else f"{kind}:{gpu_index}"
     return DeepSpeedEnvironment(
         device=device, backend=backend_name, port=port_number, undo=stack.pop_all()
     )
 
 
-def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None]:
+def _environment_variables(
+    wanted_kind: str | None, gpu_index: int, port: int
+) -> dict[str, str | None]:
     variables: dict[str, str | None] = {
         "RANK": "0",
         # DeepSpeed and transformers take the device's number from here.
-        "LOCAL_RANK": str(device_wish.index),
+        "LOCAL_RANK": str(gpu_index),
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
@@ -326,9 +320,9 @@ def _environment_variables(device_wish: Wish, port: int) -> dict[str, str | None
     # Groups open further ports, on the interface of the machine's name unless these name another.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         variables[name] = env.read(name) or _loopback_interface()
-    if device_wish.kind is not None:
+    if wanted_kind is not None:
         # DeepSpeed reads it once, when it is imported.
-        variables["DS_ACCELERATOR"] = device_wish.kind
+        variables["DS_ACCELERATOR"] = wanted_kind
     return variables | dict.fromkeys(_UNSET_VARIABLES)
 
 
@@ -384,14 +378,14 @@ def _check_group() -> None:
     )
 
 
-def _chosen_device(deepspeed: ModuleType, device_wish: Wish) -> str:
+def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
     """The kind of device that DeepSpeed has chosen for the life of this process."""
     device_kind = str(deepspeed.accelerator.get_accelerator().device_name())
-    if device_wish.kind not in (None, device_kind):
+    if wanted_kind not in (None, device_kind):
         raise UnsafeMoment(
-            f"device={device_wish.kind!r} comes too late: DeepSpeed was imported before and has "
+            f"device={wanted_kind!r} comes too late: DeepSpeed was imported before and has "
             f"settled on {device_kind} for the life of this process. Restart the kernel and call "
-            f"deepspeed_environment(device={device_wish.kind!r}) before DeepSpeed is imported."
+            f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
         )
     return device_kind
 

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 from nbaccel.base import accelerate_library, env
+from nbaccel.base.import_patches import patch_module
 from nbaccel.deepspeed import build_notice
 
 _USE_CPU = "ACCELERATE_USE_CPU"
@@ -41,15 +39,10 @@ def explain_signal(signal_name: str, functions: Sequence[str]) -> tuple[str, str
 
 def enter_worker(device: str) -> None:
     """Prepare a worker for DeepSpeed and Accelerate; cheap where neither is ever imported."""
-    module_changes = _MODULE_CHANGES | (_CHANGES_ON_CPU if device == "cpu" else {})
-    for name, module_change in module_changes.items():
-        # A forked worker has the modules that the notebook had imported.
-        if name in sys.modules:
-            module_change(sys.modules[name])
-    # In place: the import system holds this very list. An earlier finder is from the process that
-    # was forked, perhaps for another device.
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _ChangeFinder)]
-    sys.meta_path.insert(0, _ChangeFinder(module_changes))
+    patch_module(build_notice.BUILDER, build_notice.change_builder)
+    if device == "cpu":
+        patch_module("accelerate.state", _change_state)
+        patch_module("accelerate.utils.dataclasses", _change_plugin)
 
 
 def _change_state(changed_module: Any) -> None:
@@ -111,51 +104,3 @@ def _join_process_group() -> None:
     from nbaccel.deepspeed.zero_config import ZeroConfig
 
     begin_comm(ZeroConfig())
-
-
-_MODULE_CHANGES: dict[str, Callable[[Any], None]] = {
-    build_notice.BUILDER: build_notice.change_builder
-}
-_CHANGES_ON_CPU: dict[str, Callable[[Any], None]] = {
-    "accelerate.state": _change_state,
-    "accelerate.utils.dataclasses": _change_plugin,
-}
-
-
-class _ChangeFinder(MetaPathFinder):
-    """Finds some modules as they are, to be changed when they have been executed."""
-
-    def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
-        self._changes = changes
-
-    def find_spec(
-        self,
-        module_name: str,
-        search_path: Sequence[str] | None,
-        target_module: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if module_name not in self._changes:
-            return None
-        # `PathFinder`, not `importlib.util.find_spec`, which would ask this finder again.
-        module_spec = PathFinder.find_spec(module_name, search_path, target_module)
-        if module_spec is not None and module_spec.loader is not None:
-            module_spec.loader = _ChangingLoader(module_spec.loader, self._changes[module_name])
-        return module_spec
-
-
-class _ChangingLoader(Loader):
-    """A module's own loader, and a change afterwards."""
-
-    def __init__(self, loader: Loader, change: Callable[[Any], None]) -> None:
-        self._loader = loader
-        self._change = change
-
-    def create_module(self, module_spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(module_spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._change(module)
-
-    def __getattr__(self, name: str) -> Any:  # `inspect` asks it for the source
-        return getattr(self._loader, name)

@@ -8,6 +8,7 @@ a worker fails. Where DeepSpeed has a public function, that one is used and is n
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -90,12 +91,6 @@ _Z3_OPTIMIZER = PrivatePart(
     "float32 weights trained by ZeRO 3 cannot be read back",
     is_silent=True,
 )
-_DP_GROUP = PrivatePart(
-    "_dp_group",
-    _FRAGMENTS,
-    "get_full_hp_param",
-    "float32 weights of a live engine of ZeRO 1 or 2 cannot be written to a file",
-)
 _FP32_PARTITION = PrivatePart("_get_fp32_opt_state_partition", *_STAGE_3, _ON_DISK)
 _IS_SWAPPABLE = PrivatePart("_swappable_optimizer_subgroup", *_STAGE_3, _ON_DISK)
 _SWAP_OUT = PrivatePart("_optimizer_states_and_gradient_swap_out", *_STAGE_3, _ON_DISK)
@@ -108,7 +103,6 @@ _ENGINE_CONFIG = PrivatePart(
 _PRIVATE_PARTS = (
     _HP_MAPPING,
     _Z3_OPTIMIZER,
-    _DP_GROUP,
     _FP32_PARTITION,
     _IS_SWAPPABLE,
     _SWAP_OUT,
@@ -152,11 +146,6 @@ def has_fp32_fragment(tensor: Any) -> bool:
 def fp32_fragment(tensor: Any) -> Any:
     """This rank's part of a parameter's float32 copy under ZeRO 1 and 2."""
     return getattr(tensor, _HP_MAPPING.name, None)
-
-
-def data_parallel_group(parameter: Any) -> Any:
-    """The process group over which ZeRO 1 and 2 share a parameter's float32 copy."""
-    return _DP_GROUP.read(parameter)
 
 
 def zero3_optimizer(tensor: Any) -> Any:
@@ -210,40 +199,15 @@ def engine_settings(engine: Any) -> Any:
     return _ENGINE_CONFIG.read(engine)
 
 
-# Where `deepspeed.utils.groups` keeps groups and what it derives from them, in 0.17.0 to 0.19.7.
-_GROUP_VARIABLES: dict[str, int | None] = {
-    "_EXPERT_PARALLEL_GROUP": None,
-    "_EXPERT_PARALLEL_GROUP_RANKS": None,
-    "_EXPERT_DATA_PARALLEL_GROUP": None,
-    "_EXPERT_DATA_PARALLEL_GROUP_RANKS": None,
-    "_ALL_TO_ALL_GROUP": None,
-    "_WORLD_GROUP": None,
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
-    "_TENSOR_MODEL_PARALLEL_GROUP": None,
-    "_MODEL_PARALLEL_GROUP": None,
-    "_DATA_PARALLEL_GROUP": None,
-    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
-    "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
-    "expert_tensor_parallel_world_size": 1,
-    "mesh_device": None,
-    "mpu": None,
-}
-
-
 def forget_group_references(module: Any) -> None:
-    """Empty DeepSpeed's lists of groups, as only its `destroy` does, and only from 0.19.8 on."""
-    # DeepSpeed's own function, from 0.19.8 on, knows the variables of its release; the table below
-    # those of the earlier ones.
-    groups = getattr(module, "_release_process_group_references", None)
-    if groups is not None:
-        groups()
-        return
-    for name, empty_value in _GROUP_VARIABLES.items():
-        value = getattr(module, name, None)
-        if isinstance(value, dict):
-            value.clear()
-        elif value is not None:
-            setattr(module, name, empty_value)
+    """Empty the lists of groups in ``deepspeed.utils.groups``, which have no public function."""
+    # DeepSpeed's own function is there from 0.19.8 on. In earlier ones nothing but these lists is
+    # made when the module is executed, and other modules look them up in it.
+    release = getattr(module, "_release_process_group_references", None)
+    if release is not None:
+        release()
+    else:
+        importlib.reload(module)
 
 
 # ------------------------------------------------------------------------------ configuration

@@ -1,8 +1,9 @@
-"""Room for DeepSpeed's shared memory and swap files, and whether folders can be swapped to."""
+"""Room in memory, in shared memory and on disk, and whether folders can be swapped to."""
 
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig
 from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import measure
 from nbaccel.plan import shared_memory_files as shared_memory
+from nbaccel.plan.inventory import Inventory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,46 +69,71 @@ def _folder_problem(swap_folder: Path) -> str:
     return ""
 
 
-def check_room(
+def needed_memory(
     model: nn.Module,
     zero_config: ZeroConfig,
     *,
-    is_training: bool,
+    is_training: bool = True,
     local_world_size: int,
     num_nodes: int,
-    in_use: Collection[Path] = (),
+    machine: Inventory,
+) -> MemoryEstimate:
+    """What the processes of this node will need, without activations."""
+    shape = measure(model, trains=is_training)
+    return estimate_memory(
+        shape, zero_config, num_processes=local_world_size, num_nodes=num_nodes, inventory=machine
+    )
+
+
+def host_bytes(need: MemoryEstimate, device: str) -> int:
+    """What the processes of this node will take of its memory."""
+    # On a CPU the weights are there already, one copy for all until they are written to.
+    on_device = need.device.total * need.num_processes if device == "cpu" else 0
+    return need.host.total + on_device
+
+
+def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> None:
+    """Say before it happens that the system will kill processes for want of memory."""
+    needed_bytes = host_bytes(need, device)
+    text = (
+        f"DeepSpeed will need about {format_bytes(needed_bytes)} of host memory for "
+        f"{need.num_processes} process(es), and {format_bytes(machine.host_available_bytes)} of "
+        f"{format_bytes(machine.host_total_bytes)} are free"
+    )
+    advice = (
+        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
+        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
+        "fits."
+    )
+    # What is free may grow until it is needed, so only a machine that is too small is refused.
+    if needed_bytes > machine.host_total_bytes:
+        raise ConfigError(f"{text}: the system would kill it at the start. {advice}")
+    if needed_bytes > machine.host_available_bytes:
+        warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
+
+
+def check_disk(
+    need: MemoryEstimate, zero_config: ZeroConfig, in_use: Collection[Path] = ()
 ) -> None:
     """Refuse to swap to a disk that is too small."""
-    offload_sections = (zero_config.offload_optimizer, zero_config.offload_param)
-    swap_folders = [
-        Path(offload_section.nvme_path)
-        for offload_section in offload_sections
-        if offload_section and offload_section.nvme_path
-    ]
-    if not swap_folders or not any(
-        offload_section and offload_section.device == "nvme" for offload_section in offload_sections
-    ):
+    needed_bytes = need.nvme.total
+    if not needed_bytes:
         return
-    shape = measure(model, trains=is_training)
-    memory_estimate = estimate_memory(
-        shape, zero_config, num_processes=local_world_size, num_nodes=num_nodes
-    )
-    needed_bytes = memory_estimate.nvme.total
+    sections = (zero_config.offload_optimizer, zero_config.offload_param)
+    folders = [Path(section.nvme_path) for section in sections if section and section.nvme_path]
     # Both folders may be on one disk: the whole need must fit on the fuller of the two.
-    free_room, swap_folder = min(
-        (_free_room(room_folder, in_use), room_folder) for room_folder in swap_folders
-    )
+    free_room, folder = min((_free_room(folder, in_use), folder) for folder in folders)
     if needed_bytes > free_room:
         raise ConfigError(
-            f"nvme_path={str(swap_folder)!r} has too little room: DeepSpeed will write about "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {local_world_size} "
+            f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
             f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. A full disk "
             "ends the processes in the middle of the training. "
             'Make room, give another folder, or set the device to "cpu".'
         )
 
 
-def _free_room(swap_folder: Path, in_use: Collection[Path]) -> int:
+def _free_room(folder: Path, in_use: Collection[Path]) -> int:
     """What is free, and what an earlier run has left there, which will be overwritten."""
-    old_folder = () if swap_folder in in_use else swap_folder.glob("zero_stage_3/*/rank*/*.swp")
-    return free_bytes(swap_folder) + sum(path.stat().st_size for path in old_folder)
+    overwritten = () if folder in in_use else folder.glob("zero_stage_3/*/rank*/*.swp")
+    return free_bytes(folder) + sum(path.stat().st_size for path in overwritten)

@@ -14,6 +14,7 @@ import pytest
 
 from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig
+from nbaccel.deepspeed import cpp_operations
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.combinations import device_mistakes, doubts
 from nbaccel.deepspeed.cpp_operations import missing_tools, needed_ops
@@ -373,7 +374,8 @@ def test_what_would_not_work_here_is_advice_for_a_file_alone_and_refused_for_a_d
 
 
 # -------------------------------------------------------------------------------- tools
-def test_missing_tools_are_told_with_what_to_install(tmp_path):
+def test_missing_tools_are_told_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpp_operations, "ninja_beside_python", lambda: None)
     config = ZeroConfig(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/x"})
     environ = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     told = list(missing_tools(config, device="cpu", environ=environ))
@@ -382,7 +384,7 @@ def test_missing_tools_are_told_with_what_to_install(tmp_path):
         "The program 'ninja' is not on PATH",
     ]
     assert "apt-get install g++" in told[0]
-    assert f"add {str(Path(sys.executable).parent)!r} to PATH" in told[1]
+    assert "pip install ninja" in told[1]
 
 
 def test_a_fused_part_on_a_gpu_needs_the_cuda_toolkit():
@@ -400,17 +402,6 @@ def test_a_library_that_does_not_link_is_told(tmp_path):
     environ = {**os.environ, "CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     (told,) = missing_tools(config, device="cpu", environ=environ)
     assert "apt-get install libaio-dev" in told
-
-
-def test_a_lock_without_a_builder_is_told_and_one_with_a_builder_is_not(tmp_path):
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir()
-    environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    with lock.open("w"):
-        assert not list(missing_tools(ZeroConfig(), device="cpu", environ=environ))
-    (told,) = missing_tools(ZeroConfig(), device="cpu", environ=environ)
-    assert str(lock) in told
-    assert "Delete that file" in told
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.deepspeed import cpp_operations, environment
-from nbaccel.deepspeed.environment import Wish, check_gpu, deepspeed_environment, refuse_busy
+from nbaccel.deepspeed.environment import check_gpu, deepspeed_environment, refuse_busy
 from nbaccel.errors import (
     ConfigError,
     MissingBackend,
@@ -316,7 +316,7 @@ def test_a_device_that_deepspeed_can_no_longer_take_is_refused():
     import deepspeed
 
     with pytest.raises(UnsafeMoment, match=r"device='cuda' comes too late.*settled on cpu"):
-        environment._chosen_device(deepspeed, Wish(kind="cuda"))
+        environment._chosen_device(deepspeed, "cuda")
 
 
 @marked

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nbaccel import notebook_launcher
-from nbaccel.deepspeed.strategy import diagnostics, nvme_swapping
+from nbaccel.deepspeed import room
+from nbaccel.deepspeed.strategy import nvme_swapping
 from nbaccel.deepspeed.zero_config import ZeroConfig
 from nbaccel.errors import ConfigError
 from nbaccel.plan.inventory import Inventory
@@ -128,8 +129,10 @@ def test_a_model_that_is_only_used_needs_no_memory_for_training():
     """18 bytes for each parameter would refuse what fits with 4."""
     model = torch.nn.Linear(1 << 15, 1 << 15, device="meta")  # 4 GiB of float32
     machine = Inventory(cpu_cores=2, host_available_bytes=9 << 30, host_total_bytes=9 << 30)
-    asked = {"device": "cpu", "local_world_size": 1, "num_nodes": 1, "machine_inventory": machine}
+    asked = {"local_world_size": 1, "num_nodes": 1, "machine": machine}
     used = ZeroConfig.from_dict(config("cpu"))
-    diagnostics.host_memory(model, used, is_training=False, **asked).check()
+    room.check_host_memory(
+        room.needed_memory(model, used, is_training=False, **asked), "cpu", machine
+    )
     with pytest.raises(ConfigError, match="would kill it at the start"):
-        diagnostics.host_memory(model, used, **asked).check()
+        room.check_host_memory(room.needed_memory(model, used, **asked), "cpu", machine)

@@ -46,8 +46,6 @@ def test_its_use_says_the_same_and_raises_no_attribute_error():
     parameter = SimpleNamespace(_z3_optimizer=optimizer, requires_grad=True)
     with pytest.raises(MissingBackend, match=f"no private attribute {SWAPPABLE}"):
         private_api.is_swapped_out(parameter)
-    with pytest.raises(MissingBackend, match="cannot be written to a file"):
-        private_api.data_parallel_group(parameter)
     with pytest.raises(MissingBackend, match="clip_grad_norm_"):
         private_api.engine_settings(object())
 

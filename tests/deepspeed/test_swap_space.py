@@ -12,11 +12,23 @@ from torch import nn
 
 from nbaccel import ConfigError, notebook_launcher
 from nbaccel.config import RunConfig
-from nbaccel.deepspeed.room import check_room, folder_mistakes
+from nbaccel.deepspeed.room import check_disk, folder_mistakes, needed_memory
 from nbaccel.deepspeed.zero_config import ZeroConfig
+from nbaccel.plan import inspect_machine
 from tests.deepspeed import needs
 
 FULL = 12 << 20
+
+
+def check_room(model: nn.Module, config: ZeroConfig, num_processes: int) -> None:
+    need = needed_memory(
+        model,
+        config,
+        local_world_size=num_processes,
+        num_nodes=1,
+        machine=inspect_machine(),
+    )
+    check_disk(need, config)
 
 
 def swapped_to(folder: Path | str) -> dict[str, object]:
@@ -85,7 +97,7 @@ def test_too_little_room_is_told_with_both_numbers(small_disk):
 
     def check() -> None:
         config = ZeroConfig.from_dict(settings)
-        check_room(model, config, is_training=True, local_world_size=2, num_nodes=1)
+        check_room(model, config, 2)
 
     with pytest.raises(ConfigError, match=r"has too little room: .*\(\d+ bytes\).*2 process") as e:
         check()
@@ -101,7 +113,7 @@ def test_what_an_earlier_run_left_is_overwritten_and_counts_as_room(small_disk):
     model = nn.Linear(512, 512)  # 4 MiB, with gradients
     config = ZeroConfig.from_dict(swapped_to(small_disk))
 
-    check_room(model, config, is_training=True, local_world_size=1, num_nodes=1)
+    check_room(model, config, 1)
     (old / "1.tensor.swp").rename(small_disk / "of somebody else")
     with pytest.raises(ConfigError, match="too little room"):
-        check_room(model, config, is_training=True, local_world_size=1, num_nodes=1)
+        check_room(model, config, 1)

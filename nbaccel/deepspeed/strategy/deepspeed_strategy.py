@@ -43,6 +43,7 @@ from nbaccel.plan.contracts.place import Place
 from nbaccel.plan.contracts.shards import Remembered
 from nbaccel.plan.contracts.standins import DummyOptim
 from nbaccel.plan.contracts.strategy import Strategy
+from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.training_plan import TrainingRequest
 
 if TYPE_CHECKING:
@@ -215,32 +216,24 @@ class DeepSpeedStrategy(Strategy):
         for text in config.warnings:
             warnings.warn(text, stacklevel=2)
         nvme_swapping.check_buffers(model, config.config, self.place.world_size)
-        local_processes = self.place.local_world_size
-        node_count = max(1, self.place.world_size // local_processes)
-        host_memory = diagnostics.host_memory(
+        machine = inspect_machine()
+        need = room.needed_memory(
             model,
             config.config,
             is_training=is_training,
-            device=self.place.device.type,
-            local_world_size=local_processes,
-            num_nodes=node_count,
+            local_world_size=self.place.local_world_size,
+            num_nodes=max(1, self.place.world_size // self.place.local_world_size),
+            machine=machine,
         )
+        device = self.place.device.type
         # On every rank of this node, since each has a heap to keep freed blocks in.
-        if host_memory.is_short:
+        if 2 * room.host_bytes(need, device) > machine.host_available_bytes:
             engines.return_at_once()
-        if not self.place.is_local_main:
-            return
         # One process of each node looks at the disk; the others wait in their first collective
         # and have not yet written anything that would count as room taken.
-        room.check_room(
-            model,
-            config.config,
-            is_training=is_training,
-            local_world_size=local_processes,
-            num_nodes=node_count,
-            in_use=nvme_swapping.folders_in_use(),
-        )
-        host_memory.check()
+        if self.place.is_local_main:
+            room.check_disk(need, config.config, nvme_swapping.folders_in_use())
+            room.check_host_memory(need, device, machine)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """See :meth:`Strategy.unwrap`."""

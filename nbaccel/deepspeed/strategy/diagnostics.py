@@ -1,6 +1,5 @@
 """What goes wrong with DeepSpeed while training, found and explained while it happens.
 
-    before     more host memory needed than there is: the system would kill the process
     loss       no number: weights made in bfloat16 overflow in float16
     steps      skipped one after another: the loss scale is as low as it may be
 
@@ -13,19 +12,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from nbaccel.base.errors import ConfigError, TrainingDiverged
-from nbaccel.base.units import format_bytes
-from nbaccel.deepspeed.zero_config import ZeroConfig
-from nbaccel.deepspeed.zero_memory import estimate_memory
-from nbaccel.memory.model_size import measure
-from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.inventory import Inventory
+from nbaccel.base.errors import TrainingDiverged
 
 PATIENCE = 5
 """Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
@@ -121,71 +112,3 @@ class Troubles:
             f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
             f"nothing is trained.{hint} Set {_BF16_KEYS}, or a lower optimizer.params.lr."
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostMemory:
-    """What a node's processes will need of its memory, and what it has.
-
-    Attributes:
-        needed: Bytes, estimated, without activations.
-        free: Bytes that are free now.
-        there: Bytes in all.
-        num_processes: Processes on the node.
-    """
-
-    needed: int
-    free: int
-    there: int
-    num_processes: int
-
-    @property
-    def is_short(self) -> bool:
-        """Whether it matters what an allocator keeps: more than half of what is free is needed."""
-        return 2 * self.needed > self.free
-
-    def check(self) -> None:
-        """Say before it happens that the system will kill processes for want of memory."""
-        text = (
-            f"DeepSpeed will need about {format_bytes(self.needed)} of host memory for "
-            f"{self.num_processes} process(es), and {format_bytes(self.free)} of "
-            f"{format_bytes(self.there)} are free"
-        )
-        advice = (
-            "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
-            "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
-            "fits."
-        )
-        # What is free may grow until it is needed, so only a machine that is too small is refused.
-        if self.needed > self.there:
-            raise ConfigError(f"{text}: the system would kill it at the start. {advice}")
-        if self.needed > self.free:
-            warnings.warn(f"{text}: the system may kill it at the start. {advice}", stacklevel=2)
-
-
-def host_memory(
-    model: nn.Module,
-    zero_config: ZeroConfig,
-    *,
-    is_training: bool = True,
-    device: str,
-    local_world_size: int,
-    num_nodes: int,
-    machine_inventory: Inventory | None = None,
-) -> HostMemory:
-    """Estimate what the processes of this node will need of its memory."""
-    machine = machine_inventory or inspect_machine()
-    shape = measure(model, trains=is_training)
-    estimate = estimate_memory(
-        shape, zero_config, num_processes=local_world_size, num_nodes=num_nodes, inventory=machine
-    )
-    needed = estimate.host.total
-    if device == "cpu":
-        # The weights are there already, one copy for all until they are written to.
-        needed += estimate.device.total * local_world_size
-    return HostMemory(
-        needed=needed,
-        free=machine.host_available_bytes,
-        there=machine.host_total_bytes,
-        num_processes=local_world_size,
-    )

@@ -5,7 +5,7 @@ Every rank calls these functions; memory beyond the result is that of the larges
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +50,10 @@ def fp32_state_dict(
             way.
     """
     tensors, tied_names = _survey(engine, as_fp32=True, exclude_frozen=exclude_frozen_parameters)
-    gatherer = _MasterGatherer(engine)
+    of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
     state_dict: dict[str, torch.Tensor] = {}
     for name, live in tensors.items():
-        gathered = gatherer.gather(live.tensor)
+        gathered = _whole_master(live.tensor, of_stage_0)
         if gathered is not None:
             state_dict[name] = gathered.to("cpu", live.weight.dtype, copy=True)
     tied = {name: target for name, target in tied_names.items() if target in state_dict}
@@ -93,7 +93,8 @@ def save_16bit_weights(
     shards = plan(weights, tied_names, max_shard_size)
     folder = Path(output_dir).expanduser()
     # All ranks gather in the same order, that of the files.
-    gathered = _gathered([tensors[weight.name] for shard in shards for weight in shard.weights])
+    ordered = [tensors[weight.name].tensor for shard in shards for weight in shard.weights]
+    gathered = map(_whole_parameter, ordered)
     error = None
     if dist.get_rank() == 0:
         error = _write_shards(folder, shards, gathered)
@@ -102,12 +103,6 @@ def save_16bit_weights(
         continue
     _check_all_ranks(error, folder)
     return Written.of_shards(folder, shards)
-
-
-def _gathered(tensors: Sequence[_LiveTensor]) -> Iterator[torch.Tensor | None]:
-    gatherer = _ParameterGatherer()
-    for live in tensors:
-        yield gatherer.gather(live.tensor)
 
 
 def _write_shards(
@@ -198,58 +193,34 @@ def _module_of(engine: Any) -> nn.Module:
 # ------------------------------------------------------------------------- gathering
 
 
-class _ParameterGatherer:
-    """Gathers the tensors that the model computes with."""
+def _whole_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What the model computes with, whole, on rank 0; a collective where it is partitioned."""
+    if not hasattr(tensor, "ds_id"):
+        return _on_rank_0(tensor.detach())
+    import deepspeed
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The whole tensor on rank 0, None elsewhere; a collective where it is partitioned."""
-        if not hasattr(tensor, "ds_id"):
-            return _on_rank_0(tensor.detach())
-        import deepspeed
-
-        # A copy, because the gathered tensor is freed with the block.
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone() if dist.get_rank() == 0 else None
+    # A copy, because the gathered tensor is freed with the block.
+    with deepspeed.zero.GatheredParameters([tensor]):
+        return tensor.detach().clone() if dist.get_rank() == 0 else None
 
 
-class _MasterGatherer(_ParameterGatherer):
-    """Gathers the optimizer's fp32 weights; of the others what the model computes with."""
+def _whole_master(
+    tensor: torch.Tensor, of_stage_0: Mapping[int, torch.Tensor]
+) -> torch.Tensor | None:
+    """The optimizer's fp32 weights on rank 0; where it has none, what the model computes with."""
+    is_trained_at_3 = tensor.requires_grad and private_api.zero3_optimizer(tensor) is not None
+    if is_trained_at_3 or private_api.has_fp32_fragment(tensor):
+        from deepspeed.utils import safe_get_full_fp32_param
 
-    def __init__(self, engine: Any) -> None:
-        self._of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if tensor.requires_grad and private_api.zero3_optimizer(tensor) is not None:
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            # A collective, which gives the whole to every rank.
-            return _on_rank_0(safe_get_full_fp32_param(tensor))
-        if private_api.has_fp32_fragment(tensor):
-            return _sum_of_fragments(tensor)
-        if id(tensor) in self._of_stage_0:
-            return _on_rank_0(self._of_stage_0[id(tensor)])
-        return super().gather(tensor)
+        # A collective, which gives the whole to every rank.
+        return _on_rank_0(safe_get_full_fp32_param(tensor))
+    if id(tensor) in of_stage_0:
+        return _on_rank_0(of_stage_0[id(tensor)])
+    return _whole_parameter(tensor)
 
 
 def _on_rank_0(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor if dist.get_rank() == 0 else None
-
-
-def _sum_of_fragments(parameter: Any) -> torch.Tensor | None:
-    """A parameter of ZeRO-1/2, of which each rank's optimizer has a piece, or none.
-
-    Pieces are added up as whole numbers: each bit of the result has come from one rank, so that
-    even a minus zero stays what it is.
-    """
-    whole_tensor = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    fp32_mapping = private_api.fp32_fragment(parameter)
-    if fp32_mapping is not None:
-        address = fp32_mapping.lp_fragment_address
-        whole_tensor.narrow(0, address.start, address.numel).copy_(fp32_mapping.hp_fragment)
-    dist.reduce(
-        whole_tensor.view(torch.int32), dst=0, group=private_api.data_parallel_group(parameter)
-    )
-    return _on_rank_0(whole_tensor.view(parameter.shape))
 
 
 def _masters_of_stage_0(optimizer: Any) -> Iterator[tuple[int, torch.Tensor]]:
