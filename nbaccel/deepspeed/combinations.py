@@ -313,7 +313,7 @@ def device_mistakes(config: ZeroConfig, schema: Schema, *, device: str) -> Itera
     place = config.offload_optimizer and config.offload_optimizer.device
     # Before that release no host memory counted as pinned without a GPU, so that nothing was
     # submitted, and waiting for writes that do not exist fails.
-    if place == "nvme" and config.zero_stage == 3 and (old := library.older_than(0, 19, 6)):
+    if place == "nvme" and config.zero_stage == 3 and (old := library.older_than("0.19.6")):
         yield (
             f'{ZERO}.offload_optimizer.device="nvme" needs DeepSpeed 0.19.6 or newer where there '
             f"is no GPU: got {old}. It would end the process with a failed assertion in C++ "

@@ -1,9 +1,5 @@
 """A distributed environment of one process, in the notebook itself, which DeepSpeed needs.
 
-Its device is looked at first, for whether it is there and has room: through NVML, before DeepSpeed
-or torch initialise CUDA, whose errors about a GPU that another process fills come late and do not
-name that process.
-
     variables   RANK, LOCAL_RANK, WORLD_SIZE, ... : those that a launcher would set
     socket      bound and listening from the first moment, then handed to torch's store
     group       made here, on that store: DeepSpeed finds it and makes none itself, so no port is
@@ -20,7 +16,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType, TracebackType
@@ -30,12 +26,9 @@ import psutil
 
 from nbaccel.base import env, ports
 from nbaccel.base.errors import ConfigError, UnsafeMoment
-from nbaccel.base.optional_packages import require
-from nbaccel.base.process_names import describe_process
-from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed import cpp_operations, library, teardown
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.inventory import Gpu
+from nbaccel.plan.inventory import Inventory
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +36,6 @@ if TYPE_CHECKING:
 
 
 _DEVICE_PATTERN = re.compile(r"(cpu|cuda)(?::(\d+))?")
-_LEAST_BYTES = 512 * 1024**2
-"""A CUDA context with NCCL takes about this much before the first tensor."""
 
 
 def _read_device(device: object) -> tuple[str | None, int]:
@@ -60,64 +51,15 @@ def _read_device(device: object) -> tuple[str | None, int]:
     return match[1], int(match[2] or 0) if match[1] == "cuda" else 0
 
 
-def check_gpu(index: int, gpus: Sequence[Gpu], note: str = "") -> None:
-    """Refuse a GPU that is not there, or on which nothing can start."""
-    if index >= len(gpus):
-        listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in gpus)
+def _check_gpu(index: int, machine: Inventory) -> None:
+    """Refuse a GPU that is not there."""
+    if index >= len(machine.gpus):
+        listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
         remedy = "one of these" if listed else "device='cpu'"
-        no_gpu = f"no GPU ({note})" if note else "no GPU"
+        no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
         raise ConfigError(
             f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
             f"DeepSpeed would fail at its first tensor. Use {remedy}."
-        )
-    nvml = require("pynvml", extra="", why="Looking at a GPU")
-
-    holder_pids: list[int] = []
-    mode = nvml.NVML_COMPUTEMODE_DEFAULT
-    # NVML counts calls: `nvmlShutdown` below leaves it initialised for others that use it.
-    nvml.nvmlInit()
-    # Not every GPU and driver says who computes on it, and in which mode.
-    with contextlib.suppress(nvml.NVMLError):
-        # By UUID: NVML's numbers ignore CUDA_VISIBLE_DEVICES and CUDA's order.
-        handle = nvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid)
-        mode = nvml.nvmlDeviceGetComputeMode(handle)
-        holders = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        holder_pids = [process.pid for process in holders]
-    nvml.nvmlShutdown()
-    refuse_busy(
-        gpus[index],
-        holder_pids=holder_pids,
-        is_exclusive=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
-        is_prohibited=mode == nvml.NVML_COMPUTEMODE_PROHIBITED,
-    )
-
-
-def refuse_busy(
-    gpu: Gpu,
-    *,
-    holder_pids: Sequence[int],
-    is_exclusive: bool = False,
-    is_prohibited: bool = False,
-) -> None:
-    """Refuse a GPU on which this process could not start to compute."""
-    name = f"cuda:{gpu.index} ({gpu.name}) is busy"
-    # NVML lists no processes of other containers.
-    others = [pid for pid in holder_pids if pid != os.getpid()]
-    held_by = f"; held by {', '.join(map(describe_process, others))}" if others else ""
-    is_alone = is_exclusive and bool(others)
-    if is_alone or is_prohibited:
-        reason = "one process at a time may use it" if is_alone else "no process may use it"
-        raise UnsafeMoment(
-            f"{name}: its compute mode says that {reason}{held_by}. CUDA would refuse to start. "
-            "Wait, use another device, or set the mode with nvidia-smi --compute-mode=DEFAULT."
-        )
-    # A process that is on the GPU already has its context, and its own memory fills it.
-    is_full = bool(gpu.total_bytes) and gpu.free_bytes < _LEAST_BYTES
-    if is_full and os.getpid() not in holder_pids:
-        raise UnsafeMoment(
-            f"{name}: {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} are free"
-            f"{held_by}. A CUDA context alone needs {format_bytes(_LEAST_BYTES)}. End what holds "
-            "it, or use another device."
         )
 
 
@@ -237,8 +179,8 @@ def deepspeed_environment(
 
     Raises:
         ConfigError: The device is not there, or a setting is wrong.
-        UnsafeMoment: A launcher started this process, it has a process group already, its device
-            is taken, or a block of this kind is open.
+        UnsafeMoment: A launcher started this process, it has a process group already, or a block of
+            this kind is open.
         PortTaken: Another process listens on the port.
         MissingBackend: DeepSpeed or ninja is not installed.
         PlatformUnsupported: There is no compiler, and one is needed.
@@ -277,7 +219,7 @@ def _open_environment(
 ) -> DeepSpeedEnvironment:
     """Everything in its order; what was done is undone if a step fails."""
     if wanted_kind == "cuda":
-        _check_gpu(gpu_index)
+        _check_gpu(gpu_index, inspect_machine())
     ignore_old_names()
     socket = stack.enter_context(
         ports.listen(_LOOPBACK_ADDRESS, port, setting="port", waiting_processes="DeepSpeed")
@@ -293,7 +235,7 @@ def _open_environment(
         cpp_operations.check_compiler()
     # One that was asked for has been looked at before DeepSpeed was imported.
     elif kind == "cuda" and wanted_kind is None:
-        _check_gpu(gpu_index)
+        _check_gpu(gpu_index, inspect_machine())
     cpp_operations.remove_forgotten_locks()
     backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
     # The store owns the descriptor from here on, so the socket must not close it.
@@ -388,11 +330,6 @@ def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
             f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
         )
     return device_kind
-
-
-def _check_gpu(index: int) -> None:
-    inventory = inspect_machine()
-    check_gpu(index, inventory.gpus, inventory.gpu_note)
 
 
 def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from nbaccel.base.errors import MissingBackend
 from nbaccel.base.optional_packages import require
 from nbaccel.config.capabilities import StrategyRow, strategy_row
-from nbaccel.deepspeed import build_notice, private_api
+from nbaccel.deepspeed import build_notice
 
-OLDEST = (0, 18, 5)
+OLDEST = "0.18.5"
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
 _GREETING_TEXT = "Setting accelerator to CPU."
@@ -36,7 +37,6 @@ def load_module(module: str, *, why: str) -> Any:
     loaded_module = require(module, extra="deepspeed", why=why)
     # Only after the import, when the module that compiles operations may have been loaded.
     build_notice.announce()
-    private_api.warn_of_missing()
     return loaded_module
 
 
@@ -49,39 +49,27 @@ def check_version() -> None:
 
 def refusal(version: str) -> str:
     """Why a version of DeepSpeed cannot be used."""
-    version_numbers = _version_numbers(version)
-    if version_numbers is None or version_numbers >= OLDEST:
+    if not _is_older(version, OLDEST):
         return ""
-    oldest_version = ".".join(map(str, OLDEST))
     return (
-        f"DeepSpeed {version} is installed, and nbaccel works with {oldest_version} and newer. "
-        "Older ones leave the optimizer's state and float32 weights out of checkpoints of stage 0 "
-        "in bf16, and the oldest cannot be shut down in a running process. Install a newer one: "
-        f'pip install "deepspeed>={oldest_version}"'
+        f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer. Older ones "
+        "leave the optimizer's state and float32 weights out of checkpoints of stage 0 in bf16, "
+        "and the oldest cannot be shut down in a running process. Install a newer one: pip install "
+        f'"deepspeed>={OLDEST}"'
     )
 
 
-def older_than(*numbers: int) -> str:
+def older_than(release: str) -> str:
     """The version that is installed, where it is older than this one; empty elsewhere."""
     installed_version = _installed_version()
-    installed_numbers = (
-        _version_numbers(installed_version) if installed_version is not None else None
-    )
-    return (
-        installed_version
-        if installed_version and installed_numbers is not None and installed_numbers < numbers
-        else ""
-    )
+    return installed_version if installed_version and _is_older(installed_version, release) else ""
 
 
-def _version_numbers(text: str) -> tuple[int, ...] | None:
-    # A suffix, as of a build from source (0.19.8+abc), does not matter.
-    version_match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return (
-        None
-        if version_match is None
-        else tuple(int(version_part or 0) for version_part in version_match.groups())
-    )
+def _is_older(version: str, release: str) -> bool:
+    try:
+        return Version(version) < Version(release)
+    except InvalidVersion:  # of a build from source
+        return False
 
 
 # Cached: each launch and each plugin asks, and reading metadata takes milliseconds.

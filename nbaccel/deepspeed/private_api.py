@@ -1,135 +1,42 @@
 """Every private part of DeepSpeed and of transformers that nbaccel uses: one function each.
 
 Private parts may change with any release. What stands here was seen in DeepSpeed 0.18.5 to 0.19.8
-unless its function says otherwise. When DeepSpeed is first loaded in a process, `missing_parts`
-looks for all of them, so that a warning names what a release lacks, and what is lost by it, before
-a worker fails. Where DeepSpeed has a public function, that one is used and is not listed here.
+unless its function says otherwise. Where DeepSpeed has a public function, that one is used and is
+not listed here.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from nbaccel.base.errors import MissingBackend
 
-_FIRST_SEEN = "0.18.5"
-_LAST_SEEN = "0.19.8"
+_HP_MAPPING = "_hp_mapping"
+_Z3_OPTIMIZER = "_z3_optimizer"
 
 
-class PrivatePart(NamedTuple):
-    """A private attribute that nbaccel reads.
+def check_fp32_copies(engine: Any) -> None:
+    """Refuse an engine that keeps its float32 weights elsewhere than the DeepSpeed known here.
 
-    Attributes:
-        name: The attribute.
-        module: The module of DeepSpeed that has it.
-        holder: The class in that module that has it; or the function whose code uses it, where
-            DeepSpeed gives the attribute to parameters and engines while it makes an engine.
-        lost: What cannot be done without it: a clause.
-        is_silent: Whether its absence looks like a tensor that ZeRO does not have in parts, so
-            that training would end without an error and without its float32 weights.
+    Without these attributes a tensor looks as if ZeRO did not have it in parts: training would end
+    without an error, and without its float32 weights.
     """
-
-    name: str
-    module: str
-    holder: str
-    lost: str
-    is_silent: bool = False
-
-    def is_there(self) -> bool:
-        """Whether the DeepSpeed that is loaded has it; True where its module is not loaded."""
-        # Never imported for the check: a part of DeepSpeed that is not loaded is not used either.
-        if self.module not in sys.modules:
-            return True
-        holder: Any = sys.modules[self.module]
-        for name in self.holder.split("."):
-            holder = getattr(holder, name, None)
-        # There is no engine yet to look at, so the code of a function is searched that sets or
-        # reads the attribute: attributes are in `co_names`, texts for `hasattr` in `co_consts`.
-        code = getattr(holder, "__code__", None)
-        if code is not None:
-            return self.name in (*code.co_names, *code.co_consts)
-        return hasattr(holder, self.name)
-
-    def message(self) -> str:
-        """What is missing, what is lost by it, and which DeepSpeed has it."""
-        version = getattr(sys.modules.get("deepspeed"), "__version__", "(of unknown version)")
-        return (
-            f"DeepSpeed {version} has no private attribute {self.name} ({self.module}."
-            f"{self.holder}), which nbaccel reads: {self.lost}. It was there from {_FIRST_SEEN} to "
-            f"{_LAST_SEEN}. "
-            f'Install one of these: pip install "deepspeed>={_FIRST_SEEN},<={_LAST_SEEN}"'
+    stage = engine.zero_optimization_stage()
+    name = _Z3_OPTIMIZER if stage == 3 else _HP_MAPPING
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if not stage or engine.basic_optimizer is None or not trained:
+        return
+    if not any(hasattr(parameter, name) for parameter in trained):
+        version = sys.modules["deepspeed"].__version__
+        raise MissingBackend(
+            f"DeepSpeed {version} gives parameters no private attribute {name} at stage {stage}: "
+            "float32 weights that were trained could not be read back. It was there from 0.18.5 to "
+            '0.19.8. Install one of these: pip install "deepspeed>=0.18.5,<=0.19.8"',
+            name="deepspeed",
         )
-
-    def read(self, owner: Any) -> Any:
-        """The attribute of an object."""
-        try:
-            return getattr(owner, self.name)
-        except AttributeError as error:
-            raise MissingBackend(self.message(), name="deepspeed") from error
-
-
-_FRAGMENTS = "deepspeed.utils.tensor_fragment"
-_STAGE_3 = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
-_ON_DISK = "weights that a notebook changes cannot reach float32 copies on disk (ZeRO 3 with nvme)"
-
-_HP_MAPPING = PrivatePart(
-    "_hp_mapping",
-    _FRAGMENTS,
-    "safe_get_full_fp32_param",
-    "float32 weights trained by ZeRO 1 and 2 cannot be read back",
-    is_silent=True,
-)
-_Z3_OPTIMIZER = PrivatePart(
-    "_z3_optimizer",
-    _FRAGMENTS,
-    "safe_get_full_fp32_param",
-    "float32 weights trained by ZeRO 3 cannot be read back",
-    is_silent=True,
-)
-_FP32_PARTITION = PrivatePart("_get_fp32_opt_state_partition", *_STAGE_3, _ON_DISK)
-_IS_SWAPPABLE = PrivatePart("_swappable_optimizer_subgroup", *_STAGE_3, _ON_DISK)
-_SWAP_OUT = PrivatePart("_optimizer_states_and_gradient_swap_out", *_STAGE_3, _ON_DISK)
-_ENGINE_CONFIG = PrivatePart(
-    "_config",
-    "deepspeed.runtime.engine",
-    "DeepSpeedEngine.gradient_clipping",
-    "clip_grad_norm_ cannot set the engine's norm, and checkpoints cannot be checked",
-)
-_PRIVATE_PARTS = (
-    _HP_MAPPING,
-    _Z3_OPTIMIZER,
-    _FP32_PARTITION,
-    _IS_SWAPPABLE,
-    _SWAP_OUT,
-    _ENGINE_CONFIG,
-)
-
-
-# ------------------------------------------------------------------------------ the check
-
-
-def missing_parts() -> list[PrivatePart]:
-    """The private parts that the DeepSpeed of this process does not have."""
-    return [part for part in _PRIVATE_PARTS if not part.is_there()]
-
-
-@lru_cache(maxsize=1)
-def warn_of_missing() -> None:
-    """Warn of each part that is missing; once per process, when DeepSpeed has been loaded."""
-    for part in missing_parts():
-        warnings.warn(part.message(), stacklevel=2)
-
-
-def refuse_missing() -> None:
-    """Refuse to train where the result would be silently wrong."""
-    messages = [part.message() for part in missing_parts() if part.is_silent]
-    if messages:
-        raise MissingBackend("\n".join(messages), name="deepspeed")
 
 
 # ------------------------------------------------------------------------------ parameters
@@ -140,17 +47,17 @@ def has_fp32_fragment(tensor: Any) -> bool:
 
     It has on every rank; `fp32_fragment` is None on those that hold none of it.
     """
-    return hasattr(tensor, _HP_MAPPING.name)
+    return hasattr(tensor, _HP_MAPPING)
 
 
 def fp32_fragment(tensor: Any) -> Any:
     """This rank's part of a parameter's float32 copy under ZeRO 1 and 2."""
-    return getattr(tensor, _HP_MAPPING.name, None)
+    return getattr(tensor, _HP_MAPPING, None)
 
 
 def zero3_optimizer(tensor: Any) -> Any:
     """The ZeRO 3 optimizer that trains a parameter; None where there is only inference."""
-    return getattr(tensor, _Z3_OPTIMIZER.name, None)
+    return getattr(tensor, _Z3_OPTIMIZER, None)
 
 
 def is_swapped_out(tensor: Any) -> bool:
@@ -160,7 +67,7 @@ def is_swapped_out(tensor: Any) -> bool:
         return False
     # The optimizer swaps by sub-groups, each of which is in memory or on disk as a whole.
     index = optimizer.grad_position[optimizer.get_param_id(tensor)][0]
-    return bool(_IS_SWAPPABLE.read(optimizer)(index))
+    return bool(optimizer._swappable_optimizer_subgroup(index))
 
 
 def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
@@ -170,13 +77,10 @@ def write_swapped_fp32(tensor: Any, write: Callable[[Any], None]) -> None:
     empty where that lies on disk, too, and refuses every value then.
     """
     optimizer = zero3_optimizer(tensor)
-    # Both are looked up before the first is called: a group that is read must be written back.
-    read_partition = _FP32_PARTITION.read(optimizer)
-    swap_out = _SWAP_OUT.read(optimizer)
-    values, index = read_partition(tensor, release_swap_buffers=False)
-    # The buffers are kept from reading to writing; `swap_out` releases them.
+    # The buffers are kept from reading to writing, which releases them.
+    values, index = optimizer._get_fp32_opt_state_partition(tensor, release_swap_buffers=False)
     write(values.detach().view(-1))
-    swap_out(index)
+    optimizer._optimizer_states_and_gradient_swap_out(index)
 
 
 # ------------------------------------------------------------------------------ modules, engines
@@ -196,7 +100,7 @@ ZERO3_MODULE_ATTRIBUTES = frozenset(
 
 def engine_settings(engine: Any) -> Any:
     """The ``DeepSpeedConfig`` that an engine reads; changes in it take effect."""
-    return _ENGINE_CONFIG.read(engine)
+    return engine._config
 
 
 def forget_group_references(module: Any) -> None:

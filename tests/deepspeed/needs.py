@@ -21,7 +21,7 @@ def _built(names: tuple[str, ...]) -> pytest.MarkDecorator:
 
 ENGINE = [DEEPSPEED, _built(operations.ENGINE)]
 DISK = [*ENGINE, _built(operations.DISK)]
-ABORTS_ON_DISK = library.older_than(0, 19, 6)
+ABORTS_ON_DISK = library.older_than("0.19.6")
 STATE_ON_DISK = [
     *DISK,
     pytest.mark.skipif(

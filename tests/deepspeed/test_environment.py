@@ -6,12 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nbaccel.deepspeed import cpp_operations, environment
-from nbaccel.deepspeed.environment import check_gpu, deepspeed_environment, refuse_busy
+from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.errors import (
     ConfigError,
     MissingBackend,
@@ -19,6 +20,7 @@ from nbaccel.errors import (
     PortTaken,
     UnsafeMoment,
 )
+from nbaccel.plan import inspect_machine
 from nbaccel.plan.inventory import Gpu
 from tests.deepspeed import needs
 from tests.deepspeed.engines import SWAPPED_WIDTH, world
@@ -87,67 +89,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are():
         compute_capability=(8, 0),
         uuid="GPU-0",
     )
+    has_one = replace(inspect_machine(), gpus=(card,))
     with pytest.raises(ConfigError, match=r'"cuda:1" is not there.*cuda:0 \(A100\).*one of these'):
-        check_gpu(1, [card])
+        environment._check_gpu(1, has_one)
+    has_none = replace(inspect_machine(), gpus=(), gpu_note="no driver")
     with pytest.raises(ConfigError, match=r"no GPU \(no driver\).*device='cpu'"):
-        check_gpu(0, [], "no driver")
-
-
-GIB = 2**30
-
-
-def card(free_bytes):
-    return Gpu(
-        index=0,
-        name="A100",
-        total_bytes=40 * GIB,
-        free_bytes=free_bytes,
-        compute_capability=(8, 0),
-        uuid="GPU-0",
-    )
-
-
-def test_a_gpu_without_room_or_that_admits_nobody_else_names_who_has_it():
-    with subprocess.Popen(
-        [sys.executable, "-c", "print(flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as holder:
-        holder.stdout.readline()
-        held = rf"held by process {holder.pid} \(.*python.*\)"
-        with pytest.raises(
-            UnsafeMoment, match=rf"\(A100\) is busy: 100.* MiB of 40.* free; {held}"
-        ):
-            refuse_busy(card(100 * 2**20), holder_pids=[holder.pid])
-        with pytest.raises(UnsafeMoment, match=rf"one process at a time.*{held}.*--compute-mode"):
-            refuse_busy(card(39 * GIB), holder_pids=[holder.pid], is_exclusive=True)
-        refuse_busy(card(39 * GIB), holder_pids=[holder.pid])
-        holder.communicate(b"\n")
-    with pytest.raises(UnsafeMoment, match="no process may use it"):
-        refuse_busy(card(39 * GIB), holder_pids=[], is_prohibited=True)
-
-
-def test_a_gpu_on_which_this_process_computes_already_is_not_busy():
-    refuse_busy(card(0), holder_pids=[os.getpid()])
-    refuse_busy(card(39 * GIB), holder_pids=[os.getpid()], is_exclusive=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_a_gpu_that_another_process_has_filled_is_refused_before_cuda_wakes():
-    code = (
-        "import torch\n"
-        "free, _ = torch.cuda.mem_get_info()\n"
-        "kept = torch.empty(free - 300 * 2**20, dtype=torch.uint8, device='cuda')\n"
-        "print('filled', flush=True); input()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout.readline() == b"filled\n"
-        with pytest.raises(UnsafeMoment, match=r"cuda:0 \(.*\) is busy: .* are free"):
-            deepspeed_environment(device="cuda")
-        holder.communicate(b"\n")
+        environment._check_gpu(0, has_none)
 
 
 def test_no_time_for_collectives_is_refused():

@@ -97,6 +97,7 @@ def make_engine(
         shard_in_turn(model, settings)
     with _quiet_logger(zero_config):
         engine, *_ = deepspeed.initialize(**arguments)
+    private_api.check_fp32_copies(engine)
     _convert_inputs(engine)
     # Only here are the model's first tensors free: the engine has replaced them.
     return_all()
@@ -168,7 +169,6 @@ def _quiet_logger(zero_config: ZeroConfig) -> Iterator[None]:
 def begin_comm(zero_config: ZeroConfig) -> None:
     """Let DeepSpeed take up the process group, without which it cannot even destroy an engine."""
     deepspeed = library.load_module("deepspeed", why="Training with DeepSpeed")
-    private_api.refuse_missing()
     # It prints a line for the operation it loads.
     with _quiet_logger(zero_config), contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
