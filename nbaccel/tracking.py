@@ -6,7 +6,6 @@ from collections import ChainMap
 
 from nbaccel.config.enumerations import LoggerType
 from nbaccel.train.tracker_classes import (
-    TRACKER_SERVICES,
     AimTracker,
     ClearMLTracker,
     CometMLTracker,
@@ -19,6 +18,7 @@ from nbaccel.train.tracker_classes import (
     on_main_process,
 )
 from nbaccel.train.trackers import (
+    BUILT_IN_TRACKERS,
     REGISTERED_CLASSES,
     JsonlTracker,
     TensorBoardTracker,
@@ -48,11 +48,6 @@ __all__ = [
 ]
 
 LOGGER_TYPE_TO_CLASS: ChainMap[str, type[GeneralTracker]] = ChainMap(
-    REGISTERED_CLASSES,
-    {
-        "jsonl": JsonlTracker,
-        "tensorboard": TensorBoardTracker,
-        **{name: service.tracker for name, service in TRACKER_SERVICES.items()},
-    },
+    REGISTERED_CLASSES, BUILT_IN_TRACKERS
 )
 """The trackers of this process by name: those registered, and those that nbaccel brings."""

@@ -11,7 +11,6 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
@@ -98,7 +97,10 @@ class GeneralTracker:
 
 
 class ServiceTracker(GeneralTracker):
-    """A run of a service.
+    """A run of a service, which has the package of its name.
+
+    What most services have alike is here: ``init`` begins a run with a project, which has `config`,
+    `log` and `finish`. A subclass writes what differs.
 
     Args:
         run_name: The project's name.
@@ -118,10 +120,30 @@ class ServiceTracker(GeneralTracker):
         """The service's object for a run; None before `start`."""
         return self.run
 
+    @property
+    def package(self) -> Any:
+        """The service's package, imported when it is first used."""
+        return import_module(self.name)
+
+    def start(self) -> None:
+        """See :meth:`GeneralTracker.start`."""
+        self.run = self.package.init(project=self.run_name, **self.init_kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See :meth:`GeneralTracker.store_init_configuration`."""
+        self.run.config.update(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See :meth:`GeneralTracker.log`; anything that the service's ``log`` takes."""
+        self.run.log(values, step=step, **kwargs)
+
     def finish(self) -> None:
         """See :meth:`GeneralTracker.finish`."""
         if self.run is not None:
-            self.run.finish()
+            self._end()
+
+    def _end(self) -> None:
+        self.run.finish()
 
     def shown_values(
         self, values: Mapping[str, Any], shown_types: tuple[type, ...]
@@ -135,19 +157,15 @@ class ServiceTracker(GeneralTracker):
         Yields:
             Names and values.
         """
-        for value_name, logged_value in values.items():
+        for name, given in values.items():
             # A tensor of one number is no Real; as a Python number the service can show it.
-            value = (
-                plain_value(logged_value, keep_infinite=True)
-                if hasattr(logged_value, "dtype")
-                else logged_value
-            )
+            value = plain_value(given, keep_infinite=True) if hasattr(given, "dtype") else given
             if isinstance(value, shown_types):
-                yield value_name, value
+                yield name, value
             else:
                 warnings.warn(
-                    f"log({value_name!r}: ...) is left out: {self.name} shows no "
-                    f"{type(logged_value).__name__} this way. Use "
+                    f"log({name!r}: ...) is left out: {self.name} shows no "
+                    f"{type(given).__name__} this way. Use "
                     f"accelerator.get_tracker({self.name!r}, unwrap=True) for the service's own "
                     "methods.",
                     stacklevel=4,  # past the tracker's log and Accelerator.log
@@ -211,7 +229,7 @@ class AimTracker(ServiceTracker):
 
     def start(self) -> None:
         """See :meth:`GeneralTracker.start`."""
-        self.run = import_module("aim").Run(repo=str(self.aim_repo_path), **self.init_kwargs)
+        self.run = self.package.Run(repo=str(self.aim_repo_path), **self.init_kwargs)
         self.run.name = self.run_name
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -236,19 +254,14 @@ class AimTracker(ServiceTracker):
             step: The training step.
             kwargs: Further arguments: ``aim_image`` of ``aim.Image``, ``track`` of ``Run.track``.
         """
-        image_class: Any = import_module("aim").Image
         options = kwargs or {}
-        for image_name, image_value in values.items():
-            image_data, caption = (
-                image_value if isinstance(image_value, tuple) else (image_value, "")
-            )
-            image = image_class(image_data, caption=caption, **options.get("aim_image", {}))
+        for image_name, given in values.items():
+            content, caption = given if isinstance(given, tuple) else (given, "")
+            image = self.package.Image(content, caption=caption, **options.get("aim_image", {}))
             self.run.track(image, name=image_name, step=step, **options.get("track", {}))
 
-    def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
-        if self.run is not None:
-            self.run.close()
+    def _end(self) -> None:
+        self.run.close()
 
 
 class MLflowTracker(ServiceTracker):
@@ -295,66 +308,58 @@ class MLflowTracker(ServiceTracker):
 
     def start(self) -> None:
         """See :meth:`GeneralTracker.start`."""
-        mlflow: Any = import_module("mlflow")
-        self.run = mlflow.start_run(
+        self.run = self.package.start_run(
             run_id=self.run_id,
-            experiment_id=self._experiment_id(mlflow),
+            experiment_id=self._experiment_id(),
             run_name=self.run_name or None,
             nested=self.nested_run,
             tags=self.tags,
             description=self.description,
         )
 
-    def _experiment_id(self, mlflow: Any) -> str:
-        experiment = mlflow.get_experiment_by_name(self.experiment_name)
+    def _experiment_id(self) -> str:
+        experiment = self.package.get_experiment_by_name(self.experiment_name)
         if experiment is not None:
             return str(experiment.experiment_id)
         location = None if self.logging_dir is None else str(self.logging_dir)
-        return str(mlflow.create_experiment(self.experiment_name, location, self.tags))
+        return str(self.package.create_experiment(self.experiment_name, location, self.tags))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration, as far as MLflow takes texts of such a length."""
-        mlflow: Any = import_module("mlflow")
         # MLflow raised its limits over the years, so those of the installed version are read.
-        mlflow_limits: Any = import_module("mlflow.utils.validation")
-        fitting_values = {
-            name: config_value
-            for name, config_value in values.items()
-            if len(str(config_value)) <= mlflow_limits.MAX_PARAM_VAL_LENGTH
-        }
-        if left_out := sorted(values.keys() - fitting_values.keys()):
+        limits: Any = import_module("mlflow.utils.validation")
+        longest = limits.MAX_PARAM_VAL_LENGTH
+        fitting = {name: value for name, value in values.items() if len(str(value)) <= longest}
+        if left_out := sorted(values.keys() - fitting.keys()):
             warnings.warn(
-                f"MLflow takes values of at most {mlflow_limits.MAX_PARAM_VAL_LENGTH} letters: "
+                f"MLflow takes values of at most {longest} letters: "
                 f"{', '.join(left_out)} are left out of the configuration. Shorten them.",
                 stacklevel=4,
             )
-        fitting_items = list(fitting_values.items())
-        batch_limit = mlflow_limits.MAX_PARAMS_TAGS_PER_BATCH
         # MLflow refuses a request with more parameters than this.
-        for first_item in range(0, len(fitting_items), batch_limit):
-            mlflow.log_params(dict(fitting_items[first_item : first_item + batch_limit]))
+        for first in range(0, len(fitting), limits.MAX_PARAMS_TAGS_PER_BATCH):
+            batch = list(fitting.items())[first : first + limits.MAX_PARAMS_TAGS_PER_BATCH]
+            self.package.log_params(dict(batch))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; numbers alone."""
         numbers = dict(self.shown_values(values, (Real,)))
-        import_module("mlflow").log_metrics(numbers, step=step, **kwargs)
+        self.package.log_metrics(numbers, step=step, **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Write a figure of matplotlib or plotly as a file of the run."""
-        import_module("mlflow").log_figure(figure, artifact_file, **save_kwargs)
+        self.package.log_figure(figure, artifact_file, **save_kwargs)
 
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Keep all files of a folder with the run."""
-        import_module("mlflow").log_artifacts(local_dir, artifact_path)
+        self.package.log_artifacts(local_dir, artifact_path)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Keep a file with the run."""
-        import_module("mlflow").log_artifact(local_path, artifact_path)
+        self.package.log_artifact(local_path, artifact_path)
 
-    def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
-        if self.run is not None:
-            import_module("mlflow").end_run()
+    def _end(self) -> None:
+        self.package.end_run()
 
 
 class DVCLiveTracker(ServiceTracker):
@@ -380,7 +385,7 @@ class DVCLiveTracker(ServiceTracker):
     def start(self) -> None:
         """See :meth:`GeneralTracker.start`."""
         if self.run is None:
-            self.run = import_module("dvclive").Live(**self.init_kwargs)
+            self.run = self.package.Live(**self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
@@ -395,39 +400,28 @@ class DVCLiveTracker(ServiceTracker):
             self.run.log_metric(name, logged_value, **kwargs)
         self.run.next_step()
 
-    def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
-        if self.run is not None:
-            self.run.end()
+    def _end(self) -> None:
+        self.run.end()
 
 
-class WandBTracker(ServiceTracker):
+class _ImageListTracker(ServiceTracker):
+    """A service whose ``Image`` makes an image that its `log` takes."""
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write lists of images, as arrays or of PIL, by name."""
+        for name, images in values.items():
+            self.log({name: [self.package.Image(image) for image in images]}, step=step, **kwargs)
+
+
+class WandBTracker(_ImageListTracker):
     """A run of Weights & Biases; arguments are those of ``wandb.init``."""
 
     name = "wandb"
-
-    def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
-        self.run = import_module("wandb").init(project=self.run_name, **self.init_kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
         # wandb refuses other values for a run that is continued, unless this is given.
         self.run.config.update(values, allow_val_change=True)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See :meth:`GeneralTracker.log`; anything that ``wandb.log`` takes."""
-        self.run.log(values, step=step, **kwargs)
-
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write lists of images, as arrays or of PIL, by name."""
-        image_class: Any = import_module("wandb").Image
-        for name, images in values.items():
-            self.log(
-                {name: [image_class(image_data) for image_data in images]},
-                step=step,
-                **kwargs,
-            )
 
     def log_table(
         self,
@@ -439,55 +433,24 @@ class WandBTracker(ServiceTracker):
         **kwargs: Any,
     ) -> None:
         """Write a table, of rows and the names of their columns, or of a data frame."""
-        table_class: Any = import_module("wandb").Table
-        table = table_class(columns=columns, data=data, dataframe=dataframe)
+        table = self.package.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 
 
-class SwanLabTracker(ServiceTracker):
+class SwanLabTracker(_ImageListTracker):
     """A run of SwanLab; arguments are those of ``swanlab.init``."""
 
     name = "swanlab"
 
-    def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
-        self.run = import_module("swanlab").init(project=self.run_name, **self.init_kwargs)
-
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """See :meth:`GeneralTracker.store_init_configuration`."""
-        import_module("swanlab").config.update(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See :meth:`GeneralTracker.log`; anything that ``swanlab.log`` takes."""
-        self.run.log(values, step=step, **kwargs)
-
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write lists of images, as arrays or of PIL, by name."""
-        image_class: Any = import_module("swanlab").Image
-        for name, images in values.items():
-            self.log(
-                {name: [image_class(image_data) for image_data in images]},
-                step=step,
-                **kwargs,
-            )
+        self.package.config.update(values)
 
 
 class TrackioTracker(ServiceTracker):
     """A run of Trackio; arguments are those of ``trackio.init``."""
 
     name = "trackio"
-
-    def start(self) -> None:
-        """See :meth:`GeneralTracker.start`."""
-        self.run = import_module("trackio").init(project=self.run_name, **self.init_kwargs)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See :meth:`GeneralTracker.store_init_configuration`."""
-        self.run.config.update(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See :meth:`GeneralTracker.log`."""
-        self.run.log(values, step=step, **kwargs)
 
 
 class CometMLTracker(ServiceTracker):
@@ -497,7 +460,7 @@ class CometMLTracker(ServiceTracker):
 
     def start(self) -> None:
         """See :meth:`GeneralTracker.start`."""
-        self.run = import_module("comet_ml").start(project_name=self.run_name, **self.init_kwargs)
+        self.run = self.package.start(project_name=self.run_name, **self.init_kwargs)
 
     @property
     def writer(self) -> Any:
@@ -520,10 +483,8 @@ class CometMLTracker(ServiceTracker):
             else:
                 self.run.log_metric(name, logged_value, step=step, **kwargs)
 
-    def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
-        if self.run is not None:
-            self.run.end()
+    def _end(self) -> None:
+        self.run.end()
 
 
 class ClearMLTracker(ServiceTracker):
@@ -537,7 +498,7 @@ class ClearMLTracker(ServiceTracker):
 
     def start(self) -> None:
         """See :meth:`GeneralTracker.start`."""
-        task_class: Any = import_module("clearml").Task
+        task_class = self.package.Task
         # A task of the user's is not closed in `finish`.
         self._existing_task = task_class.current_task()
         names = {
@@ -575,10 +536,8 @@ class ClearMLTracker(ServiceTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images, as arrays or of PIL, by name."""
         logger = self.run.get_logger()
-        for image_name, image_data in values.items():
-            logger.report_image(
-                **_plot_names(image_name), iteration=step, image=image_data, **kwargs
-            )
+        for name, image in values.items():
+            logger.report_image(**_plot_names(name), iteration=step, image=image, **kwargs)
 
     def log_table(
         self,
@@ -597,9 +556,8 @@ class ClearMLTracker(ServiceTracker):
             **_plot_names(table_name), table_plot=table_content, iteration=step, **kwargs
         )
 
-    def finish(self) -> None:
-        """See :meth:`GeneralTracker.finish`."""
-        if self.run is not None and self._existing_task is None:
+    def _end(self) -> None:
+        if self._existing_task is None:
             self.run.close()
 
 
@@ -610,31 +568,30 @@ def _plot_names(value_name: str) -> dict[str, str]:
     return {"title": value_name, "series": "train"}
 
 
-@dataclass(frozen=True, slots=True)
-class TrackerService:
-    """A tracker and the package that it needs.
+_DISTRIBUTIONS = {"comet_ml": ("comet-ml",), "mlflow": ("mlflow", "mlflow-skinny")}
+"""Names of a service's package for pip, where they are not the module's; any one is enough."""
 
-    Attributes:
-        tracker: Its class.
-        distributions: Names of the package for pip; any one is enough.
-    """
-
-    tracker: type[GeneralTracker]
-    distributions: tuple[str, ...]
-
-    def is_there(self) -> bool:
-        """Whether the package is installed; a folder of its name is none."""
-        return is_package(self.tracker.name, self.distributions)
-
-
-TRACKER_SERVICES = {
-    "wandb": TrackerService(WandBTracker, ("wandb",)),
-    "trackio": TrackerService(TrackioTracker, ("trackio",)),
-    "comet_ml": TrackerService(CometMLTracker, ("comet-ml",)),
-    "aim": TrackerService(AimTracker, ("aim",)),
-    "mlflow": TrackerService(MLflowTracker, ("mlflow", "mlflow-skinny")),
-    "clearml": TrackerService(ClearMLTracker, ("clearml",)),
-    "dvclive": TrackerService(DVCLiveTracker, ("dvclive",)),
-    "swanlab": TrackerService(SwanLabTracker, ("swanlab",)),
+SERVICE_TRACKERS: dict[str, type[ServiceTracker]] = {
+    tracker.name: tracker
+    for tracker in (
+        WandBTracker,
+        TrackioTracker,
+        CometMLTracker,
+        AimTracker,
+        MLflowTracker,
+        ClearMLTracker,
+        DVCLiveTracker,
+        SwanLabTracker,
+    )
 }
 """By the name that `log_with` gives them, which is also that of the module."""
+
+
+def distributions_of(tracker_name: str) -> tuple[str, ...]:
+    """Names of a tracker's package for pip; any one is enough."""
+    return _DISTRIBUTIONS.get(tracker_name, (tracker_name,))
+
+
+def is_service_there(tracker_name: str) -> bool:
+    """Whether a service's package is installed; a folder of its name is none."""
+    return is_package(tracker_name, distributions_of(tracker_name))

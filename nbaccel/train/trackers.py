@@ -23,9 +23,11 @@ from nbaccel.config.mistakes import closest, shown
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train import distributed
 from nbaccel.train.tracker_classes import (
-    TRACKER_SERVICES,
+    SERVICE_TRACKERS,
     GeneralTracker,
+    distributions_of,
     flatten_values,
+    is_service_there,
     on_main_process,
     plain_value,
 )
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 __all__ = [
+    "BUILT_IN_TRACKERS",
     "REGISTERED_CLASSES",
     "GeneralTracker",
     "JsonlTracker",
@@ -82,14 +85,8 @@ class JsonlTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; further arguments are written as they are."""
-        self._write_line(
-            {
-                "step": step,
-                "time": time.time(),
-                "values": plain_value(values),
-                **plain_value(kwargs),
-            }
-        )
+        line = {"step": step, "time": time.time(), "values": plain_value(values)}
+        self._write_line({**line, **plain_value(kwargs)})
 
     def _write_line(self, line: dict[str, Any]) -> None:
         # `allow_nan=False`: NaN is no valid JSON, and `plain_value` has turned it into text.
@@ -146,10 +143,8 @@ class TensorBoardTracker(GeneralTracker):
 
         flat_values = dict(flatten_values(plain_value(values)))
         shown_values = {
-            value_name: flat_value
-            if isinstance(flat_value, (bool, int, float))
-            else str(flat_value)
-            for value_name, flat_value in flat_values.items()
+            name: value if isinstance(value, (bool, int, float)) else str(value)
+            for name, value in flat_values.items()
         }
         # Not `add_hparams`, which would write another run into a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
@@ -255,7 +250,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"{', '.join(missing_attributes) or 'a name'}. It could not be found or started. "
             "Define it in the class."
         )
-    if tracker_class.name in {*_built_in_trackers(), *TRACKER_SERVICES, *REGISTERED_CLASSES}:
+    if tracker_class.name in {*BUILT_IN_TRACKERS, *REGISTERED_CLASSES}:
         warnings.warn(
             f"register_tracker_class({tracker_class.__name__}) takes the name "
             f"{tracker_class.name!r} from another tracker. Give it another name to keep both.",
@@ -269,17 +264,23 @@ def get_available_trackers() -> list[LoggerType]:
     return [LoggerType(name) for name, is_there in _tracker_availability().items() if is_there]
 
 
-def _built_in_trackers() -> dict[str, type[GeneralTracker]]:
-    return {tracker.name: tracker for tracker in (JsonlTracker, TensorBoardTracker)}
+BUILT_IN_TRACKERS: dict[str, type[GeneralTracker]] = {
+    JsonlTracker.name: JsonlTracker,
+    TensorBoardTracker.name: TensorBoardTracker,
+    **SERVICE_TRACKERS,
+}
+"""The trackers that nbaccel brings, by name."""
 
 
 def _tracker_availability() -> dict[str, bool]:
-    availability = {name: service.is_there() for name, service in TRACKER_SERVICES.items()}
     return {
-        JsonlTracker.name: True,
-        TensorBoardTracker.name: _has_tensorboard(),
-        **availability,
+        name: is_service_there(name) if name in SERVICE_TRACKERS else _is_own_there(name)
+        for name in BUILT_IN_TRACKERS
     }
+
+
+def _is_own_there(name: str) -> bool:
+    return name != TensorBoardTracker.name or is_installed("tensorboard")
 
 
 def find_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[_Tracker]:
@@ -334,21 +335,12 @@ def _match_trackers(item: Any) -> list[_Tracker]:
         entry_point.name: entry_point
         for entry_point in importlib.metadata.entry_points(group=_ENTRY_POINT_GROUP)
     }
-    classes = {
-        **_built_in_trackers(),
-        **{class_name: service.tracker for class_name, service in TRACKER_SERVICES.items()},
-        # Last, because a registered class takes a name over from another tracker.
-        **REGISTERED_CLASSES,
-    }
+    # In this order, because a registered class takes a name over from another tracker.
+    classes = {**BUILT_IN_TRACKERS, **REGISTERED_CLASSES}
     availability = _tracker_availability()
     if tracker_name == _EVERY_TRACKER:
-        installed = [
-            classes[class_name] for class_name, is_there in availability.items() if is_there
-        ]
-        return [
-            *installed,
-            *(_load_entry_point(entry_point) for entry_point in entry_points.values()),
-        ]
+        installed = [classes[name] for name, is_there in availability.items() if is_there]
+        return [*installed, *map(_load_entry_point, entry_points.values())]
     if tracker_name in classes:
         if tracker_name in REGISTERED_CLASSES or availability[tracker_name]:
             return [classes[tracker_name]]
@@ -369,20 +361,12 @@ def _match_trackers(item: Any) -> list[_Tracker]:
 def _warn_left_out(tracker_name: str) -> None:
     if distributed.rank() != 0:
         return
-    package_name = (
-        TRACKER_SERVICES[tracker_name].distributions[0]
-        if tracker_name in TRACKER_SERVICES
-        else tracker_name
-    )
+    package_name = distributions_of(tracker_name)[0]
     warnings.warn(
         f"log_with={tracker_name!r} is left out: {package_name} is not installed, so nothing is "
         f"logged there. Install it: pip install {package_name}",
         stacklevel=5,  # past _match_trackers, find_trackers and the Accelerator
     )
-
-
-def _has_tensorboard() -> bool:
-    return is_installed("tensorboard")
 
 
 def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> type[GeneralTracker]:
