@@ -1,23 +1,20 @@
-"""Whether what a checkpoint holds is as it was saved, and fits what it is to be read into."""
+"""Whether states of a checkpoint fit what they are to be read into; files of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbaccel.base import torch_private
-from nbaccel.base.intact import Recorded, file_problem
-from nbaccel.plan.contracts.place import Place
-from nbaccel.train.checkpoint import layout
-from nbaccel.train.checkpoint.left_out import read_left_out
-from nbaccel.train.checkpoint.saving import CheckpointParts
+from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline
 
 _ShapesByName = Mapping[str, tuple[int, ...]]
 _SHOWN_NAMES = 3
@@ -210,229 +207,76 @@ def _describe_state(saved_state: Any) -> str:
     return f"a {type(saved_state).__name__}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceShards:
-    """A folder of which every process reads a part.
-
-    Attributes:
-        model: The model that it is read into.
-        optimizer: The optimizer whose state is there, too.
-        folder: The folder.
-        left_out: Names of the model's frozen parameters that are not in it.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    folder: Path
-    left_out: frozenset[str] = frozenset()
+# ------------------------------------------------------------------------- files of weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointSources:
-    """The files of a load, by the objects that they are read into.
-
-    Attributes:
-        folder: The checkpoint.
-        recorded: Sizes and checksums noted when it was saved, by path below the folder.
-        weights: By number of the model; a load hook's own files are not known.
-        sharded_models: By number of the model.
-        optimizers: By number of the optimizer.
-        sharded_optimizers: Optimizers with a folder of their own, by number.
-        schedulers: In order.
-        scaler: The state of fp16's loss scaler.
-        precision: The state of the precision; None where there is none, or the precision has none.
-        custom: States of registered objects, in order.
-        loaders: By number of the loader.
-        gradients: Gradients of this process, within a group of batches.
-        generators: Random states of this process.
-        first_generators: Random states of process 0, with the step.
-        left_out: Names of frozen parameters that were not saved, by number of the model.
-    """
-
-    folder: Path
-    recorded: Mapping[str, Recorded]
-    weights: Mapping[int, Path]
-    sharded_models: Mapping[int, SourceShards]
-    optimizers: Mapping[int, Path]
-    sharded_optimizers: Mapping[int, SourceShards]
-    schedulers: tuple[Path, ...]
-    scaler: Path | None
-    precision: Path | None
-    custom: tuple[Path, ...]
-    loaders: Mapping[int, Path]
-    gradients: Path | None
-    generators: Path | None
-    first_generators: Path | None
-    left_out: Mapping[int, frozenset[str]] = field(default_factory=dict)
-
-    def damaged(self, place: Place) -> list[str]:
-        """Problems of files; each file is read by one process of a node."""
-        files = [path for path in (*self.loaders.values(), self.gradients, self.generators) if path]
-        common_files = self._common_files()
-        # Shared out, because reading everything on every process would multiply the time.
-        shared_out = common_files[place.local_rank :: place.local_world_size]
-        return [
-            text
-            # A set, because process 0's random states are among both.
-            for path in {*files, *shared_out}
-            if (text := self._file_problem(path))
-        ]
-
-    def _common_files(self) -> list[Path]:
-        all_shards = (*self.sharded_models.values(), *self.sharded_optimizers.values())
-        files = {
-            *self.weights.values(),
-            *self.optimizers.values(),
-            *self.schedulers,
-            *self.custom,
-            *(path for path in (self.scaler, self.precision, self.first_generators) if path),
-            *(
-                path
-                for model_shards in all_shards
-                for path in self._files_inside(model_shards.folder)
-            ),
-        }
-        # Sorted, because each process of a node takes its share of the same list.
-        return sorted(files)
-
-    def _files_inside(self, folder: Path) -> Iterable[Path]:
-        """The files of shards: those that exist, and those of the manifest."""
-        yield from (path for path in folder.rglob("*") if path.is_file())
-        prefix = folder.relative_to(self.folder).as_posix() + "/"
-        yield from (self.folder / name for name in self.recorded if name.startswith(prefix))
-
-    def _file_problem(self, path: Path) -> str:
-        name = path.relative_to(self.folder).as_posix()
-        text = file_problem(path, self.recorded.get(name))
-        if not text:
-            return ""
-        return (
-            f"{path} {text}. Nothing has been loaded. Load another checkpoint, or copy "
-            "the file again from where it was saved."
-        )
+def saved_shapes(path: Path, model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes by name in a file of weights; of tied tensors it has one name, and all count."""
+    shapes = _safetensors_shapes(path) if path.suffix == ".safetensors" else pickled_shapes(path)
+    for tensor_name, tied_name in _tied_names(model).items():
+        if tensor_name not in shapes and tied_name in shapes:
+            shapes[tensor_name] = shapes[tied_name]
+    return shapes
 
 
-def find_sources(
-    folder: Path, parts: CheckpointParts, place: Place, recorded: Mapping[str, Recorded]
-) -> CheckpointSources:
-    """Find the files that this process will read."""
-    return _SourceFinder(folder, parts, place, recorded).find_all()
+def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, "numpy") as file:
+            tensor_names = file.keys()
+            stored_shapes = {
+                # Read from the header; no tensor is loaded.
+                tensor_name: tuple(file.get_slice(tensor_name).get_shape())
+                for tensor_name in tensor_names
+            }
+            tied_metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamaged(
+            f"{path} cannot be read ({error}). Nothing has been loaded. Load another checkpoint."
+        ) from error
+    tied_shapes = {
+        tensor_name: stored_shapes[tied_name]
+        for tensor_name, tied_name in tied_metadata.items()
+        if tied_name in stored_shapes
+    }
+    return {**tied_shapes, **stored_shapes}
 
 
-class _SourceFinder:
-    def __init__(
-        self, folder: Path, parts: CheckpointParts, place: Place, recorded: Mapping[str, Recorded]
-    ) -> None:
-        self._folder = folder
-        self._parts = parts
-        self._place = place
-        self._recorded = recorded
-        self._left_out = read_left_out(folder)
+def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name in a file of ``torch.save``, whose values are read later."""
+    state_outline = read_torch_outline(path)
+    if not isinstance(state_outline, Mapping):
+        raise ConfigError(f"{path} holds no weights by name, but a {type(state_outline).__name__}.")
+    return {
+        str(name): tuple(tensor_outline.shape)
+        for name, tensor_outline in state_outline.items()
+        if hasattr(tensor_outline, "shape")
+    }
 
-    def find_all(self) -> CheckpointSources:
-        parts = self._parts
-        sharded_models = self._sharded_models()
-        optimizers, sharded_optimizers = self._optimizer_files()
-        return CheckpointSources(
-            folder=self._folder,
-            recorded=self._recorded,
-            weights=self._weight_files(sharded_models),
-            sharded_models=sharded_models,
-            optimizers=optimizers,
-            sharded_optimizers=sharded_optimizers,
-            schedulers=self._numbered_files(layout.SCHEDULER_FILE, len(parts.schedulers)),
-            scaler=self._folder / layout.SCALER_FILE if parts.scaler is not None else None,
-            # A precision without it, or one saved under another, begins with no history.
-            precision=self._existing_file(layout.PRECISION_FILE)
-            if parts.precision_state()
-            else None,
-            custom=tuple(
-                self._folder / layout.CUSTOM_OBJECT_FILE.format(number)
-                for number in range(len(parts.custom))
-            ),
-            loaders=self._loader_files(),
-            # Sharded gradients are not saved; another strategy's may lie in the folder.
-            gradients=None
-            if parts.sharder
-            else self._existing_file(layout.gradients_file(self._place.rank)),
-            generators=self._existing_file(layout.random_states_file(self._place.rank)),
-            first_generators=self._existing_file(layout.random_states_file(0)),
-            left_out=self._left_out,
-        )
 
-    def _existing_file(self, *file_names: str) -> Path | None:
-        """The first that exists, or that the manifest has."""
-        names = (
-            file_name
-            for file_name in file_names
-            if file_name in self._recorded or (self._folder / file_name).exists()
-        )
-        # A name of the manifest counts without a file, so that a deleted file is reported as
-        # missing.
-        name = next(names, None)
-        return None if name is None else self._folder / name
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of tied tensors, each with another name of the same tensor."""
+    names_by_tensor: dict[int, list[str]] = {}
+    for list_named in (model.named_parameters, model.named_buffers):
+        for tensor_name, tensor in list_named(remove_duplicate=False):
+            names_by_tensor.setdefault(id(tensor), []).append(tensor_name)
+    return {
+        tensor_name: tied_name
+        for tied_names in names_by_tensor.values()
+        for tensor_name in tied_names
+        for tied_name in tied_names
+        if tied_name != tensor_name
+    }
 
-    def _numbered_files(self, name: str, count: int) -> tuple[Path, ...]:
-        return tuple(self._folder / layout.numbered_name(name, number) for number in range(count))
 
-    def _sharded_models(self) -> dict[int, SourceShards]:
-        sharder = self._parts.sharder
-        sharded_models = {}
-        if sharder is None:
-            return {}
-        for number, model in enumerate(self._parts.models):
-            folder = self._folder / sharder.shard_folder(number)
-            if folder.is_dir():
-                optimizer = self._parts.optimizer_of(model)
-                sharded_models[number] = SourceShards(
-                    model=model,
-                    optimizer=optimizer,
-                    folder=folder,
-                    left_out=self._left_out.get(number, frozenset()),
-                )
-        return sharded_models
-
-    def _weight_files(self, sharded_models: Mapping[int, SourceShards]) -> dict[int, Path]:
-        weight_files = {}
-        for number in set(range(len(self._parts.models))) - sharded_models.keys():
-            file_names = (
-                layout.numbered_name(base_name, number)
-                for base_name in (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
-            )
-            path = self._existing_file(*file_names)
-            if path is not None:
-                weight_files[number] = path
-        return weight_files
-
-    def _optimizer_files(self) -> tuple[dict[int, Path], dict[int, SourceShards]]:
-        optimizer_files: dict[int, Path] = {}
-        shard_folders: dict[int, SourceShards] = {}
-        for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            shard_folder = self._folder / layout.OPTIMIZER_SHARDS.format(number)
-            name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
-            if model is not None and self._parts.sharder is not None and shard_folder.is_dir():
-                shard_folders[number] = SourceShards(
-                    model=model,
-                    optimizer=optimizer,
-                    folder=shard_folder,
-                    left_out=self._left_out_of(model),
-                )
-            # Without a model the optimizer cannot be in shards: its file is listed even if it is
-            # missing.
-            elif model is None or self._existing_file(name) is not None:
-                optimizer_files[number] = self._folder / name
-        return optimizer_files, shard_folders
-
-    def _left_out_of(self, model: nn.Module | None) -> frozenset[str]:
-        numbers = (number for number, each in enumerate(self._parts.models) if each is model)
-        return self._left_out.get(next(numbers, -1), frozenset())
-
-    def _loader_files(self) -> dict[int, Path]:
-        loader_files = {}
-        for number, loader in self._parts.stateful_loaders():
-            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
-            file = layout.loader_file(number, stateful=is_stateful, rank=self._place.rank)
-            path = self._existing_file(file, layout.loader_file(number, stateful=is_stateful))
-            if path is not None:
-                loader_files[number] = path
-        return loader_files
+def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Weights by name, including those that were not written because they are tied to others."""
+    if path.suffix != ".safetensors":
+        return dict(read_torch_file(path, map_location=device))
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - safe_open has no __iter__
+        # huggingface_hub notes in the metadata which name a tied tensor was stored under.
+        tied_names = {**_tied_names(model), **(file.metadata() or {})}
+    for tensor_name, tied_name in tied_names.items():
+        if tensor_name not in weights_by_name and tied_name in weights_by_name:
+            weights_by_name[tensor_name] = weights_by_name[tied_name]
+    return weights_by_name

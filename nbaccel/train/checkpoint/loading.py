@@ -1,11 +1,9 @@
 """``load_state``: restores what ``save_state`` wrote, if all of it exists and is unchanged.
 
-Small states are read first and kept; of weights, optimizers and gradients only names and shapes.
-
     each process                                                exchanged by all
     ------------                                                ----------------
     sizes and checksums of files (shared out in a node)    ◄─►  damaged? nothing is loaded
-    states read, names and shapes compared                 ◄─►  damaged or unfit? nothing is loaded
+    small states read, names and shapes compared           ◄─►  damaged or unfit? nothing is loaded
     load hooks; schedulers, registered objects, loaders    ◄─►  refused? put back as they were
     weights, optimizers, random numbers                    ◄─►  all through
 
@@ -15,317 +13,39 @@ A refusal is the same exception on all processes.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.optim import Optimizer
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.intact import Recorded
+from nbaccel.base.intact import file_problem
 from nbaccel.base.log import get_logger
 from nbaccel.config.mistakes import shown
 from nbaccel.plan.contracts.place import Place
-from nbaccel.plan.contracts.strategy import ShardedCheckpoints
-from nbaccel.train import rng
-from nbaccel.train.checkpoint import folder_writing, layout
-from nbaccel.train.checkpoint.compatibility import (
-    CheckpointSources,
-    SourceShards,
-    find_sources,
-    model_problem,
-    named_as_in,
-    optimizer_problem,
-    state_problem,
-)
-from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline
-from nbaccel.train.checkpoint.folder_writing import all_succeed, find_checkpoint
-from nbaccel.train.checkpoint.left_out import trained_problem
+from nbaccel.train.checkpoint import layout
+from nbaccel.train.checkpoint.files import read_torch_file
+from nbaccel.train.checkpoint.folder_writing import all_succeed, find_checkpoint, read_manifest
+from nbaccel.train.checkpoint.left_out import read_left_out
 from nbaccel.train.checkpoint.own_disks import check_is_own_part, ranks_of_part
+from nbaccel.train.checkpoint.saved_parts import (
+    LoaderState,
+    OptimizerFile,
+    PrecisionState,
+    RandomStates,
+    RegisteredLarge,
+    RegisteredState,
+    SavedPart,
+    ShardFolder,
+    SmallState,
+    WaitingGradients,
+    WeightsFile,
+)
 from nbaccel.train.checkpoint.saving import CheckpointParts, check_contents
 from nbaccel.train.collectives import Collectives
-
-
-@dataclass(slots=True)
-class LoadVerdict:
-    """The problems of a checkpoint.
-
-    Attributes:
-        damaged: Files that are not as they were saved.
-        unfit: Files that do not fit what is to be loaded.
-    """
-
-    damaged: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-
-    def check(self) -> None:
-        """Raise the problems, if there are any."""
-        if self.damaged:
-            raise CheckpointDamaged(*self.damaged)
-        if self.unfit:
-            raise ConfigError(*self.unfit)
-
-
-class LoadTrial:
-    """Reads and checks the files of one process; small states are kept.
-
-    Attributes:
-        schedulers: States by number.
-        scaler: Its state, if there is one.
-        precision: The state of the precision; None where it has none.
-        custom: States of registered objects by number; models and optimizers among them are read
-            when they are loaded.
-        loaders: States by number.
-        generators: Random states of this process; None where it has none.
-        step: The accumulation step; None where no file has it.
-        verdict: The problems that were found.
-    """
-
-    def __init__(
-        self, sources: CheckpointSources, parts: CheckpointParts, options: Mapping[str, Any]
-    ) -> None:
-        self._sources = sources
-        self._parts = parts
-        self._options = dict(options)
-        self.schedulers: dict[int, Any] = {}
-        self.scaler: Any = None
-        self.precision: Any = None
-        self.custom: dict[int, Any] = {}
-        self.loaders: dict[int, Any] = {}
-        self.generators: Any = None
-        self.step: int | None = None
-        self.verdict = LoadVerdict()
-
-    def run(self, place: Place, *, strict: bool, with_models: bool) -> LoadVerdict:
-        """Read everything."""
-        if with_models:
-            for object_number, path in self._sources.weights.items():
-                self._attempt_step(
-                    partial(
-                        self.check_weights,
-                        path,
-                        self._parts.models[object_number],
-                        strict,
-                        self._sources.left_out.get(object_number, frozenset()),
-                    )
-                )
-        for object_number, path in self._sources.optimizers.items():
-            self._attempt_step(partial(self._check_optimizer, path, object_number))
-        for check in self._shard_checks():
-            self._attempt_step(check)
-        for read_step in (self._read_schedulers, self._read_loaders, self._read_custom):
-            self._attempt_step(read_step)
-        if self._sources.gradients is not None:
-            self._attempt_step(
-                partial(read_torch_outline, self._sources.gradients, **self._options)
-            )
-        self._attempt_step(partial(self._read_generators, place))
-        return self.verdict
-
-    def _attempt_step(self, step: Callable[[], Any]) -> None:
-        try:
-            step()
-        except CheckpointDamaged as error:
-            self.verdict.damaged += error.mistakes
-        except ConfigError as error:
-            self.verdict.unfit += error.mistakes
-
-    # --------------------------------------------------------------------- names and shapes
-
-    def check_weights(
-        self, path: Path, model: nn.Module, strict: bool, left_out: frozenset[str]
-    ) -> None:
-        """Compare a file of weights with a model."""
-        model = self._parts.strategy.unwrap(model)
-        saved_shapes = (
-            _safetensors_shapes(path) if path.suffix == ".safetensors" else _pickled_shapes(path)
-        )
-        # A file has one of the names of tied tensors; the others count as present.
-        for tensor_name, tied_name in tied_tensor_names(model).items():
-            if tensor_name not in saved_shapes and tied_name in saved_shapes:
-                saved_shapes[tensor_name] = saved_shapes[tied_name]
-        if strict:
-            _refuse_problem(path, trained_problem(model, left_out))
-        _refuse_problem(path, model_problem(model, saved_shapes, strict=strict, left_out=left_out))
-
-    def _check_optimizer(self, path: Path, number: int) -> None:
-        optimizer, _ = self._parts.plain_optimizers()[number]
-        _refuse_problem(
-            path, optimizer_problem(optimizer, read_torch_outline(path, **self._options))
-        )
-
-    def _shard_checks(self) -> Iterator[Callable[[], None]]:
-        sharder = self._parts.sharder
-        if sharder is not None:
-            sources = self._sources
-            for source_shards in (
-                *sources.sharded_models.values(),
-                *sources.sharded_optimizers.values(),
-            ):
-                yield partial(self._check_shards, sharder, source_shards)
-
-    def _check_shards(self, sharder: ShardedCheckpoints, source_shards: SourceShards) -> None:
-        model = self._parts.strategy.unwrap(source_shards.model)
-        _refuse_problem(source_shards.folder, trained_problem(model, source_shards.left_out))
-        sharder.check_sharded(
-            source_shards.model,
-            source_shards.optimizer,
-            source_shards.folder,
-            left_out=source_shards.left_out,
-            ranks_there=ranks_of_part(self._sources.folder),
-        )
-
-    # --------------------------------------------------------------------- what is small
-
-    def _read_schedulers(self) -> None:
-        for number, path in enumerate(self._sources.schedulers):
-            self.schedulers[number] = self._read_state(path, self._parts.schedulers[number])
-        if self._sources.scaler is not None:
-            self.scaler = read_torch_file(self._sources.scaler)
-            _refuse_problem(self._sources.scaler, state_problem(self._parts.scaler, self.scaler))
-        if self._sources.precision is not None:
-            self.precision = read_torch_file(self._sources.precision)
-
-    def _read_loaders(self) -> None:
-        loaders = dict(self._parts.stateful_loaders())
-        for number, path in self._sources.loaders.items():
-            state = self.loaders[number] = read_torch_file(path, **self._options)
-            method = getattr(loaders[number], "check_state_dict", None)
-            if method is not None:
-                method(state)
-            elif not getattr(loaders[number], "use_stateful_dataloader", False):
-                _refuse_problem(path, state_problem(loaders[number], state))
-
-    def _read_custom(self) -> None:
-        for number, (path, custom_object) in enumerate(
-            zip(self._sources.custom, self._parts.custom, strict=True)
-        ):
-            if isinstance(custom_object, nn.Module):
-                _refuse_problem(path, model_problem(custom_object, _pickled_shapes(path)))
-            elif isinstance(custom_object, Optimizer):
-                _refuse_problem(path, optimizer_problem(custom_object, read_torch_outline(path)))
-            else:
-                self.custom[number] = read_custom(path, custom_object, self._options)
-
-    def _read_state(self, path: Path, stateful_object: Any) -> Any:
-        saved_state = read_torch_file(path, **self._options)
-        _refuse_problem(path, state_problem(stateful_object, saved_state))
-        return saved_state
-
-    def _read_generators(self, place: Place) -> None:
-        sources = self._sources
-        first_states = (
-            {} if sources.first_generators is None else read_torch_file(sources.first_generators)
-        )
-        # A run with more processes than the saved one has ranks without a file of their own.
-        states = None if sources.generators is None else read_torch_file(sources.generators)
-        try:
-            self.step = (first_states if states is None else states).get("step")
-            if states is not None:
-                # Set and undone: only setting a state shows whether a generator accepts it.
-                with rng.preserve_rng_states():
-                    rng.restore_rng_states(place, states)
-        except Exception as error:  # each generator has its own exceptions for a wrong state
-            raise CheckpointDamaged(
-                f"{sources.generators} holds no states of random number generators "
-                f"({type(error).__name__}: {error}). Load another checkpoint."
-            ) from error
-        self.generators = states
-
-
-def read_custom(path: Path, custom_object: Any, options: Mapping[str, Any]) -> Any:
-    """The state of a registered object: plain data, and classes that its state has now."""
-    read_options = {name: value for name, value in options.items() if name == "weights_only"}
-    return read_torch_file(path, allowed=_classes_in(custom_object.state_dict()), **read_options)
-
-
-def _classes_in(state_dict: Any) -> set[type]:
-    """Classes of the user's own in a state: instances of them may be read back."""
-    classes: set[type] = set()
-    pending_values = [state_dict]
-    seen_ids = set()
-    while pending_values:
-        state_value = pending_values.pop()
-        # By id, because values need not be hashable, and a state may contain itself.
-        if id(state_value) in seen_ids:
-            continue
-        seen_ids.add(id(state_value))
-        value_class = state_value if isinstance(state_value, type) else type(state_value)
-        if value_class.__module__ != "builtins":
-            classes.add(value_class)
-        if isinstance(state_value, Mapping):
-            pending_values += [*state_value.keys(), *state_value.values()]
-        elif isinstance(state_value, (list, tuple, set, frozenset)):
-            pending_values += state_value
-        elif not isinstance(state_value, type) and not value_class.__module__.startswith(
-            ("torch", "numpy")
-        ):
-            pending_values += getattr(state_value, "__dict__", {}).values()
-    return classes
-
-
-def _refuse_problem(path: Path, text: str) -> None:
-    if text:
-        raise ConfigError(
-            f"{path} {text}. Nothing has been loaded. Prepare and register the same "
-            "objects in the same order as when it was saved, or load another checkpoint."
-        )
-
-
-def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, "numpy") as file:
-            tensor_names = file.keys()
-            stored_shapes = {
-                # Read from the header; no tensor is loaded.
-                tensor_name: tuple(file.get_slice(tensor_name).get_shape())
-                for tensor_name in tensor_names
-            }
-            tied_metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointDamaged(
-            f"{path} cannot be read ({error}). Nothing has been loaded. Load another checkpoint."
-        ) from error
-    tied_shapes = {
-        tensor_name: stored_shapes[tied_name]
-        for tensor_name, tied_name in tied_metadata.items()
-        if tied_name in stored_shapes
-    }
-    return {**tied_shapes, **stored_shapes}
-
-
-def _pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    # Only shapes: the weights themselves are read later, once every process agrees to load.
-    state_outline = read_torch_outline(path)
-    if not isinstance(state_outline, Mapping):
-        raise ConfigError(f"{path} holds no weights by name, but a {type(state_outline).__name__}.")
-    return {
-        str(name): tuple(tensor_outline.shape)
-        for name, tensor_outline in state_outline.items()
-        if hasattr(tensor_outline, "shape")
-    }
-
-
-def tied_tensor_names(model: nn.Module) -> dict[str, str]:
-    """Names of tied tensors, each with another name of the same tensor."""
-    names_by_tensor: dict[int, list[str]] = {}
-    for list_named in (model.named_parameters, model.named_buffers):
-        for tensor_name, tensor in list_named(remove_duplicate=False):
-            names_by_tensor.setdefault(id(tensor), []).append(tensor_name)
-    return {
-        tensor_name: tied_name
-        for tied_names in names_by_tensor.values()
-        for tensor_name in tied_names
-        for tied_name in tied_names
-        if tied_name != tensor_name
-    }
-
 
 LoadHook = Callable[[list[Any], str], None]
 _log = get_logger(__name__)
@@ -354,61 +74,38 @@ def load_state(
     # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
     read_options = {"map_location": device, **(load_kwargs or {})}
-    is_strict = bool(options.get("strict", True))
     with all_succeed(collectives, text):
         source_folder = find_checkpoint(Path(folder))
         if parts.sharder is not None:
             check_is_own_part(source_folder, place)
         check_contents(source_folder, parts, with_models=not hooks)
-        recorded, verdict = _read_recorded(source_folder)
-        sources = find_sources(source_folder, parts, place, recorded)
-        verdict.damaged += sources.damaged(place)
+        load = _CheckpointLoad(source_folder, parts, place, read_options, device, options)
+        damaged = load.damaged_files()
     # Two exchanges, because a damaged file must not even be read for comparison.
-    _judge_together(collectives, text, verdict)
-    load_trial = LoadTrial(sources, parts, read_options)
+    _judge_together(collectives, text, damaged, [])
     with all_succeed(collectives, text):
-        verdict = load_trial.run(place, strict=is_strict, with_models=not hooks)
-    _judge_together(collectives, text, verdict)
-    loader = _StateLoader(sources, parts, load_trial, read_options)
+        damaged, unfit = load.check(with_models=not hooks)
+    _judge_together(collectives, text, damaged, unfit)
     # Around `all_succeed`, which raises here if another process failed: this one undoes its part,
     # too.
-    with loader.undone_on_failure():
+    with load.undone_on_failure():
         with all_succeed(collectives, text):
-            remaining_models = loader.models_left_by(hooks, is_strict)
-            loader.load_small_states()
+            load.run_hooks(hooks)
+            load.load_small_states()
     with all_succeed(collectives, text):
-        loader.load_models(remaining_models, device, options)
-        loader.load_optimizers()
-        loader.load_large_objects()
-        loader.load_gradients()
-        # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
-        loader.generators(place)
-    return load_trial.step
+        load.load_large_parts()
+    return load.step
 
 
-def _read_recorded(folder: Path) -> tuple[Mapping[str, Recorded], LoadVerdict]:
-    try:
-        return folder_writing.read_manifest(folder), LoadVerdict()
-    except CheckpointDamaged as error:
-        return {}, LoadVerdict(damaged=list(error.mistakes))
-
-
-def _judge_together(collectives: Collectives, call_text: str, own_verdict: LoadVerdict) -> None:
+def _judge_together(
+    collectives: Collectives, call_text: str, damaged: list[str], unfit: list[str]
+) -> None:
     """Raise the problems of all processes, the same on all."""
-    verdicts_by_rank = collectives.answers(
-        f"{call_text}: all files read", [own_verdict.damaged, own_verdict.unfit]
-    )
-    # Several processes may find the same problem in a common file: it is reported once.
-    LoadVerdict(
-        damaged=list(
-            dict.fromkeys(
-                problem_text for damaged, _ in verdicts_by_rank for problem_text in damaged
-            )
-        ),
-        unfit=list(
-            dict.fromkeys(problem_text for _, unfit in verdicts_by_rank for problem_text in unfit)
-        ),
-    ).check()
+    answers = collectives.answers(f"{call_text}: all files read", [damaged, unfit])
+    for position, error_class in enumerate((CheckpointDamaged, ConfigError)):
+        # Several processes may find the same problem in a common file: it is reported once.
+        if texts := dict.fromkeys(text for answer in answers for text in answer[position]):
+            raise error_class(*texts)
 
 
 def _read_device(map_location: str | None, place: Place) -> torch.device:
@@ -420,38 +117,227 @@ def _read_device(map_location: str | None, place: Place) -> torch.device:
     return place.device if map_location == "on_device" else torch.device("cpu")
 
 
-class _StateLoader:
-    """One process's share of a load, once everything has been read and found to fit."""
+class _CheckpointLoad:
+    """One process's share of a load.
+
+    Attributes:
+        step: The accumulation step; None where no file has it.
+    """
 
     def __init__(
         self,
-        sources: CheckpointSources,
+        folder: Path,
         parts: CheckpointParts,
-        trial: LoadTrial,
-        reading: Mapping[str, Any],
+        place: Place,
+        read_options: Mapping[str, Any],
+        device: torch.device,
+        options: Mapping[str, Any],
     ) -> None:
-        self._sources = sources
+        self._folder = folder
         self._parts = parts
-        self._trial = trial
-        self._read_options = dict(reading)
+        self._place = place
+        self._read_options = read_options
+        self._device = device
+        self._options = options
+        self.step: int | None = None
         self._undo_steps: list[Callable[[], Any]] = []
+        self._damaged: list[str] = []
+        self._recorded = {}
+        try:
+            self._recorded = dict(read_manifest(folder))
+        except CheckpointDamaged as error:
+            self._damaged += error.mistakes
+        self._left_out = read_left_out(folder)
+        self._models = self._find_models()
+        self._optimizers = list(self._find_optimizers())
+        self._small = [*self._find_small_states(), *self._find_loaders()]
+        self._large = list(self._find_large())
 
-    def models_left_by(self, hooks: Sequence[LoadHook], strict: bool) -> list[nn.Module]:
+    # --------------------------------------------------------------------- what is there
+
+    def _existing_file(self, *file_names: str) -> Path | None:
+        """The first that exists, or that the manifest has: a deleted file is told as missing."""
+        for file_name in file_names:
+            if file_name in self._recorded or (self._folder / file_name).exists():
+                return self._folder / file_name
+        return None
+
+    def _find_models(self) -> dict[int, WeightsFile | ShardFolder]:
+        """By number; a load hook's own files are not known."""
+        found: dict[int, WeightsFile | ShardFolder] = {}
+        sharder = self._parts.sharder
+        for number, model in enumerate(self._parts.models):
+            shards = self._folder / sharder.shard_folder(number) if sharder else None
+            bases = (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
+            path = self._existing_file(*(layout.numbered_name(base, number) for base in bases))
+            if shards is not None and shards.is_dir():
+                optimizer = self._parts.optimizer_of(model)
+                found[number] = self._shard_folder(shards, model, optimizer)
+            elif path is not None:
+                found[number] = WeightsFile(
+                    path=path,
+                    model=model,
+                    strategy=self._parts.strategy,
+                    left_out=self._left_out.get(number, frozenset()),
+                    device=self._device,
+                    options=self._options,
+                )
+        return found
+
+    def _shard_folder(
+        self, path: Path, model: nn.Module, optimizer: Optimizer | None
+    ) -> ShardFolder:
+        numbers = (number for number, each in enumerate(self._parts.models) if each is model)
+        assert self._parts.sharder is not None  # noqa: S101 - there is no shard folder without one
+        return ShardFolder(
+            path=path,
+            model=model,
+            optimizer=optimizer,
+            strategy=self._parts.strategy,
+            sharder=self._parts.sharder,
+            left_out=self._left_out.get(next(numbers, -1), frozenset()),
+            ranks_there=ranks_of_part(self._folder),
+        )
+
+    def _find_optimizers(self) -> Iterator[SavedPart]:
+        """Those with a file or folder of their own; the first one's shards are the model's."""
+        for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
+            shards = self._folder / layout.OPTIMIZER_SHARDS.format(number)
+            name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
+            if model is not None and self._parts.sharder is not None and shards.is_dir():
+                yield self._shard_folder(shards, model, optimizer)
+            # Without a model it cannot be in shards: its file is listed even if it is missing.
+            elif model is None or self._existing_file(name) is not None:
+                yield OptimizerFile(
+                    path=self._folder / name,
+                    optimizer=optimizer,
+                    model=model,
+                    strategy=self._parts.strategy,
+                    read_options=self._read_options,
+                )
+
+    def _find_small_states(self) -> Iterator[SmallState]:
+        parts = self._parts
+        options = self._read_options
+        for number, scheduler in enumerate(parts.schedulers):
+            path = self._folder / layout.numbered_name(layout.SCHEDULER_FILE, number)
+            yield SmallState(path=path, target=scheduler, read_options=options)
+        if parts.scaler is not None:
+            path = self._folder / layout.SCALER_FILE
+            yield SmallState(path=path, target=parts.scaler, read_options={})
+        # A precision without a file, or one saved under another, begins with no history.
+        precision_path = self._existing_file(layout.PRECISION_FILE)
+        precision = parts.precision_state
+        if precision_path is not None and precision.state_dict():
+            yield PrecisionState(path=precision_path, target=precision, read_options={})
+        for path, custom_object in self._registered():
+            if not isinstance(custom_object, (nn.Module, Optimizer)):
+                yield RegisteredState(path=path, target=custom_object, read_options=options)
+
+    def _registered(self) -> Iterator[tuple[Path, Any]]:
+        for number, custom_object in enumerate(self._parts.custom):
+            yield self._folder / layout.CUSTOM_OBJECT_FILE.format(number), custom_object
+
+    def _find_loaders(self) -> Iterator[LoaderState]:
+        for number, loader in self._parts.stateful_loaders():
+            is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
+            name = layout.loader_file(number, stateful=is_stateful, rank=self._place.rank)
+            path = self._existing_file(name, layout.loader_file(number, stateful=is_stateful))
+            if path is not None:
+                yield LoaderState(
+                    path=path, target=loader, read_options=self._read_options, is_common=False
+                )
+
+    def _find_large(self) -> Iterator[SavedPart]:
+        for path, custom_object in self._registered():
+            if isinstance(custom_object, (nn.Module, Optimizer)):
+                yield RegisteredLarge(path=path, target=custom_object)
+        # Sharded gradients are not saved; another strategy's may lie in the folder.
+        gradients = self._existing_file(layout.gradients_file(self._place.rank))
+        if gradients is not None and self._parts.sharder is None:
+            put_back = self._parts.set_gradients
+            yield WaitingGradients(
+                path=gradients, put_back=put_back, read_options=self._read_options
+            )
+        # Last, because a `load_state_dict` or a hook of the user's may draw random numbers.
+        generators = self._existing_file(layout.random_states_file(self._place.rank))
+        if generators is not None:
+            yield RandomStates(path=generators, place=self._place)
+
+    @property
+    def _all(self) -> list[SavedPart]:
+        return [*self._models.values(), *self._optimizers, *self._small, *self._large]
+
+    # --------------------------------------------------------------------- does it fit?
+
+    def damaged_files(self) -> list[str]:
+        """Problems of files; each file is read by one process of a node."""
+        common = {layout.random_states_file(0)} & {path.name for path in self._folder.iterdir()}
+        own: set[str] = set()
+        for part in self._all:
+            (common if part.is_common else own).update(part.files(self._recorded))
+        # Shared out, because reading everything on every process would multiply the time; sorted,
+        # because each process of a node takes its share of the same list.
+        shared_out = sorted(common)[self._place.local_rank :: self._place.local_world_size]
+        problems = (
+            (name, file_problem(self._folder / name, self._recorded.get(name)))
+            for name in sorted({*own, *shared_out})
+        )
+        return self._damaged + [
+            f"{self._folder / name} {problem}. Nothing has been loaded. Load another checkpoint, "
+            "or copy the file again from where it was saved."
+            for name, problem in problems
+            if problem
+        ]
+
+    def check(self, *, with_models: bool) -> tuple[list[str], list[str]]:
+        """Compare everything with what it is read into; what is damaged, and what does not fit."""
+        damaged: list[str] = []
+        unfit: list[str] = []
+        weights = [] if with_models else self._weights()
+        checks = [part.check for part in self._all if part not in weights]
+        for check in (*checks, self._read_step):
+            try:
+                check()
+            except CheckpointDamaged as error:
+                damaged += error.mistakes
+            except ConfigError as error:
+                unfit += error.mistakes
+        return damaged, unfit
+
+    def _weights(self) -> list[SavedPart]:
+        return [model for model in self._models.values() if isinstance(model, WeightsFile)]
+
+    def _read_step(self) -> None:
+        # A run with more processes than the saved one has ranks without a file of their own.
+        own = next((part for part in self._large if isinstance(part, RandomStates)), None)
+        first = self._existing_file(layout.random_states_file(0))
+        states = own.states if own is not None else None
+        if states is None and first is not None:
+            states = read_torch_file(first)
+        self.step = (states or {}).get("step")
+
+    # --------------------------------------------------------------------- loading
+
+    def run_hooks(self, hooks: Sequence[LoadHook]) -> None:
         """Run the hooks, and check the models that they leave against their files."""
+        if not hooks:  # all have been compared
+            return
         models = list(self._parts.models)
         for load_hook in hooks:
-            load_hook(models, str(self._sources.folder))
-        # Without hooks `LoadTrial.run` has compared them all.
-        for number in range(len(models) if hooks else 0):
-            if number in self._sources.weights:
-                path = self._sources.weights[number]
-                left_out = self._sources.left_out.get(number, frozenset())
-                self._trial.check_weights(path, models[number], strict, left_out)
-            elif number not in self._sources.sharded_models:
-                raise ConfigError(_missing_weights(self._sources.folder, number))
-        return models
-
-    # --------------------------------------------------------------------- can be undone
+            load_hook(models, str(self._folder))
+        remaining: dict[int, WeightsFile | ShardFolder] = {}
+        for number, model in enumerate(models):
+            saved = self._models.get(number)
+            if saved is None:
+                raise ConfigError(_missing_weights(self._folder, number))
+            saved.model = model
+            if isinstance(saved, WeightsFile):
+                saved.check()
+            else:  # the same choice as in saving: this optimizer's shards are in the folder
+                saved.optimizer = self._parts.optimizer_of(model)
+            remaining[number] = saved
+        self._models = remaining
 
     @contextlib.contextmanager
     def undone_on_failure(self) -> Iterator[None]:
@@ -467,103 +353,26 @@ class _StateLoader:
 
     def load_small_states(self) -> None:
         """Schedulers, scaler, registered objects and loaders: any may refuse its state."""
-        parts = self._parts
-        trial = self._trial
-        for number, saved_state in trial.schedulers.items():
-            self._load_undoable(parts.schedulers[number], saved_state)
-        if parts.scaler is not None:
-            self._load_undoable(parts.scaler, trial.scaler)
-        if trial.precision is not None:
-            previous_state = copy.deepcopy(parts.precision_state())
-            self._undo_steps.append(lambda: parts.load_precision_state(previous_state))
-            parts.load_precision_state(trial.precision)
-        for number, saved_state in trial.custom.items():
-            self._load_undoable(parts.custom[number], saved_state)
-        self._load_loaders()
-
-    def _load_undoable(self, stateful_object: Any, saved_state: Any) -> None:
-        with contextlib.suppress(Exception):  # a state that cannot be copied cannot be put back
-            previous_state = copy.deepcopy(stateful_object.state_dict())
-            self._undo_steps.append(lambda: stateful_object.load_state_dict(previous_state))
-        stateful_object.load_state_dict(saved_state)
-
-    def _load_loaders(self) -> None:
+        for part in self._small:
+            if (undo_step := part.undo_step()) is not None:
+                self._undo_steps.append(undo_step)
+            part.load()
+        known = {id(part.target) for part in self._small}
         for number, loader in self._parts.stateful_loaders():
-            if number in self._trial.loaders:
-                loader.load_state_dict(self._trial.loaders[number])
-            else:
+            if id(loader) not in known:
                 _log.warning(
                     "%s has no state of loader %d: it begins at its first epoch",
-                    self._sources.folder,
+                    self._folder,
                     number,
                 )
 
-    # --------------------------------------------------------------------- cannot be undone
-
-    def load_models(
-        self, models: Sequence[nn.Module], device: torch.device, options: Mapping[str, Any]
-    ) -> None:
-        """Weights, by number of those that hooks have left."""
-        sources = self._sources
-        strategy = self._parts.strategy
-        for model_number, model in enumerate(models):
-            model_shards = sources.sharded_models.get(model_number)
-            if model_shards is not None and self._parts.sharder is not None:
-                # The same choice as in saving: this optimizer's shards are in the model's folder.
-                optimizer = self._parts.optimizer_of(model)
-                self._parts.sharder.load_sharded(
-                    model, optimizer, model_shards.folder, left_out=model_shards.left_out
-                )
-            else:
-                path = sources.weights[model_number]
-                own_model = strategy.unwrap(model)
-                saved_weights = named_as_in(own_model, _read_weights(path, own_model, device))
-                # Names have been compared: what is missing is frozen and stays as it is.
-                is_partial = bool(sources.left_out.get(model_number))
-                load_options = {**options, "strict": False} if is_partial else options
-                strategy.load_model_state(model, saved_weights, **load_options)
-
-    def load_optimizers(self) -> None:
-        """Optimizers' states."""
-        strategy = self._parts.strategy
-        sharder = self._parts.sharder
-        for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
-            shards = self._sources.sharded_optimizers.get(number)
-            path = self._sources.optimizers.get(number)
-            if shards is not None and sharder is not None:
-                sharder.load_sharded(
-                    shards.model,
-                    optimizer,
-                    shards.folder,
-                    left_out=shards.left_out,
-                )
-            elif path is not None and model is None:
-                optimizer.load_state_dict(read_torch_file(path, **self._read_options))
-            elif path is not None and model is not None:
-                strategy.load_optimizer_state(
-                    model, optimizer, read_torch_file(path, **self._read_options)
-                )
-
-    def load_large_objects(self) -> None:
-        """Registered models and optimizers, of which no second copy is kept."""
-        for number, custom_object in enumerate(self._parts.custom):
-            if number not in self._trial.custom:
-                custom_object.load_state_dict(read_torch_file(self._sources.custom[number]))
-
-    def load_gradients(self) -> None:
-        """Gradients that wait for an optimizer step."""
-        if self._sources.gradients is not None:
-            self._parts.set_gradients(
-                read_torch_file(self._sources.gradients, **self._read_options)
-            )
-
-    def generators(self, place: Place) -> None:
-        """Continue random numbers where they were saved."""
-        if self._trial.generators is not None:
-            rng.restore_rng_states(place, self._trial.generators)
-        else:
-            name = layout.random_states_file(place.rank)
-            _log.warning("%s has no %s: random numbers begin anew", self._sources.folder, name)
+    def load_large_parts(self) -> None:
+        """Weights, optimizers, registered models, gradients and random numbers; not undone."""
+        for part in (*self._models.values(), *self._optimizers, *self._large):
+            part.load()
+        if not any(isinstance(part, RandomStates) for part in self._large):
+            name = layout.random_states_file(self._place.rank)
+            _log.warning("%s has no %s: random numbers begin anew", self._folder, name)
 
 
 def _missing_weights(folder: Path, number: int) -> str:
@@ -576,21 +385,3 @@ def _missing_weights(folder: Path, number: int) -> str:
         f"{number} is to be loaded, and no load hook took it. Prepare the models that were "
         "saved, or register the hook that loads this one."
     )
-
-
-def _read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    if path.suffix != ".safetensors":
-        return dict(read_torch_file(path, map_location=device))
-    return _read_safetensors(path, model, device)
-
-
-def _read_safetensors(path: Path, model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Weights by name, including those that were not written because they are tied to others."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        weights_by_name = {tensor_name: file.get_tensor(tensor_name) for tensor_name in file.keys()}  # noqa: SIM118 - safe_open has no __iter__
-        # huggingface_hub notes in the metadata which name a tied tensor was stored under.
-        tied_names = {**tied_tensor_names(model), **(file.metadata() or {})}
-    for tensor_name, tied_name in tied_names.items():
-        if tensor_name not in weights_by_name and tied_name in weights_by_name:
-            weights_by_name[tensor_name] = weights_by_name[tied_name]
-    return weights_by_name

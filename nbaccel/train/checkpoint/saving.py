@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,17 +63,11 @@ class CheckpointParts:
         """The strategy, if it can read and write shards."""
         return self.strategy if isinstance(self.strategy, ShardedCheckpoints) else None
 
-    def precision_state(self) -> dict[str, Any]:
-        """What the precision keeps beside weights and optimizers; empty where that is nothing."""
-        return {} if self.precision is None else self.precision.state_dict(self._own_models())
-
-    def load_precision_state(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`precision_state` gave."""
-        if self.precision is not None:
-            self.precision.load_state_dict(self._own_models(), state)
-
-    def _own_models(self) -> list[nn.Module]:
-        return [self.strategy.unwrap(model) for model in self.models]
+    @property
+    def precision_state(self) -> _PrecisionOfModels:
+        """What the precision keeps beside weights and optimizers."""
+        models = [self.strategy.unwrap(model) for model in self.models]
+        return _PrecisionOfModels(self.precision, models)
 
     def plain_optimizers(self) -> list[tuple[torch.optim.Optimizer, nn.Module | None]]:
         """Torch's own optimizers, each with the model whose parameters it steps."""
@@ -129,6 +123,22 @@ class CheckpointParts:
             for number, loader in enumerate(self.loaders)
             if hasattr(loader, "state_dict")
         ]
+
+
+class _PrecisionOfModels(NamedTuple):
+    """A precision with the models that it has a state for."""
+
+    precision: Precision | None
+    models: list[nn.Module]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty where it has none."""
+        return {} if self.precision is None else self.precision.state_dict(self.models)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave."""
+        if self.precision is not None:
+            self.precision.load_state_dict(self.models, state)
 
 
 def check_checkpointable(objects: Sequence[Any]) -> None:
@@ -377,7 +387,7 @@ class _StateWriter:
             self._write_state_of(scheduler, layout.numbered_name(layout.SCHEDULER_FILE, number))
         if self._parts.scaler is not None:
             self._write_state_of(self._parts.scaler, layout.SCALER_FILE)
-        if state := self._parts.precision_state():
+        if state := self._parts.precision_state.state_dict():
             self._write_file(state, layout.PRECISION_FILE)
         for number, custom_object in enumerate(self._parts.custom):
             self._write_state_of(custom_object, layout.CUSTOM_OBJECT_FILE.format(number))
