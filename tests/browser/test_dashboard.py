@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import APPLICATIONS, Open
 from tests.browser.page import NotebookPage
@@ -85,12 +85,12 @@ def page(request: pytest.FixtureRequest, open_notebook: Open) -> Iterator[Notebo
     found.close()
 
 
-def picture(page: NotebookPage, name: str) -> None:
-    """Keep what is seen now, if somebody wants to look at it."""
+def picture(page: NotebookPage, name: str, seen: Page | None = None) -> None:
+    """Keep what is seen now, here or in another window, if somebody wants to look at it."""
     if folder := os.environ.get("NBACCEL_PICTURES"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         # Playwright's own writing to a file would leave a thread.
-        (Path(folder) / f"{page.name}_{name}.png").write_bytes(page.page.screenshot())
+        (Path(folder) / f"{page.name}_{name}.png").write_bytes((seen or page.page).screenshot())
 
 
 def workers(page: NotebookPage) -> set[int]:

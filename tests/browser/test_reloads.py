@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import nbformat
 import psutil
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import BrowserContext, Locator, expect
 
-from tests.browser.conftest import APPLICATIONS, Open
+from tests.browser.conftest import APPLICATIONS, WINDOW, Open
 from tests.browser.page import NotebookPage
 from tests.browser.test_dashboard import VIEW, picture
 from tests.kernel.kernel import wait_for
@@ -82,6 +82,28 @@ def test_a_reloaded_page_shows_the_run_again_and_can_stop_it(page: NotebookPage)
     expect(page.cell(LONG)).to_contain_text("2 ranks · stopped after")
     expect(panel).to_have_count(0)
     picture(page, "stopped")
+
+
+def test_another_browser_sees_the_run_and_can_stop_it(
+    page: NotebookPage, browser: BrowserContext
+) -> None:
+    page.run_cell(LONG, wait=False)
+    expect(panel_of(page, LONG)).to_contain_text("step")
+    page.save()
+    # With no cookie, storage or cache of the first one, as on another machine.
+    context = browser.browser.new_context(viewport=WINDOW)
+    try:
+        other = page.open_elsewhere(context)
+        panel = other.locator(".jp-Notebook .jp-Cell").nth(LONG).locator(".nbaccel-panel")
+        expect(panel).to_contain_text("step")
+        moves(panel)
+        picture(page, "elsewhere", other)
+        moves(panel_of(page, LONG))
+        panel.get_by_role("button", name="Stop").click()
+        expect(page.cell(LONG)).to_contain_text("2 ranks · stopped after")
+        page.wait_idle()
+    finally:
+        context.close()
 
 
 def test_one_that_comes_back_after_the_end_has_the_summary(page: NotebookPage) -> None:
