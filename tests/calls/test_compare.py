@@ -59,7 +59,7 @@ def test_one_worker_is_measured_on_request(capfd: pytest.CaptureFixture[str]) ->
     model = nn.Linear(4, 2)
 
     def slower_together(model: nn.Module) -> None:
-        train(model, 0.01)
+        train(model, 0.03)  # far longer than what a loaded machine adds to a step
 
     results = notebook_launcher(slower_together, (model,), 2, compare=20)
     assert "20 steps in one worker first, to compare" in capfd.readouterr().err
