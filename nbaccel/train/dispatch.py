@@ -1,4 +1,4 @@
-"""``DispatchLoader``: process 0 reads, the others get their part from it.
+"""``DataLoaderDispatcher``: process 0 reads, the others get their part from it.
 
 For data that only one process can read, or that cannot be shared out by index. Each round, process
 0 tells the others what comes (:class:`_RoundAnnouncement`: the batch without its values, the end,
@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterDataPipe
+from torch.utils.data import IterDataPipe
 
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import LoaderPosition, LoaderSettings, PreparedLoader
+from nbaccel.train.loader import (
+    LoaderSettings,
+    PreparedLoader,
+    place_settings,
+    reading_class,
+    refuse_mesh,
+)
 from nbaccel.train.trees import (
     concatenate,
     find_batch_size,
@@ -60,41 +66,63 @@ class _RoundAnnouncement:
     is_mistake: bool = False
 
 
-class DispatchLoader(PreparedLoader):
-    """A loader whose base only process 0 reads.
+class DataLoaderDispatcher(PreparedLoader):
+    """A loader that process 0 reads for all; every process gets its part of each batch.
 
     The last round is completed with rows of the first one, so that all processes get equally many
-    (unless `drop_last`).
+    (unless a last round that is not full is dropped).
 
     Args:
-        base: The torch loader that process 0 reads.
-        gradient_state: Records which loader is being iterated over.
-        settings: How it shares with the other processes.
-        position: The epoch and batch it is at.
-        drop: Rounds to read and throw away at the beginning of an epoch.
+        dataset: What is read.
+        split_batches: Cut each batch into one slice per process; otherwise each process gets one
+            whole batch per round.
+        skip_batches: Rounds that are read and left out at the beginning of an epoch.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
+        _drop_last: Whether a last round that is not full is dropped.
+        _non_blocking: Whether copies to the device may still be under way.
         slice_fn: How a process takes its rows of a batch; None takes them from every tensor.
-
-    Attributes:
-        slice_fn: As given.
+        torch_device_mesh: None: batches are not shared out by a mesh here.
+        iteration: Number of the first epoch.
+        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
-        ConfigError: (While iterating) batches have different sizes, or hold what has no rows.
-        CollectiveMismatch: (While iterating, on the others) process 0 could not read.
+        ConfigError: A mesh was given; or, while it is read, batches have different sizes, or hold
+            what has no rows.
+        CollectiveMismatch: While it is read, on the others: process 0 could not read.
+        MissingBackend: torchdata is asked for and not installed.
     """
+
+    slice_fn: SliceFn | None = None
+    _last_rows = -1  # of the last round
 
     def __init__(
         self,
-        base: DataLoader[Any],
-        gradient_state: GradientState,
-        settings: LoaderSettings,
-        position: LoaderPosition | None = None,
-        *,
-        drop: int = 0,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
         slice_fn: SliceFn | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(base, gradient_state, settings, position, drop=drop)
+        refuse_mesh(type(self), torch_device_mesh)
+        loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        own_settings = place_settings(loader, splits_batches=split_batches)
+        loader_settings = LoaderSettings(
+            **own_settings,
+            device=own_settings["place"].device,
+            non_blocking=_non_blocking,
+            drop_last=_drop_last,
+            split_batches=split_batches,
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
+        )
+        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
         self.slice_fn = slice_fn
-        self._last_rows = -1  # of the last round
+        self.iteration = iteration
 
     def __len__(self) -> int:
         num_batches = len(self.base)
@@ -106,15 +134,22 @@ class DispatchLoader(PreparedLoader):
         return max(0, num_batches - self.batches_to_drop)
 
     def _expected_remainder(self) -> int:
+        if self.settings.place.is_alone:
+            return super()._expected_remainder()
         return -1  # known when the last round arrives
 
     def _set_remainder(self) -> None:
-        self.remainder = self._last_rows
+        if self.settings.place.is_alone:
+            super()._set_remainder()
+        else:
+            self.remainder = self._last_rows
 
     def _base_snapshot(self) -> dict[str, Any] | None:
         return super()._base_snapshot() if self.settings.place.is_main else None
 
     def _open_source(self, *, draws_now: bool) -> Iterator[Any]:
+        if self.settings.place.is_alone:
+            return self._open_base(draws_now=draws_now)
         if self.settings.place.is_main:
             return self._round_parts(self._joined_batches(self._open_base(draws_now=draws_now)))
         # On the others nothing is read, but as much is drawn as process 0 draws to begin.

@@ -7,7 +7,8 @@ the process's random state to what it was before: the unbroken run, too, had dra
 ago. The batch that was read ahead when the checkpoint was written is read once more; torch's state
 just before is kept for it, so that a dataset which draws (a random crop) draws the same.
 
-It is a real ``torch.utils.data.DataLoader`` around another one, the `base`, which reads. An
+Users know it as `DataLoaderShard` here, and as `DataLoaderDispatcher` in `train.dispatch`. It is a
+real ``torch.utils.data.DataLoader`` around another one, the `base`, which reads. An
 iteration of it is one generator: a loop that is left early, by ``break``, by an exception or by
 dropping the iterator, closes the generator, and nothing stays behind.
 """
@@ -15,15 +16,15 @@ dropping the iterator, closes the generator, and nothing stays behind.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from nbaccel.base import spent_time, torch_private
+from nbaccel.base import optional_packages, spent_time, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.place import Place
@@ -38,6 +39,9 @@ from nbaccel.train.sampling import (
 )
 from nbaccel.train.trees import find_batch_size, leaves, map_tensors, send_to_device
 from nbaccel.workers import loop_watch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host, also for GPUs
 
@@ -204,7 +208,6 @@ class LoaderSettings:
         split_batches: Whether batches of the base are split over the processes.
         skip_batches: Batches that are left out at the beginning of an epoch.
         stateful: Whether the base can tell its state (torchdata's).
-        dispatches: Whether process 0 reads for all, where there are others.
         place_batch: Lays out a tensor that has been put on the device; None leaves it as it is.
     """
 
@@ -220,7 +223,6 @@ class LoaderSettings:
     split_batches: bool = False
     skip_batches: int = 0
     stateful: bool = False
-    dispatches: bool = False
     place_batch: Callable[[torch.Tensor], None] | None = None
 
     def skipping(self, more_batches: int) -> LoaderSettings:
@@ -229,29 +231,37 @@ class LoaderSettings:
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A loader that gives this process its share, on its device.
+    """What loaders of all kinds have that give this process its share, on its device.
 
     Other attributes are read from the base: `dataset`, `sampler`, `num_workers`, ….
 
-    Args:
+    Attributes:
         base: The torch loader that reads this process's share.
         gradient_state: Records which loader is being iterated over.
         settings: How it shares with the other processes.
         position: The epoch and batch it is at; shared with loaders that skip some of its batches.
-        drop: Batches of the base to read and throw away at the beginning of an epoch, where
-            they cannot be skipped without being read.
-
-    Attributes:
-        base: As given.
-        gradient_state: As given.
-        settings: As given.
-        position: As given.
-        batches_to_drop: As given in `drop`.
+        batches_to_drop: Batches of the base to read and throw away at the beginning of an epoch,
+            where they cannot be skipped without being read.
         end_of_dataloader: True while the last batch is in the loop's body.
         prepared_from: The loader that it was made of; None where it was made by hand.
         remainder: Samples of the last total batch that are no copies; 0 where it was full, -1
             where that is not known (yet).
     """
+
+    @classmethod
+    def around(
+        cls,
+        base: DataLoader[Any],
+        gradient_state: GradientState,
+        settings: LoaderSettings,
+        position: LoaderPosition | None = None,
+        *,
+        drop: int = 0,
+    ) -> Self:
+        """A loader around another one; the constructors have Accelerate's arguments."""
+        loader = cls.__new__(cls)
+        PreparedLoader.__init__(loader, base, gradient_state, settings, position, drop=drop)
+        return loader
 
     def __init__(
         self,
@@ -634,6 +644,132 @@ class PreparedLoader(DataLoader[Any]):
             for sampler in chain_of_samplers(self.base)
             if isinstance(sampler, SeedableRandomSampler)
         ]
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader whose batches come on a device, and that knows its last one.
+
+    Made by hand, it reads all that it is given: a ``batch_sampler=BatchSamplerShard(...)`` or an
+    ``IterableDatasetShard`` chooses this process's share.
+
+    Args:
+        dataset: What is read.
+        device: Where batches are put; None leaves them where they are.
+        rng_types: Random generators that all processes take from process 0 at each epoch.
+        synchronized_generator: What ``"generator"`` stands for in them.
+        skip_batches: Batches that are read and left out at the beginning of an epoch.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
+        _drop_last: Whether a last batch that is not full was dropped.
+        _non_blocking: Whether copies to the device may still be under way.
+        torch_device_mesh: None: batches are not shared out by a mesh here.
+        iteration: Number of the first epoch.
+        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ConfigError: A mesh was given.
+        MissingBackend: torchdata is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        refuse_mesh(type(self), torch_device_mesh)
+        loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        loader_settings = LoaderSettings(
+            **place_settings(loader),
+            device=None if device is None else torch.device(device),
+            non_blocking=_non_blocking,
+            rng_types=tuple(str(rng_type) for rng_type in rng_types or ()),
+            synchronized=synchronized_generator,
+            drop_last=_drop_last,
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
+        )
+        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
+        self.iteration = iteration
+
+
+class SkipDataLoader(PreparedLoader):
+    """A loader that leaves out the first batches of every epoch; `skip_first_batches` reads less.
+
+    Args:
+        dataset: What is read.
+        skip_batches: How many.
+        use_stateful_dataloader: Read with torchdata's loader, which has a state.
+        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        MissingBackend: torchdata is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        loader = reading_class(use_stateful_dataloader)(dataset, **kwargs)
+        loader_settings = LoaderSettings(
+            **place_settings(loader),
+            skip_batches=skip_batches,
+            stateful=use_stateful_dataloader,
+        )
+        super().__init__(loader, GradientState(), loader_settings, drop=skip_batches)
+
+
+def refuse_mesh(called_object: Any, device_mesh: Any) -> None:
+    """Refuse to share batches out by a mesh."""
+    if device_mesh is not None:
+        raise ConfigError(
+            f"{called_object.__name__}(torch_device_mesh={device_mesh}) would share batches out "
+            "by a mesh, which nbaccel does not: every process gets batches of its own. Leave "
+            "torch_device_mesh out."
+        )
+
+
+def reading_class(is_stateful: bool) -> Any:
+    """Torch's class of loaders, or torchdata's, which has a state."""
+    if not is_stateful:
+        return DataLoader
+    module = optional_packages.require(
+        "torchdata.stateful_dataloader", extra="stateful", why="use_stateful_dataloader=True"
+    )
+    return module.StatefulDataLoader
+
+
+def place_settings(
+    base_loader: DataLoader[Any], *, splits_batches: bool | None = None
+) -> dict[str, Any]:
+    """Settings of a loader: this process among the others, and the samples in a batch."""
+    place = distributed.init_process()
+    batch_sampler = base_loader.batch_sampler
+    # A loader with a batch sampler has no batch size itself, and not every sampler has one.
+    batch_size = base_loader.batch_size or getattr(batch_sampler, "batch_size", None) or 0
+    if splits_batches is None:
+        total_batch_size = batch_size * (
+            # Behind a shard each process reads other batches, so a round has one per process.
+            place.world_size if isinstance(batch_sampler, BatchSamplerShard) else 1
+        )
+    else:
+        total_batch_size = batch_size if splits_batches else batch_size * place.world_size
+    return {
+        "place": place,
+        "collectives": Collectives(place, distributed.timeout_s(None)),
+        "batch_size": (batch_size // place.world_size if splits_batches else batch_size) or None,
+        "total_batch_size": total_batch_size or None,
+    }
 
 
 def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:

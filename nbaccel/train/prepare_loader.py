@@ -11,20 +11,26 @@ import copy
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from nbaccel.base import optional_packages, torch_private
+from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DataLoaderConfiguration
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.place import Place
 from nbaccel.train.collectives import Collectives
-from nbaccel.train.dispatch import DispatchLoader, SliceFn
+from nbaccel.train.dispatch import DataLoaderDispatcher, SliceFn
 from nbaccel.train.gradient import GradientState
-from nbaccel.train.loader import LoaderSettings, PreparedLoader, chain_of_samplers
+from nbaccel.train.loader import (
+    DataLoaderShard,
+    LoaderSettings,
+    PreparedLoader,
+    chain_of_samplers,
+    reading_class,
+)
 from nbaccel.train.sampling import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -32,8 +38,6 @@ from nbaccel.train.sampling import (
     SkipBatchSampler,
     check_divisible,
 )
-
-_PreparedLoaderClass = TypeVar("_PreparedLoaderClass", bound=PreparedLoader)
 
 # A loader's arguments, without those that say which samples are in a batch.
 _LOADER_OPTIONS = (
@@ -107,21 +111,21 @@ class _LoaderPreparation:
             # Accelerate's dispatcher drops the generator, too; the order of later epochs depends on
             # it.
             base_loader = _rebuild_loader(self.loader, stateful=self.stateful, generator=None)
-            loader_settings = self._loader_settings(rng_types=())
-            loader_class: type[DispatchLoader] = _loader_class(DispatchLoader, self.stateful)
-            return loader_class(
-                base_loader, self.gradient_state, loader_settings, slice_fn=slice_fn
-            )
-        base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
+            self.rng_types = ()  # process 0 alone draws
+        else:
+            base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
         # Without a sampler's generator there is none of that name to synchronise, which `rng` would
         # refuse.
         rng_types = [
             rng_type for rng_type in self.rng_types if rng_type != "generator" or self.synchronized
         ]
-        prepared_class = _loader_class(PreparedLoader, self.stateful)
-        return prepared_class(
+        loader_class = DataLoaderDispatcher if self.dispatches else DataLoaderShard
+        prepared_loader = _loader_class(loader_class, self.stateful).around(
             base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
         )
+        if isinstance(prepared_loader, DataLoaderDispatcher):
+            prepared_loader.slice_fn = slice_fn
+        return prepared_loader
 
     def _dispatches(self) -> bool:
         wants_dispatch = self.settings.dispatch_batches
@@ -147,7 +151,7 @@ class _LoaderPreparation:
             )
         if self.stateful:
             # Called for its MissingBackend, before anything of the loader is rebuilt.
-            _stateful_class()
+            reading_class(True)
 
     def _must_rebuild(self) -> bool:
         becomes_stateful = self.stateful and not hasattr(self.loader, "state_dict")
@@ -176,7 +180,6 @@ class _LoaderPreparation:
             drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
             split_batches=split_batches,
             stateful=self.stateful,
-            dispatches=self.dispatches,
         )
 
     # --------------------------------------------------------------------- who reads what
@@ -321,7 +324,7 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
     else:
         # Process 0 reads one batch per process in a round, so skipping a round skips that many.
         reads_whole_rounds = (
-            isinstance(loader, DispatchLoader) and not loader_settings.split_batches
+            isinstance(loader, DataLoaderDispatcher) and not loader_settings.split_batches
         )
         batches_each = loader_settings.place.world_size if reads_whole_rounds else 1
         remaining_batches = SkipBatchSampler(
@@ -330,13 +333,14 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
         base_loader = _rebuild_loader(
             base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
         )
-    loader_arguments = (base_loader, loader.gradient_state, loader_settings, loader.position)
-    if isinstance(loader, DispatchLoader):
-        loader_class: type[DispatchLoader] = _loader_class(DispatchLoader, loader_settings.stateful)
-        return loader_class(*loader_arguments, drop=num_dropped, slice_fn=loader.slice_fn)
-    return _loader_class(PreparedLoader, loader_settings.stateful)(
-        *loader_arguments, drop=num_dropped
+    is_dispatcher = isinstance(loader, DataLoaderDispatcher)
+    loader_class = DataLoaderDispatcher if is_dispatcher else DataLoaderShard
+    skipping_loader = _loader_class(loader_class, loader_settings.stateful).around(
+        base_loader, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
     )
+    if isinstance(loader, DataLoaderDispatcher):
+        vars(skipping_loader)["slice_fn"] = loader.slice_fn
+    return skipping_loader
 
 
 class _DroppingLoader(DataLoader[Any]):
@@ -390,7 +394,7 @@ def _rebuild_loader(
 ) -> DataLoader[Any]:
     """A new torch loader like another one, with the given arguments changed."""
     # A new one, because torch forbids changing the sampler or dataset of a loader.
-    loader_class: Callable[..., DataLoader[Any]] = _stateful_class() if stateful else DataLoader
+    loader_class: Callable[..., DataLoader[Any]] = reading_class(stateful)
     dataset = loader.dataset if dataset is None else dataset
     loader_options = _loader_options(loader)
     if hasattr(loader, "snapshot_every_n_steps") and stateful:
@@ -419,19 +423,11 @@ def _size_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _loader_class(
-    plain_class: type[_PreparedLoaderClass], stateful: bool
-) -> type[_PreparedLoaderClass]:
+    plain_class: type[DataLoaderShard | DataLoaderDispatcher], stateful: bool
+) -> type[PreparedLoader]:
     """A class of prepared loaders; one that is also torchdata's where the base is."""
     if not stateful:
         return plain_class
-    module = importlib.import_module("nbaccel.train.stateful")  # it imports torchdata
-    return cast("type[_PreparedLoaderClass]", module.KINDS[plain_class])
-
-
-def _stateful_class() -> Any:
-    module = optional_packages.require(
-        "torchdata.stateful_dataloader",
-        extra="stateful",
-        why="DataLoaderConfiguration(use_stateful_dataloader=True)",
-    )
-    return module.StatefulDataLoader
+    kinds = importlib.import_module("nbaccel.train.stateful").KINDS  # it imports torchdata
+    stateful_class: type[PreparedLoader] = kinds[plain_class]
+    return stateful_class

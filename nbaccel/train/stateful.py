@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from nbaccel.train.dispatch import DispatchLoader
-from nbaccel.train.loader import PreparedLoader
+from nbaccel.train.dispatch import DataLoaderDispatcher
+from nbaccel.train.loader import DataLoaderShard, PreparedLoader
 
 
-# `PreparedLoader` comes first, so that its methods win over torchdata's.
-class StatefulPreparedLoader(PreparedLoader, StatefulDataLoader):  # type: ignore[misc]
+# Ours comes first, so that its methods win over torchdata's.
+class StatefulDataLoaderShard(DataLoaderShard, StatefulDataLoader):  # type: ignore[misc]
     """A prepared loader around torchdata's: everything is the former's."""
 
 
-class StatefulDispatchLoader(DispatchLoader, StatefulDataLoader):  # type: ignore[misc]
+class StatefulDataLoaderDispatcher(DataLoaderDispatcher, StatefulDataLoader):  # type: ignore[misc]
     """The same, where process 0 reads for all."""
 
 
 KINDS: dict[type[PreparedLoader], type[PreparedLoader]] = {
-    PreparedLoader: StatefulPreparedLoader,
-    DispatchLoader: StatefulDispatchLoader,
+    DataLoaderShard: StatefulDataLoaderShard,
+    DataLoaderDispatcher: StatefulDataLoaderDispatcher,
 }

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from nbaccel import Accelerator, dispatch_model
+from nbaccel.data_loader import DataLoaderShard
 from nbaccel.errors import ConfigError
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.scheduler import AcceleratedScheduler
-from nbaccel.train.loader import PreparedLoader
 from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight
 
 
@@ -30,7 +30,7 @@ def test_things_come_back_ready_in_the_order_given() -> None:
     optimizer = sgd(model)
     found = accelerator.prepare(schedule(optimizer), numbers(), optimizer, "text", model)
     kinds = [type(item) for item in found]
-    assert kinds == [AcceleratedScheduler, PreparedLoader, AcceleratedOptimizer, str, nn.Linear]
+    assert kinds == [AcceleratedScheduler, DataLoaderShard, AcceleratedOptimizer, str, nn.Linear]
     assert isinstance(found, tuple)
     assert isinstance(found[1], DataLoader)
     assert isinstance(found[2], torch.optim.Optimizer)

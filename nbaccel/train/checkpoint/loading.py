@@ -26,6 +26,7 @@ from nbaccel.base.intact import file_problem
 from nbaccel.base.log import get_logger
 from nbaccel.config.mistakes import shown
 from nbaccel.plan.contracts.place import Place
+from nbaccel.plan.contracts.strategy import ShardedCheckpoints
 from nbaccel.train.checkpoint import layout
 from nbaccel.train.checkpoint.files import read_torch_file
 from nbaccel.train.checkpoint.folder_writing import all_succeed, find_checkpoint, read_manifest
@@ -167,12 +168,11 @@ class _CheckpointLoad:
         found: dict[int, WeightsFile | ShardFolder] = {}
         sharder = self._parts.sharder
         for number, model in enumerate(self._parts.models):
-            shards = self._folder / sharder.shard_folder(number) if sharder else None
             bases = (layout.SAFE_WEIGHTS, layout.PICKLED_WEIGHTS)
             path = self._existing_file(*(layout.numbered_name(base, number) for base in bases))
-            if shards is not None and shards.is_dir():
+            if sharder and (shards := self._folder / sharder.shard_folder(number)).is_dir():
                 optimizer = self._parts.optimizer_of(model)
-                found[number] = self._shard_folder(shards, model, optimizer)
+                found[number] = self._shard_folder(sharder, shards, model, optimizer)
             elif path is not None:
                 found[number] = WeightsFile(
                     path=path,
@@ -185,27 +185,31 @@ class _CheckpointLoad:
         return found
 
     def _shard_folder(
-        self, path: Path, model: nn.Module, optimizer: Optimizer | None
+        self,
+        sharder: ShardedCheckpoints,
+        path: Path,
+        model: nn.Module,
+        optimizer: Optimizer | None,
     ) -> ShardFolder:
         numbers = (number for number, each in enumerate(self._parts.models) if each is model)
-        assert self._parts.sharder is not None  # noqa: S101 - there is no shard folder without one
         return ShardFolder(
             path=path,
             model=model,
             optimizer=optimizer,
             strategy=self._parts.strategy,
-            sharder=self._parts.sharder,
+            sharder=sharder,
             left_out=self._left_out.get(next(numbers, -1), frozenset()),
             ranks_there=ranks_of_part(self._folder),
         )
 
     def _find_optimizers(self) -> Iterator[SavedPart]:
         """Those with a file or folder of their own; the first one's shards are the model's."""
+        sharder = self._parts.sharder
         for number, (optimizer, model) in enumerate(self._parts.plain_optimizers()):
             shards = self._folder / layout.OPTIMIZER_SHARDS.format(number)
             name = layout.numbered_name(layout.OPTIMIZER_FILE, number)
-            if model is not None and self._parts.sharder is not None and shards.is_dir():
-                yield self._shard_folder(shards, model, optimizer)
+            if model is not None and sharder is not None and shards.is_dir():
+                yield self._shard_folder(sharder, shards, model, optimizer)
             # Without a model it cannot be in shards: its file is listed even if it is missing.
             elif model is None or self._existing_file(name) is not None:
                 yield OptimizerFile(
