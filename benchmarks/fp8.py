@@ -18,8 +18,7 @@ import sys
 # Before torch is imported: figures of one thread, whatever else the machine does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from harness import fp8_gpu, fp8_memory
-from harness import fp8_training as training
+from harness import fp8_gpu, fp8_memory, fp8_training as training
 from harness.report import Report, verdict, versions
 from harness.samples import Results, say
 

@@ -12,254 +12,105 @@ from typing import TYPE_CHECKING, Any
 # Where its classes say that they are: what pickles them by that name has to find it.
 from nbaccel import errors as errors
 from nbaccel.base import unloaded_magic
+from nbaccel.base.lazy_names import names_handed_on
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbaccel.accelerator import (
-        Accelerator,
-    )
+    from nbaccel.accelerator import Accelerator as Accelerator
     from nbaccel.base.errors import (
-        CheckpointDamaged,
-        CheckpointFailed,
-        CollectiveMismatch,
-        CollectiveTimeout,
-        ConfigError,
-        LaunchTimeout,
-        NbaccelError,
-        PrecisionMismatch,
-        TrainingDiverged,
-        WorkerDied,
-        WorkerFailed,
+        CheckpointDamaged as CheckpointDamaged,
+        CheckpointFailed as CheckpointFailed,
+        CollectiveMismatch as CollectiveMismatch,
+        CollectiveTimeout as CollectiveTimeout,
+        ConfigError as ConfigError,
+        LaunchTimeout as LaunchTimeout,
+        NbaccelError as NbaccelError,
+        PrecisionMismatch as PrecisionMismatch,
+        TrainingDiverged as TrainingDiverged,
+        WorkerDied as WorkerDied,
+        WorkerFailed as WorkerFailed,
     )
     from nbaccel.big_modeling import (
-        cpu_offload,
-        cpu_offload_with_hook,
-        disk_offload,
-        dispatch_model,
-        infer_auto_device_map,
-        init_empty_weights,
-        init_on_device,
-        load_checkpoint_and_dispatch,
-        load_checkpoint_in_model,
+        cpu_offload as cpu_offload,
+        cpu_offload_with_hook as cpu_offload_with_hook,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+        infer_auto_device_map as infer_auto_device_map,
+        init_empty_weights as init_empty_weights,
+        init_on_device as init_on_device,
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        load_checkpoint_in_model as load_checkpoint_in_model,
     )
-    from nbaccel.bigmodel.device_map_display import show_device_map
-    from nbaccel.calls.pool import Pool
+    from nbaccel.bigmodel.device_map_display import show_device_map as show_device_map
+    from nbaccel.calls.pool import Pool as Pool
     from nbaccel.config import (
-        Fp8Config,
-        RunConfig,
+        Fp8Config as Fp8Config,
+        RunConfig as RunConfig,
     )
     from nbaccel.config.handlers import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        DistributedType,
-        FullyShardedDataParallelPlugin,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-        ProjectConfiguration,
+        AutocastKwargs as AutocastKwargs,
+        DataLoaderConfiguration as DataLoaderConfiguration,
+        DDPCommunicationHookType as DDPCommunicationHookType,
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+        DistributedType as DistributedType,
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin as GradientAccumulationPlugin,
+        GradScalerKwargs as GradScalerKwargs,
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+        ProfileKwargs as ProfileKwargs,
+        ProjectConfiguration as ProjectConfiguration,
     )
-    from nbaccel.deepspeed.environment import deepspeed_environment
-    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
-    from nbaccel.deepspeed.weights.converting import load_fp32_state_dict, zero_to_fp32
-    from nbaccel.deepspeed.weights.live_weights import fp32_state_dict, save_16bit_weights
-    from nbaccel.deepspeed.zero_memory import estimate_memory
-    from nbaccel.inference import (
-        prepare_pippy,
+    from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
+    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from nbaccel.deepspeed.weights.converting import (
+        load_fp32_state_dict as load_fp32_state_dict,
+        zero_to_fp32 as zero_to_fp32,
     )
+    from nbaccel.deepspeed.weights.live_weights import (
+        fp32_state_dict as fp32_state_dict,
+        save_16bit_weights as save_16bit_weights,
+    )
+    from nbaccel.deepspeed.zero_memory import estimate_memory as estimate_memory
+    from nbaccel.inference import prepare_pippy as prepare_pippy
     from nbaccel.launchers import (
-        debug_launcher,
-        notebook_launcher,
-        shutdown,
+        debug_launcher as debug_launcher,
+        notebook_launcher as notebook_launcher,
+        shutdown as shutdown,
     )
-    from nbaccel.notebook.advising import advise
+    from nbaccel.notebook.advising import advise as advise
     from nbaccel.notebook.pickers import (
-        LaunchPicker,
-        Picker,
-        PrecisionPicker,
-        ZeroPicker,
-        configure,
+        LaunchPicker as LaunchPicker,
+        Picker as Picker,
+        PrecisionPicker as PrecisionPicker,
+        ZeroPicker as ZeroPicker,
+        configure as configure,
     )
-    from nbaccel.output.report.comparing import compare
-    from nbaccel.parallelism_config import (
-        ParallelismConfig,
+    from nbaccel.output.report.comparing import compare as compare
+    from nbaccel.parallelism_config import ParallelismConfig as ParallelismConfig
+    from nbaccel.plan.inspecting import inspect_machine as inspect_machine
+    from nbaccel.plan.inventory import Inventory as Inventory
+    from nbaccel.plan.launch_plan import (
+        Choice as Choice,
+        Plan as Plan,
     )
-    from nbaccel.plan.inspecting import inspect_machine
-    from nbaccel.plan.inventory import Inventory
-    from nbaccel.plan.launch_plan import Choice, Plan
-    from nbaccel.plan.resolving import resolve
-    from nbaccel.plan.topology import Topology
-    from nbaccel.plan.training_plan import TrainingPlan
-    from nbaccel.state import (
-        PartialState,
-    )
-    from nbaccel.train.prepare_loader import skip_first_batches
+    from nbaccel.plan.resolving import resolve as resolve
+    from nbaccel.plan.topology import Topology as Topology
+    from nbaccel.plan.training_plan import TrainingPlan as TrainingPlan
+    from nbaccel.state import PartialState as PartialState
+    from nbaccel.train.prepare_loader import skip_first_batches as skip_first_batches
     from nbaccel.utils import (
-        find_executable_batch_size,
-        is_rich_available,
-        set_seed,
-        synchronize_rng_states,
+        find_executable_batch_size as find_executable_batch_size,
+        is_rich_available as is_rich_available,
+        set_seed as set_seed,
+        synchronize_rng_states as synchronize_rng_states,
     )
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Accelerator",
-    "AutocastKwargs",
-    "CheckpointDamaged",
-    "CheckpointFailed",
-    "Choice",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "ConfigError",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "Fp8Config",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "Inventory",
-    "LaunchPicker",
-    "LaunchTimeout",
-    "NbaccelError",
-    "ParallelismConfig",
-    "PartialState",
-    "Picker",
-    "Plan",
-    "Pool",
-    "PrecisionMismatch",
-    "PrecisionPicker",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RunConfig",
-    "Topology",
-    "TrainingDiverged",
-    "TrainingPlan",
-    "WorkerDied",
-    "WorkerFailed",
-    "ZeroPicker",
-    "__version__",
-    "advise",
-    "compare",
-    "configure",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "debug_launcher",
-    "deepspeed_environment",
-    "disk_offload",
-    "dispatch_model",
-    "estimate_memory",
-    "find_executable_batch_size",
-    "fp32_state_dict",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "inspect_machine",
-    "is_rich_available",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "load_fp32_state_dict",
-    "notebook_launcher",
-    "prepare_pippy",
-    "resolve",
-    "save_16bit_weights",
-    "set_seed",
-    "show_device_map",
-    "shutdown",
-    "skip_first_batches",
-    "synchronize_rng_states",
-    "zero_to_fp32",
-]
-
-_HOMES = {
-    "nbaccel.accelerator": ("Accelerator",),
-    "nbaccel.notebook.advising": ("advise",),
-    "nbaccel.big_modeling": (
-        "cpu_offload",
-        "cpu_offload_with_hook",
-        "disk_offload",
-        "dispatch_model",
-        "infer_auto_device_map",
-        "init_empty_weights",
-        "init_on_device",
-        "load_checkpoint_and_dispatch",
-        "load_checkpoint_in_model",
-    ),
-    "nbaccel.bigmodel.device_map_display": ("show_device_map",),
-    "nbaccel.config": ("Fp8Config", "RunConfig"),
-    "nbaccel.config.handlers": (
-        "AutocastKwargs",
-        "DDPCommunicationHookType",
-        "DataLoaderConfiguration",
-        "DistributedDataParallelKwargs",
-        "DistributedType",
-        "FullyShardedDataParallelPlugin",
-        "GradScalerKwargs",
-        "GradientAccumulationPlugin",
-        "InitProcessGroupKwargs",
-        "ProfileKwargs",
-        "ProjectConfiguration",
-    ),
-    "nbaccel.deepspeed.environment": ("deepspeed_environment",),
-    "nbaccel.deepspeed.zero_memory": ("estimate_memory",),
-    "nbaccel.deepspeed.strategy.plugin": ("DeepSpeedPlugin",),
-    "nbaccel.deepspeed.weights.converting": ("load_fp32_state_dict", "zero_to_fp32"),
-    "nbaccel.deepspeed.weights.live_weights": ("fp32_state_dict", "save_16bit_weights"),
-    "nbaccel.base.errors": (
-        "CheckpointDamaged",
-        "CheckpointFailed",
-        "CollectiveMismatch",
-        "CollectiveTimeout",
-        "ConfigError",
-        "LaunchTimeout",
-        "NbaccelError",
-        "PrecisionMismatch",
-        "TrainingDiverged",
-        "WorkerDied",
-        "WorkerFailed",
-    ),
-    "nbaccel.inference": ("prepare_pippy",),
-    "nbaccel.launchers": (
-        "debug_launcher",
-        "notebook_launcher",
-        "shutdown",
-    ),
-    "nbaccel.notebook.pickers": (
-        "LaunchPicker",
-        "Picker",
-        "PrecisionPicker",
-        "ZeroPicker",
-        "configure",
-    ),
-    "nbaccel.output.report.comparing": ("compare",),
-    "nbaccel.parallelism_config": ("ParallelismConfig",),
-    "nbaccel.plan": (
-        "Choice",
-        "Inventory",
-        "Plan",
-        "inspect_machine",
-        "resolve",
-    ),
-    "nbaccel.plan.training_plan": ("TrainingPlan",),
-    "nbaccel.calls.pool": ("Pool",),
-    "nbaccel.state": ("PartialState",),
-    "nbaccel.plan.topology": ("Topology",),
-    "nbaccel.train.prepare_loader": ("skip_first_batches",),
-    "nbaccel.utils": (
-        "find_executable_batch_size",
-        "is_rich_available",
-        "set_seed",
-        "synchronize_rng_states",
-    ),
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOMES = names_handed_on(__file__)
+__all__ = list(_HOMES)
+__all__ += ["__version__"]
 # ``import nbaccel; nbaccel.hooks...``: the modules that ``import accelerate`` imports, too.
 _MODULES = frozenset({
     *("big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers"),
@@ -270,10 +121,10 @@ _MODULES = frozenset({
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"nbaccel.{name}")
-    if name not in _HOME_OF:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(import_module(_HOME_OF[name]), name)
+        value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         # A missing package other than nbaccel is named by the error itself.
         if not str(error.name).startswith("nbaccel."):

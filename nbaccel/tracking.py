@@ -22,10 +22,10 @@ from nbaccel.train.trackers import (
     REGISTERED_CLASSES,
     JsonlTracker,
     TensorBoardTracker,
+    find_trackers as filter_trackers,
     get_available_trackers,
     register_tracker_class,
 )
-from nbaccel.train.trackers import find_trackers as filter_trackers
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

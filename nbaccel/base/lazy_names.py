@@ -1,17 +1,34 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Names of a package that are imported when they are first used (PEP 562).
+
+A package lists them once, as imports under ``if TYPE_CHECKING:``, each ``as`` itself, which tells
+type checkers that it is handed on; here the same block is read from its source.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """What a package calls ``__getattr__``.
+def names_handed_on(file_path: str) -> dict[str, str]:
+    """Name → module of what a package imports for type checkers."""
+    tree = ast.parse(Path(file_path).read_text(encoding="utf-8"))
+    return {
+        alias.name: str(statement.module)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.asname
+    }
 
-    Type checkers cannot read the table: they need the imports under ``TYPE_CHECKING`` beside it.
-    """
+
+def lazy_names(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """What a package calls ``__getattr__``."""
 
     def find(name: str) -> Any:
         if name not in homes:

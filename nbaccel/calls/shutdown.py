@@ -24,8 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.workers import messaging
-from nbaccel.workers import time_limits as limits
+from nbaccel.workers import messaging, time_limits as limits
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
 

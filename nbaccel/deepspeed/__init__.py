@@ -7,48 +7,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbaccel.base.lazy_names import lazy_names
+from nbaccel.base.lazy_names import lazy_names, names_handed_on
 
 if TYPE_CHECKING:
-    from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
-    from nbaccel.deepspeed.checking import Checked, check_config
-    from nbaccel.deepspeed.environment import deepspeed_environment
-    from nbaccel.deepspeed.official_formulas import DeepSpeedTable, deepspeed_table
-    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
-    from nbaccel.deepspeed.training_facts import TrainingFacts
-    from nbaccel.deepspeed.zero_config import ZeroConfig
-    from nbaccel.deepspeed.zero_memory import estimate_memory
+    from nbaccel.deepspeed.auto_values import (
+        Resolved as Resolved,
+        resolve_auto as resolve_auto,
+    )
+    from nbaccel.deepspeed.checking import (
+        Checked as Checked,
+        check_config as check_config,
+    )
+    from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
+    from nbaccel.deepspeed.official_formulas import (
+        DeepSpeedTable as DeepSpeedTable,
+        deepspeed_table as deepspeed_table,
+    )
+    from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from nbaccel.deepspeed.training_facts import TrainingFacts as TrainingFacts
+    from nbaccel.deepspeed.zero_config import ZeroConfig as ZeroConfig
+    from nbaccel.deepspeed.zero_memory import estimate_memory as estimate_memory
 
-__all__ = [
-    "Checked",
-    "DeepSpeedPlugin",
-    "DeepSpeedTable",
-    "Resolved",
-    "TrainingFacts",
-    "ZeroConfig",
-    "check_config",
-    "deepspeed_environment",
-    "deepspeed_table",
-    "estimate_memory",
-    "resolve_auto",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "Checked": "nbaccel.deepspeed.checking",
-        "DeepSpeedPlugin": "nbaccel.deepspeed.strategy.plugin",
-        "DeepSpeedTable": "nbaccel.deepspeed.official_formulas",
-        "Resolved": "nbaccel.deepspeed.auto_values",
-        "TrainingFacts": "nbaccel.deepspeed.training_facts",
-        "ZeroConfig": "nbaccel.deepspeed.zero_config",
-        "check_config": "nbaccel.deepspeed.checking",
-        "deepspeed_environment": "nbaccel.deepspeed.environment",
-        "deepspeed_table": "nbaccel.deepspeed.official_formulas",
-        "estimate_memory": "nbaccel.deepspeed.zero_memory",
-        "resolve_auto": "nbaccel.deepspeed.auto_values",
-    },
-)
+_HOMES = names_handed_on(__file__)
+__all__ = list(_HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

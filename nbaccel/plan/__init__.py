@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbaccel.base.lazy_names import lazy_names
+from nbaccel.base.lazy_names import lazy_names, names_handed_on
 
 if TYPE_CHECKING:
-    from nbaccel.plan.inspecting import inspect_machine
-    from nbaccel.plan.inventory import Gpu, Inventory, TpuHost
-    from nbaccel.plan.launch_plan import Choice, Plan
-    from nbaccel.plan.resolving import resolve
+    from nbaccel.plan.inspecting import inspect_machine as inspect_machine
+    from nbaccel.plan.inventory import (
+        Gpu as Gpu,
+        Inventory as Inventory,
+        TpuHost as TpuHost,
+    )
+    from nbaccel.plan.launch_plan import (
+        Choice as Choice,
+        Plan as Plan,
+    )
+    from nbaccel.plan.resolving import resolve as resolve
 
-__all__ = ["Choice", "Gpu", "Inventory", "Plan", "TpuHost", "inspect_machine", "resolve"]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "inspect_machine": "nbaccel.plan.inspecting",
-        "Gpu": "nbaccel.plan.inventory",
-        "Inventory": "nbaccel.plan.inventory",
-        "TpuHost": "nbaccel.plan.inventory",
-        "Choice": "nbaccel.plan.launch_plan",
-        "Plan": "nbaccel.plan.launch_plan",
-        "resolve": "nbaccel.plan.resolving",
-    },
-)
+_HOMES = names_handed_on(__file__)
+__all__ = list(_HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -10,12 +10,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from nbaccel.bigmodel.block_packing import Block as PackedBlock
-from nbaccel.bigmodel.block_packing import BlockForest, Tier, pack_blocks
+from nbaccel.bigmodel.block_packing import Block as PackedBlock, BlockForest, Tier, pack_blocks
 from nbaccel.bigmodel.device_map import (
     check_device_map,
     clean_device_map,

@@ -9,8 +9,7 @@ from typing import Any
 
 import IPython
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.pool_worker import make_shell

@@ -8,8 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nbaccel.config.field_rules import rule_of
 from nbaccel.deepspeed.schema import deepspeed_schema

