@@ -9,9 +9,10 @@ do. Nothing in this file knows which settings exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -26,7 +27,7 @@ from pydantic_core import CoreSchema
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.mistakes import closest, shown
-from nbaccel.config.value_readers import read_number
+from nbaccel.config.value_readers import read_number, read_truth, read_whole, read_word
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,8 +65,9 @@ class FieldRule:
     """What a setting must be: stands in ``Annotated`` beside its type.
 
     Attributes:
-        must: What the value must be, after "must be".
         do: The remedy, as an instruction without a full stop.
+        must: What the value must be, after "must be". Where it is empty, the type says it, and how
+            a value is read, and which words are allowed: see :meth:`completed`.
         why: What the setting does, or what a wrong value would do: one clause. Where it is empty,
             the description of the field says it.
         read: Converts a given value to the one that the type checks; raises ValueError for a value
@@ -78,8 +80,8 @@ class FieldRule:
             ``words`` or ``table``; empty where the form has none.
     """
 
-    must: str
     do: str
+    must: str = ""
     why: str = ""
     read: Callable[[Any], Any] | None = None
     allowed: tuple[str, ...] = ()
@@ -91,9 +93,32 @@ class FieldRule:
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         # pydantic calls this for items of `Annotated`: so `read` runs before the type is checked.
-        if self.read is None:
+        read = self.completed(source).read
+        if read is None:
             return handler(source)
-        return BeforeValidator(self.read).__get_pydantic_core_schema__(source, handler)
+        return BeforeValidator(read).__get_pydantic_core_schema__(source, handler)
+
+    def completed(self, annotation: Any, constraints: Iterable[Any] = ()) -> FieldRule:
+        """The rule with what the type says: words, a truth value, or a least whole number."""
+        if self.must:
+            return self
+        is_union = get_origin(annotation) in (Union, UnionType)
+        options = get_args(annotation) if is_union else (annotation,)
+        or_none = ", or None" if NoneType in options else ""
+        value_type = next(option for option in options if option is not NoneType)
+        allowed: tuple[str, ...] = ()
+        read: Callable[[Any], Any] = read_number
+        if get_origin(value_type) is Literal:
+            values = get_args(value_type)
+            must = f"one of {', '.join(map(str, values))}"
+            allowed = tuple(value for value in values if isinstance(value, str))
+            read = read_word if allowed else read_whole
+        elif value_type is bool:
+            must, read = "True or False", read_truth
+        else:
+            least = next((rule.ge for rule in constraints if hasattr(rule, "ge")), 0)
+            must = f"a whole number of at least {least}"
+        return replace(self, must=must + or_none, read=self.read or read, allowed=allowed)
 
     def refusal(
         self,
@@ -125,8 +150,6 @@ OptionalCount = Annotated[
     int | None,
     Field(ge=1),
     FieldRule(
-        read=read_number,
-        must="a whole number of at least 1, or None",
         why="A smaller value has no meaning",
         do="Give one, or leave it out",
     ),
@@ -134,8 +157,9 @@ OptionalCount = Annotated[
 
 
 def rule_of(model_field: FieldInfo) -> FieldRule:
-    """The rule that stands beside a field's type."""
-    return next(item for item in model_field.metadata if isinstance(item, FieldRule))
+    """The rule that stands beside a field's type, completed by it."""
+    rule = next(item for item in model_field.metadata if isinstance(item, FieldRule))
+    return rule.completed(model_field.annotation, model_field.metadata)
 
 
 def explain_mistakes(
@@ -207,9 +231,7 @@ class FieldCheck:
 
     def __init__(self, annotated_type: Any) -> None:
         self.annotated = annotated_type
-        self.rule: FieldRule = next(
-            item for item in get_args(annotated_type) if isinstance(item, FieldRule)
-        )
+        self.rule = rule_of(FieldInfo.from_annotation(annotated_type))
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:

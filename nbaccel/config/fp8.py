@@ -18,7 +18,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
 from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.text_forms import Plain
-from nbaccel.config.value_readers import plain_value, read_number, read_truth
+from nbaccel.config.value_readers import plain_value, read_truth
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,8 +70,6 @@ class Fp8Config(Plain):
         Field(description="Library that computes in FP8; auto takes what is installed."),
         FieldRule(
             read=_lower_case,
-            must=f"one of {', '.join(_BACKEND_NAMES)}",
-            allowed=_BACKEND_NAMES,
             why="That library replaces the linear layers",
             do='Leave it at "auto" to take what is installed',
             words=words_of_rows(FP8_BACKENDS),
@@ -86,8 +84,6 @@ class Fp8Config(Plain):
         ),
         FieldRule(
             read=_lower_case,
-            must=f"one of {', '.join(_RECIPE_NAMES)}",
-            allowed=_RECIPE_NAMES,
             why="Values are multiplied with that scale to fit into 8 bits",
             do='Leave it at "auto"',
         ),
@@ -100,8 +96,6 @@ class Fp8Config(Plain):
         ),
         FieldRule(
             read=_upper_case,
-            must="one of O1, O2, O3",
-            allowed=("O1", "O2", "O3"),
             why="It decides what MS-AMP keeps in 8 bits",
             do="Give O2, its default",
         ),
@@ -114,8 +108,6 @@ class Fp8Config(Plain):
         ),
         FieldRule(
             read=_lower_case,
-            must="one of two_shot, sum",
-            allowed=("two_shot", "sum"),
             why="The error of a sum in FP8 grows with the number of processes",
             do="Give two_shot, the default",
         ),
@@ -125,8 +117,6 @@ class Fp8Config(Plain):
         Field(description="8-bit format: HYBRID is E4M3 forward and E5M2 for gradients."),
         FieldRule(
             read=_upper_case,
-            must="one of HYBRID, E4M3, E5M2",
-            allowed=("HYBRID", "E4M3", "E5M2"),
             why="It divides the bits into exponent and mantissa",
             do="Give HYBRID for training",
         ),
@@ -135,8 +125,6 @@ class Fp8Config(Plain):
         int,
         Field(ge=0, description="Headroom of the scaling factor, in powers of two."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 0",
             why="Scales are that many powers of two below the largest that fits",
             do="Give 0, the default",
         ),
@@ -145,8 +133,6 @@ class Fp8Config(Plain):
         int,
         Field(ge=1, description="Steps between two computations of the scaling factor."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 1",
             why="So many steps go by before scales are computed anew",
             do="Give 1, the default",
         ),
@@ -155,8 +141,6 @@ class Fp8Config(Plain):
         int,
         Field(ge=1, description="Steps whose largest magnitudes are remembered for the scale."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 1",
             why="Scales follow from the largest magnitudes of so many steps",
             do="Give 1024, the default",
         ),
@@ -166,8 +150,6 @@ class Fp8Config(Plain):
         Field(description="Which of them decides: the largest, or the latest."),
         FieldRule(
             read=_lower_case,
-            must="one of max, most_recent",
-            allowed=("max", "most_recent"),
             why="It picks the magnitude that the scale follows",
             do="Give max, the default",
         ),
@@ -202,8 +184,6 @@ class Fp8Config(Plain):
         bool,
         Field(description="Whether torchao pads matrices whose sizes 16 does not divide."),
         FieldRule(
-            read=read_truth,
-            must="True or False",
             why="GPUs multiply 8-bit matrices only in multiples of 16",
             do="Leave it at True",
         ),
@@ -212,8 +192,6 @@ class Fp8Config(Plain):
         bool,
         Field(description="Whether FSDP gathers weights in FP8, with torchao."),
         FieldRule(
-            read=read_truth,
-            must="True or False",
             why="It halves what FSDP sends of weights",
             do="Leave it at True",
         ),
@@ -222,8 +200,6 @@ class Fp8Config(Plain):
         bool,
         Field(description="Whether evaluation computes in FP8, too."),
         FieldRule(
-            read=read_truth,
-            must="True or False",
             why="Metrics are usually better without",
             do="Leave it at False",
         ),

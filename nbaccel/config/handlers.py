@@ -21,7 +21,7 @@ from nbaccel.config.enumerations import DDPCommunicationHookType, DistributedTyp
 from nbaccel.config.field_rules import FieldRule, OptionalCount, checked_as
 from nbaccel.config.fsdp_settings import FullyShardedDataParallelPlugin
 from nbaccel.config.settings_base import Handler, Settings
-from nbaccel.config.value_readers import plain_value, read_number
+from nbaccel.config.value_readers import plain_value
 
 __all__ = [
     "AutocastKwargs",
@@ -45,8 +45,6 @@ _FOLDER_NUMBER = Annotated[
     int,
     Field(ge=0),
     FieldRule(
-        read=read_number,
-        must="a whole number of at least 0",
         why="A smaller value has no meaning",
         do="Give one, or leave it out",
     ),

@@ -19,7 +19,6 @@ from typing import (
     Literal,
     Protocol,
     TypeAlias,
-    get_args,
     get_type_hints,
 )
 
@@ -49,9 +48,6 @@ from nbaccel.config.value_readers import (
     read_path,
     read_port,
     read_resume,
-    read_truth,
-    read_whole,
-    read_word,
 )
 
 if TYPE_CHECKING:
@@ -245,8 +241,6 @@ class RunConfig(Exchangeable):
         int | None,
         Field(ge=1, description="Workers on this node; None lets the plan choose."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 1, or None",
             why="It counts the workers on this node",
             do="Give for example 2, or leave it out and the plan chooses",
         ),
@@ -257,9 +251,6 @@ class RunConfig(Exchangeable):
             description="What the workers compute on; auto takes GPUs or TPUs where there are some."
         ),
         FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(_DEVICE_NAMES)}",
-            allowed=_DEVICE_NAMES,
             why="The workers compute on it",
             do='Leave it at "auto" to take what this machine has',
             words=words_of_rows(DEVICES),
@@ -270,9 +261,6 @@ class RunConfig(Exchangeable):
         PrecisionName,
         Field(description="Number format of the forward and backward pass; no keeps float32."),
         FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(_PRECISION_NAMES)}",
-            allowed=_PRECISION_NAMES,
             why="It decides in which number format the forward and backward pass compute",
             do='"no" keeps float32',
             words=words_of_rows(PRECISIONS),
@@ -286,9 +274,6 @@ class RunConfig(Exchangeable):
             "and by the plugins that training code gives."
         ),
         FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(_STRATEGY_NAMES)}",
-            allowed=_STRATEGY_NAMES,
             why="It decides what each worker holds of the model",
             do='Leave it at "auto" to go by the other settings',
             words=words_of_rows(STRATEGIES),
@@ -299,9 +284,6 @@ class RunConfig(Exchangeable):
         StartMethodName,
         Field(description="How workers come to be: forked from a clean template or this process."),
         FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(_START_METHODS)}",
-            allowed=_START_METHODS,
             why="It decides how workers come to be",
             do='Leave it at "auto": it takes the safest that works',
             words={"spawn": "template", "forkserver": "template", "none": "inline"},
@@ -314,9 +296,6 @@ class RunConfig(Exchangeable):
             "settings."
         ),
         FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(_ENGINE_NAMES)}",
-            allowed=_ENGINE_NAMES,
             why="It decides on which machines the workers run",
             do='Leave it at "auto" to go by the other settings',
             words=words_of_rows(ENGINES),
@@ -385,8 +364,6 @@ class RunConfig(Exchangeable):
         int,
         Field(ge=0, description="Number of this node among all nodes, from 0."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 0",
             why="It numbers this node among all nodes, from 0",
             do="Give 0 on the first node",
         ),
@@ -395,8 +372,6 @@ class RunConfig(Exchangeable):
         int,
         Field(ge=1, description="Nodes (machines) that take part."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 1",
             why="It counts the machines that take part",
             do="Give 1 for this machine alone",
         ),
@@ -441,8 +416,6 @@ class RunConfig(Exchangeable):
         int,
         Field(ge=0, description="How often failed workers are started again, all together."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 0",
             why="It counts how often all workers are started again after a failure",
             do="Give 0 to report the first failure",
         ),
@@ -509,8 +482,6 @@ class RunConfig(Exchangeable):
         bool,
         Field(description="Whether trained weights come back into the notebook's own model."),
         FieldRule(
-            read=read_truth,
-            must="True or False",
             why="It decides whether the notebook's own model is trained afterwards",
             do="Leave it at True to find the trained weights in the notebook",
         ),
@@ -522,9 +493,6 @@ class RunConfig(Exchangeable):
             "way ends, with the weights in the notebook; discard ends it at once, without them."
         ),
         FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(get_args(OnStop))}",
-            allowed=get_args(OnStop),
             why="It decides whether the notebook's model has the trained weights after a Stop",
             do='Leave it at "keep" to go on with what was learned',
         ),
@@ -551,8 +519,6 @@ class RunConfig(Exchangeable):
             "workers are worth; None for none.",
         ),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 10, or None",
             why="The speed of one worker is measured over so many steps",
             do="Give for example 30, or leave it out to compare with earlier runs alone",
         ),
@@ -561,8 +527,6 @@ class RunConfig(Exchangeable):
         int | None,
         Field(ge=1, description="CPU threads of each worker; None shares the cores out."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 1, or None",
             why="Each worker computes on the CPU with that many threads",
             do="Leave it out to share the cores out",
         ),
@@ -571,9 +535,6 @@ class RunConfig(Exchangeable):
         TpuDriverName,
         Field(description="What drives TPU chips; auto takes torch_tpu where it can be used."),
         FieldRule(
-            read=read_word,
-            must=f"one of {', '.join(get_args(TpuDriverName))}",
-            allowed=get_args(TpuDriverName),
             why="It decides which package computes on TPU chips",
             do='Leave it at "auto" to take what is installed',
             words={"torchtpu": "torch_tpu", "xla": "torch_xla", "torchxla": "torch_xla"},
@@ -586,8 +547,6 @@ class RunConfig(Exchangeable):
             "0 or None shards nothing."
         ),
         FieldRule(
-            read=read_whole,
-            must="one of 0, 1, 2, 3, or None",
             why="It decides what each worker holds only a shard of",
             do="Leave it out and every worker holds the whole model",
         ),
@@ -606,8 +565,6 @@ class RunConfig(Exchangeable):
         int | None,
         Field(ge=1, description="Batches that make one optimizer step; None leaves it open."),
         FieldRule(
-            read=read_number,
-            must="a whole number of at least 1, or None",
             why="So many batches make one optimizer step",
             do="Give 1 to step after every batch",
         ),
@@ -619,8 +576,6 @@ class RunConfig(Exchangeable):
             "third more time. For models with gradient_checkpointing_enable()."
         ),
         FieldRule(
-            read=read_truth,
-            must="True or False",
             why="It decides whether activations are kept or computed again",
             do="Leave it at False where memory suffices",
         ),
