@@ -7,9 +7,11 @@ the script runs.
 from __future__ import annotations
 
 import base64
+import importlib.resources
 import json
 import shlex
-from collections.abc import Mapping
+import string
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,6 @@ from nbaccel.notebook.picker.exporters import flag_of
 
 _PORT = 29500
 _MEETING_PORT = 29400  # torch's own, for rendezvous
-_TIME_LIMIT = "24:00:00"
 # What the cluster decides, and not the command line of a job.
 _PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "use_port")
 # What other launchers have no option for, and training code reads from no variable.
@@ -195,6 +196,18 @@ def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
 # ---------------------------------------------------------------------- jobs
 
 
+class _Template(string.Template):
+    """A text with ``@names`` in it: a dollar is the shell's."""
+
+    delimiter = "@"
+
+
+def _filled(template_name: str, **values: object) -> str:
+    folder = importlib.resources.files("nbaccel.cli") / "job_templates"
+    template_text = folder.joinpath(template_name).read_text(encoding="utf-8")
+    return _Template(template_text).substitute(values)
+
+
 def _has_accelerators(config: RunConfig) -> bool:
     """Whether a job asks for devices: those that are left open are some."""
     return config.device == "auto" or not device_row(config.device).in_host_memory
@@ -204,30 +217,16 @@ def _slurm_job(config: RunConfig, stem: str, script_text: str, image: str) -> Ex
     place = _Place(
         node_rank='"$SLURM_NODEID"', master_addr='"$MASTER_ADDR"', master_port='"$MASTER_PORT"'
     )
-    command = command_line("nbaccel", config, f"{stem}.py", place)
-    cpus = (config.num_processes or 1) * (config.threads_per_process or 1)
-    gpus = config.num_processes or 1
-    lines = [
-        "#!/bin/bash",
-        f"#SBATCH --job-name={stem}",
-        f"#SBATCH --nodes={config.num_nodes}",
-        "#SBATCH --ntasks-per-node=1  # nbaccel launch starts the workers of its node",
-        f"#SBATCH --cpus-per-task={max(cpus, gpus)}",
-        *([f"#SBATCH --gpus-per-node={gpus}"] if _has_accelerators(config) else []),
-        f"#SBATCH --time={_TIME_LIMIT}",
-        "#SBATCH --output=%x-%j.log",
-        "",
-        "set -euo pipefail",
-        "# Jobs that share a node must not share a port.",
-        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
-        "",
-        f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(command)}",
-        "",
-    ]
-    return ExportedFile(
-        name=f"{stem}.sbatch", text="\n".join(lines), submit=f"sbatch {stem}.sbatch"
+    num_workers = config.num_processes or 1
+    text = _filled(
+        "slurm.sbatch",
+        stem=stem,
+        num_nodes=config.num_nodes,
+        cpus=num_workers * (config.threads_per_process or 1),
+        gpu_line=f"#SBATCH --gpus-per-node={num_workers}\n" if _has_accelerators(config) else "",
+        command=shlex.quote(command_line("nbaccel", config, f"{stem}.py", place)),
     )
+    return ExportedFile(name=f"{stem}.sbatch", text=text, submit=f"sbatch {stem}.sbatch")
 
 
 def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> ExportedFile:
@@ -236,26 +235,18 @@ def _ray_job(config: RunConfig, stem: str, script_text: str, image: str) -> Expo
         num_processes = (config.num_processes or 1) * config.num_nodes
         job_config = job_config.changed(engine="ray", num_processes=num_processes)
         # The job's own process trains nothing: its workers have places of their own.
-        resources = []
+        resource_line = ""
     else:
         name = "gpus" if _has_accelerators(config) else "cpus"
-        resources = [f"  --entrypoint-num-{name} {config.num_processes or 1} \\"]
-    command = command_line("nbaccel", job_config, f"{stem}.py")
-    lines = [
-        "#!/bin/bash",
-        "# The folder of the script is sent to the cluster.",
-        f"# Where its nodes have nbaccel already: RUNTIME_ENV='{{}}' bash {stem}_ray.sh",
-        "set -euo pipefail",
-        f'packages=\'{{"pip": ["nbaccel[ray]=={__version__}"]}}\'',
-        "ray job submit \\",
-        '  --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" \\',
-        "  --working-dir . \\",
-        '  --runtime-env-json "${RUNTIME_ENV:-$packages}" \\',
-        *resources,
-        f"  -- {for_ray(command)}",
-        "",
-    ]
-    return ExportedFile(name=f"{stem}_ray.sh", text="\n".join(lines), submit=f"bash {stem}_ray.sh")
+        resource_line = f"  --entrypoint-num-{name} {config.num_processes or 1} \\\n"
+    text = _filled(
+        "ray.sh",
+        stem=stem,
+        version=__version__,
+        resource_line=resource_line,
+        command=for_ray(command_line("nbaccel", job_config, f"{stem}.py")),
+    )
+    return ExportedFile(name=f"{stem}_ray.sh", text=text, submit=f"bash {stem}_ray.sh")
 
 
 def for_ray(command: str) -> str:
@@ -279,85 +270,39 @@ def _kubernetes_job(config: RunConfig, stem: str, script_text: str, image: str) 
         master_port=str(_PORT),
     )
     command = command_line("nbaccel", config, f"{stem}.py", place)
-    documents = [
-        _config_map(name, f"{stem}.py", script_text),
-        *([_headless_service(name)] if config.num_nodes > 1 else []),
-        _indexed_job(name, config, command, image),
-    ]
+    num_workers = config.num_processes or 1
+    cores = str(num_workers * (config.threads_per_process or 1))
+    has_accelerators = _has_accelerators(config)
+    resources: dict[str, Any] = (
+        {"limits": {"nvidia.com/gpu": num_workers}}
+        if has_accelerators
+        else {"requests": {"cpu": cores}}
+    )
+    quoted_name = json.dumps(name)
+    text = _filled(
+        "kubernetes.yaml",
+        name=quoted_name,
+        script=_yaml({f"{stem}.py": script_text}, 2),
+        service=_filled("kubernetes_service.yaml", name=quoted_name, port=_PORT)
+        if config.num_nodes > 1
+        else "",
+        num_nodes=config.num_nodes,
+        max_restarts=config.max_restarts,
+        image=json.dumps(image),
+        command=_yaml(["bash", "-c", command], 8),
+        resources=_yaml(resources, 10),
+    )
     return ExportedFile(
         name=f"{stem}_job.yaml",
-        text=yaml.safe_dump_all(documents, sort_keys=False),
+        text=text,
         submit=f"kubectl apply -f {stem}_job.yaml",
         notes=(f"The image must have Python, torch and nbaccel: {image}. --image names another.",),
     )
 
 
-def _config_map(name: str, script_name: str, script_text: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name},
-        "data": {script_name: script_text},
-    }
-
-
-def _headless_service(name: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        # Without an address of its own it gives each pod a name. Before they are ready, because
-        # they meet while they start.
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"job-name": name},
-            "ports": [{"port": _PORT, "name": "rendezvous"}],
-        },
-    }
-
-
-def _indexed_job(name: str, config: RunConfig, command: str, image: str) -> dict[str, Any]:
-    num_workers = config.num_processes or 1
-    cores = str(num_workers * (config.threads_per_process or 1))
-    resources: Mapping[str, Any] = (
-        {"limits": {"nvidia.com/gpu": num_workers}}
-        if _has_accelerators(config)
-        else {"requests": {"cpu": cores}}
-    )
-    container = {
-        "name": "train",
-        "image": image,
-        "workingDir": "/job",
-        "command": ["bash", "-c", command],
-        "resources": dict(resources),
-        "volumeMounts": [
-            {"name": "script", "mountPath": "/job"},
-            # Loader workers of torch need more than the 64 MB that a pod has.
-            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  # the pod's own
-        ],
-    }
-    pod = {
-        "subdomain": name,
-        "restartPolicy": "Never",
-        "containers": [container],
-        "volumes": [
-            {"name": "script", "configMap": {"name": name}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name},
-        "spec": {
-            "completions": config.num_nodes,
-            "parallelism": config.num_nodes,
-            "completionMode": "Indexed",
-            "backoffLimit": config.max_restarts,
-            "template": {"spec": pod},
-        },
-    }
+def _yaml(value: Any, num_spaces: int) -> str:
+    """A value as it stands in a template, after as many spaces."""
+    return textwrap.indent(yaml.safe_dump(value), " " * num_spaces).strip()
 
 
 JOBS = {"slurm": _slurm_job, "ray": _ray_job, "kubernetes": _kubernetes_job}
