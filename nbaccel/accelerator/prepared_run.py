@@ -16,7 +16,7 @@ from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.contracts.place import Place
 from nbaccel.plan.contracts.precision import Precision, PrecisionSettings
 from nbaccel.plan.contracts.strategy import Strategy
-from nbaccel.plan.fp8_choice import choose_fp8, is_emulated, recipe_of
+from nbaccel.plan.precision_choice import choose_fp8, is_emulated, recipe_of
 from nbaccel.plan.training_plan import ProcessFacts, TrainingPlan, plan_training
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives

@@ -17,8 +17,6 @@ from nbaccel.config.capabilities import (
     ENGINES,
     DeviceRow,
     Fp8Choice,
-    PrecisionRow,
-    computes_in,
     device_row,
     engine_row,
     group_backend,
@@ -30,17 +28,19 @@ from nbaccel.config.capabilities import (
 from nbaccel.config.engine_choice import chosen_engine, elastic_reason
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.asking import Said, Wanted
-from nbaccel.plan.fp8_choice import (
-    choose_fp8,
-    fp8_choices,
-    fp8_mistakes,
-    fp8_warnings,
-    refused_strategy,
-)
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 from nbaccel.plan.launch_plan import Choice, Plan
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
+from nbaccel.plan.precision_choice import (
+    choose_fp8,
+    fp8_choices,
+    fp8_mistakes,
+    fp8_warnings,
+    precision_mistakes,
+    precision_warnings,
+    refused_strategy,
+)
 from nbaccel.plan.training_plan import unfit_count
 
 # Memory of a worker before its first tensor: measured 117-134 MiB, beside shared libraries.
@@ -437,79 +437,21 @@ def _choose_precision(
     setting_name = "mixed_precision"
     precision_name = config.mixed_precision
     row = device_row(str(device.value))
-    precision_choice = precision_row(precision_name)
-    text = _precision_problem(row, precision_choice, fp8_choice)
-    if text:
-        findings.mistakes.append(text)
-    if precision_name in (precisions := dict(row.slow)):
-        findings.warnings.append(
-            f'mixed_precision="{precision_name}" on {row.name} is slow: '
-            f"{precisions[precision_name]}. "
-            '"bf16" is faster there, "no" is exact.'
-        )
-    if not text:
-        _check_architecture(
-            precision_choice, fp8_choice, _units_with_workers(found, device, count), findings
-        )
+    gpus = {
+        f"GPU {gpu.index} ({gpu.name})": gpu.compute_capability
+        for gpu in _units_with_workers(found, device, count)
+        # (0, 0) stands for a device whose kind has no such number.
+        if gpu.compute_capability > (0, 0)
+    }
+    precision = precision_row(precision_name)
+    mistakes = [*precision_mistakes(precision, fp8_choice, row, gpus)]
+    findings.mistakes.extend(mistakes)
+    findings.warnings.extend(precision_warnings(precision, row, {} if mistakes else gpus))
     return Choice(
         setting_name,
         precision_name,
         "float32, as nothing was asked" if precision_name == "no" else _AS_REQUESTED,
     )
-
-
-def _precision_problem(device: DeviceRow, precision: PrecisionRow, fp8_choice: Fp8Choice) -> str:
-    name = precision.name
-    row = fp8_choice.row or precision
-    if fp8_choice.problem:
-        return (
-            f'mixed_precision="{name}" is not available here: {fp8_choice.problem}. '
-            "Training would fail before its first step. Install it, give fp8 another backend, or "
-            'give "bf16".'
-        )
-    if not row.path:
-        return _unserved_precision(name)
-    if device.precisions and not computes_in(device, row):
-        reason = dict(device.refused).get(name, f"it needs {row.needs}")
-        return (
-            f'mixed_precision="{name}" is not supported on {device.name}: '
-            f"{reason}. Training would fail in its first step. Give "
-            f'"{device.precisions[-1]}" or "no", or another device.'
-        )
-    return ""
-
-
-def _unserved_precision(name: str) -> str:
-    return (
-        f'mixed_precision="{name}" is not supported in this version, which computes '
-        "nothing in it. Training would silently go on in float32. Give "
-        '"bf16" or "no".'
-    )
-
-
-def _check_architecture(
-    precision: PrecisionRow,
-    fp8_choice: Fp8Choice,
-    device_units: tuple[Gpu, ...],
-    findings: _Findings,
-) -> None:
-    computing_row = fp8_choice.row or precision
-    # (0, 0) stands for a device whose kind has no such number.
-    gpus = [gpu for gpu in device_units if gpu.compute_capability > (0, 0)]
-    refused_gpus = [gpu for gpu in gpus if gpu.compute_capability < computing_row.refused_below]
-    if refused_gpus:
-        emulation = '"native" as fp8 backend, which emulates it, ' if fp8_choice.row else ""
-        findings.mistakes.append(
-            f'mixed_precision="{precision.name}" needs {computing_row.needs}: got '
-            f"{_describe_gpus(refused_gpus)}. "
-            f'Training would fail in its first step. Give {emulation}"bf16", "fp16" or "no".'
-        )
-    imitating_gpus = [gpu for gpu in gpus if gpu.compute_capability < precision.imitated_below]
-    if imitating_gpus:
-        findings.warnings.append(
-            f'mixed_precision="{precision.name}" is only imitated by '
-            f'{_describe_gpus(imitating_gpus)}: it saves no time. "fp16" is fast there.'
-        )
 
 
 def _choose_strategy(
@@ -600,10 +542,3 @@ def _refuse_mistakes(findings: _Findings, problem: str) -> None:
 def _describe_units(device: DeviceRow, device_units: tuple[Gpu, ...]) -> str:
     names = sorted({unit.name for unit in device_units} - {device.noun})
     return count_noun(len(device_units), device.noun) + (f" ({', '.join(names)})" if names else "")
-
-
-def _describe_gpus(gpus: list[Gpu]) -> str:
-    return ", ".join(
-        f"GPU {gpu.index} ({gpu.name}) of {'.'.join(map(str, gpu.compute_capability))}"
-        for gpu in gpus
-    )

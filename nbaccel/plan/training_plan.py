@@ -15,25 +15,23 @@ from nbaccel.config.capabilities import (
     DEVICES,
     PRECISIONS,
     STRATEGIES,
-    DeviceRow,
     Fp8Choice,
-    Fp8Row,
-    PrecisionRow,
     StrategyRow,
-    computes_in,
     device_row,
     strategy_fits,
     strategy_row,
 )
 from nbaccel.plan.contracts.asking import Source, Wanted
-from nbaccel.plan.fp8_choice import (
+from nbaccel.plan.launch_plan import Choice, choices_table
+from nbaccel.plan.precision_choice import (
     choose_fp8,
     fp8_choices,
     fp8_mistakes,
     fp8_warnings,
+    precision_mistakes,
+    precision_warnings,
     refused_strategy,
 )
-from nbaccel.plan.launch_plan import Choice, choices_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +69,7 @@ class ProcessFacts:
         world_size: Processes in total.
         rank: Number of this one.
         backend: Process group backend; empty where there is no group.
-        can_meet: Whether a process group exists or can be made: one process without a launcher
+        can_join: Whether a process group exists or can be made: one process without a launcher
             has nothing to make it from.
         compute_capability: Of the GPU, if it is one.
     """
@@ -267,13 +265,11 @@ def _judge_precision(
         )
     device = device_row(found.device)
     precision_choice = rows_by_name[precision_name]
-    if fp8.problem:
-        raise ConfigError(
-            f'mixed_precision="{precision_name}" is not available: {fp8.problem}. Training would '
-            'fail before its first step. Install it, give fp8 another backend, or give "bf16".'
-        )
+    capability = found.compute_capability
+    gpus = {f"this GPU ({found.device_name})": capability} if capability else {}
+    if mistakes := tuple(precision_mistakes(precision_choice, fp8, device, gpus)):
+        raise ConfigError(*mistakes)
     computing_row = fp8.row or precision_choice
-    _refuse_device(precision_choice, computing_row, device, found)
     if not strategy_fits(strategy, computing_row):
         own_reason = fp8.row and refused_strategy(asked.fp8, fp8.row, strategy)
         raise ConfigError(
@@ -283,47 +279,17 @@ def _judge_precision(
             'Give "bf16" or "no".'
         )
     if fp8.row is not None:
-        mistakes = fp8_mistakes(
-            asked.fp8, fp8.row, found.compute_capability, world_size=found.world_size
-        )
-        if all_mistakes := tuple(mistakes):
-            raise ConfigError(*all_mistakes)
+        recipe_mistakes = [
+            *fp8_mistakes(asked.fp8, fp8.row, found.compute_capability, world_size=found.world_size)
+        ]
+        if recipe_mistakes:
+            raise ConfigError(*recipe_mistakes)
         yield from fp8_warnings(asked.fp8, fp8.row, device, found.compute_capability)
-    precisions = dict(device.slow)
-    if precision_name in precisions:
-        yield (
-            f'mixed_precision="{precision_name}" on {device.name} is slow: '
-            f"{precisions[precision_name]}."
-        )
-    if (found.compute_capability or _NEWEST) < precision_choice.imitated_below:
-        yield f'mixed_precision="{precision_name}" is only imitated by this GPU: it saves no time.'
+    yield from precision_warnings(precision_choice, device, gpus)
 
 
 _FAILS_EARLY = "Training would fail in its first step."
-_NEWEST = (99, 0)
-"""Of a device that is no GPU nothing is refused by its compute capability: it has none."""
 
 
 def _backend_text(fp8: Fp8Choice) -> str:
     return f" by the backend {fp8.row.name!r}" if fp8.row is not None else ""
-
-
-def _refuse_device(
-    precision: PrecisionRow,
-    row: PrecisionRow | Fp8Row,
-    device: DeviceRow,
-    found: ProcessFacts,
-) -> None:
-    is_too_old = (found.compute_capability or _NEWEST) < row.refused_below
-    if computes_in(device, row) and not is_too_old:
-        return
-    reason = dict(device.refused).get(precision.name, f"it needs {row.needs}")
-    remedy = (
-        'Give fp8={"backend": "native"}, which emulates it, or "bf16".'
-        if isinstance(row, Fp8Row)
-        else 'Give "bf16" or "no".'
-    )
-    raise ConfigError(
-        f'mixed_precision="{precision.name}" is not supported on {found.device_name}: '
-        f"{reason}. Training would fail in its first step. {remedy}"
-    )

@@ -43,7 +43,10 @@ def test_a_module_is_run_by_its_name(tmp_path: Path, capfd) -> None:
 
 
 def test_a_program_is_run_without_python(tmp_path: Path, capfd) -> None:
-    assert main([*TWO, "--no_python", "sh", "-c", "echo $RANK/$WORLD_SIZE; sleep $RANK; exit $RANK"]) == 1
+    assert (
+        main([*TWO, "--no_python", "sh", "-c", "echo $RANK/$WORLD_SIZE; sleep $RANK; exit $RANK"])
+        == 1
+    )
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0/2", "[1] 1/2"]
 
 

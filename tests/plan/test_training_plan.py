@@ -107,7 +107,7 @@ def test_a_library_of_fp8_that_a_chip_does_not_have_is_refused(
     monkeypatch.setattr(capabilities, "is_installed", lambda name: True)
     request = TrainingRequest(mixed_precision="fp8", fp8=Fp8Config(backend="te"))
     for found in (CPU, gpu(8, 0)):
-        with pytest.raises(ConfigError, match=r"is not supported on .*native.*emulates"):
+        with pytest.raises(ConfigError, match=r"needs .*compute capability 8\.9.*native.*emulates"):
             plan_training(request, found)
     assert "fp8.recipe" in plan_training(request, gpu(9, 0)).explain()
 

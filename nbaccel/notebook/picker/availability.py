@@ -20,7 +20,7 @@ from nbaccel.memory.settings_form import ChoiceOption, Setting
 from nbaccel.notebook.picker.choices import form_of
 from nbaccel.notebook.picker.edits import value_of
 from nbaccel.plan import Inventory, registry, resolve
-from nbaccel.plan.fp8_choice import HISTORY_SETTINGS, recipe_of
+from nbaccel.plan.precision_choice import HISTORY_SETTINGS, recipe_of
 
 _FP8 = "fp8."
 _MULTI_NODE_FIELDS = (

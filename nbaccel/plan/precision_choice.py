@@ -1,11 +1,11 @@
-"""Which library computes in 8 bits, and whether its recipe fits the device.
+"""What computes in a precision, in 8 bits above all, and whether it fits the device.
 
 Both plans ask here: that of a launch, before a process starts, and that of an `Accelerator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nbaccel.config import Fp8Config
 from nbaccel.config.capabilities import (
@@ -13,13 +13,78 @@ from nbaccel.config.capabilities import (
     DeviceRow,
     Fp8Choice,
     Fp8Row,
+    PrecisionRow,
     StrategyRow,
+    computes_in,
     fp8_backend,
 )
 from nbaccel.plan.launch_plan import Choice
 
 HISTORY_SETTINGS = ("interval", "amax_history_len", "amax_compute_algo")
 """Settings of ``Fp8Config`` that delayed scaling alone reads."""
+
+
+def precision_mistakes(
+    precision: PrecisionRow,
+    fp8: Fp8Choice,
+    device: DeviceRow,
+    gpus: Mapping[str, tuple[int, int]],
+) -> Iterator[str]:
+    """Why a device does not train in a precision; `gpus` are compute capabilities by name."""
+    name = precision.name
+    row = fp8.row or precision
+    old_gpus = {
+        gpu: capability for gpu, capability in gpus.items() if capability < row.refused_below
+    }
+    if fp8.problem:
+        yield (
+            f'mixed_precision="{name}" is not available here: {fp8.problem}. '
+            "Training would fail before its first step. Install it, give fp8 another backend, or "
+            'give "bf16".'
+        )
+    elif not row.path:
+        yield (
+            f'mixed_precision="{name}" is not supported in this version, which computes nothing in '
+            'it. Training would silently go on in float32. Give "bf16" or "no".'
+        )
+    elif device.precisions and not computes_in(device, row):
+        reason = dict(device.refused).get(name, f"it needs {row.needs}")
+        remedy = f'"{device.precisions[-1]}" or "no", or another device'
+        if fp8.row is not None:
+            remedy = f'fp8={{"backend": "native"}}, which emulates it, or {remedy}'
+        yield (
+            f'mixed_precision="{name}" is not supported on {device.name}: {reason}. Training would '
+            f"fail in its first step. Give {remedy}."
+        )
+    elif old_gpus:
+        emulation = '"native" as fp8 backend, which emulates it, ' if fp8.row else ""
+        yield (
+            f'mixed_precision="{name}" needs {row.needs}: got {_described(old_gpus)}. '
+            f'Training would fail in its first step. Give {emulation}"bf16", "fp16" or "no".'
+        )
+
+
+def precision_warnings(
+    precision: PrecisionRow, device: DeviceRow, gpus: Mapping[str, tuple[int, int]]
+) -> Iterator[str]:
+    """What makes a precision that works slow."""
+    if reason := dict(device.slow).get(precision.name):
+        yield (
+            f'mixed_precision="{precision.name}" on {device.name} is slow: {reason}. '
+            '"bf16" is faster there, "no" is exact.'
+        )
+    imitating = {
+        g: capability for g, capability in gpus.items() if capability < precision.imitated_below
+    }
+    if imitating:
+        yield (
+            f'mixed_precision="{precision.name}" is only imitated by {_described(imitating)}: it '
+            'saves no time. "fp16" is fast there.'
+        )
+
+
+def _described(gpus: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{name} of {_dotted(capability)}" for name, capability in gpus.items())
 
 
 def choose_fp8(
