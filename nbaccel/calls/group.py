@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from nbaccel.base import process_death
+from nbaccel.base import processes
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.ports import listen
@@ -34,8 +34,14 @@ from nbaccel.plan import Plan, shared_memory_files
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template, time_limits, worker
-from nbaccel.workers.assignments import MeetingPlace, assignments, places
-from nbaccel.workers.starters import ForkStarter, Starter, TemplateStarter
+from nbaccel.workers.starters import (
+    ForkStarter,
+    MeetingPlace,
+    Starter,
+    TemplateStarter,
+    assignments,
+    places,
+)
 from nbaccel.workers.worker_handle import WorkerHandle, connect
 
 _REPORT_PAUSE_S = 0.001  # between the end of a process and the template's report of it
@@ -91,7 +97,7 @@ class Group:
         self.plan = plan
         self.stays = stays
         self.members: list[WorkerHandle] = []
-        self.oom_kills = process_death.oom_kills()
+        self.oom_kills = processes.oom_kills()
         self.why_lost = ""
         """Why a pool's workers were all ended in a task; empty while they are there."""
         self._starter = starter

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import accelerate_library, env, ports
 from nbaccel.base.errors import LaunchInterrupted, StoppedAtStep
+from nbaccel.base.processes import process_use
 from nbaccel.calls import launched_functions
 from nbaccel.config.capabilities import STRATEGIES, StrategyRow
 from nbaccel.config.variables import run_variables
@@ -29,7 +30,6 @@ from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.shards import Remembered, ShardReader, remember
 from nbaccel.plan.topology import Topology
-from nbaccel.workers.resource_use import process_use
 
 if TYPE_CHECKING:
     from torch import nn

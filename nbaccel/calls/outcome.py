@@ -21,7 +21,7 @@ from nbaccel.base.errors import (
     WorkerDied,
     WorkerFailed,
 )
-from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few, format_seconds
 from nbaccel.calls import pool_messages
 from nbaccel.config.mistakes import closest
@@ -32,8 +32,8 @@ from nbaccel.plan import Plan
 from nbaccel.transfer import pickling
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.transfer.weight_writer import WeightReport
-from nbaccel.workers import failure, library_texts, messaging
-from nbaccel.workers.portable_exception import PortableException
+from nbaccel.workers import failure, messaging
+from nbaccel.workers.failure import PortableException
 from nbaccel.workers.worker_handle import WorkerHandle
 
 
@@ -278,7 +278,7 @@ def _met_for_different_things(result: CallResult, records: Sequence[failure.Fail
     messages = [record.raised.message for record in records if record.raised is not None]
     lines = itertools.chain.from_iterable(result.tails.values())
     texts = (*messages, *lines, *result.library_messages)
-    return any(map(library_texts.tells_of_unlike_collectives, texts))
+    return any(map(failure.tells_of_unlike_collectives, texts))
 
 
 def _stuck_error(

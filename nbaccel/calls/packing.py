@@ -19,7 +19,7 @@ from torch import nn
 from nbaccel.base import frames
 from nbaccel.base.errors import ModelNotShareable, NotSendable, UnsafeFork
 from nbaccel.base.log import write_notice
-from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.processes import uninterrupted
 from nbaccel.calls.changed_packages import sendable_changes
 from nbaccel.config.capabilities import ENGINES
 from nbaccel.plan import Plan, registry

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError, UnsafeMoment, WrongArguments
 from nbaccel.base.log import write_notice
-from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.processes import uninterrupted
 from nbaccel.calls import outcome, pool_messages
-from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
 from nbaccel.calls.group import Group
 from nbaccel.calls.launched_functions import call_title
 from nbaccel.calls.outcome import CallOutcome, CallResult
 from nbaccel.calls.packing import pack_for_running_workers
-from nbaccel.calls.pool_planning import PoolState, plan_pool, ranks_of
+from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.calls.post_task import PostTask
 from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
 from nbaccel.calls.supervisor import RankTasks

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_planning import CellSource
 from nbaccel.workers import messaging
 
 PACKAGE_CHANGES = "nbaccel_package_changes"

@@ -33,7 +33,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.worker_namespace import Namespace
 from nbaccel.workers import messaging, precision_check
-from nbaccel.workers.library_texts import can_come_of_a_left_group, tells_of_a_left_group
+from nbaccel.workers.failure import can_come_of_a_left_group, tells_of_a_left_group
 from nbaccel.workers.worker import (
     Work,
     WorkerCall,

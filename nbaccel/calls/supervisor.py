@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from nbaccel.base import process_death
+from nbaccel.base import processes
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.calls import pool_messages
 from nbaccel.calls.outcome import CallResult
@@ -146,7 +146,7 @@ class Supervisor:
                 show = self._show
                 self._show = None
                 # The front end must not be left with an unfinished display.
-                with process_death.uninterrupted():
+                with processes.uninterrupted():
                     show.end(self, self._ending())
                 result.observed = show.board
         result.tails = self.console.tails()

@@ -27,7 +27,7 @@ from nbaccel.hosts.slurm import job_number, own_step_variables, srun_words
 from nbaccel.plan import registry
 
 if TYPE_CHECKING:
-    from nbaccel.calls.script import Script
+    from nbaccel.calls.launched_functions import Script
     from nbaccel.cli.launch_request import LaunchRequest
     from nbaccel.plan.contracts.host_engine import Host
 

@@ -14,8 +14,14 @@ from typing import cast
 from nbaccel.base import env
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.frames import place, user_frame
+from nbaccel.calls.launched_functions import (
+    Script,
+    ScriptEnd,
+    exit_status_of,
+    run_script,
+    run_script_here,
+)
 from nbaccel.calls.outcome import full_traceback
-from nbaccel.calls.script import Script, ScriptEnd, exit_status_of, run_script, run_script_here
 from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.launchers import launch_configured

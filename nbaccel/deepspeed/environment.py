@@ -32,7 +32,7 @@ import psutil
 from nbaccel.base import env, ports
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.base.optional_packages import require
-from nbaccel.base.process_names import describe_process
+from nbaccel.base.processes import describe_process
 from nbaccel.base.units import format_bytes
 from nbaccel.deepspeed import cpp_operations, library, teardown
 from nbaccel.plan.inspecting import inspect_machine

@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.magic import no_var_expand
 
 from nbaccel.base.errors import ConfigError, WorkerFailed
-from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_planning import CellSource
 from nbaccel.config.mistakes import closest
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.magic_line import (

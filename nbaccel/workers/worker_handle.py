@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
-from nbaccel.base.process_death import explain_kill
+from nbaccel.base.processes import explain_kill
 from nbaccel.transfer import memfd
 from nbaccel.workers import failure, messaging
 from nbaccel.workers.failure import FailureRecord
