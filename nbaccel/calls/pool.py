@@ -1,7 +1,7 @@
 """`Pool`: workers that stay, and take code, names and calls from the notebook.
 
-    run ─► names the cell needs ─► BindNames ─► RunCell ─► weights back ─► results ─► out
-           (namespace_sync)                (task)     (WriteWeights, WeightsReceived)
+    run ─► names the cell needs ─► bind_names ─► run_cell ─► weights back ─► results ─► out
+           (namespace_sync)                         (write_weights, share_equal_pages)
 
 The pool decides what a task's end means: go on, leave the process groups, or start anew.
 """
@@ -22,12 +22,13 @@ from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError, UnsafeMoment, WrongArguments
 from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
-from nbaccel.calls import outcome, pool_messages
+from nbaccel.calls import outcome
 from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
 from nbaccel.calls.group import Group
 from nbaccel.calls.launched_functions import call_title
 from nbaccel.calls.outcome import CallOutcome, CallResult
 from nbaccel.calls.packing import pack_for_running_workers
+from nbaccel.calls.pool_messages import Completions, GroupWanted, PoolTask
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.calls.post_task import PostTask
 from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
@@ -45,6 +46,7 @@ from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.pickling import unpack
 from nbaccel.workers import notebook_imports, starters
+from nbaccel.workers.messaging import FileHints
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -340,13 +342,13 @@ class Pool:
         with self._working(ranks) as (group, asked):
             return self._fetch(group, names, asked, by_rank=ranks is None)
 
-    def complete(self, code: str, cursor: int) -> pool_messages.Completions | None:
+    def complete(self, code: str, cursor: int) -> Completions | None:
         """Completions from rank 0's namespace; None if the pool is not idle."""
-        return self._ask(pool_messages.Complete(code=code, cursor=cursor))  # type: ignore[no-any-return]
+        return self._ask("complete", code=code, cursor=cursor)  # type: ignore[no-any-return]
 
     def inspect(self, name: str, detail: int = 0) -> dict[str, str] | None:
         """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
-        return self._ask(pool_messages.Inspect(name=name, detail=detail))  # type: ignore[no-any-return]
+        return self._ask("inspect", name=name, detail=detail)  # type: ignore[no-any-return]
 
     def status(self, *, asks_workers: bool = True) -> StatusTable:
         """What each worker is doing and what it has in memory.
@@ -364,15 +366,15 @@ class Pool:
     # ---- tasks
 
     def _run_cell(self, group: Group, source: CellSource, ranks: Sequence[int]) -> CallResult:
-        body = pool_messages.RunCell(
-            source=source,
-            directory=self._surroundings.new_directory(),
-            environment=self._surroundings.new_variables(),
-            settings=library_settings(),
-        )
+        arguments = {
+            "source": source,
+            "directory": self._surroundings.new_directory(),
+            "environment": self._surroundings.new_variables(),
+            "settings": library_settings(),
+        }
         self._activity = f"cell In[{source.count}]" if source.count else ""
         try:
-            tasks = dict.fromkeys(ranks, (body, ()))
+            tasks = dict.fromkeys(ranks, (PoolTask("run_cell", arguments), ()))
             return self._show_tasks(group, tasks, title=self._activity)
         finally:
             self._activity = ""
@@ -411,18 +413,22 @@ class Pool:
             return
         tell_of_edits()
         with contextlib.closing(update), uninterrupted():
-            tasks = {
-                rank: (pool_messages.BindNames(update=part.message), part.fds)
-                for part in update.parts
-                for rank in part.ranks
-            }
+            tasks: dict[int, tuple[PoolTask, list[int]]] = {}
+            for part in update.parts:
+                hints = FileHints(
+                    arenas=tuple(key for key, _ in part.message.arenas),
+                    reads_arenas=part.message.reads_arenas,
+                    forgets=part.message.forget_arenas,
+                )
+                task = PoolTask("bind_names", {"update": part.message}, hints)
+                tasks |= dict.fromkeys(part.ranks, (task, part.fds))
             self._run_tasks(group, tasks)
             self._namespace_sync.taken(update)
 
     def _fetch(
         self, group: Group, names: tuple[str, ...], ranks: Sequence[int], *, by_rank: bool
     ) -> dict[str, Any]:
-        pull = pool_messages.Pull(names=names)
+        pull = PoolTask("pull", {"names": names})
         result = self._run_tasks(group, dict.fromkeys(ranks, (pull, ())))
         values = [
             unpack(member.returned.payload, member.result_fd, {}, namespace=self._namespace)
@@ -440,13 +446,15 @@ class Pool:
         for rank in range(self.num_processes):
             self._namespace_sync.bound(rank, names)
 
-    def _ask(self, body: Any) -> Any:
+    def _ask(self, method: str, **arguments: Any) -> Any:
         # Never waits: completion is requested by a key press, while a cell may run for hours.
         if self._state is not PoolState.IDLE:
             return None
         with contextlib.suppress(UnsafeMoment), self._working() as (group, _):
             # A completion that takes longer is of no use, and the pool is held meanwhile.
-            return group.run_tasks({0: (body, ())}, timeout_s=1.0).shown.get(0)
+            return group.run_tasks({0: (PoolTask(method, arguments), ())}, timeout_s=1.0).shown.get(
+                0
+            )
         return None
 
     # ---- inside
@@ -494,7 +502,7 @@ class Pool:
         self.reason = ""
         self._forget_workers()
         if self._dist:
-            group.everyone(pool_messages.GroupWanted())
+            group.everyone(PoolTask("join_group", {"wanted": GroupWanted()}))
         return group
 
     def _dissolve(self, state: PoolState, reason: str) -> None:

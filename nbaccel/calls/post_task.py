@@ -1,7 +1,7 @@
 """What follows a task, successful or not: ranks in step again, and weights copied back.
 
-WriteWeights ─► every rank writes its part into staging files ─► Staged
-          all ranks have: the notebook copies it into the arenas ─► WeightsReceived
+write_weights ─► every rank writes its part into staging files ─► Staged
+          all ranks have: the notebook copies it into the arenas ─► share_equal_pages
           a rank failed, died or was stopped: the files are dropped, and nothing has changed
 """
 
@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.log import write_notice
-from nbaccel.calls import outcome, pool_messages
+from nbaccel.calls import outcome
 from nbaccel.calls.group import Group
 from nbaccel.calls.outcome import CallResult
 from nbaccel.calls.packing import staged
+from nbaccel.calls.pool_messages import PoolTask
 from nbaccel.transfer.namespace_snapshot import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
 from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.workers.messaging import FileHints
 from nbaccel.workers.starters import dispose
 
 
@@ -37,7 +39,7 @@ class PostTask:
         # Taken first, because the next task makes the members forget this one.
         ended_well = all(member.returned is not None for member in result.members)
         self._generation += 1
-        closed = group.everyone(pool_messages.CloseGroups(generation=self._generation))
+        closed = group.everyone(PoolTask("close_groups", {"generation": self._generation}))
         if ended_well:
             write_notice(outcome.UNEVEN_COLLECTIVES)
         return closed
@@ -69,7 +71,9 @@ class PostTask:
         try:
             with staged([record.sharing for record in records], arenas) as receiver:
                 files = [receiver.staging[key] for key in arenas]
-                result = group.everyone(pool_messages.WriteWeights(arenas=tuple(arenas)), files)
+                keys = tuple(arenas)
+                task = PoolTask("write_weights", {"arenas": keys}, FileHints(staging=keys))
+                result = group.everyone(task, files)
                 try:
                     if not result.went_well:
                         return _error_of(group, result, unchanged)
@@ -84,7 +88,8 @@ class PostTask:
                 f"{unchanged} The workers live on and have the trained weights: close what holds "
                 "memory or files open, and the next cell writes them back."
             )
-        group.post(pool_messages.WeightsReceived())
+        hints = FileHints(reads_arenas=True, ends_staging=True)
+        group.post(PoolTask("share_equal_pages", hints=hints))
         return None
 
     def _apply(

@@ -494,7 +494,11 @@ class Supervisor:
         self._joining.add(member.rank)
         # The worker may have ended; its sentinel says so.
         with contextlib.suppress(OSError):
-            member.channel.send(messaging.Task(number=0, body=wanted))
+            member.channel.send(
+                messaging.Task(
+                    number=0, body=pool_messages.PoolTask("join_group", {"wanted": wanted})
+                )
+            )
 
     # ---- interrupts and exits
 
