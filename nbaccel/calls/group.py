@@ -18,10 +18,9 @@ from nbaccel.base.errors import LaunchInterrupted, StartupFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.ports import listen
 from nbaccel.calls import outcome
-from nbaccel.calls.outcome import CallResult, why_lost
-from nbaccel.calls.packing import judge_fork
+from nbaccel.calls.outcome import why_lost
 from nbaccel.calls.status_table import rank_status
-from nbaccel.calls.supervisor import RankTasks, Supervisor
+from nbaccel.calls.supervisor import CallResult, RankTasks, Supervisor
 from nbaccel.config.capabilities import engine_row
 from nbaccel.hosts.host_session import HostSession
 from nbaccel.output import publish
@@ -33,7 +32,7 @@ from nbaccel.output.rank_logs import RankLogs, hidden_streams
 from nbaccel.plan import Plan, shared_memory_files
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, template, time_limits, worker
+from nbaccel.workers import fork_safety, messaging, template, time_limits, worker
 from nbaccel.workers.starters import (
     ForkStarter,
     MeetingPlace,
@@ -151,7 +150,7 @@ class Group:
     def ready(cls, plan: Plan) -> Group:
         """Start a pool's workers, and wait until they can take a task."""
         if plan.start_method == "fork":
-            judge_fork()
+            fork_safety.judge_fork()
         waiting_line = WaitingLine(plan.num_processes)
         with contextlib.ExitStack() as undo_start, contextlib.closing(waiting_line):
             if template.uses_template(plan):
@@ -235,8 +234,8 @@ class Group:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
             )
-        if (error := outcome.call_error(result, self.plan)) is not None:
-            raise error
+        if not result.is_complete:
+            raise outcome.call_error(result, self.plan)
 
     def collect(self) -> Sequence[messaging.Ended]:
         """Workers that have ended since the last call; all of a pool's, if their template has."""

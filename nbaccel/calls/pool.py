@@ -25,14 +25,13 @@ from nbaccel.base.processes import uninterrupted
 from nbaccel.calls import outcome
 from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
 from nbaccel.calls.group import Group
+from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers
 from nbaccel.calls.launched_functions import call_title
-from nbaccel.calls.outcome import CallOutcome, CallResult
-from nbaccel.calls.packing import pack_for_running_workers
 from nbaccel.calls.pool_messages import Completions, GroupWanted, PoolTask
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.calls.post_task import PostTask
 from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
-from nbaccel.calls.supervisor import RankTasks
+from nbaccel.calls.supervisor import CallResult, RankTasks
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
 from nbaccel.config.mistakes import shown
@@ -279,7 +278,7 @@ class Pool:
             result = self._show_tasks(group, tasks, title=call_title(function, args))
             was_stopped, closing_lines = outcome.after_call(result)
             try:
-                return outcome.conclude_call(
+                return conclude_call(
                     self.plan,
                     result,
                     receiver,
@@ -397,6 +396,8 @@ class Pool:
         """What a task has to raise, if it did not end well."""
         if result.interrupted:
             return outcome.stopped_error(outcome.stopped_message(result), result)
+        if result.is_complete:
+            return None
         lines = outcome.closing_lines(result, self._namespace_sync.reasons)
         return outcome.call_error(result, self.plan, closing_lines=lines)
 

@@ -13,9 +13,10 @@ from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.calls import outcome
 from nbaccel.calls.group import Group
-from nbaccel.calls.outcome import CallResult
-from nbaccel.calls.packing import staged
+from nbaccel.calls.launch import staged
 from nbaccel.calls.pool_messages import PoolTask
+from nbaccel.calls.supervisor import CallResult
+from nbaccel.transfer.arena import Sharing
 from nbaccel.transfer.namespace_snapshot import ModuleRecord
 from nbaccel.transfer.namespace_sync import NamespaceSync
 from nbaccel.transfer.weight_receiver import WeightReceiver
@@ -69,7 +70,8 @@ class PostTask:
         unchanged = _unchanged_words(sorted(record.path for record in records))
         arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
         try:
-            with staged([record.sharing for record in records], arenas) as receiver:
+            sharing = Sharing.joined(record.sharing for record in records)
+            with staged(sharing, arenas) as receiver:
                 files = [receiver.staging[key] for key in arenas]
                 keys = tuple(arenas)
                 task = PoolTask("write_weights", {"arenas": keys}, FileHints(staging=keys))
@@ -129,7 +131,7 @@ class PostTask:
         self._reported_lines[name] = line
 
 
-def _error_of(group: Group, result: CallResult, words: str) -> BaseException | None:
+def _error_of(group: Group, result: CallResult, words: str) -> BaseException:
     """The error of a task that followed a cell."""
     if result.lost:
         words = "\n".join(

@@ -21,12 +21,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nbaccel.base import processes
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.calls import pool_messages
-from nbaccel.calls.outcome import CallResult
 from nbaccel.calls.rank_watch import RankWatch
 from nbaccel.calls.shutdown import (
     AFTER_LOSS,
@@ -40,6 +40,7 @@ from nbaccel.calls.shutdown import (
 )
 from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
+from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.panel.following import DashboardUpdater
 from nbaccel.plan import Plan
 from nbaccel.transfer import memfd
@@ -51,6 +52,80 @@ RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
 
 _READ_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle._enlarge`
+
+
+@dataclass(kw_only=True)
+class CallResult:
+    """How a call ended; a `Supervisor` fills it in."""
+
+    is_of_all: bool
+    """Whether all workers had it."""
+    members: tuple[WorkerHandle, ...] = ()
+    """The workers that had it, by rank, with what each has returned, raised or died of."""
+    tails: dict[int, list[str]] = field(default_factory=dict, repr=False)
+    """The last lines that each rank printed."""
+    library_messages: list[str] = field(default_factory=list, repr=False)
+    """What libraries have printed that is folded away as long as all is well."""
+    interrupted: bool = False
+    """The user has stopped it."""
+    timed_out: bool = False
+    stuck: list[WorkerHandle] = field(default_factory=list)
+    """Workers that never sent a message."""
+    observed: RunBoard | None = field(default=None, repr=False)
+    """What was seen of it; None for one that is not shown."""
+    idle: dict[int, pool_messages.Idle] = field(default_factory=dict)
+    """The last message of each rank of a pool that has finished."""
+    lost: list[int] = field(default_factory=list)
+    """Ranks of a pool that have ended."""
+    lost_because: str = ""
+    """Why all were lost at once, if it was that."""
+    staged: dict[int, pool_messages.Staged] = field(default_factory=dict)
+    """What ranks have written into staging files."""
+    whole_files: dict[str, int] = field(default_factory=dict, repr=False)
+    """Descriptors of the ranks' own files that hold whole arenas, by key of the arena."""
+    was_cut: bool = False
+    """Whether a rank was cut off in a collective."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has returned, in time."""
+        return not self.timed_out and all(member.returned is not None for member in self.members)
+
+    @property
+    def went_well(self) -> bool:
+        """Whether every rank completed it, and none was stopped."""
+        return not self.interrupted and self.is_complete
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the functions came to their ends, and were not stopped where a step had ended."""
+        return not any(m.returned is not None and m.returned.was_stopped for m in self.members)
+
+    @property
+    def came_to_end_of_step(self) -> bool:
+        """Whether a call that was interrupted has handed over the weights of one whole step."""
+        return all(m.returned is not None and not m.is_stopped for m in self.members)
+
+    @property
+    def shown(self) -> dict[int, Any]:
+        """What the task gives the user to see, by rank."""
+        return {rank: answer.shown for rank, answer in self.idle.items()}
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether process groups cannot be used any longer.
+
+        A rank was cut off in one of their collectives, or their ranks have begun different numbers
+        of them: the next one would meet the wrong partner.
+        """
+        # By name, because not all ranks need be in a group: absent ranks are no difference.
+        counts: dict[str, set[int]] = {}
+        for idle in self.idle.values():
+            for name, count in idle.sequence:
+                counts.setdefault(name, set()).add(count)
+        in_groups = {idle.in_groups for idle in self.idle.values()}
+        differ = len(in_groups) > 1 or any(len(numbers) > 1 for numbers in counts.values())
+        return self.was_cut or (self.is_of_all and differ)
 
 
 class WatchedGroup(Protocol):

@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.errors import UnsafeFork
+from nbaccel.base.log import write_notice
 from nbaccel.plan import registry
 
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
@@ -78,6 +80,21 @@ def _find_hazards() -> Iterator[Hazard]:
             "worker",
             is_fatal=False,
         )
+
+
+def judge_fork() -> None:
+    """Report what makes a fork of this process unsafe."""
+    found = hazards()
+    fatal = [hazard for hazard in found if hazard.is_fatal]
+    if fatal:
+        raise UnsafeFork(
+            "start_method='fork' cannot work in this notebook as it is now:\n"
+            + "\n".join(f"  {hazard}" for hazard in fatal)
+            + "\nUse start_method='template' (the default): its workers are forked from a clean "
+            "process, so no restart of the notebook is needed."
+        )
+    for hazard in found:
+        write_notice(f"nbaccel: {hazard}. start_method='template' is safe from that.\n")
 
 
 def has_native_threads() -> bool:
