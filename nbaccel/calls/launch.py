@@ -42,9 +42,9 @@ from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group, LaunchHosts
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.capabilities import ENGINES, device_row
-from nbaccel.output.cell_place import WaitingLine
+from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RunBoard
-from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.output.publish import WaitingLine
 from nbaccel.plan import Choice, Plan, registry
 from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.transfer import arena, pickling
@@ -548,7 +548,12 @@ def conclude_call(
     lines = [line for report in reports for line in _weights_lines(report)]
     if receiver is not None:
         # Both compare with the notebook's old values, which `apply` overwrites.
-        lines += map(_disturbed_line, receiver.disturbed())
+        lines += [
+            f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks "
+            "saw the new values wherever they had not written themselves, so they may have trained "
+            "on a mixture. Let that thread wait until the launch is over, or give it a copy."
+            for path in receiver.disturbed()
+        ]
         lines += receiver.differing(reports).values()
         # A model with half of the new weights would be useless.
         with uninterrupted():
@@ -601,11 +606,3 @@ def _weights_lines(report: WeightReport) -> list[str]:
         for path, change in report.changes.items()
     ]
     return lines
-
-
-def _disturbed_line(path: str) -> str:
-    return (
-        f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks saw "
-        "the new values wherever they had not written themselves, so they may have trained on a "
-        "mixture. Let that thread wait until the launch is over, or give it a copy."
-    )

@@ -101,30 +101,22 @@ def _remove(process_id: int, folder: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """What is to be run.
-
-    Attributes:
-        kind: ``file``, ``module`` (``python -m``) or ``program`` (no Python).
-        target: The file's path, the module's name or the program.
-        arguments: What it finds in ``sys.argv`` after its own name.
-    """
+    """A file, a module (``python -m``) or a program (no Python) that is to be run."""
 
     kind: Literal["file", "module", "program"]
     target: str
+    """The file's path, the module's name or the program."""
     arguments: tuple[str, ...] = ()
+    """What it finds in ``sys.argv`` after its own name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptEnd:
-    """How a script ended in this very process.
-
-    Attributes:
-        exit_status: Its exit status.
-        record: What it raised; None where it ended by itself.
-    """
+    """How a script ended in this very process."""
 
     exit_status: int = 0
     record: FailureRecord | None = None
+    """What it raised; None where it ended by itself."""
 
 
 def run_script(script: Script) -> None:

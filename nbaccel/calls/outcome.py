@@ -78,8 +78,17 @@ def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> Worker
         return LaunchTimeout("\n".join(lines), failure=cause, failures=tuple(records))
     if result.stuck:
         return _stuck_error(result, records, plan.world_size)
-    report = _death_report(result, records, plan.world_size, closing_lines)
-    return build_error(report, next(m for m in members if m.rank == report.cause.rank))
+    headline, advice = _of_several_ranks(result, records, cause)
+    text = failure.failure_text(
+        records,
+        plan.world_size,
+        last_output=result.tails,
+        library_messages=result.library_messages,
+        headline=headline,
+        advice=advice,
+        closing=closing_lines,
+    )
+    return _build_error(text, records, next(m for m in members if m.rank == cause.rank))
 
 
 def where_ranks_were(result: CallResult) -> list[str]:
@@ -92,10 +101,12 @@ def where_ranks_were(result: CallResult) -> list[str]:
     return lines
 
 
-def build_error(report: failure.FailureReport, member: WorkerHandle) -> WorkerFailed:
-    """An exception that is both a `WorkerFailed` and of the type the worker raised."""
-    raised = report.cause.raised
-    base = WorkerDied if raised is None else WorkerFailed
+def _build_error(
+    text: str, records: Sequence[failure.FailureRecord], member: WorkerHandle
+) -> WorkerFailed:
+    """An exception that is both a `WorkerFailed` and of the type that this worker raised."""
+    cause = failure.first_cause(records)
+    base = WorkerDied if cause.raised is None else WorkerFailed
     error = base.__new__(base)
     original = _original_error(member)
     if original is not None and issubclass(original.kind, Exception):
@@ -103,11 +114,10 @@ def build_error(report: failure.FailureReport, member: WorkerHandle) -> WorkerFa
         # Two types that do not go together, or a metaclass that refuses: the text has its name.
         with contextlib.suppress(Exception):
             error = cast("WorkerFailed", original.revive(base, names))
-    text = "\n".join(report.lines())
-    WorkerFailed.__init__(error, text, failure=report.cause, failures=report.records)
-    if raised is not None:
-        error.__cause__ = RemoteTraceback(full_traceback(report.cause))
-        if raised.parts:
+    WorkerFailed.__init__(error, text, failure=cause, failures=tuple(records))
+    if cause.raised is not None:
+        error.__cause__ = RemoteTraceback(full_traceback(cause))
+        if cause.raised.parts:
             # IPython ignores `_render_traceback_` of exception groups, which this may be, too.
             publish.show_by_its_text(type(error))
     return error
@@ -148,45 +158,27 @@ def _original_error(member: WorkerHandle) -> PortableException | None:
     return unpacked if isinstance(unpacked, PortableException) else None
 
 
-def _death_report(
-    result: CallResult,
-    records: Sequence[failure.FailureRecord],
-    world_size: int,
-    closing_lines: str,
-) -> failure.FailureReport:
-    cause = failure.first_cause(records)
+def _of_several_ranks(
+    result: CallResult, records: Sequence[failure.FailureRecord], cause: failure.FailureRecord
+) -> tuple[str, str]:
+    """A headline and advice, where only all ranks together tell what has happened."""
     returned = [member for member in result.members if member.returned is not None]
-    headline = advice = ""
     if cause.is_consequence and returned:
         rank_names = ", ".join(str(member.rank) for member in returned)
-        headline = f"waited for rank {rank_names}, which had already returned"
-        advice = (
+        return f"waited for rank {rank_names}, which had already returned", (
             "A collective (all_reduce, barrier, a DDP backward) needs every rank. Look for a "
             "branch on the rank or for ranks with different numbers of batches."
         )
-    elif _met_for_different_things(result, records):
-        advice = (
+    messages = [record.raised.message for record in records if record.raised is not None]
+    lines = itertools.chain.from_iterable(result.tails.values())
+    if any(map(failure.tells_of_unlike_collectives, (*messages, *lines, *result.library_messages))):
+        return "", (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
             "its weights with all ranks when it runs: all ranks must run the same modules, in the "
             "same order and equally often. Run every module on every rank (an expert without rows "
             "gets an empty batch), or use ZeRO stage 2."
         )
-    return failure.FailureReport(
-        records=tuple(records),
-        world_size=world_size,
-        last_output=result.tails,
-        library_messages=result.library_messages,
-        headline=headline,
-        advice=advice,
-        closing=closing_lines,
-    )
-
-
-def _met_for_different_things(result: CallResult, records: Sequence[failure.FailureRecord]) -> bool:
-    messages = [record.raised.message for record in records if record.raised is not None]
-    lines = itertools.chain.from_iterable(result.tails.values())
-    texts = (*messages, *lines, *result.library_messages)
-    return any(map(failure.tells_of_unlike_collectives, texts))
+    return "", ""
 
 
 def _stuck_error(

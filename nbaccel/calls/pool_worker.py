@@ -146,7 +146,8 @@ class CellWorker:
             try:
                 if isinstance(task, pool_messages.PoolTask):
                     return getattr(self, task.method)(fds, **task.arguments), None
-                return self._call(task, fds), None
+                self._call(task, fds)
+                return None, None
             finally:
                 # In the inner block: an interrupt that comes here is still caught below.
                 self._busy = False

@@ -26,7 +26,7 @@ from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.launchers import launch_configured
 from nbaccel.plan import registry
-from nbaccel.workers.failure import FailureRecord, FailureReport
+from nbaccel.workers.failure import FailureRecord, failure_text
 from nbaccel.workers.template import template_for
 
 _FAILURE = 1
@@ -76,8 +76,8 @@ def _run(
 
 def _status_here(script_end: ScriptEnd, shows_tracebacks: bool) -> int:
     if script_end.record is not None:
-        report = FailureReport(records=(script_end.record,), world_size=1)
-        _tell_failure("\n".join(report.lines()), script_end.record, shows_tracebacks)
+        text = failure_text([script_end.record], 1)
+        _tell_failure(text, script_end.record, shows_tracebacks)
     return script_end.exit_status
 
 

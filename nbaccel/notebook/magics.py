@@ -21,7 +21,7 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
-from nbaccel.output.panel.earlier_runs import all_runs
+from nbaccel.output.panel.facts import all_runs
 from nbaccel.output.report.comparing import RunComparison
 from nbaccel.output.report.run_facts import facts_of
 from nbaccel.output.report.run_report import RunReport, report_of

@@ -22,8 +22,8 @@ import re
 import signal
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -388,56 +388,44 @@ def explain_exit(record: FailureRecord) -> list[str]:
 # ------------------------------------------------------------------------- telling it
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailureReport:
-    """The report of a failed launch."""
+def failure_text(
+    records: Sequence[FailureRecord],
+    world_size: int,
+    *,
+    last_output: Mapping[int, Sequence[str]] | None = None,
+    library_messages: Sequence[str] = (),
+    headline: str = "",
+    advice: str = "",
+    closing: str = "",
+) -> str:
+    """The report of a failed launch, at most about thirty lines.
 
-    records: tuple[FailureRecord, ...]
-    world_size: int
-    last_output: dict[int, list[str]] = field(default_factory=dict)
-    library_messages: Sequence[str] = ()
-    """What libraries have printed that is not shown as long as all is well."""
-    closing: str = ""
-    headline: str = ""
-    """A better description of what happened than the text of the cause."""
-    advice: str = ""
-
-    @property
-    def cause(self) -> FailureRecord:
-        """The failure to look at."""
-        return first_cause(self.records)
-
-    def lines(self) -> list[str]:
-        """The text, at most about thirty lines."""
-        cause = self.cause
-        lines = [f"rank {cause.rank} of {self.world_size} {self.headline or cause.headline}"]
-        if self.advice:
-            lines.append(self.advice)
-        if cause.raised is None:
-            lines += _tell_stack(cause.stack)
-            lines += explain_exit(cause)
-        else:
-            if not self.headline:
-                lines += _more_message(cause.raised)
-            lines += _tell_raised(cause.raised)
-        if output := self.last_output.get(cause.rank, [])[-_OUTPUT_LINES:]:
-            lines.append(f"Last output of rank {cause.rank}:")
-            lines += [f"  {line[:_OUTPUT_CHARS]}" for line in output]
-        lines += self._others(cause)
-        if self.library_messages:
-            lines += ["Messages of libraries:", *(f"  {line}" for line in self.library_messages)]
-        return [*lines, self.closing] if self.closing else lines
-
-    def _others(self, cause: FailureRecord) -> list[str]:
-        others = [record for record in self.records if record is not cause]
-        others.sort(key=lambda record: record.rank)
-        if not others:
-            return []
-        lines = ["The other ranks:"]
+    A headline describes what has happened better than the text of the cause; the messages are what
+    libraries have printed that is not shown as long as all is well.
+    """
+    cause = first_cause(records)
+    lines = [f"rank {cause.rank} of {world_size} {headline or cause.headline}"]
+    if advice:
+        lines.append(advice)
+    if cause.raised is None:
+        lines += _tell_stack(cause.stack)
+        lines += explain_exit(cause)
+    else:
+        if not headline:
+            lines += _more_message(cause.raised)
+        lines += _tell_raised(cause.raised)
+    if output := (last_output or {}).get(cause.rank, [])[-_OUTPUT_LINES:]:
+        lines.append(f"Last output of rank {cause.rank}:")
+        lines += [f"  {line[:_OUTPUT_CHARS]}" for line in output]
+    others = sorted((one for one in records if one is not cause), key=lambda one: one.rank)
+    if others:
+        lines.append("The other ranks:")
         lines += [f"  rank {one.rank}: {_one_line(one, cause)}" for one in others[:_MOST_RANKS]]
-        if len(others) > _MOST_RANKS:
-            lines.append(f"  … and {len(others) - _MOST_RANKS} more ranks")
-        return lines
+    if len(others) > _MOST_RANKS:
+        lines.append(f"  … and {len(others) - _MOST_RANKS} more ranks")
+    if library_messages:
+        lines += ["Messages of libraries:", *(f"  {line}" for line in library_messages)]
+    return "\n".join([*lines, closing] if closing else lines)
 
 
 def _one_line(record: FailureRecord, cause: FailureRecord) -> str:

@@ -57,7 +57,7 @@ def _find_hazards() -> Iterator[Hazard]:
     for device in registry.possible_devices():
         for fact in device.hazards():
             yield Hazard(fact=fact, consequence=device.after_fork, is_fatal=True)
-    if _has_process_group():
+    if has_process_group():
         yield Hazard(
             fact="a torch.distributed process group is alive in the notebook",
             consequence="a forked worker inherits it without its threads and hangs; end it with "
@@ -110,7 +110,8 @@ def end_bar_monitors() -> None:
             thread.exit()  # type: ignore[attr-defined]
 
 
-def _has_process_group() -> bool:
+def has_process_group() -> bool:
+    """Whether this process is in one; torch is not imported for it."""
     dist = sys.modules.get("torch.distributed")
     return bool(dist and dist.is_available() and dist.is_initialized())
 

@@ -1,7 +1,8 @@
-"""What workers need of the system, and who starts them: a fork of the notebook, or the template.
+"""What workers need of the system, who starts them, and what each is told first.
 
-A worker that is forked from the notebook has everything that is there, and nothing is pickled. What
-makes such a fork unsafe is found in `fork_safety`; what can be cured is, just before forking.
+A worker is forked from the template, or from the notebook: then it has everything that is there,
+and nothing is pickled. What makes such a fork unsafe is found in `fork_safety`; what can be cured
+is, just before forking.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import faulthandler
 import gc
 import importlib
 import os
-import select
 import socket
 import sys
 import time
@@ -44,7 +44,6 @@ from nbaccel.base import env
 from nbaccel.config.variables import run_variables
 from nbaccel.plan import shared_memory_files
 from nbaccel.plan.topology import Topology
-from nbaccel.workers import notebook_imports
 from nbaccel.workers.messaging import WorkerAssignment
 
 
@@ -231,7 +230,7 @@ class TemplateStarter(Starter):
     def collect(self) -> Sequence[Ended]:
         """Workers of this starter that have ended since the last call."""
         with self._process.hearing:
-            while self._readable(0.0):
+            while messaging.wait([self._channel.fileno()]):
                 self._note(self._next())
             reports = self._process.ended
             ended = [reports[pid] for pid in self._pids if reports[pid] is not None]
@@ -256,7 +255,8 @@ class TemplateStarter(Starter):
         """The process id of the worker; reports of ended ones are kept for `collect`."""
         deadline = time.monotonic() + time_limits.FORK_S
         while (left_s := deadline - time.monotonic()) > 0:
-            if not self._readable(min(left_s, template.SAY_EVERY_S)):
+            wait_s = min(left_s, template.SAY_EVERY_S)
+            if not messaging.wait([self._channel.fileno()], wait_s):
                 self._say("a new process")
                 self._process.let_continue()  # it may have been stopped meanwhile
                 continue
@@ -276,10 +276,6 @@ class TemplateStarter(Starter):
         """Keep a report about a worker that a starter still waits for; drop any other."""
         if isinstance(message, Ended) and message.pid in self._process.ended:
             self._process.ended[message.pid] = message
-
-    def _readable(self, timeout_s: float) -> bool:
-        readable, _, _ = select.select([self._channel.fileno()], [], [], timeout_s)
-        return bool(readable)
 
     def _next(self) -> object:
         try:
@@ -442,8 +438,8 @@ def assignments(
     device_variables = [one for host_plan in host_plans for one in _device_variables(host_plan)]
     surroundings = (env.changes() if shares else env.snapshot()) | dict(variables)
     surroundings["GROUP_WORLD_SIZE"] = str(meeting_place.num_nodes)
-    working_directory = notebook_imports.explain_here()
-    import_path = tuple(notebook_imports.import_path())
+    working_directory = template.explain_here()
+    import_path = tuple(template.import_path())
     random_states = seeded_states()
     serves_store = meeting_place.store_socket is not None
     told = []

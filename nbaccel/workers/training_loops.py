@@ -200,7 +200,8 @@ class TrainingLoops:
         done = loop or self.latest
         had_loops = done.had_loops
         done.had_loops = False
-        if self._is_beside_another(done):
+        # One that has begun later may run on at the end of a round (`zip`, threads).
+        if done in self._open and self._open[-1] is not done:
             self._let_be_over_batches(done)
             return False
         if done.holds_loops and had_loops:
@@ -219,10 +220,6 @@ class TrainingLoops:
         if loop in self._open:
             self.latest = done
         return True
-
-    def _is_beside_another(self, loop: RunningLoop) -> bool:
-        """Whether one that has begun later runs on at the end of a round (`zip`, threads)."""
-        return loop in self._open and self._open[-1] is not loop
 
     def _let_be_over_batches(self, loop: RunningLoop) -> None:
         """Its rounds are no epochs, though other loops have begun within one."""

@@ -35,7 +35,13 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from nbaccel.base import accelerate_library, env, lightning_library, transformers_library
+from nbaccel.base import (
+    accelerate_library,
+    env,
+    lightning_library,
+    torch_private,
+    transformers_library,
+)
 from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
 from nbaccel.base.units import shorten_text
 from nbaccel.plan import registry
@@ -230,10 +236,11 @@ def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int
     hardware.enter_worker(place.local_rank)
     registry.enter_worker(assignment.device)
     # Before any user code can create a process group.
-    rendezvous.keep_groups_alive()
+    torch_private.keep_process_groups()
     _refuse_questions(place.rank)
     pickling.receive_names()
-    send_notebook_classes()
+    # Lets `multiprocessing` send the notebook's classes and functions.
+    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
     accelerate_library.prepare_anew()
     transformers_library.run_notebook_trainers(metrics_reporter.drawing_whole_bar)
     lightning_library.guard_trainers()
@@ -476,11 +483,6 @@ def flush_streams() -> None:
     """Send what has been printed, and reported of the training, so far."""
     metrics_reporter.flush()
     worker_output.flush_streams()
-
-
-def send_notebook_classes() -> None:
-    """Let `multiprocessing` send the notebook's classes and functions from now on."""
-    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
 
 
 def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
