@@ -18,7 +18,7 @@ from nbaccel.plan import Plan, registry, resolve
 from nbaccel.workers import template
 
 if TYPE_CHECKING:
-    from nbaccel.calls.outcome import CallOutcome
+    from nbaccel.calls.launch import CallOutcome
     from nbaccel.calls.pool import Pool
     from nbaccel.output.panel.facts import RunBoard
     from nbaccel.output.report.run_report import RunReport

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from nbaccel.base.errors import PortTaken
-from nbaccel.base.process_names import describe_process
+from nbaccel.base.processes import describe_process
 
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 """Addresses that lead to this machine alone: version 4, version 6."""

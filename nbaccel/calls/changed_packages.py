@@ -38,7 +38,7 @@ from nbaccel.calls.pool_messages import PACKAGE_CHANGES
 from nbaccel.transfer import pickling
 from nbaccel.transfer.free_names import Names
 from nbaccel.transfer.package_changes import ChangeKind, LateChange, PackageChange
-from nbaccel.workers.notebook_imports import installed_modules, local_modules
+from nbaccel.workers.template import installed_modules, local_modules
 
 # They hold the notebook's functions as they run or pickle them. Symbols of sympy and mpmath are
 # slow to compare, and the last two are thousands of constants.

@@ -8,34 +8,38 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import select
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from nbaccel.base import process_death
+from nbaccel.base import processes
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
 from nbaccel.base.log import write_notice
 from nbaccel.base.ports import listen
 from nbaccel.calls import outcome
-from nbaccel.calls.outcome import CallResult, why_lost
-from nbaccel.calls.packing import judge_fork
+from nbaccel.calls.outcome import why_lost
 from nbaccel.calls.status_table import rank_status
-from nbaccel.calls.supervisor import RankTasks, Supervisor
+from nbaccel.calls.supervisor import CallResult, RankTasks, Supervisor
 from nbaccel.config.capabilities import engine_row
 from nbaccel.hosts.host_session import HostSession
 from nbaccel.output import publish
-from nbaccel.output.cell_place import CellPlace, WaitingLine
 from nbaccel.output.console import Console
+from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RankStatus
-from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.output.publish import CellPlace, WaitingLine
 from nbaccel.output.rank_logs import RankLogs, hidden_streams
 from nbaccel.plan import Plan, shared_memory_files
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, template, time_limits, worker
-from nbaccel.workers.assignments import MeetingPlace, assignments, places
-from nbaccel.workers.starters import ForkStarter, Starter, TemplateStarter
+from nbaccel.workers import fork_safety, messaging, template, time_limits, worker
+from nbaccel.workers.starters import (
+    ForkStarter,
+    MeetingPlace,
+    Starter,
+    TemplateStarter,
+    assignments,
+    places,
+)
 from nbaccel.workers.worker_handle import WorkerHandle, connect
 
 _REPORT_PAUSE_S = 0.001  # between the end of a process and the template's report of it
@@ -91,7 +95,7 @@ class Group:
         self.plan = plan
         self.stays = stays
         self.members: list[WorkerHandle] = []
-        self.oom_kills = process_death.oom_kills()
+        self.oom_kills = processes.oom_kills()
         self.why_lost = ""
         """Why a pool's workers were all ended in a task; empty while they are there."""
         self._starter = starter
@@ -145,7 +149,7 @@ class Group:
     def ready(cls, plan: Plan) -> Group:
         """Start a pool's workers, and wait until they can take a task."""
         if plan.start_method == "fork":
-            judge_fork()
+            fork_safety.judge_fork()
         waiting_line = WaitingLine(plan.num_processes)
         with contextlib.ExitStack() as undo_start, contextlib.closing(waiting_line):
             if template.uses_template(plan):
@@ -196,7 +200,7 @@ class Group:
                     sent.enter_context(contextlib.closing(worker_end))
                     fds.append(worker_end.fileno())
                 # If it has died already, its sentinel says so.
-                with messaging.unless_gone():
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     member.channel.send(assignment, fds)
 
     def _start_worker(self, rank: int) -> WorkerHandle:
@@ -229,8 +233,8 @@ class Group:
             raise LaunchInterrupted(
                 f"all {len(self.members)} workers have been ended at their start"
             )
-        if (error := outcome.call_error(result, self.plan)) is not None:
-            raise error
+        if not result.is_complete:
+            raise outcome.call_error(result, self.plan)
 
     def collect(self) -> Sequence[messaging.Ended]:
         """Workers that have ended since the last call; all of a pool's, if their template has."""
@@ -280,7 +284,7 @@ class Group:
     def _wait_for_ends(self, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
         while (living := self._living()) and (left_s := deadline - time.monotonic()) > 0:
-            _wait([member.sentinel for member in living], left_s)
+            messaging.wait([member.sentinel for member in living], left_s)
             ended = {one.pid for one in self.collect()}
             for member in living:
                 if member.pid in ended:
@@ -340,9 +344,7 @@ class Group:
     def post(self, body: Any) -> None:
         """Give all workers a task without waiting for it; it is done before the next one."""
         for member in self.members:
-            # The worker may have ended; the next task reports that.
-            with contextlib.suppress(OSError):
-                member.channel.send(messaging.Task(number=0, body=body))
+            member.tell(messaging.Task(number=0, body=body))
 
     # ---- between tasks
 
@@ -351,7 +353,7 @@ class Group:
         now = time.monotonic()
         open_ranks = frozenset() if self._task is None else self._task.open
         # Processes that are gone, though no task has noticed it yet.
-        ended = _wait([member.sentinel for member in self._living()], 0.0)
+        ended = messaging.wait([member.sentinel for member in self._living()], 0.0)
         return [
             rank_status(
                 member,
@@ -373,7 +375,7 @@ class Group:
             member.ask_where()
         deadline = time.monotonic() + time_limits.ASK_STATUS_S
         while waiting and (left_s := deadline - time.monotonic()) > 0:
-            for fd in _wait(waiting, left_s):
+            for fd in messaging.wait(waiting, left_s):
                 try:
                     answer, _ = waiting[fd].channel.receive()
                 # The worker has ended; the next task reports why.
@@ -388,14 +390,6 @@ class Group:
                     # Displayed by a thread that a cell has left running.
                     publish.show_message(answer)
         self._answers = answers
-
-
-def _wait(descriptors: Iterable[int], limit_s: float) -> list[int]:
-    """Wait until some can be read; returns these."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poll.poll(limit_s * 1000)]
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import accelerate_library, env, ports
 from nbaccel.base.errors import LaunchInterrupted, StoppedAtStep
+from nbaccel.base.processes import process_use
 from nbaccel.calls import launched_functions
 from nbaccel.config.capabilities import STRATEGIES, StrategyRow
 from nbaccel.config.variables import run_variables
-from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
+from nbaccel.output.publish import CellPlace
 from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.shards import Remembered, ShardReader, remember
 from nbaccel.plan.topology import Topology
-from nbaccel.workers.resource_use import process_use
+from nbaccel.workers.fork_safety import has_process_group
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +129,7 @@ def _own_libraries(args: tuple[Any, ...]) -> Iterator[None]:
     Nothing is imported for a function that does not use it: torch alone takes a second.
     """
     # The process group is the notebook's own: what was set up in it belongs to the notebook too.
-    if _has_group():
+    if has_process_group():
         yield
         return
     modules = _modules_in(args)
@@ -171,24 +172,15 @@ def _remember_state(row: StrategyRow, module: nn.Module) -> Remembered:
 @contextlib.contextmanager
 def _tidy_process() -> Iterator[None]:
     """Remove what the function set up and left: a process group, Accelerate's shared state."""
-    group_before = _has_group()
+    group_before = has_process_group()
     state_before = accelerate_library.is_set_up()
     try:
         yield
     finally:
-        if _has_group() and not group_before:
+        if has_process_group() and not group_before:
             sys.modules["torch.distributed"].destroy_process_group()
         if not state_before:
             accelerate_library.forget()
-
-
-def _has_group() -> bool:
-    torch_distributed = sys.modules.get("torch.distributed")
-    return bool(
-        torch_distributed
-        and torch_distributed.is_available()
-        and torch_distributed.is_initialized()
-    )
 
 
 # ---- what is seen of it

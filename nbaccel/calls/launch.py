@@ -1,37 +1,74 @@
-"""One launch, from a plan to results.
+"""One launch, from a plan to results; and what a call in live workers has in common with it.
 
     find modules ─► arena ─► pack (or fork) ─► start ─► supervise ─► weights back ─► results
 
 Whatever happens, everything opened here is closed here, and the notebook's process is left as it
 was found.
+
+A call is pickled for workers of the template, or inherited by a fork. Where `auto` is asked for, it
+is decided here: the template, unless a fork is safe and the template is not ready, or something
+cannot be pickled or would cost too much to copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import mmap
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbaccel.base.errors import LaunchTimeout, StartupFailed, WorkerFailed
+import torch
+from torch import nn
+
+from nbaccel.base import frames
+from nbaccel.base.errors import (
+    LaunchInterrupted,
+    LaunchTimeout,
+    ModelNotShareable,
+    NotSendable,
+    StartupFailed,
+    WorkerFailed,
+)
 from nbaccel.base.log import write_notice
-from nbaccel.base.units import first_few, format_bytes
-from nbaccel.calls import launched_functions
-from nbaccel.calls.changed_packages import tell_of_edits
+from nbaccel.base.processes import uninterrupted
+from nbaccel.base.units import count_noun, first_few, format_bytes
+from nbaccel.calls import launched_functions, outcome
+from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group, LaunchHosts
-from nbaccel.calls.outcome import CallOutcome, conclude_call
-from nbaccel.calls.packing import PackedCall, fork_if_sooner, pack_call
-from nbaccel.config.capabilities import device_row
-from nbaccel.output.cell_place import WaitingLine
-from nbaccel.output.panel.following import DashboardUpdater
-from nbaccel.plan import Choice, Plan
+from nbaccel.calls.supervisor import CallResult
+from nbaccel.config.capabilities import ENGINES, device_row
+from nbaccel.output.panel.display import DashboardUpdater
+from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.publish import WaitingLine
+from nbaccel.plan import Choice, Plan, registry
 from nbaccel.plan.launch_plan import copies_in_turn
+from nbaccel.transfer import arena, pickling
+from nbaccel.transfer.library_settings import library_settings, logging_only, seeded_states
 from nbaccel.transfer.memfd import closing_files
-from nbaccel.workers import starters, template
+from nbaccel.transfer.object_walk import (
+    find_culprit,
+    find_modules,
+    outermost_modules,
+    reached_modules,
+)
+from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.transfer.weight_writer import WeightReport
+from nbaccel.workers import fork_safety, messaging, starters, template, worker
+from nbaccel.workers.starters import dispose
+from nbaccel.workers.worker_handle import WorkerHandle
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
+
+_COPY_LIMIT_BYTES = 256 * 2**20
+"""A pickle longer than this costs seconds per launch; a fork would cost nothing."""
+
+_SEARCH_LIMIT_BYTES = 8 * 2**20
+"""A longer pickle is not searched for names."""
 
 
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
@@ -54,10 +91,10 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             plan = launch_template.told_in(plan)
         hosts = LaunchHosts(plan)
         clean_up.callback(hosts.close)
-        outcome = _run_attempts(hosts, packed, waiting_line, folder)
-        if folder is not None or outcome.stopped is not None:
-            launched_functions.note_end(folder, outcome.stopped, has_ended=outcome.has_ended)
-        return outcome
+        done = _run_attempts(hosts, packed, waiting_line, folder)
+        if folder is not None or done.stopped is not None:
+            launched_functions.note_end(folder, done.stopped, has_ended=done.has_ended)
+        return done
 
 
 def _tell_host_memory(plan: Plan, packed: PackedCall) -> Plan:
@@ -171,23 +208,21 @@ def _run_attempt(
                 title=launched_functions.call_title(packed.call.function, packed.call.args),
             ),
         )
-        was_stopped, closing_lines = _closing_words(packed, group.plan)
+        was_stopped = "; the model is as it was" if packed.arenas else ""
         return conclude_call(
             group.plan,
             result,
             receiver,
             was_stopped=f"all {len(ranks)} workers have been stopped{was_stopped}",
-            closing_lines=closing_lines,
+            closing_lines=_closing_lines(packed, group.plan),
         )
 
 
-def _closing_words(packed: PackedCall, plan: Plan) -> tuple[str, str]:
-    """What a Stop and a failure say at their end: of the notebook's models, and of other nodes."""
+def _closing_lines(packed: PackedCall, plan: Plan) -> str:
+    """What a failure says at its end: of the notebook's models, and of other nodes."""
     config = plan.config
-    was_stopped = ""
     lines = []
     if packed.arenas:
-        was_stopped = "; the model is as it was"
         lines.append("The notebook's model is as it was before the launch.")
     if config.num_nodes > 1:
         per_node = plan.num_processes
@@ -201,4 +236,373 @@ def _closing_words(packed: PackedCall, plan: Plan) -> tuple[str, str]:
             "connection or a timeout tells of another one that is lost: look at "
             f"{first_few(others, 3)}."
         )
-    return was_stopped, " ".join(lines)
+    return " ".join(lines)
+
+
+# ---- what is sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCall:
+    """A call that is ready to be sent, or to be inherited."""
+
+    call: worker.WorkerCall
+    sharing: arena.Sharing
+    """The modules that are copied back: those in the arguments and those the function reaches."""
+    arenas: dict[str, arena.Arena]
+    job: messaging.Job
+    fd: int | None = None
+    """The payload's memory file."""
+
+    def files(self) -> list[int]:
+        """Descriptors that the owner of this record closes."""
+        return [] if self.fd is None else [self.fd]
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether workers have it because they are forked from the notebook."""
+        return self.job.payload is None
+
+    def staged(
+        self, *, share_back: bool
+    ) -> contextlib.AbstractContextManager[WeightReceiver | None]:
+        """Files for the trained weights, as long as the block lasts; None without modules."""
+        if not self.sharing.modules:
+            return contextlib.nullcontext()
+        return staged(self.sharing, self.arenas if share_back else {})
+
+    def task(self, receiver: WeightReceiver | None) -> tuple[messaging.Job, list[int]]:
+        """What each rank is given, with its descriptors in the order of `messaging.Job`."""
+        staging_fds = receiver.staging if receiver is not None else {}
+        fds = [call_arena.fd for call_arena in self.arenas.values()]
+        fds += [staging_fds[key] for key in self.arenas if key in staging_fds]
+        return self.job, [*fds, *self.files()]
+
+    def mentions(self, package: str) -> bool:
+        """Whether the call may use a package: its name is in the pickle.
+
+        Functions of the notebook travel with their code, so names that they import are there, too.
+        """
+        if self.job.payload is None or self.fd is None:
+            return False
+        first_byte, end_byte = self.job.payload.pickle
+        if end_byte - first_byte > _SEARCH_LIMIT_BYTES:
+            return True
+        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as payload_bytes:
+            return payload_bytes.find(package.encode(), first_byte, end_byte) >= 0
+
+
+@contextlib.contextmanager
+def staged(sharing: arena.Sharing, arenas: Mapping[str, arena.Arena]) -> Iterator[WeightReceiver]:
+    """Staging files for these arenas, as long as the block lasts."""
+    with contextlib.ExitStack() as clean_up:
+        # An interrupt before the callback is registered would leak the files.
+        with uninterrupted():
+            receiver = WeightReceiver(sharing, arenas)
+            # By the template process: freeing gigabytes would delay the notebook.
+            clean_up.callback(receiver.close, dispose)
+        yield receiver
+
+
+def fork_if_sooner(plan: Plan) -> Plan:
+    """The plan, with a fork of the notebook where that is asked for, safe, and sooner ready."""
+    if (
+        plan.config.start_method != "auto"
+        or plan.engine != ENGINES[0].name
+        or registry.known_device(plan.device).own_process
+        # A script has no cells that a first launch would keep waiting.
+        or frames.running_shell() is None
+        or threading.current_thread() is not threading.main_thread()
+        or template.template_for(plan.device).is_ready()
+        # Workers have none, and it is said.
+        or torch.get_default_device().type != "cpu"
+        or fork_safety.hazards()
+        or fork_safety.has_native_threads()
+    ):
+        return plan
+    return plan.with_start_method(
+        "fork", "the template is not ready yet, and preflight found nothing against a fork"
+    )
+
+
+def pack_call(
+    plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[PackedCall, Plan]:
+    """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
+    sharing = _shared(find_modules(args))
+    if plan.start_method == "fork":
+        fork_safety.judge_fork()
+        return _inherited_call(function, args, sharing), plan
+    # A requested template takes any amount of data; on `auto` a fork may be better.
+    is_asked = plan.config.start_method == "template"
+    limit_bytes = None if is_asked else _COPY_LIMIT_BYTES
+    try:
+        return _pickled_call(function, args, sharing, limit_bytes), plan
+    except pickling.TooCostly:
+        reason = f"a copy of its data for each worker would take over {_COPY_LIMIT_BYTES >> 20} MiB"
+        # A slow start is better than workers that may hang.
+        if fork_safety.hazards():
+            return _pickled_call(function, args, sharing, None), plan
+    except Exception as error:  # pickling runs user code: it may raise anything
+        culprit = find_culprit(function, args)
+        reason = f"{culprit} cannot be pickled ({type(error).__name__}: {error})"
+        hazards = fork_safety.hazards()
+        if is_asked or hazards:
+            remedy = "Or use start_method='fork' (or 'auto'), which pickles nothing."
+            if hazards:
+                lines = "\n".join(f"  {hazard}" for hazard in hazards)
+                remedy = f"A fork, which pickles nothing, is no way out here:\n{lines}"
+            raise _not_sendable(culprit, error, remedy) from error
+    write_notice(f"nbaccel: workers are forked from the notebook, because {reason}.\n")
+    plan = plan.with_start_method("fork", f"{reason}, and preflight found nothing against a fork")
+    return _inherited_call(function, args, sharing), plan
+
+
+def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]) -> PackedCall:
+    """Make the call ready for workers that exist already: whatever it needs has to travel."""
+    sharing = _shared(find_modules(args))
+    try:
+        packed = _pickled_call(function, args, sharing, None)
+        for used in packed.arenas.values():
+            # Live workers keep it, and follow what is written to it.
+            used.leave_file()
+    except Exception as error:  # pickling runs user code: it may raise anything
+        culprit = find_culprit(function, args)
+        raise _not_sendable(culprit, error, "They are processes of their own.") from error
+    return packed
+
+
+def _pickled_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sharing: arena.Sharing,
+    limit_bytes: int | None,
+) -> PackedCall:
+    changes = sendable_changes()
+
+    def prepare(
+        sharing: arena.Sharing,
+    ) -> tuple[worker.WorkerCall, pickling.Sender, pickling.PreparedObject]:
+        sender = pickling.Sender(sharing.stand_ins)
+        for shared in sharing.arenas.values():
+            # Named before pickling: an arena counts even if the pickle does not refer to it.
+            sender.key(shared)
+        call = worker.WorkerCall(
+            function=function, args=args, modules=sharing.modules, changes=changes
+        )
+        return call, sender, pickling.prepare(call, sender, limit_bytes=limit_bytes)
+
+    call, sender, prepared = prepare(sharing)
+    # Modules that only the pickle has shown, such as one in a global of the function.
+    if strays := _strays(sender.modules, sharing):
+        # It views memory that the modules are about to leave.
+        prepared.drop()
+        sharing = _with_strays(sharing, strays, function, args)
+        call, sender, prepared = prepare(sharing)
+    payload, fd = prepared.write()
+    # After pickling, which finds tensors in further arenas.
+    for used in sender.arenas.values():
+        used.sync()
+    return PackedCall(
+        call=call,
+        sharing=sharing,
+        arenas=dict(sender.arenas),
+        job=messaging.Job(
+            arenas=_sizes(sender.arenas),
+            payload=payload,
+            sources=sender.sources,
+            random_states=seeded_states(),
+            settings=library_settings(),
+        ),
+        fd=fd,
+    )
+
+
+def _inherited_call(
+    function: Callable[..., Any], args: tuple[Any, ...], sharing: arena.Sharing
+) -> PackedCall:
+    # Nothing is pickled here, so the modules have to be searched for.
+    modules = [module for _, module in reached_modules(function, args)]
+    if strays := _strays(modules, sharing):
+        sharing = _with_strays(sharing, strays, function, args)
+    arenas = sharing.arenas
+    for shared in arenas.values():
+        shared.sync()
+    return PackedCall(
+        call=worker.WorkerCall(
+            function=function, args=args, modules=sharing.modules, arenas=arenas
+        ),
+        sharing=sharing,
+        arenas=arenas,
+        job=messaging.Job(
+            arenas=_sizes(arenas),
+            payload=None,
+            random_states=seeded_states(),
+            settings=logging_only(),
+        ),
+    )
+
+
+def _shared(modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
+    return arena.share_modules(modules) if modules else arena.Sharing()
+
+
+def _sizes(arenas: Mapping[str, arena.Arena]) -> tuple[tuple[str, int], ...]:
+    return tuple((key, found.nbytes) for key, found in arenas.items())
+
+
+def _strays(modules: Sequence[nn.Module], sharing: arena.Sharing) -> Sequence[nn.Module]:
+    """Those of these modules that are not shared yet."""
+    return modules and outermost_modules(modules, (shared.module for shared in sharing.modules))
+
+
+def _with_strays(
+    sharing: arena.Sharing,
+    strays: Sequence[nn.Module],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> arena.Sharing:
+    """Share what can be shared; print a message for modules whose weights stay in the workers."""
+    paths = {id(module): path for path, module in reached_modules(function, args)}
+    taken: set[str] = set()
+    for module in strays:
+        # As a user would write it.
+        path = paths.get(id(module), type(module).__name__)
+        # Reports name modules by path, and must not confuse two of them.
+        while path in taken:
+            path += "'"
+        taken.add(path)
+        try:
+            sharing = arena.Sharing.joined([sharing, arena.share_modules([(path, module)])])
+        except ModelNotShareable as error:
+            reason = str(error).partition("\n")[2].strip()
+            write_notice(
+                f"nbaccel: each worker gets a copy of {path}, and its weights will not "
+                f"come back, because it cannot be shared: {reason}\n"
+            )
+    return sharing
+
+
+def _not_sendable(path: str, error: Exception, more: str) -> NotSendable:
+    return NotSendable(
+        f"{path} cannot be sent to the workers: {type(error).__name__}: {error}.\n"
+        f"Create it inside the function instead, or pass what it is made from.\n{more}",
+        path=path,
+    )
+
+
+# ---- what comes back
+
+
+class UnsendableResult:
+    """Stands in the results for a value that could not leave its worker, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"<not sent: {self.reason}>"
+
+
+def _open_result(member: WorkerHandle, message: messaging.Returned) -> Any:
+    if message.payload is None or member.result_fd is None:
+        return UnsendableResult(message.unsendable or "")
+    try:
+        return pickling.unpack(message.payload, member.result_fd, {})
+    except Exception as error:  # a missing class, or the user's __setstate__: any
+        return UnsendableResult(f"rank {member.rank}'s result cannot be opened here: {error!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOutcome:
+    """What a launch hands to the notebook that succeeded, or was stopped where a step had ended."""
+
+    values: list[Any]
+    plan: Plan
+    state_dicts: dict[str, dict[str, Any]]
+    """Weights of modules whose structure changed, so that they could not be copied in place."""
+    observed: RunBoard | None = None
+    """What was seen of it."""
+    stopped: LaunchInterrupted | None = None
+    """What is to be raised where the user has stopped it and its weights are kept."""
+    has_ended: bool = True
+    """Whether the functions came to their ends."""
+
+
+def conclude_call(
+    plan: Plan,
+    result: CallResult,
+    receiver: WeightReceiver | None,
+    *,
+    was_stopped: str,
+    closing_lines: str,
+) -> CallOutcome:
+    """Copy the weights back and open the results, or raise what went wrong."""
+    if result.interrupted and not result.came_to_end_of_step:
+        lines = [was_stopped, *outcome.where_ranks_were(result)]
+        raise outcome.stopped_error("\n".join(lines), result)
+    if not result.is_complete:
+        raise outcome.call_error(result, plan, closing_lines=closing_lines)
+    returned = [(member, member.returned) for member in result.members if member.returned]
+    reports = [message.weight_report for _, message in returned if message.weight_report]
+    lines = [line for report in reports for line in _weights_lines(report)]
+    if receiver is not None:
+        # Both compare with the notebook's old values, which `apply` overwrites.
+        lines += [
+            f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks "
+            "saw the new values wherever they had not written themselves, so they may have trained "
+            "on a mixture. Let that thread wait until the launch is over, or give it a copy."
+            for path in receiver.disturbed()
+        ]
+        lines += receiver.differing(reports).values()
+        # A model with half of the new weights would be useless.
+        with uninterrupted():
+            receiver.apply(reports)
+    values = [_open_result(member, message) for member, message in returned]
+    lines = [*_lost_values_lines(values), *lines]
+    level = frames.caller_level() if lines else 0
+    for line in lines:
+        warnings.warn(line, stacklevel=level)
+    state_dicts = {
+        path: state_dict for report in reports for path, state_dict in report.state_dicts.items()
+    }
+    return CallOutcome(
+        values=values,
+        plan=plan,
+        state_dicts=state_dicts,
+        observed=result.observed,
+        stopped=_stopped_at_step(result, receiver) if result.interrupted else None,
+        has_ended=result.has_ended,
+    )
+
+
+def _stopped_at_step(result: CallResult, receiver: WeightReceiver | None) -> LaunchInterrupted:
+    """The exception of a call that was stopped where a step had ended."""
+    ranks = result.observed.ranks.values() if result.observed is not None else ()
+    steps = max((facts.told.steps or 0 for facts in ranks), default=0)
+    modules = receiver.modules if receiver is not None else []
+    words = outcome.kept_words(None if result.has_ended else steps, modules)
+    return outcome.stopped_error(words, result)
+
+
+def _lost_values_lines(values: Sequence[Any]) -> list[str]:
+    lost = [value.reason for value in values if isinstance(value, UnsendableResult)]
+    if not lost:
+        return []
+    others = f", and so did {count_noun(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
+    return [f"{lost[0]}{others}. The results say so in its place."]
+
+
+def _weights_lines(report: WeightReport) -> list[str]:
+    lines = [
+        f"The trained weights of {path} do not fit the notebook's module ({reason}), so it is as "
+        f"it was. They are in the results: results.state_dicts[{path!r}]."
+        for path, reason in report.stranded.items()
+    ]
+    lines += [
+        f"The trained weights of {path} were copied into the notebook's module, but are not as "
+        f"they were in the worker: {change}. As they were, they are in the results: "
+        f"results.state_dicts[{path!r}]."
+        for path, change in report.changes.items()
+    ]
+    return lines

@@ -1,24 +1,38 @@
 """What a call knows of its function: its title, and where a launch that is stopped keeps its state.
 
-The next launch of the same function goes on with that.
+The next launch of the same function goes on with that. A script is a function, too: it runs as
+``python script.py`` would, in a process that is already warm.
+
+    nbaccel launch script.py --lr 0.1   ─► Script ─► run_script(Script) in each worker
+                                             │
+              sys.argv, sys.path[0] and __main__ are the script's while it runs
+
+`__main__` is replaced and not only its names filled in, so that classes of the script are pickled
+(`torch.save`, DataLoader workers) by the name under which they are found again.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import runpy
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nbaccel.base.errors import ConfigError, LaunchInterrupted
-from nbaccel.calls.script import Script
 from nbaccel.config.capabilities import engine_row
 from nbaccel.config.value_readers import RESUME_HERE
 from nbaccel.config.variables import FOLDER_VARIABLE
 from nbaccel.plan import Plan
+from nbaccel.workers.failure import FailureRecord
 
 _FOLDERS: dict[str, str] = {}
 """Module and name of a function → its folder, which goes with this process."""
@@ -80,3 +94,90 @@ def _remove(process_id: int, folder: str) -> None:
     # A process that was forked from this one has the function, too.
     if os.getpid() == process_id:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------- scripts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """A file, a module (``python -m``) or a program (no Python) that is to be run."""
+
+    kind: Literal["file", "module", "program"]
+    target: str
+    """The file's path, the module's name or the program."""
+    arguments: tuple[str, ...] = ()
+    """What it finds in ``sys.argv`` after its own name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptEnd:
+    """How a script ended in this very process."""
+
+    exit_status: int = 0
+    record: FailureRecord | None = None
+    """What it raised; None where it ended by itself."""
+
+
+def run_script(script: Script) -> None:
+    """Run a script, module or program in this process."""
+    # Here, because it imports numpy: the command line has an answer before.
+    from nbaccel.workers.reaping import run_exit_functions
+
+    try:
+        _run_in_main(script)
+    finally:
+        # Scripts count on it; and semaphores of `multiprocessing` would stay in /dev/shm.
+        run_exit_functions()
+
+
+def _run_in_main(script: Script) -> None:
+    if script.kind == "program":
+        completed = subprocess.run([script.target, *script.arguments], check=False)
+        # As a shell says that a signal ended it.
+        status = completed.returncode
+        raise SystemExit(status if status >= 0 else 128 - status)
+    with _names_of_script(script):
+        if script.kind == "module":
+            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+        else:
+            # Absolute, as `__file__` of Python's own scripts: they may change the folder.
+            runpy.run_path(str(Path(script.target).absolute()), run_name="__main__")
+
+
+def run_script_here(script: Script) -> ScriptEnd:
+    """Run it as the only process, and tell its end from a mistake that nbaccel found."""
+    try:
+        _run_in_main(script)
+    except SystemExit as exit_:
+        return ScriptEnd(exit_status=exit_status_of(exit_.code))
+    except Exception as error:  # the user's code may raise anything
+        record = FailureRecord.of_error(0, error, failure_time=time.monotonic())
+        return ScriptEnd(exit_status=1, record=record)
+    return ScriptEnd()
+
+
+def exit_status_of(exit_code: object) -> int:
+    """The status that Python exits with for an argument of ``sys.exit``; text is printed."""
+    if exit_code is None or isinstance(exit_code, int):
+        return int(exit_code or 0)
+    print(exit_code, file=sys.stderr)  # noqa: T201  # as Python does
+    return 1
+
+
+@contextlib.contextmanager
+def _names_of_script(script: Script) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as the script expects them, within the block."""
+    argv_before = sys.argv[:]
+    path_before = sys.path[:]
+    sys.argv[:] = [script.target, *script.arguments]
+    # `python -P` and PYTHONSAFEPATH put no folder in front.
+    if not getattr(sys.flags, "safe_path", False):
+        folder = Path.cwd() if script.kind == "module" else Path(script.target).resolve().parent
+        # The first entry is the folder of the command `nbaccel` itself.
+        sys.path[:1] = [str(folder)]
+    try:
+        yield
+    finally:
+        sys.argv[:] = argv_before
+        sys.path[:] = path_before

@@ -1,7 +1,10 @@
 """`Pool`: workers that stay, and take code, names and calls from the notebook.
 
-    run ─► names the cell needs ─► BindNames ─► RunCell ─► weights back ─► results ─► out
-           (namespace_sync)                (task)     (WriteWeights, WeightsReceived)
+    run ─► names the cell needs ─► bind_names ─► run_cell ─► weights back ─► results ─► out
+           (namespace_sync)
+    weights back: write_weights ─► every rank writes its part into staging files ─► Staged
+        all ranks have: the notebook copies it into the arenas ─► share_equal_pages
+        a rank failed, died or was stopped: the files are dropped, and nothing has changed
 
 The pool decides what a task's end means: go on, leave the process groups, or start anew.
 """
@@ -21,34 +24,43 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError, UnsafeMoment, WrongArguments
 from nbaccel.base.log import write_notice
-from nbaccel.base.process_death import uninterrupted
-from nbaccel.calls import outcome, pool_messages
-from nbaccel.calls.cell_source import CellSource
+from nbaccel.base.processes import uninterrupted
+from nbaccel.calls import outcome
 from nbaccel.calls.changed_packages import LiveChanges, tell_of_edits
 from nbaccel.calls.group import Group
+from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers
 from nbaccel.calls.launched_functions import call_title
-from nbaccel.calls.outcome import CallOutcome, CallResult
-from nbaccel.calls.packing import pack_for_running_workers
-from nbaccel.calls.pool_planning import PoolState, plan_pool, ranks_of
-from nbaccel.calls.post_task import PostTask
+from nbaccel.calls.pool_messages import Completions, GroupWanted, PoolTask
+from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
-from nbaccel.calls.supervisor import RankTasks
+from nbaccel.calls.supervisor import CallResult, RankTasks
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call
 from nbaccel.config.mistakes import shown
 from nbaccel.output import publish
-from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.panel.facts import RunBoard
+from nbaccel.output.publish import CellPlace
 from nbaccel.output.report.run_report import RunReport, report_of
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.pickling import unpack
-from nbaccel.workers import notebook_imports, starters
+from nbaccel.workers import starters, template
+from nbaccel.workers.messaging import FileHints
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+from collections.abc import Mapping
+
+from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
+from nbaccel.calls.launch import staged
+from nbaccel.transfer.arena import Sharing
+from nbaccel.transfer.namespace_snapshot import ModuleRecord
+from nbaccel.transfer.weight_receiver import WeightReceiver
+from nbaccel.workers.starters import dispose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +290,7 @@ class Pool:
             result = self._show_tasks(group, tasks, title=call_title(function, args))
             was_stopped, closing_lines = outcome.after_call(result)
             try:
-                return outcome.conclude_call(
+                return conclude_call(
                     self.plan,
                     result,
                     receiver,
@@ -341,13 +353,13 @@ class Pool:
         with self._working(ranks) as (group, asked):
             return self._fetch(group, names, asked, by_rank=ranks is None)
 
-    def complete(self, code: str, cursor: int) -> pool_messages.Completions | None:
+    def complete(self, code: str, cursor: int) -> Completions | None:
         """Completions from rank 0's namespace; None if the pool is not idle."""
-        return self._ask(pool_messages.Complete(code=code, cursor=cursor))  # type: ignore[no-any-return]
+        return self._ask("complete", code=code, cursor=cursor)  # type: ignore[no-any-return]
 
     def inspect(self, name: str, detail: int = 0) -> dict[str, str] | None:
         """What an object of rank 0 is, as mime data; None if unknown or if the pool is not idle."""
-        return self._ask(pool_messages.Inspect(name=name, detail=detail))  # type: ignore[no-any-return]
+        return self._ask("inspect", name=name, detail=detail)  # type: ignore[no-any-return]
 
     def status(self, *, asks_workers: bool = True) -> StatusTable:
         """What each worker is doing and what it has in memory.
@@ -365,15 +377,15 @@ class Pool:
     # ---- tasks
 
     def _run_cell(self, group: Group, source: CellSource, ranks: Sequence[int]) -> CallResult:
-        body = pool_messages.RunCell(
-            source=source,
-            directory=self._surroundings.new_directory(),
-            environment=self._surroundings.new_variables(),
-            settings=library_settings(),
-        )
+        arguments = {
+            "source": source,
+            "directory": self._surroundings.new_directory(),
+            "environment": self._surroundings.new_variables(),
+            "settings": library_settings(),
+        }
         self._activity = f"cell In[{source.count}]" if source.count else ""
         try:
-            tasks = dict.fromkeys(ranks, (body, ()))
+            tasks = dict.fromkeys(ranks, (PoolTask("run_cell", arguments), ()))
             return self._show_tasks(group, tasks, title=self._activity)
         finally:
             self._activity = ""
@@ -396,6 +408,8 @@ class Pool:
         """What a task has to raise, if it did not end well."""
         if result.interrupted:
             return outcome.stopped_error(outcome.stopped_message(result), result)
+        if result.is_complete:
+            return None
         lines = outcome.closing_lines(result, self._namespace_sync.reasons)
         return outcome.call_error(result, self.plan, closing_lines=lines)
 
@@ -412,18 +426,22 @@ class Pool:
             return
         tell_of_edits()
         with contextlib.closing(update), uninterrupted():
-            tasks = {
-                rank: (pool_messages.BindNames(update=part.message), part.fds)
-                for part in update.parts
-                for rank in part.ranks
-            }
+            tasks: dict[int, tuple[PoolTask, list[int]]] = {}
+            for part in update.parts:
+                hints = FileHints(
+                    arenas=tuple(key for key, _ in part.message.arenas),
+                    reads_arenas=part.message.reads_arenas,
+                    forgets=part.message.forget_arenas,
+                )
+                task = PoolTask("bind_names", {"update": part.message}, hints)
+                tasks |= dict.fromkeys(part.ranks, (task, part.fds))
             self._run_tasks(group, tasks)
             self._namespace_sync.taken(update)
 
     def _fetch(
         self, group: Group, names: tuple[str, ...], ranks: Sequence[int], *, by_rank: bool
     ) -> dict[str, Any]:
-        pull = pool_messages.Pull(names=names)
+        pull = PoolTask("pull", {"names": names})
         result = self._run_tasks(group, dict.fromkeys(ranks, (pull, ())))
         values = [
             unpack(member.returned.payload, member.result_fd, {}, namespace=self._namespace)
@@ -441,13 +459,15 @@ class Pool:
         for rank in range(self.num_processes):
             self._namespace_sync.bound(rank, names)
 
-    def _ask(self, body: Any) -> Any:
+    def _ask(self, method: str, **arguments: Any) -> Any:
         # Never waits: completion is requested by a key press, while a cell may run for hours.
         if self._state is not PoolState.IDLE:
             return None
         with contextlib.suppress(UnsafeMoment), self._working() as (group, _):
             # A completion that takes longer is of no use, and the pool is held meanwhile.
-            return group.run_tasks({0: (body, ())}, timeout_s=1.0).shown.get(0)
+            return group.run_tasks({0: (PoolTask(method, arguments), ())}, timeout_s=1.0).shown.get(
+                0
+            )
         return None
 
     # ---- inside
@@ -495,7 +515,7 @@ class Pool:
         self.reason = ""
         self._forget_workers()
         if self._dist:
-            group.everyone(pool_messages.GroupWanted())
+            group.everyone(PoolTask("join_group", {"wanted": GroupWanted()}))
         return group
 
     def _dissolve(self, state: PoolState, reason: str) -> None:
@@ -529,13 +549,13 @@ class _Surroundings:
     """The notebook's folder and environment, whose changes workers have to follow."""
 
     def __init__(self) -> None:
-        self._directory = notebook_imports.current_folder()
+        self._directory = template.current_folder()
         self._variables = env.snapshot()
 
     def new_directory(self) -> str | None:
         """The notebook's folder, if it has changed since the last call."""
         before = self._directory
-        self._directory = notebook_imports.current_folder()
+        self._directory = template.current_folder()
         return self._directory if self._directory != before else None
 
     def new_variables(self) -> dict[str, str | None]:
@@ -545,3 +565,147 @@ class _Surroundings:
         changed: dict[str, str | None] = dict.fromkeys(before.keys() - self._variables.keys())
         changed.update(self._variables.items() - before.items())
         return changed
+
+
+# ------------------------------------------------------------------------- what follows a task
+
+
+class PostTask:
+    """Puts workers in order after each task. One per start of a pool."""
+
+    def __init__(self, namespace_sync: NamespaceSync) -> None:
+        self._namespace_sync = namespace_sync
+        self._generation = 0
+        self._reported_lines: dict[tuple[str, str], str] = {}
+
+    def keep_in_step(self, group: Group, result: CallResult) -> CallResult | None:
+        """Let all ranks leave unusable process groups, with a message if there has been none."""
+        # After a loss all workers are ended, and their groups with them.
+        if result.lost or not result.out_of_step:
+            return None
+        # Taken first, because the next task makes the members forget this one.
+        ended_well = all(member.returned is not None for member in result.members)
+        self._generation += 1
+        closed = group.everyone(PoolTask("close_groups", {"generation": self._generation}))
+        if ended_well:
+            write_notice(outcome.UNEVEN_COLLECTIVES)
+        return closed
+
+    def after_cell(self, group: Group, result: CallResult) -> BaseException | None:
+        """Put the groups in order and copy the weights back, after a cell that lost no worker.
+
+        The caller holds interrupts back, because a model with half of the new weights is useless.
+        Returns what went wrong with that, if anything did.
+        """
+        closed = self.keep_in_step(group, result)
+        if closed is not None and not closed.went_well:
+            words = "This was after the cell, while its process groups were ended."
+            if any(idle.dirty for idle in result.idle.values()):
+                words += " The weights that it trained were not written back."
+            return _error_of(group, closed, words)
+        if not group.plan.config.share_back:
+            return None
+        keys = {key for idle in result.idle.values() for key in idle.dirty}
+        records = self._namespace_sync.records(keys)
+        return self._copy_weights_back(group, records) if records else None
+
+    def _copy_weights_back(
+        self, group: Group, records: Sequence[ModuleRecord]
+    ) -> BaseException | None:
+        """Copy back the weights that ranks changed: of all these modules, or of none."""
+        unchanged = _unchanged_words(sorted(record.path for record in records))
+        arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
+        try:
+            sharing = Sharing.joined(record.sharing for record in records)
+            with staged(sharing, arenas) as receiver:
+                files = [receiver.staging[key] for key in arenas]
+                keys = tuple(arenas)
+                task = PoolTask("write_weights", {"arenas": keys}, FileHints(staging=keys))
+                result = group.everyone(task, files)
+                try:
+                    if not result.went_well:
+                        return _error_of(group, result, unchanged)
+                    self._apply(records, receiver, result)
+                finally:
+                    # Closed by the template process: freeing gigabytes would delay the next cell.
+                    dispose(list(result.whole_files.values()))
+        # No memory or no descriptors: nothing has been written yet.
+        except OSError as error:
+            return WorkerFailed(
+                f"The notebook has no room for the trained weights: {error.strerror or error}. "
+                f"{unchanged} The workers live on and have the trained weights: close what holds "
+                "memory or files open, and the next cell writes them back."
+            )
+        hints = FileHints(reads_arenas=True, ends_staging=True)
+        group.post(PoolTask("share_equal_pages", hints=hints))
+        return None
+
+    def _apply(
+        self, records: Sequence[ModuleRecord], receiver: WeightReceiver, result: CallResult
+    ) -> None:
+        reports = [result.staged[rank].report for rank in sorted(result.staged)]
+        # Before `apply`, which overwrites the values that the ranks are compared with.
+        differing = receiver.differing(reports)
+        # Otherwise these new values would count as the notebook's change and be sent to all ranks.
+        with self._namespace_sync.taking_weights(records):
+            receiver.apply(reports, result.whole_files)
+        keys = {record.path: record.key for record in records}
+        pull = "Pull what you need, for example its state_dict."
+        for path, reason in (pair for report in reports for pair in report.stranded.items()):
+            line = (
+                f"the weights of {path} stay in the workers, because they no longer fit the "
+                f"notebook's module ({reason}). {pull}"
+            )
+            self._tell(path, keys, line)
+        for path, change in (pair for report in reports for pair in report.changes.items()):
+            line = (
+                f"the weights of {path} were copied into the notebook's module, but are not as "
+                f"they are in the worker: {change}. {pull}"
+            )
+            self._tell(path, keys, line)
+        for path, line in differing.items():
+            self._tell(path, keys, line)
+
+    def _tell(self, path: str, keys: Mapping[str, str], line: str) -> None:
+        """Write a line out, unless it was the last one about this module.
+
+        The next module of the same path is another one: a cell that makes it is run again.
+        """
+        name = (path, keys.get(path, ""))
+        if self._reported_lines.get(name) != line:
+            write_notice(f"nbaccel: {line}\n")
+        self._reported_lines[name] = line
+
+
+def _error_of(group: Group, result: CallResult, words: str) -> BaseException:
+    """The error of a task that followed a cell."""
+    if result.lost:
+        words = "\n".join(
+            [
+                words,
+                *([result.lost_because] if result.lost_because else []),
+                "All workers have been ended, and their variables are lost. The next cell starts "
+                "new ones.",
+            ]
+        )
+    else:
+        words += (
+            " The workers live on and have the trained weights: remove the cause, and the next "
+            "cell writes them back."
+        )
+    if result.interrupted:
+        return LaunchInterrupted(f"the notebook was interrupted. {words}")
+    return outcome.call_error(result, group.plan, closing_lines=words)
+
+
+def _unchanged_words(paths: Sequence[str]) -> str:
+    """What has become of weights when workers failed after the cell had ended."""
+    names = paths[0]
+    if len(paths) > 1:
+        names = f"{', '.join(paths[:-1])} and {paths[-1]}"
+    verb = "are" if len(paths) > 1 else "is"
+    return (
+        f"This was after the cell, while the weights that it trained in {names} were written "
+        f"back: in the notebook {names} {verb} as before the cell, all of the weights old and none "
+        "new."
+    )

@@ -1,10 +1,12 @@
-"""A pool's states, and checks of its settings: without torch, so that a refusal comes at once."""
+"""What a pool is asked, and how it stands: without torch, so that a refusal comes at once."""
 
 from __future__ import annotations
 
 import enum
+import linecache
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.units import count_noun
@@ -70,3 +72,49 @@ def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]
             "nothing; name some of these, or leave ranks out for all."
         )
     return tuple(dict.fromkeys(ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellSource:
+    """What is to be run, and how frames in it are shown to the user.
+
+    The same record serves both sides: notebook and workers know the lines under the same name, so
+    that a traceback reads the same wherever it is shown.
+    """
+
+    text: str
+    """The code: a cell without its magic line."""
+    filename: str
+    """Under which frames name it."""
+    cell: tuple[str, ...]
+    """The lines of the cell as the user sees them, each with its line end."""
+    first_line: int = 1
+    """Number of the text's first line in the cell: 2 behind a line with `%%accelerate`."""
+    count: int | None = None
+    """The cell's execution count: 7 for `In [7]`."""
+
+    @classmethod
+    def of_text(
+        cls, text: str, *, filename: str, magic_line: str = "", count: int | None = None
+    ) -> CellSource:
+        """The source of a cell."""
+        lines_above = [magic_line + "\n"] if magic_line else []
+        cell_lines = [cell_line + "\n" for cell_line in text.splitlines()]
+        return cls(
+            text=text,
+            filename=filename,
+            cell=tuple(lines_above + cell_lines),
+            first_line=len(lines_above) + 1,
+            count=count,
+        )
+
+    def publish(self) -> None:
+        """Let tracebacks of this process find the lines."""
+        lines = list(self.cell)
+        linecache.cache[self.filename] = (
+            sum(map(len, lines)),
+            # No modification time, or linecache would look for the file and drop the lines.
+            None,
+            lines,
+            self.filename,
+        )

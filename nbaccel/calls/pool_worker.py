@@ -33,7 +33,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.worker_namespace import Namespace
 from nbaccel.workers import messaging, precision_check
-from nbaccel.workers.library_texts import can_come_of_a_left_group, tells_of_a_left_group
+from nbaccel.workers.failure import can_come_of_a_left_group, tells_of_a_left_group
 from nbaccel.workers.worker import (
     Work,
     WorkerCall,
@@ -44,7 +44,9 @@ from nbaccel.workers.worker import (
 )
 
 if TYPE_CHECKING:
+    from nbaccel.calls.pool_planning import CellSource
     from nbaccel.calls.worker_shell import WorkerShell
+    from nbaccel.transfer.worker_namespace import NamespaceUpdate
 
 
 def serve_cells(
@@ -54,7 +56,7 @@ def serve_cells(
     _forked_call: WorkerCall | None = None,
 ) -> None:
     """Be a worker of a pool until the notebook ends it, or is gone."""
-    _CellWorker(channel, assignment, fds).loop()
+    CellWorker(channel, assignment, fds).loop()
 
 
 def make_shell(send: Callable[[Any], None], *, rank: int) -> WorkerShell:
@@ -71,7 +73,9 @@ _PUT_OFF_S = 0.01
 _MOST_TIMES_PUT_OFF = 10
 
 
-class _CellWorker:
+class CellWorker:
+    """One worker; its public methods are what a `PoolTask` names."""
+
     def __init__(
         self,
         channel: messaging.Channel,
@@ -123,23 +127,27 @@ class _CellWorker:
             if not isinstance(task, messaging.Task):
                 continue
             with memfd.closing_files(*fds):
-                bundle = self._do(task.body, fds)
+                shown = self._do(task.body, fds)
             # `report` and `Work` ignore interrupts while they hand over.
             signal.signal(signal.SIGINT, self._on_interrupt)
-            self._channel.send(self._idle(task.number, task.body, bundle))
+            self._channel.send(self._idle(task.number, task.body, shown))
 
     def _do(self, task: Any, fds: list[int]) -> Any:
         """Carry a task out; what it raises goes to the notebook."""
-        bundle, error = self._try(task, fds)
-        if error is not None and not isinstance(task, _UNANSWERED):
+        shown, error = self._try(task, fds)
+        if error is not None and not _is_one_of(task, "join_group", "share_equal_pages"):
+            # Those two are not told: a failed join shows in the other ranks, and memory may stay.
             report(self._channel, self._explained(error), self._rank)
         flush_streams()
-        return bundle
+        return shown
 
     def _try(self, task: Any, fds: list[int]) -> tuple[Any, BaseException | None]:
         try:
             try:
-                return self._run(task, fds), None
+                if isinstance(task, pool_messages.PoolTask):
+                    return getattr(self, task.method)(fds, **task.arguments), None
+                self._call(task, fds)
+                return None, None
             finally:
                 # In the inner block: an interrupt that comes here is still caught below.
                 self._busy = False
@@ -147,86 +155,98 @@ class _CellWorker:
         except BaseException as error:  # neither exit nor interrupt may end the worker
             return None, error
 
-    def _idle(self, number: int, task: Any, bundle: Any) -> pool_messages.Idle:
-        is_cell = isinstance(task, pool_messages.RunCell)
+    def _idle(self, number: int, task: Any, shown: Any) -> pool_messages.Idle:
+        is_cell = _is_one_of(task, "run_cell")
         ran_code = is_cell or isinstance(task, messaging.Job)
         return pool_messages.Idle(
             number=number,
-            shown=bundle,
+            shown=shown,
             bound=self._names.bound() if is_cell else (),
             dirty=self._names.modules.dirty() if is_cell else (),
             sequence=self._groups.sequence() if ran_code else (),
             in_groups=torch.distributed.is_initialized(),
         )
 
-    def _run(self, task: Any, fds: list[int]) -> Any:
-        """Carry a task out; returns what there is to show. It is interrupted where it is busy."""
-        match task:
-            case pool_messages.RunCell():
-                return self._run_cell(task)
-            case messaging.Job():
-                self._context.begin_reports(self._channel)
-                self._busy = True
-                Work(self._channel, self._context, task, fds).run()
-            case pool_messages.BindNames():
-                self._bind_names(task, fds)
-            case pool_messages.Pull():
-                self._pull(task)
-            case pool_messages.WriteWeights():
-                self._write_weights(task, fds)
-            case pool_messages.WeightsReceived():
-                # It can be put off: it only gives memory back.
-                self._busy = True
-                self._names.modules.share_equal_pages()
-            case pool_messages.GroupWanted():
-                self._busy = True
-                self._groups.join_others(task)
-            case pool_messages.CloseGroups():
-                self._groups.close(task.generation)
-            case pool_messages.Complete():
-                return self._shell.completions_at(task.code, task.cursor)
-            case pool_messages.Inspect():
-                return self._shell.describe(task.name, task.detail)
-        return None
+    # ---- tasks, each with its descriptors; what it returns is shown. Interrupted where it is busy.
 
-    def _run_cell(self, task: pool_messages.RunCell) -> Any:
-        if task.directory is not None:
-            self._context.go_to(task.directory)
-        env.update(task.environment)
-        self._context.settings.follow(task.settings)
+    def _call(self, job: messaging.Job, fds: list[int]) -> None:
+        self._context.begin_reports(self._channel)
+        self._busy = True
+        Work(self._channel, self._context, job, fds).run()
+
+    def run_cell(
+        self,
+        _fds: list[int],
+        source: CellSource,
+        directory: str | None,
+        environment: dict[str, str | None],
+        settings: bytes,
+    ) -> Any:
+        """Run the code of a cell, in the notebook's folder, with its variables and settings."""
+        if directory is not None:
+            self._context.go_to(directory)
+        env.update(environment)
+        self._context.settings.follow(settings)
         self._names.begin()
         self._context.begin_reports(self._channel)
         self._busy = True
         try:
             with own_process():
-                return self._shell.run(task.source)
+                return self._shell.run(source)
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
             # sys.exit() is how a script ends well.
             return None
 
-    def _bind_names(self, task: pool_messages.BindNames, fds: list[int]) -> None:
-        self._names.take(task.update, fds)
+    def bind_names(self, fds: list[int], update: NamespaceUpdate) -> None:
+        """Bind names that the notebook has. Descriptors: those of the update."""
+        self._names.take(update, fds)
         if pool_messages.PACKAGE_CHANGES in self._shell.user_ns:
             _, changes = self._shell.user_ns.pop(pool_messages.PACKAGE_CHANGES)
             self._context.changes.follow(changes)
 
-    def _pull(self, task: pool_messages.Pull) -> None:
+    def pull(self, _fds: list[int], names: tuple[str, ...]) -> None:
+        """Send the values of names, as what is returned."""
         self._busy = True
-        values, fd = self._names.pack(task.names)
+        values, fd = self._names.pack(names)
         self._busy = False
         with memfd.closing_files(fd):
             self._channel.send(messaging.Returned(values), [fd])
 
-    def _write_weights(self, task: pool_messages.WriteWeights, fds: list[int]) -> None:
+    def write_weights(self, fds: list[int], arenas: tuple[str, ...]) -> None:
+        """Write changed weights into the staging files of these arenas: the descriptors."""
         # Gigabytes may be written. After an interrupt the weights are still here for the next time.
         self._busy = True
-        arenas = dict(zip(task.arenas, fds, strict=True))
-        weight_report, files = self._names.modules.write_changed(arenas)
+        staging = dict(zip(arenas, fds, strict=True))
+        weight_report, files = self._names.modules.write_changed(staging)
         self._busy = False
         answer = pool_messages.Staged(report=weight_report, whole=tuple(files))
         self._channel.send(answer, list(files.values()))
+
+    def share_equal_pages(self, _fds: list[int]) -> None:
+        """The notebook has the weights: share again what is equal to them. Can be put off."""
+        self._busy = True
+        self._names.modules.share_equal_pages()
+
+    def join_group(self, _fds: list[int], wanted: pool_messages.GroupWanted) -> None:
+        """Join the group that another rank is about to be in, unless this one has been in it."""
+        self._busy = True
+        self._groups.join_others(wanted)
+
+    def close_groups(self, _fds: list[int], generation: int) -> None:
+        """Drop all process groups: they are out of step. New ones get other names in the store."""
+        self._groups.close(generation)
+
+    def complete(self, _fds: list[int], code: str, cursor: int) -> pool_messages.Completions:
+        """Find completions."""
+        return self._shell.completions_at(code, cursor)
+
+    def inspect(self, _fds: list[int], name: str, detail: int) -> dict[str, str] | None:
+        """Describe an object."""
+        return self._shell.describe(name, detail)
+
+    # ---- errors and interrupts
 
     def _explained(self, error: BaseException) -> BaseException:
         """The error, explained if it comes from an object that holds a group that was left."""
@@ -316,6 +336,10 @@ def _leaves_block(frame: FrameType | None) -> bool:
     return sys.exc_info()[1] is not None
 
 
+def _is_one_of(task: Any, *methods: str) -> bool:
+    return isinstance(task, pool_messages.PoolTask) and task.method in methods
+
+
 def _group_words() -> str:
     """The process group of this process, in words; empty for none."""
     # The main thread may leave the group meanwhile.
@@ -324,7 +348,3 @@ def _group_words() -> str:
             num_ranks = count_noun(torch.distributed.get_world_size(), "rank")
             return f"{torch.distributed.get_backend()}, {num_ranks}"
     return ""
-
-
-_UNANSWERED = (pool_messages.GroupWanted, pool_messages.WeightsReceived)
-"""Tasks whose errors are not told: a failed join shows in the other ranks, and memory may stay."""

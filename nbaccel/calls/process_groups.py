@@ -179,7 +179,7 @@ class ProcessGroups:
         return False
 
     def _close_sockets(self) -> None:
-        """Close what gloo leaves open: `keep_groups_alive` keeps its objects, not their ports.
+        """Close what gloo leaves open: `keep_process_groups` keeps its objects, not their ports.
 
         Connections are shut down, and gloo's own threads close them. One that finds the null device
         where its peer has just hung up would end this process; see `docs/pages/upstream.md`. The
@@ -336,7 +336,9 @@ def _optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
     for candidate in gc.get_objects():
         kind = type(candidate)
         # isinstance would ask objects for __class__, which proxies answer with code of their own.
-        if not issubclass(kind, torch.optim.Optimizer) or _is_in_parts(kind):
+        # By name, as importing it is slow: of that one each rank has a part of the state.
+        is_in_parts = any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__)
+        if not issubclass(kind, torch.optim.Optimizer) or is_in_parts:
             continue
         # An optimizer whose constructor has failed has no groups.
         groups = getattr(candidate, "param_groups", ())
@@ -344,11 +346,6 @@ def _optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
         if any(position >= 0 for position in trained):
             found.append((trained, kind.__qualname__, candidate))
     return [optimizer for *_, optimizer in sorted(found, key=lambda entry: entry[:2])]
-
-
-def _is_in_parts(kind: type) -> bool:
-    """Whether each rank has a part of such an optimizer's state; by name: importing it is slow."""
-    return any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__)
 
 
 def _comparable(value: Any) -> Any:

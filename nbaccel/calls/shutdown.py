@@ -16,13 +16,12 @@ wait is bounded too.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.workers import messaging, time_limits as limits
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
@@ -51,17 +50,11 @@ _KILL = (ShutdownStep.KILL, limits.KILL_S)
 _MAKES_UNWIND = (ShutdownStep.INTERRUPT, ShutdownStep.CUT_AND_INTERRUPT, ShutdownStep.TERMINATE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShutdownPolicy:
-    """What is done to the workers of a call that does not go on.
+class ShutdownPolicy(NamedTuple):
+    """What is done to the workers of a call that does not go on, which are at work."""
 
-    Attributes:
-        on_stop: To one that is at work, when the user has stopped the call, or it took too long.
-        on_failure: The same when another rank has failed.
-    """
-
-    on_stop: ShutdownSteps
-    on_failure: ShutdownSteps
+    on_stop: ShutdownSteps  # when the user has stopped the call, or it took too long
+    on_failure: ShutdownSteps  # when another rank has failed
 
 
 END_WORKERS = ShutdownPolicy(
@@ -84,24 +77,25 @@ OVERDUE: ShutdownSteps = (_TERMINATE, _KILL)
 """For workers of a launch that have been let go and do not exit."""
 
 
+@dataclass
 class _Course:
     """Which steps one worker has been through, and when the next is due."""
 
-    def __init__(self, member: WorkerHandle, steps: ShutdownSteps, due_at: float) -> None:
-        self.member = member
-        self.left = deque(steps)
-        self.due_at = due_at
-        self.step = ShutdownStep.WAIT
-        self.has_answered = False
-        self.has_unwound = False
-        self.is_given_up = False
+    member: WorkerHandle
+    left: deque[tuple[ShutdownStep, float]]
+    due_at: float
+    step: ShutdownStep = ShutdownStep.WAIT
+    has_answered: bool = False
+    has_unwound: bool = False
+    is_given_up: bool = False
 
     def advance(self) -> None:
         """Take the steps that are due."""
         while not self.is_given_up and time.monotonic() >= self.due_at:
             # One that is still being forked hears no signal: an interrupt might even wake what
             # hangs in it.
-            while self.left and self._is_unborn() and self.left[0][0] in _MAKES_UNWIND:
+            is_unborn = self.member.state is HandleState.FORKED
+            while self.left and is_unborn and self.left[0][0] in _MAKES_UNWIND:
                 self.left.popleft()
             if not self.left:
                 self.is_given_up = True
@@ -111,9 +105,6 @@ class _Course:
                 # No time for an answer that cannot come: this worker cannot be asked.
                 seconds = 0.0
             self.due_at = time.monotonic() + seconds
-
-    def _is_unborn(self) -> bool:
-        return self.member.state is HandleState.FORKED
 
     def _act(self) -> bool:
         """Carry the step out; returns whether it can have an effect."""
@@ -145,7 +136,9 @@ class ShutdownLadder:
     def __init__(self, members: Iterable[WorkerHandle], steps: ShutdownSteps) -> None:
         self.began = time.monotonic()
         self.has_cut = False  # if so, the process groups are unusable
-        self._courses = {member.rank: _Course(member, steps, self.began) for member in members}
+        self._courses = {
+            member.rank: _Course(member, deque(steps), self.began) for member in members
+        }
 
     # ---- events
 
@@ -240,6 +233,4 @@ class StepAgreement:
 
     def _tell(self, message: Any) -> None:
         for member in self._members.values():
-            # It may have ended; its sentinel says so.
-            with contextlib.suppress(OSError):
-                member.channel.send(message)
+            member.tell(message)

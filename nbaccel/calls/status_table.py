@@ -5,15 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
 
 from nbaccel.base.units import first_few, format_bytes, format_seconds, number_ranges
 from nbaccel.calls.pool_planning import PoolState
-from nbaccel.calls.supervisor import Supervisor
-from nbaccel.output.cell_place import CellPlace
+from nbaccel.output.panel.display import DashboardUpdater, WatchedCall, resident
 from nbaccel.output.panel.facts import RankStatus
-from nbaccel.output.panel.following import DashboardUpdater, WatchedCall, resident
 from nbaccel.output.panel.html_parts import html_table
+from nbaccel.output.publish import CellPlace
 from nbaccel.output.report.report_parts import indented
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging
@@ -37,22 +35,19 @@ class CellDashboardUpdater(DashboardUpdater):
         super().__init__(ranks, plan=plan, place=place, always_shown=True, title=title)
         self._on_poll = on_poll
 
-    def row(self, watched_call: WatchedCall, member: WorkerHandle) -> RankStatus:
+    def row(self, call: WatchedCall, member: WorkerHandle) -> RankStatus:
         """One rank, as it is now, with what it is doing."""
-        # DashboardUpdater is given the supervisor itself, as a `WatchedCall`.
-        task = cast("Supervisor", watched_call)
-        is_open = member.rank in task.open
-        values = rank_status(member, task.seconds, member.whereabouts, is_open=is_open)
+        is_open = member.rank in call.open
+        values = rank_status(member, call.seconds, member.whereabouts, is_open=is_open)
         # A rank that has finished is idle; how it finished is of more interest.
         return values if is_open else replace(values, state=_how_it_finished(member))
 
-    def after_update(self, watched_call: WatchedCall) -> None:
+    def after_update(self, call: WatchedCall) -> None:
         """Ask the ranks where they are, for the next time."""
         if self._on_poll is not None:
             self._on_poll()
-        task = cast("Supervisor", watched_call)
-        for member in task.at_work():
-            if member.rank in task.open:
+        for member in call.at_work():
+            if member.rank in call.open:
                 member.ask_where()
 
 

@@ -10,6 +10,14 @@ over when all that had the task are idle again, or when a worker is lost.
 
 Nothing is polled and no thread is started. How workers are made to give up is `shutdown`'s. Finding
 out when something is due and doing it are two steps: finding out changes nothing.
+
+[Note: exit barrier] A rank that exits closes its connections. If it does so too early, it breaks a
+peer that is still connecting to it (`init_process_group` returns on one rank before it does on the
+other). If it does so too late, a peer that waits for it in a collective waits for ever instead of
+learning that it is gone. So a launch's rank that has returned stays until all have; and if that
+takes long, until no other is seen setting up a group. Then it exits, and a peer that still depends
+on it fails at once, with its name. Where a launch is ended, it stays until no other is at work: a
+peer in a collective would report an error that this end has caused.
 """
 
 from __future__ import annotations
@@ -21,13 +29,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nbaccel.base import process_death
+from nbaccel.base import processes
+from nbaccel.base.torch_private import CREATES_GROUP
 from nbaccel.base.training_metrics import Metrics
+from nbaccel.base.units import format_seconds
 from nbaccel.calls import pool_messages
-from nbaccel.calls.outcome import CallResult
-from nbaccel.calls.rank_watch import RankWatch
 from nbaccel.calls.shutdown import (
     AFTER_LOSS,
     END_WORKERS,
@@ -40,17 +49,94 @@ from nbaccel.calls.shutdown import (
 )
 from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
-from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.output.panel.display import DashboardUpdater
+from nbaccel.output.panel.facts import RunBoard
 from nbaccel.plan import Plan
+from nbaccel.train.call_check import CHECK_VARIABLE
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, starters, time_limits
+from nbaccel.workers.failure import RankActivity
 from nbaccel.workers.worker_handle import HandleState, WorkerHandle
 
 RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
 """Rank → a task's body, and the descriptors to send along."""
 
 _READ_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle._enlarge`
+_PIPE_BYTES = 1 << 20  # the capacity of a pipe, set in `worker_handle.connect`
+
+
+@dataclass(kw_only=True)
+class CallResult:
+    """How a call ended; a `Supervisor` fills it in."""
+
+    is_of_all: bool
+    """Whether all workers had it."""
+    members: tuple[WorkerHandle, ...] = ()
+    """The workers that had it, by rank, with what each has returned, raised or died of."""
+    tails: dict[int, list[str]] = field(default_factory=dict, repr=False)
+    """The last lines that each rank printed."""
+    library_messages: list[str] = field(default_factory=list, repr=False)
+    """What libraries have printed that is folded away as long as all is well."""
+    interrupted: bool = False
+    """The user has stopped it."""
+    timed_out: bool = False
+    stuck: list[WorkerHandle] = field(default_factory=list)
+    """Workers that never sent a message."""
+    observed: RunBoard | None = field(default=None, repr=False)
+    """What was seen of it; None for one that is not shown."""
+    idle: dict[int, pool_messages.Idle] = field(default_factory=dict)
+    """The last message of each rank of a pool that has finished."""
+    lost: list[int] = field(default_factory=list)
+    """Ranks of a pool that have ended."""
+    lost_because: str = ""
+    """Why all were lost at once, if it was that."""
+    staged: dict[int, pool_messages.Staged] = field(default_factory=dict)
+    """What ranks have written into staging files."""
+    whole_files: dict[str, int] = field(default_factory=dict, repr=False)
+    """Descriptors of the ranks' own files that hold whole arenas, by key of the arena."""
+    was_cut: bool = False
+    """Whether a rank was cut off in a collective."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has returned, in time."""
+        return not self.timed_out and all(member.returned is not None for member in self.members)
+
+    @property
+    def went_well(self) -> bool:
+        """Whether every rank completed it, and none was stopped."""
+        return not self.interrupted and self.is_complete
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the functions came to their ends, and were not stopped where a step had ended."""
+        return not any(m.returned is not None and m.returned.was_stopped for m in self.members)
+
+    @property
+    def came_to_end_of_step(self) -> bool:
+        """Whether a call that was interrupted has handed over the weights of one whole step."""
+        return all(m.returned is not None and not m.is_stopped for m in self.members)
+
+    @property
+    def shown(self) -> dict[int, Any]:
+        """What the task gives the user to see, by rank."""
+        return {rank: answer.shown for rank, answer in self.idle.items()}
+
+    @property
+    def out_of_step(self) -> bool:
+        """Whether process groups cannot be used any longer.
+
+        A rank was cut off in one of their collectives, or their ranks have begun different numbers
+        of them: the next one would meet the wrong partner.
+        """
+        # By name, because not all ranks need be in a group: absent ranks are no difference.
+        counts: dict[str, set[int]] = {}
+        for idle in self.idle.values():
+            for name, count in idle.sequence:
+                counts.setdefault(name, set()).add(count)
+        in_groups = {idle.in_groups for idle in self.idle.values()}
+        differ = len(in_groups) > 1 or any(len(numbers) > 1 for numbers in counts.values())
+        return self.was_cut or (self.is_of_all and differ)
 
 
 class WatchedGroup(Protocol):
@@ -129,10 +215,6 @@ class Supervisor:
         """What a rank does that seems to wait; empty for one that is at work."""
         return self._watch.doing(rank)
 
-    def notice(self, text: str) -> None:
-        """Show a line that is no worker's, after what has been printed so far."""
-        self.console.notice(text)
-
     # ---- watching
 
     def run(self) -> CallResult:
@@ -146,7 +228,7 @@ class Supervisor:
                 show = self._show
                 self._show = None
                 # The front end must not be left with an unfinished display.
-                with process_death.uninterrupted():
+                with processes.uninterrupted():
                     show.end(self, self._ending())
                 result.observed = show.board
         result.tails = self.console.tails()
@@ -269,7 +351,7 @@ class Supervisor:
 
     def _watch_exits(self) -> None:
         if text := self._watch.advance():
-            self.notice(text)
+            self.console.notice(text)
         if self._watch.is_overdue():
             self._end_leftover()
 
@@ -334,7 +416,7 @@ class Supervisor:
 
     def _drain(self, member: WorkerHandle) -> None:
         """Read what the worker left behind; a grandchild may hold the pipes open for ever."""
-        while not member.hung_up and _is_readable(member.channel.fileno()):
+        while not member.hung_up and messaging.wait([member.channel.fileno()]):
             self._receive_message(member)
         self._hang_up(member)
         self.drain_output(member)
@@ -492,9 +574,8 @@ class Supervisor:
 
     def _ask_to_join(self, member: WorkerHandle, wanted: pool_messages.GroupWanted) -> None:
         self._joining.add(member.rank)
-        # The worker may have ended; its sentinel says so.
-        with contextlib.suppress(OSError):
-            member.channel.send(messaging.Task(number=0, body=wanted))
+        task = pool_messages.PoolTask("join_group", {"wanted": wanted})
+        member.tell(messaging.Task(number=0, body=task))
 
     # ---- interrupts and exits
 
@@ -602,7 +683,188 @@ def _waking_pipe() -> Iterator[int]:
         os.close(waking)
 
 
-def _is_readable(fd: int) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(0))
+# ------------------------------------------------------------------------- where the ranks are
+
+LOOK_S = 5.0
+_LOOKS = 2  # for so many a rank waits before it is told of
+_IDLE_SHARE = 0.03  # of the time: the threads of libraries use a little even while a rank waits
+_CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init_device_mesh"}
+
+
+class RankWatch:
+    """Asks the ranks of one call where they are, and lets those of a launch exit.
+
+    Now and then it looks for ranks that have done next to nothing since. If there are some, all are
+    asked where they are, as at the end of a call that has taken too long; a panel shows it. One
+    that waits in the same collective for long, and in another one than the others, is told of once.
+    """
+
+    def __init__(self, members: Sequence[WorkerHandle], *, lets_exit: bool) -> None:
+        self._members = members
+        self._lets_exit = lets_exit
+        self._look_at = time.monotonic() + LOOK_S
+        self._answers_at: float | None = None
+        """When all that were asked have had time to answer; None if none was asked."""
+        self._exit_look_at: float | None = None
+        """When ranks at work are asked for the sake of those that wait to exit, if some do."""
+        self._overdue_at: float | None = None
+        """When those that may exit must have."""
+        self._released: set[int] = set()
+        self._cpu_s: dict[int, float] = {}
+        self._idle_ranks: frozenset[int] = frozenset()
+        """Those that had done next to nothing when all were asked for it."""
+        self._doing: dict[int, tuple[RankActivity, int]] = {}
+        """Idle rank → what it was doing when it was asked last, and at how many looks before that
+        it was doing the same."""
+        self._told_waits: set[tuple[int, RankActivity]] = set()
+
+    def note_return(self) -> None:
+        """A launch's worker has returned."""
+        if self._exit_look_at is None:
+            self._exit_look_at = time.monotonic() + time_limits.EXIT_RECHECK_S
+
+    def doing(self, rank: int) -> str:
+        """`waiting in barrier (Cell In[2], line 4)`; empty for one that is at work."""
+        return str(self._doing[rank][0]) if rank in self._doing else ""
+
+    def due(self) -> float | None:
+        """When `advance` has something to do (CLOCK_MONOTONIC); None if there is nothing to do."""
+        if self._lets_exit and not self._busy():
+            # No rank is at work any more: those that wait may exit at once.
+            return 0.0 if self._waiting() else self._overdue_at
+        if self._answers_at is not None:
+            return self._answers_at
+        return min(self._look_at, self._exit_look_at or self._look_at)
+
+    def is_overdue(self) -> bool:
+        """Whether workers that may exit and have not must be ended.
+
+        They have handed over all they had. One that does not exit (stopped by a signal, or stuck in
+        a library's clean-up), or whose end is not reported, must not keep the notebook waiting.
+        """
+        is_late = self._overdue_at is not None and time.monotonic() >= self._overdue_at
+        return is_late and not self._busy() and not self._waiting()
+
+    def advance(self) -> str:
+        """Do what is due. Returns a notice for the user; empty for none."""
+        now = time.monotonic()
+        due_at = self.due()
+        if due_at is None or now < due_at:
+            return ""
+        busy = self._busy()
+        if self._lets_exit and not busy:
+            self._release(now)
+            return ""
+        if self._answers_at is not None:
+            self._answers_at = None
+            return self._read_answers(busy, now)
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._idle_ranks = self._find_idle(_running(busy))
+            for rank in self._doing.keys() - self._idle_ranks:
+                del self._doing[rank]
+        if self._idle_ranks or (self._exit_look_at is not None and now >= self._exit_look_at):
+            self._answers_at = now + time_limits.ANSWER_S
+            for member in busy:
+                # Or the old dump would be taken for the answer.
+                _forget_answer(member)
+                member.ask_where()
+        return ""
+
+    def _read_answers(self, busy: Sequence[WorkerHandle], now: float) -> str:
+        # A rank that sets up a group may still need the connections of one that has returned.
+        are_connecting = any(map(_sets_up, busy))
+        activities = {m.rank: RankActivity.of_stack(m.stack) for m in _running(busy)}
+        for member in busy:
+            _forget_answer(member)
+        if self._exit_look_at is not None and now >= self._exit_look_at:
+            if are_connecting:
+                self._exit_look_at = now + time_limits.EXIT_RECHECK_S
+            else:
+                self._release(now)
+        return self._judge(activities) if self._idle_ranks else ""
+
+    def _busy(self) -> list[WorkerHandle]:
+        return [member for member in self._members if member.is_busy]
+
+    # ---- exits
+
+    def _waiting(self) -> list[WorkerHandle]:
+        """Workers that have handed over what they had, and may not exit yet."""
+        return [
+            member
+            for member in self._members
+            if member.state in (HandleState.RETURNED, HandleState.FAILED)
+            and member.rank not in self._released
+        ]
+
+    def _release(self, now: float) -> None:
+        self._exit_look_at = None
+        for member in self._waiting():
+            # Of the last one: another may have been let go hours before. A worker gives up by
+            # itself what takes longer than `EXIT_S`, and says so.
+            self._overdue_at = now + time_limits.EXIT_S + time_limits.UNWIND_S
+            self._released.add(member.rank)
+            member.let_exit()
+
+    # ---- collectives
+
+    def _find_idle(self, running: Iterable[WorkerHandle]) -> frozenset[int]:
+        cpu_before = self._cpu_s
+        uses = {member.rank: member.starter.use_of(member.pid) for member in running}
+        self._cpu_s = {rank: use.cpu_s for rank, use in uses.items() if use is not None}
+        return frozenset(
+            rank
+            for rank, cpu_s in self._cpu_s.items()
+            if rank in cpu_before and cpu_s - cpu_before[rank] < _IDLE_SHARE * LOOK_S
+        )
+
+    def _judge(self, activities: dict[int, RankActivity]) -> str:
+        idle = {rank: one for rank, one in activities.items() if rank in self._idle_ranks}
+        self._idle_ranks = frozenset()
+        before = self._doing
+        self._doing = {
+            rank: (one, before[rank][1] + 1 if rank in before and before[rank][0] == one else 0)
+            for rank, one in idle.items()
+        }
+        lasting = {
+            (rank, one)
+            for rank, (one, num_looks) in self._doing.items()
+            if one.collective and num_looks >= _LOOKS
+        }
+        calls = {(activity.collective, activity.is_comparing) for activity in activities.values()}
+        have_all_come = len(calls) == 1 and len(activities) == len(self._members)
+        if not lasting or have_all_come or lasting & self._told_waits:
+            return ""
+        self._told_waits = lasting
+        waiting_ranks = ", ".join(str(rank) for rank in sorted(rank for rank, _ in lasting))
+        lines = [
+            f"nbaccel: not all ranks have come to a collective, where rank {waiting_ranks} waited "
+            f"for more than {format_seconds(_LOOKS * LOOK_S)}:"
+        ]
+        for member in self._members:
+            state_words = "starting" if member.is_busy else "has finished"
+            lines.append(f"  rank {member.rank}: {activities.get(member.rank) or state_words}")
+        lines.append(
+            "All ranks must call it, equally often and with equal shapes. Look for an `if` or a "
+            "`break` that only some of them take, or for a rank that is merely slow. "
+            f"{CHECK_VARIABLE}=always compares every call of nbaccel's collectives."
+        )
+        return "\n".join(lines)
+
+
+def _running(members: Iterable[WorkerHandle]) -> list[WorkerHandle]:
+    return [member for member in members if member.state is HandleState.RUNNING]
+
+
+def _sets_up(member: WorkerHandle) -> bool:
+    """Whether it sets up a process group, or itself."""
+    return member.state is not HandleState.RUNNING or any(
+        frame.function in _CONNECTING_FUNCTIONS for frame in member.stack
+    )
+
+
+def _forget_answer(member: WorkerHandle) -> None:
+    # What is written at a crash belongs to the report of the death.
+    if not member.has_crashed:
+        member.stack_text = ""

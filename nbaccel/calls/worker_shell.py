@@ -34,8 +34,8 @@ from traitlets.config import Config
 
 from nbaccel.base import frames, ipython_private
 from nbaccel.base.errors import InputRefused, UserMistake
-from nbaccel.calls.cell_source import CellSource
 from nbaccel.calls.pool_messages import Completions
+from nbaccel.calls.pool_planning import CellSource
 from nbaccel.workers import worker_output
 from nbaccel.workers.worker_output import without_widgets
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import engine_row
-from nbaccel.config.engine_choice import chosen_engine
+from nbaccel.config.run_config import chosen_engine
 from nbaccel.plan import Plan, registry, resolve
 
 

@@ -22,12 +22,12 @@ from nbaccel.base.optional_packages import is_installed
 from nbaccel.cli.job_files import COMMANDS, for_ray, settings_variables
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import ENGINES, engine_row
-from nbaccel.config.engine_choice import chosen_engine
+from nbaccel.config.run_config import chosen_engine
 from nbaccel.hosts.slurm import job_number, own_step_variables, srun_words
 from nbaccel.plan import registry
 
 if TYPE_CHECKING:
-    from nbaccel.calls.script import Script
+    from nbaccel.calls.launched_functions import Script
     from nbaccel.cli.launch_request import LaunchRequest
     from nbaccel.plan.contracts.host_engine import Host
 

@@ -20,7 +20,7 @@ import yaml
 from nbaccel import __version__
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
-from nbaccel.config.engine_choice import chosen_engine
+from nbaccel.config.run_config import chosen_engine
 from nbaccel.config.variables import run_variables
 from nbaccel.notebook.picker.exporters import flag_of
 

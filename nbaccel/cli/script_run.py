@@ -14,13 +14,19 @@ from typing import cast
 from nbaccel.base import env
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.frames import place, user_frame
+from nbaccel.calls.launched_functions import (
+    Script,
+    ScriptEnd,
+    exit_status_of,
+    run_script,
+    run_script_here,
+)
 from nbaccel.calls.outcome import full_traceback
-from nbaccel.calls.script import Script, ScriptEnd, exit_status_of, run_script, run_script_here
 from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
 from nbaccel.launchers import launch_configured
 from nbaccel.plan import registry
-from nbaccel.workers.failure import FailureRecord, FailureReport
+from nbaccel.workers.failure import FailureRecord, failure_text
 from nbaccel.workers.template import template_for
 
 _FAILURE = 1
@@ -70,8 +76,8 @@ def _run(
 
 def _status_here(script_end: ScriptEnd, shows_tracebacks: bool) -> int:
     if script_end.record is not None:
-        report = FailureReport(records=(script_end.record,), world_size=1)
-        _tell_failure("\n".join(report.lines()), script_end.record, shows_tracebacks)
+        text = failure_text([script_end.record], 1)
+        _tell_failure(text, script_end.record, shows_tracebacks)
     return script_end.exit_status
 
 

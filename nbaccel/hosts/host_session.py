@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nbaccel.base.errors import ConfigError, PortTaken, StartupFailed
-from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
 from nbaccel.hosts.node_actor import own_versions
@@ -25,8 +25,7 @@ from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
-from nbaccel.workers.assignments import MeetingPlace
-from nbaccel.workers.starters import HostShare
+from nbaccel.workers.starters import HostShare, MeetingPlace
 
 _JOIN_S = 120.0
 """For all actors to be there, and again for their templates: they import torch, perhaps from a slow

@@ -40,13 +40,13 @@ import psutil
 from nbaccel.base import env
 from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.ports import listen
+from nbaccel.base.processes import ProcessUse, process_use
 from nbaccel.plan import shared_memory_files
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template
 from nbaccel.workers.messaging import Ended
-from nbaccel.workers.resource_use import ProcessUse, process_use
 from nbaccel.workers.starters import TemplateStarter
 from nbaccel.workers.worker_handle import connect
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from nbaccel.base.errors import StartupFailed
 from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.processes import ProcessUse
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.base.units import shorten_text
 from nbaccel.hosts import node_actor
@@ -34,7 +35,6 @@ from nbaccel.hosts.shared_files import SharedFile, SharedFiles
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.resource_use import ProcessUse
 from nbaccel.workers.starters import HostShare, Starter
 
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.

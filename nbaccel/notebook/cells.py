@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
 from nbaccel.base import ipython_private
 from nbaccel.base.frames import Frame, cell_number, is_module
-from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_planning import CellSource
 
 CELL_MAGIC = "%%accelerate"
 

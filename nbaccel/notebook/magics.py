@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.magic import no_var_expand
 
 from nbaccel.base.errors import ConfigError, WorkerFailed
-from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_planning import CellSource
 from nbaccel.config.mistakes import closest
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.magic_line import (
@@ -21,7 +21,7 @@ from nbaccel.notebook.magic_line import (
 from nbaccel.notebook.options import SUBCOMMANDS
 from nbaccel.notebook.session import Session
 from nbaccel.notebook.worker_board import WorkerBoard
-from nbaccel.output.panel.earlier_runs import all_runs
+from nbaccel.output.panel.facts import all_runs
 from nbaccel.output.report.comparing import RunComparison
 from nbaccel.output.report.run_facts import facts_of
 from nbaccel.output.report.run_report import RunReport, report_of

@@ -12,8 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
-from nbaccel.calls.cell_source import CellSource
-from nbaccel.calls.pool_planning import PoolState, plan_pool
+from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool
 from nbaccel.config import RunConfig
 from nbaccel.notebook.magic_line import MagicLine, check_ranks, missing_names, ranks_as_text
 from nbaccel.notebook.picker.exporters import flag_of

@@ -40,8 +40,6 @@ from typing import NamedTuple, TextIO
 
 from nbaccel.base.units import number_ranges, shorten_text
 from nbaccel.output import publish
-from nbaccel.output.cell_place import CellPlace
-from nbaccel.output.folded_lines import LibraryMessages, SeenWarnings
 from nbaccel.output.lines import (
     LineAssembler,
     LineMerger,
@@ -50,6 +48,8 @@ from nbaccel.output.lines import (
     RichOutput,
     stream_of,
 )
+from nbaccel.output.panel.facts import LibraryMessages, SeenWarnings
+from nbaccel.output.publish import CellPlace
 from nbaccel.output.rank_logs import RankLogs
 from nbaccel.workers import messaging
 

@@ -25,7 +25,7 @@ from nbaccel.config.capabilities import (
     strategy_fits,
     strategy_row,
 )
-from nbaccel.config.engine_choice import chosen_engine, elastic_reason
+from nbaccel.config.run_config import chosen_engine, elastic_reason
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.asking import Said, Wanted
 from nbaccel.plan.inspecting import inspect_machine

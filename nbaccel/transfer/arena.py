@@ -31,7 +31,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ModelNotShareable
 from nbaccel.base.log import write_notice
-from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import first_few
 from nbaccel.transfer import memfd
 

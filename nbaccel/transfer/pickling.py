@@ -39,6 +39,8 @@ from nbaccel.base.errors import InternalError
 from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.free_names import globals_read
 
+_READ_BYTES = 1 << 16  # up to here reading costs less than a mapping
+
 ArenaTable = Mapping[str, memfd.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
 
@@ -132,16 +134,20 @@ def unpack(
     find_module: Callable[[str], torch.nn.Module] | None = None,
 ) -> Any:
     """Open a payload, for a namespace that its functions read. Arrays view the file's mapping."""
-    # Private: a payload goes to several ranks, and one rank's writes must not show in another.
-    mapping = memfd.Mapping(fd, packed.nbytes, is_private=True)
+    blocks: list[memoryview] = []
+    if packed.nbytes <= _READ_BYTES and not packed.blocks:
+        pickled: Any = os.pread(fd, packed.nbytes, 0)
+    else:
+        # Private: a payload goes to several ranks, and one's writes must not show in another.
+        mapping = memfd.Mapping(fd, packed.nbytes, is_private=True)
+        pickled = mapping.view(*packed.pickle)
+        blocks = [mapping.view(*span) for span in packed.blocks]
     # A context variable, because functions that a pickle calls can be given nothing but its data.
     token = _CURRENT_RECEIVER.set(
         Receiver(arenas, device, {} if namespace is None else namespace, find_module)
     )
     try:
-        return pickle.loads(
-            mapping.view(*packed.pickle), buffers=[mapping.view(*span) for span in packed.blocks]
-        )
+        return pickle.loads(pickled, buffers=blocks)
     finally:
         _CURRENT_RECEIVER.reset(token)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from nbaccel.base.process_death import uninterrupted
+from nbaccel.base.processes import uninterrupted
 from nbaccel.transfer import memfd
 from nbaccel.transfer.arena import Arena, Sharing, module_version, named_tensors, refresh_devices
 from nbaccel.transfer.weight_writer import WeightReport, digest_of

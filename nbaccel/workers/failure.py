@@ -1,25 +1,36 @@
-"""What is known of a worker's failure, and how it is reported.
+r"""What is known of a worker's failure, and how it is reported.
 
 The first failure *by time* that is not merely a lost connection is the cause; everything else is a
 consequence and gets one line. (When one rank dies, its peers see "Connection closed by peer" and
 often report first: believing them would blame the wrong rank.)
+
+[Note: not pickled whole] Pickle rebuilds an exception by calling its class with `args`. That fails
+for every class whose `__init__` takes other arguments than it hands on, and `except MyError` in the
+notebook would not see it. So the parts are sent separately, and no `__init__` runs on arrival.
+
+An error that torch raises again for another process or thread is sent as the original:
+
+    DataLoader worker    KeyError('x') ─► ExceptionWrapper: its class, its traceback as text
+    rank                 KeyError("Caught KeyError in DataLoader worker process 0.\nOriginal ...")
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import re
 import signal
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from nbaccel.base.frames import Frame, of_traceback, place, source, user_frame, within_worker
 from nbaccel.base.units import format_bytes, mark_left_out, shorten_text
 from nbaccel.plan import registry
-from nbaccel.workers.library_texts import tells_of_a_lost_connection
-from nbaccel.workers.portable_exception import unwrap_error
 
 # nbaccel's own error; where its cause is a lost connection, it is a consequence too.
 _CONSEQUENCE_TYPE = "CollectiveTimeout"
@@ -377,56 +388,44 @@ def explain_exit(record: FailureRecord) -> list[str]:
 # ------------------------------------------------------------------------- telling it
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailureReport:
-    """The report of a failed launch."""
+def failure_text(
+    records: Sequence[FailureRecord],
+    world_size: int,
+    *,
+    last_output: Mapping[int, Sequence[str]] | None = None,
+    library_messages: Sequence[str] = (),
+    headline: str = "",
+    advice: str = "",
+    closing: str = "",
+) -> str:
+    """The report of a failed launch, at most about thirty lines.
 
-    records: tuple[FailureRecord, ...]
-    world_size: int
-    last_output: dict[int, list[str]] = field(default_factory=dict)
-    library_messages: Sequence[str] = ()
-    """What libraries have printed that is not shown as long as all is well."""
-    closing: str = ""
-    headline: str = ""
-    """A better description of what happened than the text of the cause."""
-    advice: str = ""
-
-    @property
-    def cause(self) -> FailureRecord:
-        """The failure to look at."""
-        return first_cause(self.records)
-
-    def lines(self) -> list[str]:
-        """The text, at most about thirty lines."""
-        cause = self.cause
-        lines = [f"rank {cause.rank} of {self.world_size} {self.headline or cause.headline}"]
-        if self.advice:
-            lines.append(self.advice)
-        if cause.raised is None:
-            lines += _tell_stack(cause.stack)
-            lines += explain_exit(cause)
-        else:
-            if not self.headline:
-                lines += _more_message(cause.raised)
-            lines += _tell_raised(cause.raised)
-        if output := self.last_output.get(cause.rank, [])[-_OUTPUT_LINES:]:
-            lines.append(f"Last output of rank {cause.rank}:")
-            lines += [f"  {line[:_OUTPUT_CHARS]}" for line in output]
-        lines += self._others(cause)
-        if self.library_messages:
-            lines += ["Messages of libraries:", *(f"  {line}" for line in self.library_messages)]
-        return [*lines, self.closing] if self.closing else lines
-
-    def _others(self, cause: FailureRecord) -> list[str]:
-        others = [record for record in self.records if record is not cause]
-        others.sort(key=lambda record: record.rank)
-        if not others:
-            return []
-        lines = ["The other ranks:"]
+    A headline describes what has happened better than the text of the cause; the messages are what
+    libraries have printed that is not shown as long as all is well.
+    """
+    cause = first_cause(records)
+    lines = [f"rank {cause.rank} of {world_size} {headline or cause.headline}"]
+    if advice:
+        lines.append(advice)
+    if cause.raised is None:
+        lines += _tell_stack(cause.stack)
+        lines += explain_exit(cause)
+    else:
+        if not headline:
+            lines += _more_message(cause.raised)
+        lines += _tell_raised(cause.raised)
+    if output := (last_output or {}).get(cause.rank, [])[-_OUTPUT_LINES:]:
+        lines.append(f"Last output of rank {cause.rank}:")
+        lines += [f"  {line[:_OUTPUT_CHARS]}" for line in output]
+    others = sorted((one for one in records if one is not cause), key=lambda one: one.rank)
+    if others:
+        lines.append("The other ranks:")
         lines += [f"  rank {one.rank}: {_one_line(one, cause)}" for one in others[:_MOST_RANKS]]
-        if len(others) > _MOST_RANKS:
-            lines.append(f"  … and {len(others) - _MOST_RANKS} more ranks")
-        return lines
+    if len(others) > _MOST_RANKS:
+        lines.append(f"  … and {len(others) - _MOST_RANKS} more ranks")
+    if library_messages:
+        lines += ["Messages of libraries:", *(f"  {line}" for line in library_messages)]
+    return "\n".join([*lines, closing] if closing else lines)
 
 
 def _one_line(record: FailureRecord, cause: FailureRecord) -> str:
@@ -495,3 +494,190 @@ def _tell_frame(frame: Frame | None, *, num_around: int = 0) -> list[str]:
     if frame is None:
         return []
     return [f"  {place(frame)}, in {frame.function}", *source(frame, num_around=num_around)]
+
+
+# ------------------------------------------------------------------------- texts of libraries
+
+# Seen with gloo, NCCL and the store of torch 2.13, which raise these types for anything else, too.
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|recvvalue failed"
+    r"|remote process exited|peer .{0,40}(closed|gone|exited)|read error|failed to (recv|connect)"
+    r"|no error type|ncclremoteerror|ncclsystemerror|connectfullmesh|sendbytes failed",
+    re.IGNORECASE,
+)
+_LOST_TYPES = {
+    "RuntimeError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionResetError",
+    "ConnectionRefusedError",
+    "ConnectionAbortedError",
+    "BrokenPipeError",
+}
+
+_UNLIKE_COLLECTIVES = (
+    "disagreement on list contents",  # DeepSpeed 0.19: ZeRO-3 gathers other weights by rank
+    "op.preamble.length <= op.nbytes",  # gloo, before it aborts the process
+)
+
+# Raised for a group that is looked up by name, or held in C++, where no frame has it as a value.
+_LEFT_GROUP_TYPES = (RuntimeError, ValueError, AssertionError)
+_LEFT_GROUP = (
+    "DeepSpeed backend not set",  # DeepSpeed 0.19
+    "resolve the process group",  # torch 2.13: functional collectives, so FSDP2
+    "Invalid process group",  # torch 2.13: distributed_c10d
+)
+
+
+def tells_of_unlike_collectives(text: str) -> bool:
+    """Whether a text says that ranks met in one collective for different things."""
+    return any(part in text for part in _UNLIKE_COLLECTIVES)
+
+
+def tells_of_a_lost_connection(type_name: str, message: str) -> bool:
+    """Whether an error says no more than that another rank has gone."""
+    return type_name in _LOST_TYPES and bool(_LOST_CONNECTION.search(message))
+
+
+def can_come_of_a_left_group(error: BaseException) -> bool:
+    """Whether an error is of a type that the use of a process group which was left can raise."""
+    return isinstance(error, _LEFT_GROUP_TYPES)
+
+
+def tells_of_a_left_group(error: BaseException) -> bool:
+    """Whether an error's text is that of a library which no longer finds its process group."""
+    return can_come_of_a_left_group(error) and any(text in str(error) for text in _LEFT_GROUP)
+
+
+# ------------------------------------------------------------------------- sending an exception
+
+_MOST_CHARS = 1_000_000
+_TRACEBACK_BLOCK = re.compile(r"^Traceback \(most recent call last\):\n", re.MULTILINE)
+_TRACEBACK_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement
+_SLOT_TYPES = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+@dataclass(frozen=True)
+class PortableException:
+    """An exception, taken apart."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+    """Its `__dict__`."""
+    slots: dict[str, Any]
+    """What its class keeps elsewhere: `OSError.errno`, `StopIteration.value`."""
+
+    def in_reserve(self) -> Iterator[PortableException]:
+        """This, and what can be sent in its place if it cannot be pickled, in decreasing detail."""
+        yield self
+        for kind in self.kind.__mro__:
+            if issubclass(kind, Exception) and kind is not Exception:
+                yield PortableException(kind, (), {}, {})
+
+    def revive(self, base: type[BaseException], names: dict[str, Any]) -> BaseException:
+        """A new exception that is of this type and of `base`."""
+        joined = type(f"{base.__name__}[{self.kind.__name__}]", (base, self.kind), names)
+        # The `__new__` that the joined type inherits is that of `base`, which Python refuses where
+        # the other type has a memory layout of its own (OSError, UnicodeError, ExceptionGroup).
+        native = next(kind for kind in self.kind.__mro__ if not kind.__flags__ & _HEAP_TYPE)
+        try:
+            revived: BaseException = native.__new__(joined, *self.args)
+        # MemoryError has a `__new__` of its own, but the common layout.
+        except TypeError:
+            revived = base.__new__(joined, *self.args)
+        revived.__dict__.update(self.attributes)
+        for name, value in self.slots.items():
+            # Some slots are read-only.
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(revived, name, value)
+        return revived
+
+
+def take_error(error: BaseException) -> PortableException:
+    """Take an exception apart; traceback, causes and notes are described elsewhere."""
+    original = unwrap_error(error)
+    # Of an error that torch has raised again, the parts have stayed in the process it came from.
+    if original is not None:
+        return PortableException(original.kind, (), {}, {})
+    # Notes are part of the failure record, which shows them.
+    attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
+    return PortableException(
+        type(error),
+        tuple(map(_shortened, error.args)),
+        {name: _shortened(value) for name, value in attributes.items()},
+        {name: _shortened(value) for name, value in _slots_of(error)},
+    )
+
+
+def _shortened(value: Any) -> Any:
+    """A message of a hundred megabytes is not sent whole: handlers need the type."""
+    return shorten_text(value, _MOST_CHARS) if type(value) is str else value
+
+
+def _slots_of(error: BaseException) -> Iterator[tuple[str, Any]]:
+    for owner in type(error).__mro__:
+        for name, attribute in vars(owner).items():
+            if isinstance(attribute, _SLOT_TYPES) and not name.startswith("_") and name != "args":
+                # A slot that was never set raises.
+                with contextlib.suppress(AttributeError):
+                    yield name, getattr(error, name)
+
+
+# ------------------------------------------------------------------------- raised again by torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrappedError:
+    """What an exception was in the process that it comes from."""
+
+    kind: type[BaseException]
+    message: str
+    frames: tuple[Frame, ...]
+    where: str
+    """Such as `in DataLoader worker process 0`."""
+
+
+def unwrap_error(error: BaseException) -> WrappedError | None:
+    """Take apart what torch has raised for another process or thread."""
+    wrapper = _torch_wrapper(error.__traceback__)
+    # By its text: an error whose class takes more than a text is raised as a RuntimeError.
+    if wrapper is None or not str(error).startswith(f"Caught {wrapper.exc_type.__name__} "):
+        return None
+    blocks = _TRACEBACK_BLOCK.split(wrapper.exc_msg)
+    if len(blocks) < 2:
+        return None
+    # The last block, because the causes of an error come before it.
+    lines = blocks[-1].rstrip("\n").split("\n")
+    end = next((i for i, line in enumerate(lines) if not line.startswith("  ")), len(lines))
+    return WrappedError(
+        kind=wrapper.exc_type,
+        message=_without_type("\n".join(lines[end:]), wrapper.exc_type),
+        frames=tuple(
+            Frame(file=match["file"], line=int(match["line"]), function=match["function"])
+            for match in map(_TRACEBACK_FRAME.match, lines[:end])
+            if match
+        ),
+        where=wrapper.where,
+    )
+
+
+def _torch_wrapper(traceback: TracebackType | None) -> Any:
+    """The wrapper whose `reraise` is the innermost call."""
+    # Without torch there is no wrapper to find, and importing it takes seconds.
+    if traceback is None or "torch" not in sys.modules:
+        return None
+    from nbaccel.base import torch_private
+
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    holder = traceback.tb_frame.f_locals.get("self")
+    return holder if torch_private.is_exception_wrapper(holder) else None
+
+
+def _without_type(text: str, kind: type[BaseException]) -> str:
+    """`ValueError: bad` → `bad`."""
+    name, _, message = text.partition(": ")
+    return message if name.rpartition(".")[2] == kind.__name__ else text.removeprefix(name)

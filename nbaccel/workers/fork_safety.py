@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.errors import UnsafeFork
+from nbaccel.base.log import write_notice
 from nbaccel.plan import registry
 
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
@@ -55,7 +57,7 @@ def _find_hazards() -> Iterator[Hazard]:
     for device in registry.possible_devices():
         for fact in device.hazards():
             yield Hazard(fact=fact, consequence=device.after_fork, is_fatal=True)
-    if _has_process_group():
+    if has_process_group():
         yield Hazard(
             fact="a torch.distributed process group is alive in the notebook",
             consequence="a forked worker inherits it without its threads and hangs; end it with "
@@ -80,6 +82,21 @@ def _find_hazards() -> Iterator[Hazard]:
         )
 
 
+def judge_fork() -> None:
+    """Report what makes a fork of this process unsafe."""
+    found = hazards()
+    fatal = [hazard for hazard in found if hazard.is_fatal]
+    if fatal:
+        raise UnsafeFork(
+            "start_method='fork' cannot work in this notebook as it is now:\n"
+            + "\n".join(f"  {hazard}" for hazard in fatal)
+            + "\nUse start_method='template' (the default): its workers are forked from a clean "
+            "process, so no restart of the notebook is needed."
+        )
+    for hazard in found:
+        write_notice(f"nbaccel: {hazard}. start_method='template' is safe from that.\n")
+
+
 def has_native_threads() -> bool:
     """Whether a library has threads beside Python's (polars, TensorFlow); OpenMP's are ended."""
     pause_pools()
@@ -93,7 +110,8 @@ def end_bar_monitors() -> None:
             thread.exit()  # type: ignore[attr-defined]
 
 
-def _has_process_group() -> bool:
+def has_process_group() -> bool:
+    """Whether this process is in one; torch is not imported for it."""
     dist = sys.modules.get("torch.distributed")
     return bool(dist and dist.is_available() and dist.is_initialized())
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, thread_limits, worker
+from nbaccel.workers import messaging, worker
 from nbaccel.workers.reaping import end_descendants, reap
 
 
@@ -29,7 +29,7 @@ class ForkServer:
         signal.set_wakeup_fd(self._waker.fileno())
         # Any handler: Python writes to the wakeup descriptor only for signals that have one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        thread_limits.find_libraries()
+        worker.find_libraries()
 
     def serve(self, left_out: dict[str, str]) -> NoReturn:
         """Report ready, serve until the notebook hangs up or dies, and leave."""
@@ -57,7 +57,7 @@ class ForkServer:
         except EOFError:
             return False
         if isinstance(message, messaging.Fork):
-            thread_limits.set_before_fork(message.threads)
+            worker.set_before_fork(message.threads)
             pid = self._fork(descriptors)
             self._workers.add(pid)
             self._channel.send(messaging.Forked(pid))

@@ -38,7 +38,7 @@ from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
 from nbaccel.config.capabilities import device_row
 from nbaccel.plan.contracts.device import Device
-from nbaccel.workers import messaging, metrics_reporter, tqdm_bars
+from nbaccel.workers import messaging, metrics_reporter, training_loops
 from nbaccel.workers.metrics_reporter import MetricsChannel, Reporter
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def reporting_to(
     try:
         yield
     except BaseException:  # such as an interrupt while a bar was told of
-        tqdm_bars.release_lock()
+        training_loops.release_lock()
         raise
     finally:
         if _watch is not None and not was_watching:
@@ -533,7 +533,7 @@ def _taking_bars(plain: Any) -> Callable[..., None]:
             and not is_drawn_elsewhere
         )
         if self._nbaccel_in_panel:
-            kwargs["file"] = tqdm_bars.NOWHERE
+            kwargs["file"] = training_loops.NOWHERE
         # Since 4.66 it is no function: it reads defaults from the environment.
         plain.__get__(self)(*args, **kwargs)
         if reporter is not None and is_drawn_elsewhere and not self.disable:

@@ -10,14 +10,14 @@ descriptors that belong to it. What is too long for one packet travels in a memo
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import mmap
 import os
 import pickle
+import select
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,16 +155,19 @@ def pack_message(message: Any) -> tuple[bytes, list[int]]:
     return IN_FILE, [file]
 
 
-def unless_gone() -> contextlib.suppress:
-    """Send to a process that may have ended; its end is noticed elsewhere."""
-    return contextlib.suppress(BrokenPipeError, ConnectionResetError)
+def wait(descriptors: Iterable[int], limit_s: float = 0.0) -> list[int]:
+    """Wait until some can be read; returns these."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(limit_s * 1000)]
 
 
 class Word(enum.Enum):
     """The messages that are no more than one of these."""
 
     DISPOSE = "to the template: close the descriptors that come along; freeing much takes time"
-    LEAVE = "to a worker: exit; see [Note: exit barrier] in `calls.rank_watch`"
+    LEAVE = "to a worker: exit; see [Note: exit barrier] in `calls.supervisor`"
     STOP_AT_STEP = "to a worker: stop where a step ends, the same one on all ranks: see `step_stop`"
     ASK_WHEREABOUTS = "to the second thread of a pool's worker, which answers by Whereabouts"
     BREAK = "to that thread: cut the connections, which ends a collective that would never end"
@@ -189,18 +192,11 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Importing:
-    """The package that the template is about to import."""
+    """The package that the template is about to import, or has imported."""
 
     package: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unclean:
-    """With this package in it the template cannot be forked, so it ends."""
-
-    package: str
-    reason: str
-    """A clause with "it"."""
+    obstacle: str = ""
+    """Why the template, with this in it, cannot be forked, so that it ends; a clause with "it"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from nbaccel.base import spent_time
 from nbaccel.base.metric_history import MetricHistory
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.plan.contracts.device import Device
-from nbaccel.workers.tqdm_bars import ProgressBars
-from nbaccel.workers.training_loops import RunningLoop, TrainingLoops
+from nbaccel.workers.training_loops import ProgressBars, RunningLoop, TrainingLoops
 
 REPORT_INTERVAL_S = 0.25
 _MAX_METRICS = 16

@@ -4,8 +4,9 @@ Code written for `mp.spawn` chooses an address of its own (`MASTER_PORT = "12355
 would serve a store. In a worker all ranks are clients (TORCHELASTIC_USE_AGENT_STORE), so that
 no process would serve there, and every rank would wait for half an hour.
 
-`keep_groups_alive` avoids a deadlock that is a fault of torch 2.13; `docs/pages/upstream.md` has
-its stack.
+A deadlock that is a fault of torch 2.13 is avoided by letting no C++ object of a process group be
+destructed before the process leaves (`torch_private.keep_process_groups`); `docs/pages/upstream.md`
+has its stack. A live worker closes what that leaves open: `calls/process_groups.py`.
 """
 
 from __future__ import annotations
@@ -93,15 +94,6 @@ def _check_rank(place: Topology, rank: int, world_size: int) -> None:
             "out (they are in the environment), or read the rank there: "
             'rank = int(os.environ["RANK"]).'
         )
-
-
-def keep_groups_alive() -> None:
-    """Let no C++ object of a process group be destructed before this process leaves.
-
-    It may deadlock: see docs/pages/upstream.md. (A live worker closes what that leaves open:
-    `calls/process_groups.py`.)
-    """
-    torch_private.keep_process_groups()
 
 
 def say_returned(rank: int) -> None:

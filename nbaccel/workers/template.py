@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
@@ -23,10 +24,12 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nbaccel.base import env, frames
@@ -34,8 +37,7 @@ from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.units import count_noun
 from nbaccel.config.capabilities import engine_row
 from nbaccel.plan import Choice, Plan, registry
-from nbaccel.workers import notebook_imports, time_limits
-from nbaccel.workers.notebook_imports import by_package, installed_modules
+from nbaccel.workers import time_limits
 
 SAY_EVERY_S = 0.1
 _SWITCH = "NBACCEL_TEMPLATE_IMPORTS"
@@ -100,7 +102,7 @@ class TemplateProcess:
         with its_end, open(os.memfd_create("nbaccel-template-request"), "w+") as request_file:
             json.dump(request, request_file)
             request_file.seek(0)
-            program = _PROGRAM.format(path=notebook_imports.installed_first(), fd=its_end.fileno())
+            program = _PROGRAM.format(path=installed_first(), fd=its_end.fileno())
             process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=request_file,
@@ -108,7 +110,7 @@ class TemplateProcess:
                 stderr=errors,
                 env=env.snapshot() | {_AUTOLOAD_VARIABLE: "0"},
                 # Where the own one has been deleted, MKL ends a process that imports torch.
-                cwd=notebook_imports.current_folder(),
+                cwd=current_folder(),
                 pass_fds=[its_end.fileno()],
                 # Ctrl-C in a terminal must reach the notebook process only.
                 start_new_session=True,
@@ -371,15 +373,15 @@ class Template:
                     self.left_out[process.importing] = reason
                     self._make_again(process)
                     return
-            if isinstance(message, messaging.Importing):
-                process.importing = message.package
-            elif isinstance(message, messaging.Unclean):
-                self.left_out[message.package] = message.reason
-                self._make_again(process)
-                return
-            elif isinstance(message, messaging.Ready):
+            if isinstance(message, messaging.Ready):
                 process.ready = True
                 self.left_out.update(message.left_out)
+            elif message.obstacle:
+                self.left_out[message.package] = message.obstacle
+                self._make_again(process)
+                return
+            else:
+                process.importing = message.package
 
     def _serves(self, needs: Callable[[str], bool]) -> bool:
         """Whether workers can be forked at once, with all packages that are needed."""
@@ -453,3 +455,146 @@ def unfollow_cells() -> None:
 def _after_cell(_result: object = None) -> None:
     for template in tuple(_TEMPLATES.values()):
         template.after_cell()
+
+
+# ------------------------------------------------------------------------- what is imported here
+
+# A kernel's own: its threads, sockets and tracing are the notebook's, and no worker uses them.
+_OF_THE_KERNEL = frozenset(
+    {"ipykernel", "ipykernel_launcher", "zmq", "tornado", "jupyter_client", "jupyter_core"}
+    # The latter sets itself up for the shell that is there when it is imported.
+    | {"nest_asyncio", "matplotlib_inline"}
+)
+# What of nbaccel works in the notebook's process only; of the rest workers have what they need.
+_OF_LAUNCHES = tuple(
+    f"nbaccel.{name}"
+    for name in ("launchers", "output", "hosts", "notebook", "cli", "calls", "plan")
+)
+_OF_THE_DEBUGGER = f"{os.sep}debugpy{os.sep}"
+"""It puts its own folder on the path, so that its modules have names of their own."""
+_SUFFIXES = (".py", ".so", ".pyd")
+_IMPORTED_BY_THE_TEMPLATE = ("nbaccel", "torch", "numpy", "IPython")
+
+
+def installed_modules() -> Mapping[str, str]:
+    """Modules of installed packages, and of nbaccel, in the order of their imports → files."""
+    return _sorted_out(len(sys.modules), next(reversed(sys.modules)))[0]
+
+
+def local_modules() -> frozenset[str]:
+    """Names of the modules from files that belong to no installed package: the user's own."""
+    return _sorted_out(len(sys.modules), next(reversed(sys.modules)))[1]
+
+
+def by_package(module_names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The same by top-level package, the last one first: it depends on none of the others."""
+    packages: dict[str, list[str]] = {}
+    for name in module_names:
+        packages.setdefault(name.partition(".")[0], []).append(name)
+    return {package: tuple(packages[package]) for package in reversed(packages)}
+
+
+@functools.lru_cache(maxsize=1)
+def _sorted_out(_num_names: int, _last_name: str) -> tuple[Mapping[str, str], frozenset[str]]:
+    """Installed modules and local ones. Kept, as each cell would wait a millisecond for them."""
+    installed: dict[str, str] = {}
+    local = set()
+    for name in tuple(sys.modules):
+        # Not by getattr: a module may import another one when it is asked for what it lacks.
+        attributes = getattr(sys.modules.get(name), "__dict__", {})
+        file = attributes.get("__file__")
+        package = name.partition(".")[0]
+        if (
+            not isinstance(file, str)
+            or not file.endswith(_SUFFIXES)
+            or package in _OF_THE_KERNEL
+            or _OF_THE_DEBUGGER in file
+            or name.startswith(_OF_LAUNCHES)
+            or package in {"__main__", "__mp_main__"}
+        ):
+            continue
+        if package == "nbaccel" or _is_installed(os.path.dirname(file)):
+            if getattr(attributes.get("__spec__"), "name", None) == name:
+                installed[name] = file
+        elif not file.startswith(_standard_folders()):
+            local.add(name)
+    return installed, frozenset(local)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(folder: str) -> bool:
+    package_folders = tuple(map(sysconfig.get_path, ("purelib", "platlib")))
+    if "-packages" in folder or folder.startswith(package_folders):
+        return True
+    if folder.startswith(_standard_folders()):
+        return False
+    # pip install --target: the folder of packages has their metadata beside them.
+    entries = {os.path.normpath(entry) for entry in sys.path if entry}
+    return any(
+        folder.startswith(entry) and any(Path(entry).glob("*.dist-info")) for entry in entries
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _standard_folders() -> tuple[str, ...]:
+    return tuple(map(sysconfig.get_path, ("stdlib", "platstdlib")))
+
+
+# ------------------------------------------------------------------------- where from
+
+
+def current_folder() -> str:
+    """The working folder; if it has been deleted, the next folder above it that exists."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        above = (folder for folder in Path(_deleted_folder()).parents if folder.is_dir())
+        return str(next(above, Path.home()))
+
+
+def explain_here() -> str:
+    """The same, with a message to the user if it is not the working folder."""
+    folder = current_folder()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        sys.stderr.write(
+            f"nbaccel: the notebook's working folder {_deleted_folder() or ''} has been deleted, "
+            f"so its workers run in {folder}. Go to a folder that exists: "
+            f"%cd {folder}\n"
+        )
+    return folder
+
+
+def import_path() -> list[str]:
+    """`sys.path` for a process that works elsewhere: without relative entries."""
+    here = current_folder()
+    return [os.path.normpath(os.path.join(here, entry)) for entry in sys.path]
+
+
+def installed_first() -> list[str]:
+    """The same with the user's own folders last, where a `random.py` would hide the real one."""
+    imported_from = _folders_of_packages()
+
+    def is_users(entry: str) -> bool:
+        is_pythons = entry.startswith(_standard_folders()) or entry.endswith(".zip")
+        if is_pythons or "-packages" in entry or entry in imported_from:
+            return False
+        return not any(Path(entry).glob("*.dist-info"))  # pip install --target
+
+    # A stable sort: within both groups the order of the notebook is kept.
+    return sorted(import_path(), key=is_users)
+
+
+def _folders_of_packages() -> set[str]:
+    """Where this process has imported them from, which may be a folder of sources."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _IMPORTED_BY_THE_TEMPLATE]
+    return {str(Path(file).parent.parent) for file in files if file}
+
+
+def _deleted_folder() -> str:
+    """The path of the deleted folder, as far as the system remembers it."""
+    try:
+        return os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+    except OSError:
+        return ""

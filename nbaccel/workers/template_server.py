@@ -110,7 +110,7 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
         if added > 0:
             obstacles.append(f"it starts {count_noun(added, 'thread')}")
         if obstacles:
-            channel.send(messaging.Unclean(package, " and ".join(obstacles)))
+            channel.send(messaging.Importing(package, " and ".join(obstacles)))
             end_descendants()
             os._exit(0)
         if error is not None and package not in sys.modules:

@@ -33,8 +33,15 @@ from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import cloudpickle
+import torch
 
-from nbaccel.base import accelerate_library, env, lightning_library, transformers_library
+from nbaccel.base import (
+    accelerate_library,
+    env,
+    lightning_library,
+    torch_private,
+    transformers_library,
+)
 from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
 from nbaccel.base.units import shorten_text
 from nbaccel.plan import registry
@@ -45,16 +52,14 @@ from nbaccel.transfer.library_settings import LibrarySettings, restore_random_st
 from nbaccel.transfer.package_changes import AppliedChanges, LateChange, PackageChange
 from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.workers import (
-    exit_functions,
     failure,
     loop_watch,
     messaging,
     metrics_reporter,
-    portable_exception,
     precision_check,
+    reaping,
     rendezvous,
     step_stop,
-    thread_limits,
     time_limits,
     worker_output,
 )
@@ -116,7 +121,7 @@ def run_worker(
             sharded_tensors.remove_process_files()
         # Only now: until it was let leave, other ranks may have needed what ends here.
         with contextlib.suppress(BaseException):
-            exit_functions.run(time_limits.EXIT_S)
+            reaping.run_exit_functions(time_limits.EXIT_S)
         # What is missed here becomes the template's child, and the template ends it.
         with contextlib.suppress(Exception):
             _end_what_it_started()
@@ -142,7 +147,7 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
         os._exit(1)
     adopt_orphans()
     take_name(WORKER_NAME)
-    exit_functions.forget_inherited()
+    reaping.forget_inherited()
     # The wakeup descriptor of a forked kernel belongs to the notebook's event loop.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -226,15 +231,16 @@ def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int
         os.chdir(assignment.working_directory)
         # In place, because other modules hold a reference to this list.
         sys.path[:] = assignment.import_path
-    thread_limits.limit_threads(assignment.threads)
+    limit_threads(assignment.threads)
     hardware = registry.device(assignment.device)
     hardware.enter_worker(place.local_rank)
     registry.enter_worker(assignment.device)
     # Before any user code can create a process group.
-    rendezvous.keep_groups_alive()
+    torch_private.keep_process_groups()
     _refuse_questions(place.rank)
     pickling.receive_names()
-    send_notebook_classes()
+    # Lets `multiprocessing` send the notebook's classes and functions.
+    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
     accelerate_library.prepare_anew()
     transformers_library.run_notebook_trainers(metrics_reporter.drawing_whole_bar)
     lightning_library.guard_trainers()
@@ -427,7 +433,7 @@ def report(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Taken first: the earliest failure is the cause, and packing below takes time.
     record = failure.FailureRecord.of_error(rank, error, failure_time=time.monotonic())
-    for part in portable_exception.take_error(error).in_reserve():
+    for part in failure.take_error(error).in_reserve():
         try:
             packed, fd = pickling.pack(part, pickling.Sender(by_name=by_name))
         # BaseException: the user's own __reduce__ may raise anything.
@@ -479,11 +485,6 @@ def flush_streams() -> None:
     worker_output.flush_streams()
 
 
-def send_notebook_classes() -> None:
-    """Let `multiprocessing` send the notebook's classes and functions from now on."""
-    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
-
-
 def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
     if not isinstance(value, (type, FunctionType)) or value.__module__ != "__main__":
         return NotImplemented
@@ -519,3 +520,47 @@ def _exit_process(error: BaseException | None) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     worker_output.flush_streams()
     os._exit(exit_status)
+
+
+# ------------------------------------------------------------------------- threads
+
+# Libraries read their variables when they are loaded, which was not in the worker: each is told.
+# OpenBLAS, which numpy and scipy bring, is told in the template. A process that tells it anew after
+# a fork gets all its threads back, as many as the machine has cores, and they wait in a busy loop
+# for work that may never come. The template's next fork ends them again (pthread_atfork), and its
+# worker inherits the number.
+
+_KEEPS_NUMBER_OVER_FORK = "openblas"
+_found_libraries: list[Any] = []
+
+
+def find_libraries() -> None:
+    """Look for loaded libraries that compute with threads, for all workers forked afterwards."""
+    from threadpoolctl import ThreadpoolController
+
+    _found_libraries[:] = ThreadpoolController().lib_controllers
+
+
+def set_before_fork(num_threads: int) -> None:
+    """Tell OpenBLAS, in a process that is about to fork: the child inherits the number."""
+    if num_threads:
+        _set_where_different(
+            [known for known in _found_libraries if known.internal_api == _KEEPS_NUMBER_OVER_FORK],
+            num_threads,
+        )
+
+
+def limit_threads(num_threads: int) -> None:
+    """Let the libraries of this worker compute with so many threads."""
+    torch.set_num_threads(num_threads)
+    # A fork of the notebook's process pays for it as said above: only where someone computes with
+    # such libraries (scikit-learn), who has this loaded.
+    if not _found_libraries and "threadpoolctl" in sys.modules:
+        find_libraries()
+    _set_where_different(_found_libraries, num_threads)
+
+
+def _set_where_different(libraries: Sequence[Any], num_threads: int) -> None:
+    for library in libraries:
+        if library.num_threads != num_threads:
+            library.set_num_threads(num_threads)

@@ -8,10 +8,11 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
-from nbaccel.base.process_death import explain_kill
+from nbaccel.base.processes import explain_kill
 from nbaccel.transfer import memfd
 from nbaccel.workers import failure, messaging
 from nbaccel.workers.failure import FailureRecord
@@ -75,11 +76,6 @@ class WorkerHandle:
     def is_busy(self) -> bool:
         """Whether its function may still be running."""
         return self.state in (HandleState.FORKED, HandleState.ALIVE, HandleState.RUNNING)
-
-    @property
-    def tells_its_stack(self) -> bool:
-        """Whether it handles `STACK_SIGNAL`; a process that does not would be killed by it."""
-        return self.is_fork or self.state is not HandleState.FORKED
 
     @property
     def stack(self) -> tuple[Frame, ...]:
@@ -169,18 +165,21 @@ class WorkerHandle:
 
     # ---- what is done to it
 
-    def ask_where(self) -> bool:
-        """Ask where it is; returns whether it can answer."""
-        if self.control is not None and self.state is not HandleState.FORKED:
-            self._tell(messaging.Word.ASK_WHEREABOUTS)
-            return True
-        return self.ask_stack()
+    def tell(self, message: Any) -> None:
+        """Send it a message; it may have ended, which its sentinel says."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message)
 
-    def ask_stack(self) -> bool:
-        """Let faulthandler write where it is; returns whether it can do so."""
-        if self.tells_its_stack:
+    def ask_where(self) -> bool:
+        """Ask where it is, or let faulthandler write it; returns whether it can answer."""
+        if self.control is not None and self.state is not HandleState.FORKED:
+            self._tell_second_thread(messaging.Word.ASK_WHEREABOUTS)
+            return True
+        # A process that does not handle the signal would be killed by it.
+        can_answer = self.is_fork or self.state is not HandleState.FORKED
+        if can_answer:
             self._signal(STACK_SIGNAL)
-        return self.tells_its_stack
+        return can_answer
 
     def interrupt(self) -> None:
         """Let it raise KeyboardInterrupt; one that was stopped (SIGSTOP) continues."""
@@ -192,7 +191,7 @@ class WorkerHandle:
 
     def cut_connections(self) -> None:
         """Let a collective fail that it waits in; for a worker of a pool."""
-        self._tell(messaging.Word.BREAK)
+        self._tell_second_thread(messaging.Word.BREAK)
 
     def terminate(self) -> None:
         """Ask it to end, and do not wait for `finally` blocks."""
@@ -206,12 +205,8 @@ class WorkerHandle:
 
     def let_exit(self) -> None:
         """Let it exit: its work is over."""
-        # It may have exited by itself.
-        with contextlib.suppress(OSError):
-            self.channel.send(messaging.Word.LEAVE)
-
-    def wake(self) -> None:
-        """Let it continue if it was stopped (SIGSTOP)."""
+        self.tell(messaging.Word.LEAVE)
+        # A stopped process (SIGSTOP) would not read the message.
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
@@ -231,15 +226,16 @@ class WorkerHandle:
     def _signal(self, number: int) -> None:
         self.starter.signal(self.pid, number)
 
-    def _tell(self, message: messaging.Word) -> None:
-        if self.control is not None:
-            # It may have ended already; its sentinel tells.
-            with contextlib.suppress(OSError):
-                self.control.send(message)
+    def _tell_second_thread(self, word: messaging.Word) -> None:
+        with contextlib.suppress(OSError):
+            if self.control is not None:
+                self.control.send(word)
 
 
 def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
     """A worker's connections: the notebook's ends, and the worker's, which the caller closes."""
+    import fcntl  # Windows has none, where nbaccel can be imported, too
+
     channel, worker_end = Channel.pair()
     pipes: dict[int, str] = {}
     worker_ends = {}
@@ -247,15 +243,9 @@ def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
         read_end, worker_ends[name] = os.pipe()
         # The notebook reads until a pipe is empty; a blocking read would stop all other work.
         os.set_blocking(read_end, False)
-        _enlarge(read_end)
+        # A megabyte, so that a worker that prints a lot seldom waits. The user's quota of pipe
+        # memory may be used up: the default of 64 KiB stays.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, 1 << 20)
         pipes[read_end] = name
     return channel, pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
-
-
-def _enlarge(pipe: int) -> None:
-    """Enlarge a pipe to a megabyte, so that a worker that prints a lot seldom has to wait."""
-    import fcntl  # Windows has none, where nbaccel can be imported, too
-
-    # The user's quota of pipe memory is used up: the default of 64 KiB stays.
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from nbaccel.base.process_names import describe_process
+from nbaccel.base.processes import describe_process
 
 
 def test_a_process_is_named_by_its_command():

@@ -130,7 +130,7 @@ def _is_ours(file: str) -> bool:
 
 def _do(shell: Any, what: str, **how: Any) -> Any:
     if what == "run":
-        from nbaccel.calls.cell_source import CellSource
+        from nbaccel.calls.pool_planning import CellSource
 
         name = filename(how["count"])
         return shell.run(

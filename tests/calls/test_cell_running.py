@@ -11,7 +11,7 @@ import IPython
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nbaccel.calls.cell_source import CellSource
+from nbaccel.calls.pool_planning import CellSource
 from nbaccel.calls.pool_worker import make_shell
 from nbaccel.errors import MissingBackend
 from tests.calls.shell_cells import Cells, filename

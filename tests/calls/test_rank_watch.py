@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nbaccel import Accelerator, Pool, notebook_launcher
-from nbaccel.calls import rank_watch
+from nbaccel.calls import supervisor
 from nbaccel.workers.worker_handle import HandleState
 
 LOOK_S = 1.5
@@ -18,7 +18,7 @@ LOOK_S = 1.5
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_watch, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(supervisor, "LOOK_S", LOOK_S)
 
 
 def shown(capfd: pytest.CaptureFixture[str]) -> str:
@@ -96,13 +96,13 @@ def test_those_that_are_through_exit_when_nobody_is_at_work(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     states = (HandleState.RUNNING, HandleState.RETURNED, HandleState.FAILED)
     busy, *through = (Worker(rank, state) for rank, state in enumerate(states))
-    watch = rank_watch.RankWatch([busy, *through], lets_exit=True)
+    watch = supervisor.RankWatch([busy, *through], lets_exit=True)
     watch.advance()
     assert [worker.done for worker in through] == [[], []]
     busy.state = HandleState.GONE
     assert watch.due() == 0.0
     watch.advance()
-    assert [worker.done for worker in through] == [["let_exit", "wake"]] * 2
+    assert [worker.done for worker in through] == [["let_exit"]] * 2
     assert watch.due() == 113.0
     assert not watch.is_overdue()
     now = 113.0
@@ -115,12 +115,12 @@ def test_one_that_returns_long_after_another_has_its_own_time_to_exit(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     early, late = Worker(0, HandleState.RETURNED), Worker(1, HandleState.GONE)
-    watch = rank_watch.RankWatch([early, late], lets_exit=True)
+    watch = supervisor.RankWatch([early, late], lets_exit=True)
     watch.advance()
-    assert early.done == ["let_exit", "wake"]
+    assert early.done == ["let_exit"]
     late.state = HandleState.RETURNED
     now = 4000.0
     watch.advance()
-    assert late.done == ["let_exit", "wake"]
+    assert late.done == ["let_exit"]
     assert not watch.is_overdue()
     assert watch.due() == 4013.0

@@ -13,7 +13,7 @@ import pytest
 import nbaccel
 from nbaccel import notebook_launcher
 from nbaccel.launchers import Results
-from nbaccel.output.panel.earlier_runs import all_runs
+from nbaccel.output.panel.facts import all_runs
 from nbaccel.output.panel.rank_times import RankTimes
 from nbaccel.output.report.run_report import report_of
 from tests import worker_functions as workers

@@ -12,7 +12,7 @@ import pytest
 
 from nbaccel import Pool
 from nbaccel.calls import supervisor
-from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.transfer import library_settings
 from nbaccel.workers import messaging, starters
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.config import RunConfig
-from nbaccel.config.engine_choice import elastic_reason
+from nbaccel.config.run_config import elastic_reason
 from nbaccel.errors import ConfigError
 
 TWO_NODES = {"num_nodes": 2, "num_processes": 2, "master_addr": "10.0.0.1"}

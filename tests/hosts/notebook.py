@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator, Pool, RunConfig, notebook_launcher
-from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.output.panel.display import DashboardUpdater
 
 
 def tell(**facts):

@@ -34,7 +34,7 @@ _ALLOWED = {
     "nbaccel/devices/tpu/torch_xla_driver.py": {"_XLAC", "_xla_runtime_is_initialized"},
     "nbaccel/strategies/choosing.py": {"_no_split_modules"},  # transformers' models name it
     "nbaccel/train/trackers.py": {"_get_file_writer"},
-    "nbaccel/workers/exit_functions.py": {
+    "nbaccel/workers/reaping.py": {
         # What Python does at the end of a process: atexit's, weakref's, threading's, and that of
         # multiprocessing.
         *("_clear", "_run_exitfuncs", "_registry", "_exitfunc", "_shutdown", "_run_finalizers")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nbaccel.output import console, publish
-from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.console import Console
+from nbaccel.output.publish import CellPlace
 from nbaccel.workers.messaging import ClearOutput, Display
 
 

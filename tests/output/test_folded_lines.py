@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nbaccel import WorkerFailed, notebook_launcher
-from nbaccel.output.folded_lines import LibraryMessages, SeenWarnings
+from nbaccel.output.panel.facts import LibraryMessages, SeenWarnings
 
 HARMLESS = [
     "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1",

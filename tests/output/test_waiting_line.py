@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from nbaccel.output import cell_place
-from nbaccel.output.cell_place import WaitingLine
+from nbaccel.output import publish
+from nbaccel.output.publish import WaitingLine
 
 
 class Clock:
@@ -48,9 +48,9 @@ def screen(terminal: Terminal) -> str:
 def test_a_short_start_leaves_no_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
     line = WaitingLine(2, read_clock=clock)
-    assert line.due_in() == cell_place.SHOWN_AFTER_S
+    assert line.due_in() == publish.SHOWN_AFTER_S
     line.say("importing torch")
-    clock.seconds += cell_place.SHOWN_AFTER_S - 0.01
+    clock.seconds += publish.SHOWN_AFTER_S - 0.01
     line.say("importing torch")
     line.close()
     assert terminal.getvalue() == ""

@@ -10,7 +10,7 @@ import pytest
 
 from nbaccel import RunConfig, notebook_launcher
 from nbaccel.base.training_metrics import Metrics
-from nbaccel.output.panel.following import DashboardUpdater
+from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.train.compile_watch import WARM_UP_STEPS
 from tests.tpu import bodies
 from tests.tpu.bodies import Programs

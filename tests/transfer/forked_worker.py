@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from nbaccel.calls.packing import staged
+from nbaccel.calls.launch import staged
 from nbaccel.transfer import arena
+from nbaccel.transfer.arena import Sharing
 from nbaccel.transfer.free_names import names_of
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync
@@ -60,7 +61,9 @@ class Forked:
     def _home(self, dirty: tuple[str, ...]) -> None:
         records = self.flow.records(dirty)
         arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
-        with staged([record.sharing for record in records], arenas) as weight_receiver:
+        with staged(
+            Sharing.joined(record.sharing for record in records), arenas
+        ) as weight_receiver:
             files = [weight_receiver.staging[key] for key in arenas]
             (report, keys), whole = self._ask(("home", tuple(arenas)), files)
             with closing_files(*whole), self.flow.taking_weights(records):

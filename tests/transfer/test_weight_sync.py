@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.base import process_death
+from nbaccel.base import processes
 from nbaccel.transfer import memfd, weight_receiver as receiver_module
 from nbaccel.transfer.arena import named_tensors
 from nbaccel.transfer.memfd import PAGE_BYTES
@@ -393,7 +393,7 @@ def test_an_interrupt_while_the_template_is_told_costs_no_staging_file(launch, m
     went_on = []
 
     def to_the_end() -> None:
-        with process_death.uninterrupted():
+        with processes.uninterrupted():
             weight_receiver.close(starters.dispose)
             went_on.append(True)
 

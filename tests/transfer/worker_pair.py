@@ -10,7 +10,8 @@ import gc
 import textwrap
 from typing import Any
 
-from nbaccel.calls.packing import staged
+from nbaccel.calls.launch import staged
+from nbaccel.transfer.arena import Sharing
 from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
@@ -106,7 +107,9 @@ class Pair:
         workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]
         records = self.flow.records({key for w in workers for key in w.namespace.modules.dirty()})
         arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
-        with staged([record.sharing for record in records], arenas) as weight_receiver:
+        with staged(
+            Sharing.joined(record.sharing for record in records), arenas
+        ) as weight_receiver:
             staging = weight_receiver.staging
             written = [worker.namespace.modules.write_changed(staging) for worker in workers]
             reports = [report for report, _ in written]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from nbaccel.workers import notebook_imports
-from nbaccel.workers.notebook_imports import by_package
+from nbaccel.workers import template
+from nbaccel.workers.template import by_package
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
         (folder / f"{name}.py").write_text("VERSION = 1\n")
         monkeypatch.syspath_prepend(str(folder))
     (folders["nb_targeted"] / "nb_targeted-1.0.dist-info").mkdir()
-    notebook_imports._is_installed.cache_clear()
+    template._is_installed.cache_clear()
     for name in folders:
         importlib.import_module(name)
     yield {name: folder / f"{name}.py" for name, folder in folders.items()}
@@ -33,7 +33,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
 
 
 def test_installed_packages_and_own_modules_are_told_apart(imported: dict[str, Path]) -> None:
-    installed, local = notebook_imports.installed_modules(), notebook_imports.local_modules()
+    installed, local = template.installed_modules(), template.local_modules()
     assert {"torch", "torch.nn.functional", "numpy", "nb_targeted"} <= set(installed)
     assert all((torch, np))
     assert {"nb_beside", __name__} <= local

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import env
 from nbaccel.base.optional_packages import installed_version
-from nbaccel.base.process_names import describe_process
+from nbaccel.base.processes import describe_process
 from nbaccel.config.capabilities import strategy_row
 from nbaccel.devices.tpu import chips, packages
 from nbaccel.devices.tpu.chip_topology import without_stale

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from nbaccel.base.process_names import describe_process
+from nbaccel.base.processes import describe_process
 from nbaccel.base.units import count_noun, first_few, shorten_text
 from nbaccel.config.capabilities import TPU_SIGNS
 from nbaccel.devices.tpu.chip_topology import BYTES_PER_CHIP

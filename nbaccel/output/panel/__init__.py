@@ -3,7 +3,7 @@
 facts       the facts, by rank: no drawing
 rank_times  where ranks' time goes, compared: who waits for whom
 time_left   what is left of a training
-advice      what is wrong, and what to do; earlier_runs: what it compares with
+advice      what is wrong, and what to do
 words       from the facts to text
 curves      from the facts to charts
 html_parts  pieces of HTML, for the panel, the summary and reports

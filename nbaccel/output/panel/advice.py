@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from nbaccel.base.units import count_noun, number_ranges
-from nbaccel.output.panel.earlier_runs import earlier_throughput, throughput
-from nbaccel.output.panel.facts import RankFacts, RunBoard
+from nbaccel.output.panel.facts import RankFacts, RunBoard, earlier_throughput, throughput
 from nbaccel.output.panel.rank_times import RankTimes
 
 _LEAST_S = 2.0  # of training, before its shares mean something

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.base.training_metrics import Metrics
+from nbaccel.output.panel.display import DashboardUpdater, WatchedCall
 from nbaccel.output.panel.facts import RunBoard
-from nbaccel.output.panel.following import DashboardUpdater, WatchedCall
 
 
 class Seen:

@@ -16,9 +16,9 @@ import pytest
 from nbaccel import notebook_launcher
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output import publish
-from nbaccel.output.cell_place import CellPlace
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus
+from nbaccel.output.publish import CellPlace
 from tests.output.panel.finished import PLAN
 from tests.output.panel.reports import report
 

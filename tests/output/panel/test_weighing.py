@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, notebook_launcher
+from nbaccel.base.processes import process_use
 from nbaccel.devices.nvml import Meter
-from nbaccel.workers.resource_use import process_use
 from tests.output.panel.conftest import Seen
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""What the system says about a worker's death."""
+"""Processes from outside: their names, what they use and what they died of. And held interrupts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from nbaccel.base.units import format_bytes
 
@@ -70,3 +73,38 @@ def explain_kill(exit_status: int, kills_before: int) -> str:
         f"The system ran out of memory and killed {num_kills} process(es) during this launch "
         f"(oom_kill count); {free_bytes} are free now."
     )
+
+
+_LONGEST_COMMAND = 80  # characters: what fits beside the rest of a message
+
+
+def describe_process(process_id: int) -> str:
+    """Name a process so that a user finds it."""
+    try:
+        facts = psutil.Process(process_id).as_dict(["cmdline", "name"])
+    except psutil.NoSuchProcess:
+        return f"process {process_id}"
+    # A process has no command line for a moment after it was started, and as a zombie; that of
+    # another user may be hidden.
+    command = " ".join(facts["cmdline"] or ())[:_LONGEST_COMMAND] or facts["name"]
+    return f"process {process_id} ({command})" if command else f"process {process_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What a process uses: bytes in its machine's memory, and seconds of processor time so far."""
+
+    rss_bytes: int
+    cpu_s: float
+
+
+def process_use(pid: int) -> ProcessUse | None:
+    """What a process of this machine uses now; None for one that has gone."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return ProcessUse(
+                rss_bytes=int(process.memory_info().rss), cpu_s=float(times.user + times.system)
+            )
+    return None
