@@ -19,6 +19,8 @@ SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations
 SEGMENT_NAMES = {"others": "in use by others", "buckets": "buffers", "moment": "temporary"}
 """Names of kinds that the word itself does not explain."""
 
+_HOST = "host memory"
+
 
 @dataclass(frozen=True, slots=True)
 class BarSegment:
@@ -55,6 +57,11 @@ class MemoryBar:
     def place(self) -> str:
         """The place without its product: ``cuda:0``."""
         return self.label.partition(" · ")[0]
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the machine's own memory."""
+        return self.place == _HOST
 
     @property
     def free(self) -> int:
@@ -135,7 +142,7 @@ def bars_of(estimate: MemoryEstimate, machine: Inventory) -> tuple[MemoryBar, ..
         label = f"{gpu.kind}:{gpu.index} · {gpu.name}"
         bars.append(_bar(label, estimate.device * sharing, gpu.total_bytes, gpu.free_bytes))
     host = estimate.host
-    label = "host memory"
+    label = _HOST
     # Processes then compute in host memory, so their needs add up there.
     if not gpus:
         host += estimate.device * estimate.num_processes
