@@ -37,21 +37,17 @@ class BarSegment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBar:
-    """Memory in one place.
-
-    Attributes:
-        label: Which place: ``cuda:0 · NVIDIA H100``, ``host memory``.
-        capacity: Bytes in all; 0 where that is unknown.
-        segments: What is in it, in order; ``free`` comes last.
-        needed: Bytes that the run needs there.
-        lacking: Bytes that it needs and that are not free.
-    """
+    """Memory in one place, in bytes."""
 
     label: str
+    """``cuda:0 · NVIDIA H100``, ``host memory``"""
     capacity: int
+    """0 where it is unknown."""
     segments: tuple[BarSegment, ...]
+    """In order; ``free`` comes last."""
     needed: int
     lacking: int
+    """What is needed and not free."""
 
     @property
     def place(self) -> str:
@@ -85,12 +81,7 @@ class MemoryBar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
-    """What one choice of settings needs.
-
-    Attributes:
-        estimate: The numbers, as the strategy or plain data-parallel training needs them.
-        bars: The same, against the memory of the machine.
-    """
+    """What one choice of settings needs; as bars against the memory of the machine, too."""
 
     estimate: MemoryEstimate
     bars: tuple[MemoryBar, ...]
