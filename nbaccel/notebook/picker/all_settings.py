@@ -19,11 +19,7 @@ _MAX_FOUND = 12
 
 
 class AllSettings:
-    """The searchable list of all settings.
-
-    Attributes:
-        section: The section, which is filled when it is opened.
-    """
+    """The searchable list of all settings, in a section that is filled when it is opened."""
 
     def __init__(
         self,
@@ -87,7 +83,8 @@ class AllSettings:
         return lambda: [self._field_of(setting).box for setting in group]
 
     def _find(self, words: str) -> None:
-        found = search_settings(words, self._model.settings_of(self._panels))
+        settings = [one for name in self._panels for one in self._model.settings(name)]
+        found = search_settings(words, settings)
         is_searching = bool(words.strip())
         shown = found[:_MAX_FOUND]
         self._found.children = tuple(self._field_of(setting).box for setting in shown)

@@ -28,13 +28,7 @@ _NEAR_ENOUGH = 0.8  # `mixed_precison` is 0.97 like `mixed_precision`
 
 @dataclass(frozen=True, slots=True)
 class ConfigFace:
-    """A configuration in one language.
-
-    Attributes:
-        name: ``YAML``, ``Command line``, ``Python``, or a strategy's ``DeepSpeed JSON``.
-        language: For highlighting: ``json``, ``yaml``, ``text``, ``python``.
-        text: The text, to be copied as it is.
-    """
+    """A configuration in one language: as JSON, YAML, a magic's line, or Python."""
 
     name: str
     language: str

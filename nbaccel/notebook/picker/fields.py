@@ -37,9 +37,6 @@ class SharedFields:
     """Makes widgets with few messages to the page.
 
     They share layouts and styles, and have their classes and values from the beginning.
-
-    Attributes:
-        lock: The same.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
@@ -87,11 +84,7 @@ class SharedFields:
 
 
 class Toggles:
-    """Buttons of which at most one is on; a state that code shows presses none of them.
-
-    Attributes:
-        buttons: By what each stands for.
-    """
+    """Buttons of which at most one is on; a state that code shows presses none of them."""
 
     def __init__(self, fields: SharedFields, press: Callable[[Any, bool], None]) -> None:
         self._shared = fields
@@ -122,11 +115,7 @@ class Toggles:
 
 
 class HtmlPart:
-    """HTML that follows the state of a model.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """HTML that follows the state of a model."""
 
     def __init__(self, fields: SharedFields, css_class: str, make: Callable[[], str]) -> None:
         self._make = make
@@ -148,14 +137,7 @@ def _new_style(widget_class: type[w.Widget], **values: str) -> w.Widget:
 
 
 class SettingField:
-    """One choice.
-
-    Attributes:
-        setting: The choice.
-        box: The widget to show.
-        messages: Mistakes in what was typed or chosen here.
-        is_visible: Whether it is shown as things are.
-    """
+    """One choice, as the widget `box`, with mistakes in what was typed or chosen here."""
 
     def __init__(
         self,

@@ -100,23 +100,14 @@ def place_text(candidates: Iterable[Candidate]) -> str:
 # ---------------------------------------------------------------------- the table of bars
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarRow:
-    """A way to train in one precision, or a place with memory.
-
-    Attributes:
-        name: Of the way or the place; empty where the row above says it.
-        label: The precision; empty where rows of several are not compared.
-        told_name: Both, for screen readers.
-        bar: What is drawn; None where nothing is known.
-        words: What is said of it.
-        fits: Whether there is enough; None where that is not known.
-        is_refused: Whether it cannot be taken.
-        mark: ``★ best``.
-        is_chosen: Whether it is what is chosen now: buttons show that in the live form.
-    """
+    """A way to train in one precision, or a place with memory."""
 
     name: str
+    """Empty where the row above says it."""
     label: str = ""
+    """The precision, where several are compared."""
     told_name: str
+    """Both, for screen readers."""
     bar: MemoryBar | None
     words: str
     fits: bool | None
@@ -176,9 +167,6 @@ class BarScale:
 
     Where no row needs a twentieth of what there is, what others use is left out, and the bars are
     as wide as the largest need: a model of a few pixels could not be looked at.
-
-    Attributes:
-        full_width: Bytes that the whole width stands for.
     """
 
     def __init__(self, bars: Iterable[MemoryBar | None]) -> None:

@@ -28,11 +28,7 @@ _NO_MISTAKES = "No mistakes."
 
 
 class ConfigEditor:
-    """An editor of the configuration, with files to load and to save.
-
-    Attributes:
-        section: The section, which is filled when it is opened.
-    """
+    """An editor of the configuration, with files to load and to save."""
 
     def __init__(
         self,

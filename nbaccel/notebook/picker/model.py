@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.config import RunConfig, run_config_of
@@ -58,28 +57,15 @@ _MOST_COUNTS = 5
 _Cached = TypeVar("_Cached")
 
 
-@dataclass(frozen=True, slots=True)
-class OptionOffer:
-    """An option, and whether it can be chosen.
-
-    Attributes:
-        option: The option.
-        reason: Why it cannot; empty where it can.
-    """
+class OptionOffer(NamedTuple):
+    """An option, and why it cannot be chosen; empty where it can."""
 
     option: ChoiceOption
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FitVerdict:
-    """Whether a run fits.
-
-    Attributes:
-        fits: None where nothing is known.
-        text: The verdict with its numbers.
-        remedy: What to do; empty where nothing is to be done.
-    """
+class FitVerdict(NamedTuple):
+    """Whether a run fits, None where nothing is known, and what to do if it does not."""
 
     fits: bool | None
     text: str
@@ -87,12 +73,7 @@ class FitVerdict:
 
 
 class PickerModel:
-    """The choices of one picker.
-
-    Attributes:
-        inventory: The machine.
-        remarks: What the last change changed besides, and warnings of the plan.
-    """
+    """The choices of one picker."""
 
     def __init__(
         self,
@@ -105,8 +86,9 @@ class PickerModel:
         check_model_and_batch(model, sample_batch)
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
+        """What the last change changed besides, and warnings of the plan."""
         self._config = RunConfig() if config is None else run_config_of(config)
-        self._module = model
+        self.module = model
         self._memory_model = None
         self._finder = None
         if model is not None:
@@ -114,7 +96,8 @@ class PickerModel:
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
             self._finder = CandidateFinder(self._memory_model)
-        self._is_memory_postponed = False
+        self.is_memory_postponed = False
+        """Whether the memory is still to be estimated."""
         self._compares_precisions = self._may_hint = False
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
@@ -159,10 +142,6 @@ class PickerModel:
         """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
         return settings(panel_name)
 
-    def settings_of(self, panel_names: Sequence[str]) -> tuple[Setting, ...]:
-        """The choices of several panels."""
-        return tuple(setting for panel_name in panel_names for setting in self.settings(panel_name))
-
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
         known_setting = by_name().get(name)
@@ -192,7 +171,7 @@ class PickerModel:
     @cached_property
     def trained(self) -> TrainedModel | None:
         """What is trained; None without a model."""
-        return None if self._module is None else describe_model(self._module)
+        return None if self.module is None else describe_model(self.module)
 
     @cached_property
     def batch_shapes(self) -> str:
@@ -235,30 +214,21 @@ class PickerModel:
     def offers(self, name: str) -> tuple[OptionOffer, ...]:
         """The options of a choice, those that cannot be chosen with the reason."""
         setting = self.setting(name)
-        view = self._view()
         return self._once(
             f"offers {name}",
             lambda: tuple(
-                OptionOffer(option, availability.option_refusal(view, setting, option))
+                OptionOffer(option, availability.option_refusal(self, setting, option))
                 for option in setting.options
             ),
         )
 
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
-        return availability.setting_refusal(self._view(), self.setting(name))
+        return availability.setting_refusal(self, self.setting(name))
 
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
-        return availability.is_shown(self._view(), self.setting(name))
-
-    def _view(self) -> availability.PickerState:
-        return self._once(
-            "view",
-            lambda: availability.PickerState(
-                self._config, self.inventory, self._module, self.problems
-            ),
-        )
+        return availability.is_shown(self, self.setting(name))
 
     # ------------------------------------------------------------------- changing
 
@@ -340,23 +310,18 @@ class PickerModel:
 
     # ------------------------------------------------------------------- memory
 
-    @property
-    def is_memory_postponed(self) -> bool:
-        """Whether the memory is still to be estimated."""
-        return self._is_memory_postponed
-
     def postpone_memory(self) -> None:
         """Estimate no memory until `estimate_memory`, unless that has been done.
 
         A large model takes seconds, for which what is shown first need not wait.
         """
-        self._is_memory_postponed = self._memory_model is not None and "need" not in self._known
+        self.is_memory_postponed = self._memory_model is not None and "need" not in self._known
 
     def estimate_memory(self) -> None:
         """Estimate what was postponed, and call back as after a change."""
-        if self._is_memory_postponed:
+        if self.is_memory_postponed:
             # First, so that an estimate that is interrupted is made at the next change.
-            self._is_memory_postponed = False
+            self.is_memory_postponed = False
             self._call_observers()
 
     @property
@@ -365,7 +330,7 @@ class PickerModel:
 
         None without a model, as long as it is postponed, or where this machine cannot run it.
         """
-        return None if self._is_memory_postponed else self._once("need", self._measured)[0]
+        return None if self.is_memory_postponed else self._once("need", self._measured)[0]
 
     def _measured(self) -> tuple[MemoryNeed | None, str]:
         """The need, or why it cannot be estimated."""
@@ -390,7 +355,7 @@ class PickerModel:
     @property
     def verdict(self) -> FitVerdict:
         """Whether it fits, with what to do if it does not."""
-        if self._is_memory_postponed:
+        if self.is_memory_postponed:
             return FitVerdict(None, "Memory is being estimated …")
         return self._once("verdict", self._judge)
 
@@ -427,7 +392,7 @@ class PickerModel:
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
-        inputs = (self._config, self.plan, self._module, batch)
+        inputs = (self._config, self.plan, self.module, batch)
         return self._once(
             "filled", lambda: [(form, form.filled_in(*inputs)) for form in settings_forms()]
         )
@@ -437,7 +402,7 @@ class PickerModel:
     @property
     def suggest_refusal(self) -> str:
         """Why nothing can be suggested; empty where something can."""
-        if self._module is None:
+        if self.module is None:
             return "give the model, configure(model, sample_batch)"
         return "" if self.plan is not None else "this machine cannot serve what is chosen"
 
@@ -452,7 +417,7 @@ class PickerModel:
         finder = self._finder
         if self.suggest_refusal or finder is None:
             raise ConfigError(
-                f"Nothing can be suggested for model={type(self._module).__name__}: "
+                f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
         return self._once("proposals", lambda: proposals(finder, self._config))
@@ -468,7 +433,7 @@ class PickerModel:
     def candidates(self) -> tuple[Candidate, ...]:
         """The ways to train the model here, with their memory."""
         finder = self._finder
-        if finder is None or self._is_memory_postponed or self.plan is None:
+        if finder is None or self.is_memory_postponed or self.plan is None:
             return ()
         return self._once("candidates", lambda: finder.find(self._config))
 

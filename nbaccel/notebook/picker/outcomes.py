@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbaccel.notebook.picker.choices import form_of
 
@@ -17,14 +16,8 @@ _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": 
 TRUTH_WORDS = {True: "yes", False: "no"}
 
 
-@dataclass(frozen=True, slots=True)
-class SettingOutcome:
-    """What an open setting comes to.
-
-    Attributes:
-        value: The value with its unit; empty where only the training decides.
-        reason: Who decides it, or why; empty where nothing is left open.
-    """
+class SettingOutcome(NamedTuple):
+    """What an open setting comes to, with its unit, and who decides it, or why."""
 
     value: str = ""
     reason: str = ""

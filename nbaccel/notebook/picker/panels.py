@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 
 
 class FoldedSection:
-    """Settings below a heading.
-
-    The heading is a button, which the keyboard reaches and opens in every front end.
-
-    Attributes:
-        box: The widget to show.
-        heading: The button.
-    """
+    """Settings below a heading: a button, which the keyboard opens in every front end."""
 
     def __init__(
         self,
@@ -88,11 +81,7 @@ _RESOLVED_FACE = "Resolved"
 
 
 class FacesPanel:
-    """The configuration in one language at a time, and the plan's decisions.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """The configuration in one language at a time, and the plan's decisions."""
 
     def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, format_bytes
@@ -21,22 +20,15 @@ _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedModel:
+class TrainedModel(NamedTuple):
     """A model: the name of its class, and its numbers in one line."""
 
     name: str
     facts: str
 
 
-@dataclass(frozen=True, slots=True)
-class MachinePart:
-    """A device, the host's memory or its cores.
-
-    Attributes:
-        label: What it is, and how much of it is free.
-        is_used: Whether the run computes on it.
-    """
+class MachinePart(NamedTuple):
+    """A device, the host's memory or its cores, with what is free; and whether it is used."""
 
     label: str
     is_used: bool
@@ -104,7 +96,7 @@ def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str
     total = per_process * accumulated * world_size
     factors = [f"{per_process} per process"]
     factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
-    factors += [f"{world_size} processes"] if world_size > 1 else []
+    factors += [count_noun(world_size, "process")] if world_size > 1 else []
     if len(factors) == 1:
         return f"{count_noun(total, 'sample')} per step."
     return f"{count_noun(total, 'sample')} per step: {' times '.join(factors)}."

@@ -33,11 +33,7 @@ _COMPARE_MEANING = "Show each way to train in each precision that the machine ha
 
 
 class CandidateStrip:
-    """Ways to train, each with the memory that it needs.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """Ways to train, each with the memory that it needs."""
 
     def __init__(
         self, model: PickerModel, fields: SharedFields, take: Callable[[Candidate], Any]
@@ -111,11 +107,7 @@ def _candidate_text(candidate: Candidate) -> str:
 
 
 class ProposalsPanel:
-    """The proposals, shown when they are asked for.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """The proposals, shown when they are asked for."""
 
     def __init__(self, fields: SharedFields, take: Callable[[Proposal], Any]) -> None:
         self._shared = fields

@@ -24,14 +24,10 @@ _LINE_IN_MESSAGE = re.compile(r"\bline (\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextMistake:
-    """A mistake and where it is.
-
-    Attributes:
-        line: The line, from 1; None where the mistake is in no single line.
-        message: What is wrong, and what to do.
-    """
+    """A mistake and where it is."""
 
     line: int | None
+    """From 1; None where the mistake is in no single line."""
     message: str
 
 

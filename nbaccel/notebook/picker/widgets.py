@@ -56,11 +56,7 @@ class _ViewPart(Protocol):
 
 
 class ActionsRow:
-    """The line at the bottom: Suggest, Undo, how to use it, and the languages to copy it in.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """The line at the bottom: Suggest, Undo, how to use it, and the languages to copy it in."""
 
     def __init__(self, model: PickerModel, fields: SharedFields, carry_out: CarryOut) -> None:
         self._model = model
@@ -120,12 +116,7 @@ _ON_WHAT = ("num_processes", "mixed_precision")
 
 
 class PickerView:
-    """Everything that is shown of one picker.
-
-    Attributes:
-        root: The widget that holds all others.
-        actions: The line at the bottom; None where one part of the form is shown.
-    """
+    """Everything that is shown of one picker; without `actions` where that is a part of it."""
 
     def __init__(
         self,

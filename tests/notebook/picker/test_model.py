@@ -190,11 +190,15 @@ def test_fp8_opens_its_recipe(monkeypatch):
     picker.replace(picker.config.changed(fp8="te"))
     shown = {s.name for s in picker.settings("precision") if picker.is_shown(s.name)}
     assert {"fp8.fp8_format", "fp8.margin", "fp8.interval", "fp8.amax_history_len"} <= shown
-    assert {"fp8.amax_compute_algo", "fp8.override_dgrad", "fp8.use_autocast_during_eval"} <= shown
+    assert {
+        "fp8.amax_compute_algo",
+        "fp8.override_linear_precision",
+        "fp8.use_autocast_during_eval",
+    } <= shown
     assert "fp8.opt_level" not in shown
     picker.choose("fp8.backend", "native")
     picker.choose("fp8.margin", 2)
-    picker.choose("fp8.override_dgrad", True)
+    picker.choose("fp8.override_linear_precision", [False, True, False])
     assert picker.config.fp8.margin == 2
     assert picker.config.fp8.override_linear_precision == (False, True, False)
     assert not picker.is_shown("fp8.amax_history_len")  # its default has no history
