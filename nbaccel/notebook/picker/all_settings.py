@@ -44,19 +44,17 @@ class AllSettings:
             section.sync()
 
     def _make(self) -> list[w.Widget]:
-        self._search = w.Text(
-            description="Search",
+        search = self._shared.new_text(
+            "Search",
+            "nbaccel-search",
             placeholder="a name, a key of DeepSpeed, or a word of its meaning",
-            layout=self._shared.width,
-            style=self._shared.text,
         )
-        self._search.observe(lambda change: self._find(change.new), "value")
+        search.observe(lambda change: self._find(change.new), "value")
         self._found_count = self._shared.new_html("", "nbaccel-found-count")
         self._found = self._shared.new_box([], "nbaccel-found")
         self._list = self._shared.new_box(
             [self._panel(name) for name in self._panels], "nbaccel-listed"
         )
-        search = self._search.add_class("nbaccel-search")
         return [search, self._found_count, self._found, self._list]
 
     def _panel(self, panel_name: str) -> w.Widget:

@@ -34,11 +34,9 @@ _MULTI_NODE_FIELDS = (
 class PickerState(Protocol):
     """What is chosen, and for what; `problems` is what the plan has against it already."""
 
+    config: RunConfig
     inventory: Inventory
     module: Any
-
-    @property
-    def config(self) -> RunConfig: ...  # noqa: D102
 
     @property
     def problems(self) -> tuple[str, ...]: ...  # noqa: D102

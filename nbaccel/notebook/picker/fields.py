@@ -43,8 +43,8 @@ class SharedFields:
         self.lock = lock
         self.layout = w.Layout()
         self.width = w.Layout(width="auto")
-        self.text = _new_style(w.Text, description_width="190px")
-        self.list = _new_style(w.Dropdown, description_width="190px")
+        self._text = _new_style(w.Text, description_width="190px")
+        self._list = _new_style(w.Dropdown, description_width="190px")
         self._html = _new_style(w.HTML)
         self._button = _new_style(w.Button)
         self._toggle = _new_style(w.ToggleButton)
@@ -60,6 +60,18 @@ class SharedFields:
     def new_row(self, children: Sequence[w.Widget], *css_classes: str) -> w.HBox:
         """Widgets side by side."""
         return w.HBox(children, layout=self.layout, **_with(css_classes))
+
+    def new_text(self, label: str, *css_classes: str, **more: Any) -> w.Text:
+        """A line to type in."""
+        return w.Text(
+            description=label, layout=self.width, style=self._text, **_with(css_classes), **more
+        )
+
+    def new_list(self, label: str, *css_classes: str) -> w.Dropdown:
+        """A list to choose from."""
+        return w.Dropdown(
+            description=label, layout=self.width, style=self._list, **_with(css_classes)
+        )
 
     def new_toggle(self, text: str, tooltip: str, *css_classes: str) -> w.ToggleButton:
         """A button that is on or off."""
@@ -283,9 +295,7 @@ class ListField(SettingField):
 
     def _controls(self) -> list[w.Widget]:
         self._values: list[Any] = []
-        self._list = w.Dropdown(
-            description=self._label(), layout=self._shared.width, style=self._shared.list
-        )
+        self._list = self._shared.new_list(self._label())
         # By index, not by value: None is a value here, and for the widget it means no selection.
         self._list.observe(lambda change: self._picked(change.new), "index")
         return [self._list]
@@ -333,13 +343,8 @@ class LineField(SettingField):
     """A number, text, words or a table, typed; empty means the default."""
 
     def _controls(self) -> list[w.Widget]:
-        self._line = w.Text(
-            description=self._label(),
-            # Only when the field is left: half a number would be refused while it is typed.
-            continuous_update=False,
-            layout=self._shared.width,
-            style=self._shared.text,
-        )
+        # Only when the field is left: half a number would be refused while it is typed.
+        self._line = self._shared.new_text(self._label(), continuous_update=False)
         self._line.observe(lambda change: self._entered(change.new), "value")
         return [self._line]
 

@@ -76,8 +76,7 @@ class ConfigEditor:
             placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
             continuous_update=True,
             layout=self._shared.width,
-            style=self._shared.text,
-        )
+        ).add_class("nbaccel-text")
         self._text.observe(lambda _: self._on_typed(), "value")
         self._told = self._shared.new_html("", "nbaccel-text-mistakes")
         new_button = self._shared.new_button
@@ -88,7 +87,7 @@ class ConfigEditor:
         return [
             self._shared.new_row(
                 [
-                    self._text.add_class("nbaccel-text"),
+                    self._text,
                     self._shared.new_box(
                         [self._told, self._row(self._apply, self._revert)], "nbaccel-beside-text"
                     ),
@@ -96,32 +95,30 @@ class ConfigEditor:
                 "nbaccel-editor",
             ),
             self._row(
-                self._path.add_class("nbaccel-path"),
+                self._path,
                 new_button("Load", "nbaccel-load", self._on_path),
-                self._upload.add_class("nbaccel-upload"),
+                self._upload,
             ),
             self._row(
-                self._target.add_class("nbaccel-target"),
-                self._faces.add_class("nbaccel-save-as"),
+                self._target,
+                self._faces,
                 new_button("Save", "nbaccel-save", self._on_save),
             ),
             self._errors,
         ]
 
     def _make_file_widgets(self) -> None:
-        style = {"layout": self._shared.width, "style": self._shared.text}
         self._upload = w.FileUpload(
             description="Upload a file",
             accept=".json,.yaml,.yml",
             icon="",  # Notebook 7 cannot load the font of its icons
             layout=self._shared.width,
-        )
+        ).add_class("nbaccel-upload")
         self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        self._path = w.Text(description="File", placeholder="ds_config.json", **style)
-        self._target = w.Text(description="Save to", placeholder="run.yaml", **style)
-        self._faces = w.Dropdown(
-            description="as", layout=self._shared.width, style=self._shared.list
-        )
+        new_text = self._shared.new_text
+        self._path = new_text("File", "nbaccel-path", placeholder="ds_config.json")
+        self._target = new_text("Save to", "nbaccel-target", placeholder="run.yaml")
+        self._faces = self._shared.new_list("as", "nbaccel-save-as")
         self._errors = self._shared.new_html("", "nbaccel-load-errors")
 
     def _row(self, *widgets: w.Widget) -> w.Widget:

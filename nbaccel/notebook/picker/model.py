@@ -87,7 +87,7 @@ class PickerModel:
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
         """What the last change changed besides, and warnings of the plan."""
-        self._config = RunConfig() if config is None else run_config_of(config)
+        self.config = RunConfig() if config is None else run_config_of(config)
         self.module = model
         self._memory_model = None
         self._finder = None
@@ -104,14 +104,9 @@ class PickerModel:
         self._observers: list[Callable[[], None]] = []
         # Values computed from the present state; cleared with every change of it.
         self._known: dict[str, Any] = {}
-        self._take_over(self._config, ())
+        self._take_over(self.config, ())
 
     # ------------------------------------------------------------------- the state
-
-    @property
-    def config(self) -> RunConfig:
-        """What is chosen now."""
-        return self._config
 
     @property
     def plan(self) -> Plan | None:
@@ -120,7 +115,7 @@ class PickerModel:
 
     def _resolve(self) -> Plan | None:
         try:
-            return resolve(self._config, self.inventory)
+            return resolve(self.config, self.inventory)
         except NbaccelError:  # reported by `problems`
             return None
 
@@ -136,7 +131,7 @@ class PickerModel:
         """Why this machine cannot run the chosen settings; empty where it can."""
         if self.plan is not None:
             return ()
-        return availability.problems_of(self._config, self.inventory)
+        return availability.problems_of(self.config, self.inventory)
 
     def settings(self, panel_name: str) -> tuple[Setting, ...]:
         """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
@@ -154,17 +149,11 @@ class PickerModel:
 
     def value(self, name: str) -> Any:
         """What is chosen; None where it is left to the plan or to DeepSpeed."""
-        return value_of(self._config, self.setting(name))
+        return value_of(self.config, self.setting(name))
 
-    def observe(self, callback: Callable[[], None]) -> Callable[[], None]:
+    def observe(self, callback: Callable[[], None]) -> None:
         """Call back after each change."""
         self._observers.append(callback)
-
-        def end() -> None:
-            if callback in self._observers:
-                self._observers.remove(callback)
-
-        return end
 
     # ------------------------------------------------------------------- model and machine
 
@@ -199,14 +188,11 @@ class PickerModel:
         if self.plan is None or self._memory_model is None:
             return ""
         document = next(iter(self._documents().values()), {})
-        per_process = next(
-            (settings_form.batch_size(document) for settings_form in settings_forms()), None
-        )
-        if per_process is None:
-            per_process = self._memory_model.num_samples
+        told = (form.batch_size(document) for form in settings_forms())
+        per_process = next(told, None) or self._memory_model.num_samples
         if per_process is None:
             return ""
-        accumulated = self._config.gradient_accumulation_steps or 1
+        accumulated = self.config.gradient_accumulation_steps or 1
         return samples_sentence(per_process, accumulated, self.plan.world_size)
 
     # ------------------------------------------------------------------- what is greyed
@@ -243,9 +229,7 @@ class PickerModel:
                     "fail or ignore it. Choose another."
                 )
         device = self.plan.device if self.plan is not None else "cpu"
-        edit = edit_config(
-            self._config, setting, value, device=device, earlier_configs=self._before
-        )
+        edit = edit_config(self.config, setting, value, device=device, earlier_configs=self._before)
         self._become(edit.config, edit.remarks)
 
     def replace(self, config: Any) -> None:
@@ -264,19 +248,19 @@ class PickerModel:
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
         """Take over a file: DeepSpeed's configuration, or a `RunConfig` as JSON or YAML."""
-        config, remarks = read_settings_source(source, self._config, self.inventory)
+        config, remarks = read_settings_source(source, self.config, self.inventory)
         self._become(config, remarks)
 
     def check_source(self, source: str | Path | Mapping[str, Any]) -> None:
         """Read a file as `load` does, and take nothing over."""
-        read_settings_source(source, self._config, self.inventory)
+        read_settings_source(source, self.config, self.inventory)
 
     def editable_text(self) -> str:
         """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
-        documents = (settings_form.document(self._config) for settings_form in settings_forms())
+        documents = (settings_form.document(self.config) for settings_form in settings_forms())
         settings = next(filter(None, documents), None)
         if settings is None:
-            settings = json.loads(self._config.model_dump_json(exclude_defaults=True))
+            settings = json.loads(self.config.model_dump_json(exclude_defaults=True))
         return json.dumps(settings, indent=2)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
@@ -289,23 +273,22 @@ class PickerModel:
 
     def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
-        if new_config != self._config:
+        if new_config != self.config:
             for settings_form in settings_forms():
-                if settings_form.is_chosen(self._config):
-                    self._before[settings_form] = self._config
+                if settings_form.is_chosen(self.config):
+                    self._before[settings_form] = self.config
             # A new list of at most `_MAX_UNDO` entries, the present state included.
-            self._past = [*self._past[1 - _MAX_UNDO :], self._config]
+            self._past = [*self._past[1 - _MAX_UNDO :], self.config]
         self._take_over(new_config, remarks)
 
     def _take_over(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
-        self._config = new_config
+        self.config = new_config
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
         self._call_observers()
 
     def _call_observers(self) -> None:
-        # A copy, because a callback may end its own subscription.
-        for callback in tuple(self._observers):
+        for callback in self._observers:
             callback()
 
     # ------------------------------------------------------------------- memory
@@ -339,7 +322,7 @@ class PickerModel:
         filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
         form, document = next(filled, (None, {}))
         try:
-            return self._memory_model.need(self._config, self.plan, form, document), ""
+            return self._memory_model.need(self.config, self.plan, form, document), ""
         except ConfigError as error:
             return None, error.mistakes[0]
 
@@ -369,7 +352,7 @@ class PickerModel:
             reason = self._once("need", self._measured)[1]
             return FitVerdict(None, "Memory cannot be estimated.", reason)
         if self.need.lacking:
-            would_fit = "" if self._finder is None else remedy(self._finder, self._config)
+            would_fit = "" if self._finder is None else remedy(self._finder, self.config)
             return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
         remark = "" if self._memory_model.sample_batch is not None else _NO_BATCH
         return FitVerdict(True, f"Fits: {self.need.shares_text}.", remark)
@@ -378,7 +361,7 @@ class PickerModel:
 
     def faces(self) -> tuple[ConfigFace, ...]:
         """The configuration in all languages."""
-        return self._once("faces", lambda: faces_of(self._config, self._documents()))
+        return self._once("faces", lambda: faces_of(self.config, self._documents()))
 
     def resolved(self) -> tuple[Choice, ...]:
         """The open settings, as the plan decides them and as ``"auto"`` is filled in."""
@@ -392,7 +375,7 @@ class PickerModel:
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
-        inputs = (self._config, self.plan, self.module, batch)
+        inputs = (self.config, self.plan, self.module, batch)
         return self._once(
             "filled", lambda: [(form, form.filled_in(*inputs)) for form in settings_forms()]
         )
@@ -420,7 +403,7 @@ class PickerModel:
                 f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
-        return self._once("proposals", lambda: proposals(finder, self._config))
+        return self._once("proposals", lambda: proposals(finder, self.config))
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
@@ -435,7 +418,7 @@ class PickerModel:
         finder = self._finder
         if finder is None or self.is_memory_postponed or self.plan is None:
             return ()
-        return self._once("candidates", lambda: finder.find(self._config))
+        return self._once("candidates", lambda: finder.find(self.config))
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -471,7 +454,7 @@ class PickerModel:
         finder = self._finder
         if finder is None or not self.candidates():
             return ()
-        return self._once("compared", lambda: finder.compare(self._config, self.precisions))
+        return self._once("compared", lambda: finder.compare(self.config, self.precisions))
 
     @property
     def precision_hint(self) -> str:
@@ -488,11 +471,11 @@ class PickerModel:
         """How the best way is marked; with its precision where another one would be better."""
         if not self.precision_hint:
             return "★ best"
-        return f"★ best in {precision_label(self._config.mixed_precision)}"
+        return f"★ best in {precision_label(self.config.mixed_precision)}"
 
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change."""
-        is_other = precision not in (None, self._config.mixed_precision)
+        is_other = precision not in (None, self.config.mixed_precision)
         candidates = self.compared_candidates() if is_other else self.candidates()
         named = {one.name: one for one in candidates if not is_other or one.precision == precision}
         if name not in named:
@@ -513,22 +496,22 @@ class PickerModel:
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures all precisions, so that no later choice waits for that."""
         model = self._memory_model
-        estimates = []
         if model is None:
             return ()
         may_recompute = not self.refusal("activation_checkpointing")
-        for precision in self.precisions if model.sample_batch is not None else ():
-            for recomputes in (False, True) if may_recompute else (None,):
-                changes: dict[str, Any] = {"mixed_precision": precision}
-                if recomputes is not None:
-                    changes["activation_checkpointing"] = recomputes
-                estimates.append(partial(self._measure_later, model, changes))
-        return (*estimates, self._compare_in_advance)
+        changes = [
+            {"mixed_precision": precision, "activation_checkpointing": recomputes}
+            for precision in (self.precisions if model.sample_batch is not None else ())
+            for recomputes in (False, True)
+            if may_recompute or recomputes == self.config.activation_checkpointing
+        ]
+        measures = (partial(self._measure_later, model, change) for change in changes)
+        return (*measures, self._compare_in_advance)
 
-    def _measure_later(self, model: MemoryModel, changes: dict[str, Any]) -> None:
+    def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
         """Measure the activations of a run, so that a later choice need not."""
         with contextlib.suppress(ConfigError):  # reported when it is chosen
-            config = self._config.changed(**changes)
+            config = self.config.changed(**changes)
             sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
             model.activation_bytes(config, next(filter(None, sizes), None))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.package_origin import install_line
+from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.form_html import (
     fits_html,
     machine_html,
@@ -48,14 +49,12 @@ class PickerDisplay:
         model: PickerModel,
         panel_names: Sequence[str],
         *,
-        is_whole: bool,
         lock: threading.RLock,
         class_name: str,
     ) -> None:
         self._model = model
         self._lock = lock
         self._panels = panel_names
-        self._is_whole = is_whole
         self._css_class = f"nbaccel-static-{class_name}"
         self._view: PickerView | None = None
         self._shown_in: object = None
@@ -141,7 +140,6 @@ class PickerDisplay:
             self._view = PickerView(
                 self._model,
                 self._panels,
-                is_whole=self._is_whole,
                 lock=self._lock,
                 hidden_class=self._css_class,
             )
@@ -156,7 +154,7 @@ class PickerDisplay:
         self._has_compared = model.has_compared
         text = picker_text(model, self._panels, measures=False)
         parts = []
-        if self._is_whole:
+        if tuple(self._panels) == PANELS:
             parts = [trained_html(model), machine_html(model), fits_html(model, is_live=False)]
             if candidates := model.shown_candidates():
                 rows = rows_of_ways(

@@ -17,7 +17,7 @@ import ipywidgets as w
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.notebook.picker.all_settings import AllSettings
-from nbaccel.notebook.picker.choices import taken_settings, title_of
+from nbaccel.notebook.picker.choices import PANELS, taken_settings, title_of
 from nbaccel.notebook.picker.fields import (
     FieldLook,
     HtmlPart,
@@ -123,7 +123,6 @@ class PickerView:
         model: PickerModel,
         panel_names: Sequence[str],
         *,
-        is_whole: bool,
         lock: threading.RLock,
         hidden_class: str,
     ) -> None:
@@ -140,6 +139,7 @@ class PickerView:
         self._messages = self._shared.new_html()
         self.actions: ActionsRow | None = None
         self._parts: list[_ViewPart] = []
+        is_whole = tuple(panel_names) == PANELS
         inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
         self.root = self._shared.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
