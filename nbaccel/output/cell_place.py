@@ -80,7 +80,9 @@ class CellPlace:
             self._widget.value = self._content.get(_HTML_TYPE, "")
             if not self._stands:
                 self._stands = True
-                publish.publish_display(_view_of(self._widget))
+                view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
+                data = {"text/plain": "", _VIEW_MIME: view}
+                publish.publish_display({"data": data, "metadata": {}})
             return
         content: dict[str, Any] = {
             "data": self._content,
@@ -94,22 +96,13 @@ class CellPlace:
         publish.publish_display(content)
 
 
-def _view_of(widget: Any) -> dict[str, Any]:
-    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {"data": {"text/plain": "", _VIEW_MIME: view}, "metadata": {}}
-
-
 SHOWN_AFTER_S = 0.5
 """A start that takes less leaves no trace."""
 _CLEAR_TO_END = "\r\x1b[K"  # ECMA-48: erase in line
 
 
 class WaitingLine:
-    """The line of one start of workers.
-
-    Attributes:
-        place: Where in a cell it stands; the call's panel comes there, too.
-    """
+    """The line of one start of workers, at the place where the call's panel will be."""
 
     def __init__(
         self, num_workers: int, *, read_clock: Callable[[], float] = time.monotonic
@@ -149,11 +142,8 @@ class WaitingLine:
 
     def _show(self, text: str) -> None:
         if self.place.is_there:
-            self.place.show({"text/plain": text, "text/html": _as_html(text)} if text else {})
+            text_html = f'<span style="opacity:0.7">{html.escape(text)}</span>'
+            self.place.show({"text/plain": text, "text/html": text_html} if text else {})
             return
         sys.stderr.write(f"{_CLEAR_TO_END}nbaccel: {text}" if text else _CLEAR_TO_END)
         sys.stderr.flush()
-
-
-def _as_html(text: str) -> str:
-    return f'<span style="opacity:0.7">{html.escape(text)}</span>'

@@ -115,8 +115,9 @@ def show_results(
             publish_bundle(mime_bundle)
             return
         rank_label = f"[{number_ranges(group_ranks)}]"
-        if _is_one_line(mime_bundle):
-            text_lines.append(f"{rank_label} {mime_bundle['data']['text/plain']}")
+        data = mime_bundle["data"]
+        if set(data) == {"text/plain"} and "\n" not in data["text/plain"]:
+            text_lines.append(f"{rank_label} {data['text/plain']}")
             continue
         publish_bundle(_plain_text([*text_lines, rank_label]))
         publish_bundle(mime_bundle)
@@ -130,22 +131,15 @@ def _equal_groups(
 ) -> list[tuple[list[int], Mapping[str, Any]]]:
     """Ranks with the same bundle, by their lowest; ranks without one are left out."""
     groups: list[tuple[list[int], Mapping[str, Any]]] = []
-    for worker_rank, mime_bundle in sorted(results.items(), key=lambda mime_bundle: mime_bundle[0]):
-        if not mime_bundle or not mime_bundle["data"]:
-            continue
-        # Compared one by one: bundles are dicts, which cannot be keys.
-        for group_ranks, group_bundle in groups:
-            if group_bundle == mime_bundle:
-                group_ranks.append(worker_rank)
-                break
-        else:
-            groups.append(([worker_rank], mime_bundle))
+    for rank, bundle in sorted(results.items(), key=lambda result: result[0]):
+        if bundle and bundle["data"]:
+            # Compared one by one: bundles are dicts, which cannot be keys.
+            twins = next((ranks for ranks, other in groups if other == bundle), None)
+            if twins is None:
+                groups.append(([rank], bundle))
+            else:
+                twins.append(rank)
     return groups
-
-
-def _is_one_line(mime_bundle: Mapping[str, Any]) -> bool:
-    mime_data = mime_bundle["data"]
-    return set(mime_data) == {"text/plain"} and "\n" not in mime_data["text/plain"]
 
 
 def _plain_text(lines: list[str]) -> dict[str, Any]:
