@@ -40,13 +40,6 @@ Ask = Callable[[str, int, int], Matches]
 """Called with the cell's text, the cursor's line (from 0) and its column."""
 
 
-def ask_also(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """Let a shell's completer call `ask_matches`, too."""
-    if hasattr(completer, "context_matcher"):
-        return _add_matcher(shell_completer, ask_matches)
-    return _wrap_complete(shell_completer, ask_matches)
-
-
 def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
     """IPython 8.6 and later."""
 
@@ -111,6 +104,7 @@ class Completion:
 
     def load(self) -> Callable[[], None]:
         """Add it to the shell's completer; returns what removes it."""
+        ask_also = _add_matcher if hasattr(completer, "context_matcher") else _wrap_complete
         return ask_also(self._session.shell.Completer, self._matches)
 
     def _matches(self, cell_text: str, cursor_line: int, cursor_column: int) -> Matches:

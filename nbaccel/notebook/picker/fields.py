@@ -83,7 +83,7 @@ class SharedFields:
             **_with(css_classes),
         )
 
-    def new_button(self, text: str, css_class: str, on_press: Callable[[], None]) -> w.Button:
+    def new_button(self, text: str, css_class: str, on_press: Callable[[], object]) -> w.Button:
         """A button that does something."""
         button = w.Button(
             description=text,

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 from nbaccel.base.units import format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.memory_bars import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
-from nbaccel.notebook.picker.compared_ways import groups_of_ways, is_shown_once, precision_label
+from nbaccel.notebook.picker.compared_ways import (
+    groups_of_ways,
+    is_shown_once,
+    name_with_precision,
+    precision_label,
+)
 
 if TYPE_CHECKING:
     from nbaccel.memory.memory_bars import BarSegment
@@ -67,25 +72,20 @@ def machine_html(model: PickerModel) -> str:
 
 def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     """What fits: the heading and which is the best."""
-    title = "What fits"
     if model.is_memory_postponed:
-        return question_html(3, title, "Memory is being estimated …")
-    if model.trained is None:
-        return question_html(
-            3,
-            title,
-            "With a model, a bar for each way to train is here, against the memory that there is.",
+        remark = "Memory is being estimated …"
+    elif model.trained is None:
+        remark = (
+            "With a model, a bar for each way to train is here, against the memory that there is."
         )
-    candidates = model.shown_candidates()
-    place = place_text(candidates)
-    remark = "; ".join(filter(None, (place, "click to take one" if is_live else ""))) + "."
-    best = next((candidate for candidate in candidates if candidate.is_best), None)
-    if best is not None:
-        name = best.name
-        if model.compares_precisions:
-            name += f" in {precision_label(best.precision)}"
-        remark = f"{escape(remark)} ★ <b>{escape(name)}</b>: {escape(best.reason)}."
-    return question_html(3, title, remark)
+    else:
+        candidates = model.shown_candidates()
+        clauses = (place_text(candidates), "click to take one" if is_live else "")
+        remark = f"{escape('; '.join(filter(None, clauses)))}."
+        for best in (candidate for candidate in candidates if candidate.is_best):
+            name = name_with_precision(best) if model.compares_precisions else best.name
+            remark += f" ★ <b>{escape(name)}</b>: {escape(best.reason)}."
+    return question_html(3, "What fits", remark)
 
 
 def place_text(candidates: Iterable[Candidate]) -> str:
@@ -284,9 +284,8 @@ def taken_html(model: PickerModel) -> str:
 def way_sentence(placement: StatePlacement, num_processes: int) -> str:
     """What a way does."""
     parts = f"cut into {num_processes} parts"
-    if num_processes == 1:
-        words = "The process holds the whole model and its optimizer"
-    else:
+    words = "The process holds the whole model and its optimizer"
+    if num_processes > 1:
         words = (
             f"Each of {num_processes} processes holds the whole model and its optimizer; gradients "
             "are averaged while they are computed",

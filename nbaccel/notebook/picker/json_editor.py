@@ -80,8 +80,10 @@ class ConfigEditor:
         self._text.observe(lambda _: self._on_typed(), "value")
         self._told = self._shared.new_html("", "nbaccel-text-mistakes")
         new_button = self._shared.new_button
-        self._apply = new_button("Apply", "nbaccel-apply", self._on_apply)
-        self._revert = new_button("Revert", "nbaccel-revert", self._on_revert)
+        self._apply = new_button(
+            "Apply", "nbaccel-apply", lambda: self._take(self._typed_text() + "\n")
+        )
+        self._revert = new_button("Revert", "nbaccel-revert", self._revert_text)
         self._make_file_widgets()
         self.sync()
         return [
@@ -166,10 +168,7 @@ class ConfigEditor:
         finally:
             self._is_writing = False
 
-    def _on_apply(self) -> None:
-        self._take(self._typed_text() + "\n")
-
-    def _on_revert(self) -> None:
+    def _revert_text(self) -> None:
         self._write(self._present_text)
         self._show_mistakes(())
 
@@ -183,18 +182,14 @@ class ConfigEditor:
             return
         if self._present_text == text_before:  # nothing was changed, so nobody was told
             self._present_text = self._model.editable_text()
-        self._write(self._present_text)
-        self._show_mistakes(())
+        self._revert_text()
 
     # ---------------------------------------------------------------- files
     def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
         if not uploaded_files:
             return
-        first_file = next(
-            iter(uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files)
-        )
-        content = bytes(first_file["content"])
-        self._open(content.decode)
+        files = uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files
+        self._open(bytes(next(iter(files))["content"]).decode)
         # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
         # read-only, and a dict.
         self._upload.set_trait("value", type(uploaded_files)())
