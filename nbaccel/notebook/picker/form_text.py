@@ -66,9 +66,9 @@ def picker_sections(
     if choices := model.resolved():
         rows = [(choice.name, str(choice.value), choice.reason) for choice in choices]
         yield _section("What open settings come to", _aligned([("what", "value", "why"), *rows]))
-    for face in model.faces():
+    for name, text in model.faces().items():
         # Code is to be copied: its lines stay as they are.
-        yield _section(face.name, face.text.splitlines())
+        yield _section(name, text.splitlines())
 
 
 def _section(title: str, lines: Sequence[str]) -> str:

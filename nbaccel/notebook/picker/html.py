@@ -13,7 +13,6 @@ from nbaccel.base.units import count_noun
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.exporters import ConfigFace
     from nbaccel.notebook.picker.text_mistakes import TextMistake
 
 # Without permission for the clipboard the text is selected: Ctrl+C is left to the user.
@@ -149,12 +148,12 @@ def remarks_html(remarks: Iterable[str]) -> str:
 
 
 # ---------------------------------------------------------------------- the configuration
-def face_html(face: ConfigFace) -> str:
+def face_html(name: str, text: str) -> str:
     """The configuration in one language, with a button that copies it."""
     return (
-        f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(face.name)}">'
-        f"{escape(face.text)}</pre>"
-        f'<button type="button" class="nbaccel-copy" title="Copy {escape(face.name)}" '
+        f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(name)}">'
+        f"{escape(text)}</pre>"
+        f'<button type="button" class="nbaccel-copy" title="Copy {escape(name)}" '
         f'onclick="{escape(_COPY_SCRIPT)}">Copy</button></div>'
     )
 

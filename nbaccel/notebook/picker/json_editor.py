@@ -58,7 +58,7 @@ class ConfigEditor:
         """Show the present configuration, unless another text is being edited."""
         if self._text is None:
             return
-        face_names = tuple(face.name for face in self._model.faces())
+        face_names = tuple(self._model.faces())
         if self._faces.options != face_names:
             kept_name = self._faces.value
             self._faces.options = face_names

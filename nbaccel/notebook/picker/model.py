@@ -34,7 +34,6 @@ from nbaccel.notebook.picker.choices import by_name, settings
 from nbaccel.notebook.picker.compared_ways import hint_of, name_with_precision, precision_label
 from nbaccel.notebook.picker.edits import edit_config, value_of
 from nbaccel.notebook.picker.exporters import (
-    ConfigFace,
     faces_of,
     mistakes_by_setting,
     read_settings_source,
@@ -359,7 +358,7 @@ class PickerModel:
 
     # ------------------------------------------------------------------- faces
 
-    def faces(self) -> tuple[ConfigFace, ...]:
+    def faces(self) -> dict[str, str]:
         """The configuration in all languages."""
         return self._once("faces", lambda: faces_of(self.config, self._documents()))
 

@@ -105,7 +105,7 @@ class FacesPanel:
         """Show the present state of the model."""
         if self._text is None:
             return
-        faces = {face.name: face_html(face) for face in self._model.faces()}
+        faces = {name: face_html(name, text) for name, text in self._model.faces().items()}
         faces[_RESOLVED_FACE] = resolved_html(self._model.resolved())
         # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
         name = self._picked if self._picked in faces else _RUN_FACES[0]

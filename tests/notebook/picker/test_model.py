@@ -570,7 +570,7 @@ def test_faces_say_the_same():
         sample_batch=torch.randn(4, 8),
         inventory=with_gpus(2),
     )
-    faces = {face.name: face.text for face in picker.faces()}
+    faces = picker.faces()
 
     assert RunConfig.from_yaml(faces["YAML"]) == picker.config
     assert RunConfig(num_processes=2, deepspeed=faces["DeepSpeed JSON"]).zero_stage == 3
@@ -596,7 +596,7 @@ def test_the_line_carries_every_setting():
         activation_checkpointing=True,
         timeout=5,
     )
-    line = {f.name: f.text for f in faces_of(config, {})}["Command line"]
+    line = faces_of(config, {})["Command line"]
     wanted = read_magic_line(
         line.removeprefix("%%accelerate"), base_config=RunConfig(), namespace={}
     ).wanted
@@ -615,7 +615,7 @@ def test_auto_is_shown_resolved_with_reasons():
     assert told["train_batch_size"].value == 8
     assert "4 per process * 1 accumulated * 2 processes" in told["train_batch_size"].reason
     assert told["gradient_clipping"].reason == "Accelerate's default"
-    settings = json.loads({f.name: f.text for f in picker.faces()}["DeepSpeed JSON"])
+    settings = json.loads(picker.faces()["DeepSpeed JSON"])
     assert settings["train_batch_size"] == 8
 
     open_ = PickerModel(RunConfig(zero_stage=2), inventory=with_gpus(1))
