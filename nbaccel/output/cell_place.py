@@ -27,8 +27,6 @@ from nbaccel.base import env, frames, ipython_private
 from nbaccel.base.units import count_noun
 from nbaccel.output import publish
 
-_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
-
 # Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
 _HTML_TYPE = "text/html"
 _EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", _HTML_TYPE: ""}
@@ -80,8 +78,7 @@ class CellPlace:
             self._widget.value = self._content.get(_HTML_TYPE, "")
             if not self._stands:
                 self._stands = True
-                view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
-                data = {"text/plain": "", _VIEW_MIME: view}
+                data = publish.widget_bundle(self._widget)
                 publish.publish_display({"data": data, "metadata": {}})
             return
         content: dict[str, Any] = {

@@ -38,6 +38,12 @@ def publish_display(content: Mapping[str, Any]) -> None:
         sys.stdout.write(f"{text}\n")
 
 
+def widget_bundle(widget: Any) -> dict[str, Any]:
+    """A widget as rich output, without its repr as text."""
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
+
+
 def clear(*, wait_for_new: bool) -> None:
     """Clear the cell's output, where there is a cell."""
     shell = frames.running_shell()
