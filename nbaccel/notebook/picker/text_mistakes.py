@@ -58,9 +58,8 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
     cause = error.__cause__
     if isinstance(cause, json.JSONDecodeError):
-        place = f"column {cause.colno}" if cause.lineno <= num_lines else "at the end"
         line, reason = likely_reason(cause)
-        words = f"{reason}({place})." if reason else f"{cause.msg} ({place})."
+        words = reason.rstrip() or f"{cause.msg} (column {cause.colno})."
         return TextMistake(line=min(line, num_lines), message=words)
     if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
         return TextMistake(line=int(line_match[1]), message=error.mistakes[0])

@@ -73,7 +73,7 @@ def test_each_mistake_is_at_its_key(model, indent):
     ("text", "line", "told"),
     [
         ('{\n  "num_processes": 2\n  "device": "cpu"\n}', 3, "delimiter"),
-        ('{\n  "num_processes": 2', 2, "at the end"),
+        ('{\n  "num_processes": 2', 2, "cut off"),
         ('{\n  // both\n  "num_processes": 2\n}', 2, "no comments"),
         ('{\n  "num_processes": 2 # both\n}', 2, "no comments"),
         ('{\n  "num_processes": 2,\n}', 2, "one too many"),
