@@ -111,40 +111,22 @@ def form_of(setting_name: str) -> SettingsForm | None:
 
 def title_of(panel_name: str) -> str:
     """The heading of a panel."""
-    if panel_name == "zero":
-        return (
-            ", ".join(settings_form.title for settings_form in settings_forms())
-            or _PANEL_TITLES[panel_name]
-        )
-    return _PANEL_TITLES[panel_name]
+    form_titles = ", ".join(form.title for form in settings_forms()) if panel_name == "zero" else ""
+    return form_titles or _PANEL_TITLES[panel_name]
 
 
 @cache
 def settings(panel_name: str) -> tuple[Setting, ...]:
     """The choices of a panel: the common ones first, then the rest by section."""
     panel_makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
-    panel_settings = {setting.name: setting for setting in panel_makers[panel_name]()}
-    common_names = (
-        [
-            setting_name
-            for settings_form in settings_forms()
-            for setting_name in settings_form.common
-        ]
-        if panel_name == "zero"
-        else []
-    )
-    first_settings = [
-        panel_settings.pop(setting_name)
-        # Without any strategy's form the panel shows the settings of `RunConfig` alone.
-        for setting_name in common_names or _COMMON_FIELDS[panel_name]
-    ]
-    sections: dict[str, list[Setting]] = {}
-    for setting in panel_settings.values():
-        sections.setdefault(setting.section, []).append(setting)
-    return (
-        *first_settings,
-        *(setting for section_settings in sections.values() for setting in section_settings),
-    )
+    others = {setting.name: setting for setting in panel_makers[panel_name]()}
+    # Without any strategy's form the panel shows the settings of `RunConfig` alone.
+    of_forms = [name for form in settings_forms() for name in form.common]
+    common_names = (of_forms if panel_name == "zero" else []) or _COMMON_FIELDS[panel_name]
+    first_settings = [others.pop(name) for name in common_names]
+    sections = list(dict.fromkeys(setting.section for setting in others.values()))
+    by_section = sorted(others.values(), key=lambda setting: sections.index(setting.section))
+    return (*first_settings, *by_section)
 
 
 @cache
@@ -216,19 +198,17 @@ def _of_model(
     """A setting of `RunConfig` or `Fp8Config`, by its type."""
     allowed_words = words_of(model_field.annotation)
     kind_names = {bool: "truth", int: "whole", float: "number", str: "text"}
+    kind = kind_names.get(kinds_of(model_field.annotation)[0], "table")
     return Setting(
         name=field_name,
-        label=_label_of(field_name),
+        label=_FIELD_LABELS.get(field_name)
+        or field_name.rpartition(".")[2].replace("_", " ").capitalize(),
         meaning=_meaning_of(field_name, model_field),
         unit=_UNIT_OF.get(field_name, ""),
         panel=panel_name,
         section=section_name,
-        kind="one-of"
-        if allowed_words
-        else kind_names.get(kinds_of(model_field.annotation)[0], "table"),
-        options=tuple(
-            ChoiceOption(allowed_word, str(allowed_word)) for allowed_word in allowed_words
-        ),
+        kind="one-of" if allowed_words else kind,
+        options=tuple(ChoiceOption(word, str(word)) for word in allowed_words),
         run_field=field_name,
         default=model_field.default,
         docs_link=_DOCS_LINKS.get(field_name, ""),
@@ -253,11 +233,6 @@ def _meaning_of(name: str, field: FieldInfo) -> str:
     return _FIELD_MEANINGS.get(name) or (field.description or "").replace(
         "; None ", "; empty "
     ).replace("lets the plan choose", "chooses what suits this machine")
-
-
-def _label_of(name: str) -> str:
-    last_part = name.rpartition(".")[2]
-    return _FIELD_LABELS.get(name, last_part.replace("_", " ").capitalize())
 
 
 def _as_sentence(text: str) -> str:

@@ -307,7 +307,11 @@ class ListField(SettingField):
                 self.sync()  # a refused choice goes back to the present value
 
     def _show(self, shown_value: Any, refusal: str) -> None:
-        options, lines = self._offered()
+        is_truth = self.setting.kind == "truth"
+        offers = [] if is_truth else self._model.offers(self.setting.name)
+        options = self._truths() if is_truth else []
+        options += [(one.option.label, one.option.value) for one in offers if not one.reason]
+        lines = [f"{one.option.label}: {one.reason}" for one in offers if one.reason]
         if shown_value not in [value for _, value in options]:
             # A file may hold a value that cannot be chosen on this machine.
             options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
@@ -318,16 +322,7 @@ class ListField(SettingField):
             self._list.options = option_labels
         self._list.index = self._values.index(shown_value)
         self._list.disabled = bool(refusal)
-        self._note.value = self._explain(
-            refusal, reasons=lines, shows_outcome=self.setting.kind == "truth"
-        )
-
-    def _offered(self) -> tuple[list[tuple[str, Any]], list[str]]:
-        if self.setting.kind == "truth":
-            return self._truths(), []
-        offers = self._model.offers(self.setting.name)
-        options = [(one.option.label, one.option.value) for one in offers if not one.reason]
-        return options, [f"{one.option.label}: {one.reason}" for one in offers if one.reason]
+        self._note.value = self._explain(refusal, reasons=lines, shows_outcome=is_truth)
 
     def _truths(self) -> list[tuple[str, Any]]:
         truths: list[tuple[str, Any]] = [(word, value) for value, word in TRUTH_WORDS.items()]
@@ -406,10 +401,7 @@ def field_for(
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
     """Add or remove a class of a widget, without a message where nothing changes."""
-    if is_on:
-        widget.add_class(class_name)
-    else:
-        widget.remove_class(class_name)
+    (widget.add_class if is_on else widget.remove_class)(class_name)
 
 
 def as_text(value: Any) -> str:
