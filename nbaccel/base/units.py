@@ -39,7 +39,8 @@ def parse_bytes(text: str | int) -> int:
 
 def count_noun(number: int, noun: str) -> str:
     """Write a count for people."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def first_few(names: Sequence[str], most: int, *, separator: str = ", ") -> str:

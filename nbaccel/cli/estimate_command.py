@@ -9,9 +9,9 @@ import typer
 _ESTIMATE_HELP = (
     "Estimate the memory of a model on this disk: a folder with a transformers config.json (built "
     "without weights), or a file or folder of safetensors (only headers are read). gpt2, llama and "
-    "other kinds of models of transformers have their default size. The second table has training "
-    "with Adam on each device under data parallelism, MS-AMP, FSDP and ZeRO's stages, in each "
-    "precision; activations depend on the batch and are not in it."
+    "other kinds of models of transformers have their default size. The second table is that of "
+    "configure: the ways to train with Adam, in each precision; activations depend on the batch "
+    "and are not in it."
 )
 
 
@@ -51,7 +51,7 @@ def _estimate(
         typer.Option(
             "--mixed-precision",
             metavar="WORD",
-            help="no, fp16 or bf16: show ZeRO in that precision alone.",
+            help="no, fp16, bf16 or fp8: show that precision alone.",
         ),
     ] = None,
     trust_remote_code: Annotated[

@@ -1,24 +1,30 @@
-"""The tables of ``nbaccel estimate-memory``: a model loaded, and trained in several ways."""
+"""What ``nbaccel estimate-memory`` tells: a model loaded, and trained in each of the ways.
+
+The ways, and what each needs, are those of the form that ``configure`` shows; so is their table.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from pydantic import JsonValue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.cli.model_sizes import ModelSizes, read_model
 from nbaccel.config import Fp8Config, RunConfig
-from nbaccel.config.deepspeed_document import engine_config
+from nbaccel.config.capabilities import PRECISIONS
 from nbaccel.config.mistakes import closest
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, replicated
-from nbaccel.memory.fsdp_memory import fsdp_estimate, wrapped_sizes
-from nbaccel.memory.model_states import model_states, short_formats
-from nbaccel.plan import registry
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, table_lines
+from nbaccel.memory.memory_model import MemoryModel
+from nbaccel.memory.model_size import Shape
+from nbaccel.memory.model_states import ShortFormats
+from nbaccel.memory.ways import Candidate, CandidateFinder
+from nbaccel.notebook.picker.form_text import precision_table_lines
+from nbaccel.plan import Plan
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Gpu, Inventory
 
@@ -26,25 +32,13 @@ _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int
 _TRAINED_FORMATS = ("float32", "float16", "bfloat16")
 _ADAM_COPIES = 4
 """Weights, gradients and two moments."""
-_Level = Literal["O1", "O2", "O3"]
-_OFFLOAD_LEVELS: tuple[_Level, ...] = ("O1", "O2", "O3")
-_EVERY_PRECISION = ("no", "fp16", "bf16", "fp8")
-_ZERO_PRECISIONS = _EVERY_PRECISION[:-1]
-_PRECISION_LABELS = {"no": "fp32"}  # as in the form of `configure`
-_ZERO = "zero_optimization"
-_ON_CPU: dict[str, JsonValue] = {"device": "cpu"}
+_ANY_GPU = (10, 0)
+"""What computes in all formats: nothing is known of a GPU that is not here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedRow:
-    """A model in one format.
-
-    Attributes:
-        dtype: The format.
-        largest_layer: Bytes of the largest layer.
-        total: Bytes of all.
-        training: Bytes of training with Adam, all in that format; None where none trains in it.
-    """
+    """A model in one format, in bytes; training is with Adam, all in that format."""
 
     dtype: str
     largest_layer: int
@@ -53,42 +47,14 @@ class LoadedRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedRow:
-    """Training in one way.
-
-    Attributes:
-        strategy: How and in which precisions, in words.
-        way: How, in words.
-        precisions: Those of which this is true: ``no``, ``fp16``, ``bf16``, ``fp8``.
-        per_device: Bytes that must be free on each device.
-        per_host: Bytes that must be free on each host.
-        fits: Whether this machine has that free; None where it has not so many devices.
-    """
-
-    strategy: str
-    way: str
-    precisions: tuple[str, ...]
-    per_device: int
-    per_host: int
-    fits: bool | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTables:
-    """Both tables.
-
-    Attributes:
-        sizes: The model.
-        loaded: Rows by format.
-        trained: Rows by way of training.
-        num_gpus: Devices of each machine.
-        num_nodes: Machines.
-        notes: Notes about these numbers.
-    """
+    """Both tables, of so many devices on each of so many machines."""
 
     sizes: ModelSizes
     loaded: tuple[LoadedRow, ...]
-    trained: tuple[TrainedRow, ...]
+    trained: tuple[Candidate, ...]
+    is_here: bool
+    """Whether this machine has the devices, so that it is known what fits."""
     num_gpus: int
     num_nodes: int
     notes: tuple[str, ...]
@@ -105,44 +71,45 @@ def estimate_model(
     library_name: str = "transformers",
 ) -> MemoryTables:
     """Read a model and estimate its memory."""
+    # What needs a library of its own comes last.
+    precisions = [row.name for row in sorted(PRECISIONS, key=lambda row: row.has_backends)]
+    wanted = [("--dtypes", one, [*_BITS]) for one in dtypes]
+    wanted += [("--mixed-precision", mixed_precision, precisions)] if mixed_precision else []
     mistakes = [
-        f"--dtypes: {dtype!r} is no format here.{closest(dtype, _BITS) or f' Give of: {_known()}.'}"
-        for dtype in dtypes
-        if dtype not in _BITS
+        f"{option}={word!r} is no format here.{closest(word, known)} Its size is not known. Give "
+        f"of: {', '.join(known)}."
+        for option, word, known in wanted
+        if word not in known
     ]
-    if mixed_precision is not None and mixed_precision not in _ZERO_PRECISIONS:
-        mistakes.append(
-            f"--mixed-precision={mixed_precision!r} is none of ZeRO's: it trains in no, fp16 or "
-            "bf16, and FP8 has rows of its own. Give one of them."
-        )
     if mistakes:
         raise ConfigError(*mistakes)
     sizes = read_model(model_path, trust_remote_code=trust_remote_code, library_name=library_name)
-    machine, is_real = _machine_with(num_gpus)
-    zero_precisions = _ZERO_PRECISIONS if mixed_precision is None else (mixed_precision,)
-    ways = _Ways(sizes, machine, num_gpus, num_nodes, zero_precisions)
+    machine, is_here = _machine_with(num_gpus)
+    in_precisions = precisions if mixed_precision is None else [mixed_precision]
+    trained = _trained_ways(sizes, machine, num_gpus, num_nodes, in_precisions)
     return MemoryTables(
         sizes=sizes,
         loaded=tuple(_loaded_row(sizes, dtype) for dtype in dtypes),
-        trained=tuple(_trained_row(way, need, is_real) for way, need in ways.estimates()),
+        # Nothing is chosen here, and without a device there is no best.
+        trained=tuple(
+            replace(one, is_taken=False, is_best=one.is_best and is_here) for one in trained
+        ),
+        is_here=is_here,
         num_gpus=num_gpus,
         num_nodes=num_nodes,
         notes=(*sizes.notes, "Activations are not in it: they depend on the batch."),
     )
 
 
-def _known() -> str:
-    return ", ".join(_BITS)
-
-
 def _machine_with(num_gpus: int) -> tuple[Inventory, bool]:
-    """This machine, with GPUs that it may not have; and whether it has them."""
+    """This machine; or one with so many GPUs, of which it is not known what is free."""
     machine = inspect_machine()
     if len(machine.gpus) >= num_gpus:
         return machine, True
-    return replace(
-        machine, gpus=tuple(Gpu(index=index, name="") for index in range(num_gpus))
-    ), False
+    gpus = (Gpu(index=index, name="", compute_capability=_ANY_GPU) for index in range(num_gpus))
+    # A torch that was built for CPUs only would let them lie idle.
+    version = machine.torch_version.partition("+")[0]
+    return replace(machine, gpus=(*gpus,), host_total_bytes=0, torch_version=version), False
 
 
 def _loaded_row(sizes: ModelSizes, dtype: str) -> LoadedRow:
@@ -155,127 +122,60 @@ def _loaded_row(sizes: ModelSizes, dtype: str) -> LoadedRow:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedWay:
-    """How a model is trained: with its precisions, without them, and these alone."""
+@dataclass(kw_only=True)
+class _StoredModel(MemoryModel):
+    """A model of which only the sizes of its tensors are known."""
 
-    strategy: str
-    way: str
-    precisions: tuple[str, ...]
+    known_shape: Shape
 
+    @cached_property
+    def shape(self) -> Shape:
+        return self.known_shape
 
-def _way_in(way: str, precisions: tuple[str, ...]) -> _NamedWay:
-    return _NamedWay(f"{way} ({', '.join(precisions)})", way, precisions)
-
-
-def _trained_row(named: _NamedWay, need: MemoryEstimate, is_real: bool) -> TrainedRow:
-    return TrainedRow(
-        strategy=named.strategy,
-        way=named.way,
-        precisions=named.precisions,
-        per_device=need.device.peak,
-        per_host=need.host.peak,
-        fits=need.fits if is_real else None,
-    )
-
-
-class _Ways:
-    """Estimates of one model in several ways of training."""
-
-    def __init__(
-        self,
-        sizes: ModelSizes,
-        machine: Inventory,
-        num_gpus: int,
-        num_nodes: int,
-        zero_precisions: Sequence[str],
-    ) -> None:
-        self._sizes = sizes
-        self._zero_precisions = zero_precisions
-        self._num_devices = num_gpus * num_nodes
-        self._inputs: dict[str, Any] = {
-            "num_processes": num_gpus,
-            "num_nodes": num_nodes,
-            "activation_bytes": 0,
-            "inventory": machine,
-        }
-
-    def estimates(self) -> Iterator[tuple[_NamedWay, MemoryEstimate]]:
-        """The ways, each with what it needs."""
-        plain = "data parallel"
-        yield _way_in(plain, _EVERY_PRECISION), self._replicated(self._float32_states())
-        if self._sizes.module is not None:
-            for level in _OFFLOAD_LEVELS:
-                yield _way_in(f"{plain}, MS-AMP {level}", ("fp8",)), self._at_level(level)
-            if self._num_devices > 1:
-                yield from self._sharded_by_torch(self._sizes.module)
-        for form in registry.settings_forms():
-            for named, run in self._zero_runs():
-                document = engine_config(run) or {}
-                yield named, form.estimate(self._sizes.shape, document, **self._inputs)
-
-    def _replicated(self, states: Bytes, level: str = "") -> MemoryEstimate:
-        return replicated(self._sizes.shape, states=states, level=level, **self._inputs)
-
-    def _float32_states(self) -> Bytes:
-        weight_bytes = self._sizes.shape.total * 4
+    def _states_at(self, world_size: int, formats: ShortFormats | None) -> Bytes:
+        weight_bytes = 4 * self.shape.total
         return Bytes(
             parameters=weight_bytes,
             gradients=weight_bytes,
             optimizer=2 * weight_bytes,
             # DDP's second copy of the gradients.
-            buckets=weight_bytes if self._num_devices > 1 else 0,
+            buckets=weight_bytes if world_size > 1 else 0,
         )
 
-    def _at_level(self, level: _Level) -> MemoryEstimate:
-        run = RunConfig(mixed_precision="fp8", fp8=Fp8Config(backend="msamp", opt_level=level))
-        formats = short_formats(run)
-        states = model_states(self._sizes.module, world_size=self._num_devices, formats=formats)
-        return self._replicated(states, level)
+    def _sharded(self, config: RunConfig, plan: Plan, inputs: Mapping[str, Any]) -> MemoryEstimate:
+        raise ConfigError(
+            f"headers do not tell how the layers of its {len(self.shape.sizes)} tensors are "
+            "wrapped. What is gathered at once is not known. Give a folder with a config.json."
+        )
 
-    def _sharded_by_torch(self, module: Any) -> Iterator[tuple[_NamedWay, MemoryEstimate]]:
-        sizes = wrapped_sizes(module)
-        for way, offloads in (("FSDP", False), ("FSDP, all on the CPU", True)):
-            for precisions, compute_bytes in (
-                (_EVERY_PRECISION[:1], 4),
-                (_EVERY_PRECISION[1:], 2),
-            ):
-                need = fsdp_estimate(
-                    self._sizes.shape,
-                    sizes,
-                    compute_bytes=compute_bytes,
-                    offloads=offloads,
-                    **self._inputs,
-                )
-                yield _way_in(way, precisions), need
 
-    def _zero_runs(self) -> Iterator[tuple[_NamedWay, RunConfig]]:
-        offloaded: dict[str, JsonValue] = {
-            _ZERO: {"offload_optimizer": _ON_CPU, "offload_param": _ON_CPU}
-        }
-        for precision in self._zero_precisions:
-            for stage in (0, 1, 2, 3):
-                run = RunConfig(zero_stage=stage, deepspeed={}, mixed_precision=precision)
-                way = f"ZeRO-{stage}"
-                strategy = f"ZeRO-{stage}, {precision}"
-                yield _NamedWay(strategy, way, (precision,)), run
-                if stage >= 1:
-                    yield (
-                        _NamedWay(
-                            f"{strategy}, optimizer on cpu",
-                            f"{way}, optimizer on the CPU",
-                            (precision,),
-                        ),
-                        run.changed(deepspeed={_ZERO: {"offload_optimizer": _ON_CPU}}),
-                    )
-            yield (
-                _NamedWay(
-                    f"ZeRO-3, {precision}, optimizer and parameters on cpu",
-                    "ZeRO-3, all on the CPU",
-                    (precision,),
-                ),
-                RunConfig(zero_stage=3, deepspeed=offloaded, mixed_precision=precision),
-            )
+def _trained_ways(
+    sizes: ModelSizes, machine: Inventory, num_gpus: int, num_nodes: int, precisions: Sequence[str]
+) -> Iterator[Candidate]:
+    known: dict[str, Any] = {"model": sizes.module, "sample_batch": None, "inventory": machine}
+    memory_model = MemoryModel(**known)
+    if sizes.module is None:
+        memory_model = _StoredModel(**known, known_shape=sizes.shape)
+    finder = CandidateFinder(memory_model)
+    config = RunConfig(
+        device="cuda", num_processes=num_gpus, num_nodes=num_nodes, master_addr="another machine"
+    )
+    ways = finder.compare(config, precisions)
+    yield from (one for one in ways if one.name == ways[0].name)
+    if sizes.module is not None:
+        yield from _msamp_levels(finder, config, precisions)
+    yield from (one for one in ways if one.name != ways[0].name)
+
+
+def _msamp_levels(
+    finder: CandidateFinder, config: RunConfig, precisions: Sequence[str]
+) -> Iterator[Candidate]:
+    for row in PRECISIONS:
+        for level in ("O1", "O2", "O3") if row.has_backends and row.name in precisions else ():
+            settings = Fp8Config.model_validate({"backend": "msamp", "opt_level": level})
+            with suppress(ConfigError):  # O3 divides something among several processes
+                [copies, *_] = finder.find(config.changed(mixed_precision=row.name, fp8=settings))
+                yield replace(copies, name=f"MS-AMP {level}", is_best=False)
 
 
 def json_text(tables: MemoryTables) -> str:
@@ -286,85 +186,44 @@ def json_text(tables: MemoryTables) -> str:
             "read_from": tables.sizes.origin,
             "parameters": tables.sizes.shape.total,
             "largest_layer_parameters": tables.sizes.largest_layer,
-            "loaded": [_as_dict(row) for row in tables.loaded],
+            "loaded": [asdict(row) for row in tables.loaded],
             "num_gpus": tables.num_gpus,
             "num_nodes": tables.num_nodes,
-            "trained": [_as_dict(row) for row in tables.trained],
+            "trained": [_trained_row(one, is_here=tables.is_here) for one in tables.trained],
             "notes": list(tables.notes),
         },
         indent=2,
     )
 
 
-def _as_dict(row: LoadedRow | TrainedRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in type(row).__slots__}
+def _trained_row(candidate: Candidate, *, is_here: bool) -> dict[str, Any]:
+    estimate = None if candidate.need is None else candidate.need.estimate
+    return {
+        "strategy": f"{candidate.name}, {candidate.precision}",
+        "way": candidate.name,
+        "precisions": [candidate.precision],
+        "per_device": None if estimate is None else estimate.device.peak,
+        "per_host": None if estimate is None else estimate.host.peak,
+        "fits": candidate.can_be_taken if is_here else None,
+        "refusal": candidate.refusal,
+    }
 
 
 def print_tables(tables: MemoryTables) -> None:
     """Show the tables in a terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(
-        f"[bold]{tables.sizes.source}[/bold]: {tables.sizes.shape.total:,} parameters "
-        f"({tables.sizes.origin})",
-        soft_wrap=True,
-    )
-    console.print(_loaded_table(tables))
-    console.print(_trained_table(tables))
-    for note in tables.notes:
-        console.print(f"[dim]{note}[/dim]")
-
-
-def _loaded_table(tables: MemoryTables) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Loaded", title_justify="left")
-    table.add_column("dtype")
-    for heading in ("largest layer", "total size", "training with Adam"):
-        table.add_column(heading, justify="right")
+    sizes = tables.sizes
+    rows: list[tuple[str, ...]] = [("dtype", "largest layer", "total size", "training with Adam")]
     for row in tables.loaded:
-        training = "-" if row.training is None else format_bytes(row.training)
-        table.add_row(row.dtype, format_bytes(row.largest_layer), format_bytes(row.total), training)
-    return table
-
-
-def _trained_table(tables: MemoryTables) -> Any:
-    from rich.table import Table
-
+        bytes_of = (row.largest_layer, row.total, row.training)
+        rows.append((row.dtype, *("-" if one is None else format_bytes(one) for one in bytes_of)))
     hosts = "" if tables.num_nodes == 1 else f" on each of {tables.num_nodes} machines"
-    table = Table(
-        title=f"Trained with Adam on {count_noun(tables.num_gpus, 'GPU')}{hosts}: memory of a GPU",
-        title_justify="left",
-        caption=_caption_of(tables.trained),
-        caption_justify="left",
-    )
-    # Plain data parallelism is the same in all; a column is for what another way is told in.
-    told_precisions = {one for row in tables.trained[1:] for one in row.precisions}
-    precisions = [one for one in _EVERY_PRECISION if one in told_precisions] or _EVERY_PRECISION
-    table.add_column("how")
-    for precision in precisions:
-        table.add_column(_PRECISION_LABELS.get(precision, precision), justify="right")
-    for way in dict.fromkeys(row.way for row in tables.trained):
-        by_precision = {
-            precision: row
-            for row in tables.trained
-            if row.way == way
-            for precision in row.precisions
-        }
-        of_way = [by_precision.get(precision) for precision in precisions]
-        table.add_row(way, *("-" if row is None else _device_cell(row) for row in of_way))
-        if any(row is not None and row.per_host for row in of_way):
-            host_cells = ("-" if row is None else format_bytes(row.per_host) for row in of_way)
-            table.add_row("  in host memory", *host_cells)
-    return table
-
-
-def _device_cell(row: TrainedRow) -> str:
-    signs = {True: " [green]✓[/green]", False: " [red]✗[/red]", None: ""}
-    return f"{format_bytes(row.per_device)}{signs[row.fits]}"
-
-
-def _caption_of(rows: Sequence[TrainedRow]) -> str | None:
-    is_known = any(row.fits is not None for row in rows)
-    return "✓ fits into what is free here, ✗ does not" if is_known else None
+    sections = {
+        f"{sizes.source}: {sizes.shape.total:,} parameters ({sizes.origin})": [],
+        "Loaded": table_lines(rows),
+        f"Trained with Adam on {count_noun(tables.num_gpus, 'GPU')}{hosts}": (
+            precision_table_lines(tables.trained, knows_free=tables.is_here)
+        ),
+        "Notes": tables.notes,
+    }
+    for title, lines in sections.items():
+        print("\n".join((title, *(f"  {line}" for line in lines), "")))

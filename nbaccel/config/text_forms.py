@@ -54,9 +54,7 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
             source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
         )
     except json.JSONDecodeError as error:
-        raise _unreadable_json(
-            source_name, str(error), _likely_reason(source_text, error.pos)
-        ) from error
+        raise _unreadable_json(source_name, str(error), likely_reason(error)[1]) from error
     except RecursionError as error:
         raise _unreadable_json(source_name, "it is nested too deeply") from error
     except ConfigError:
@@ -151,26 +149,30 @@ def _unreadable_json(source_name: str, message: str, cause: str = "") -> ConfigE
     )
 
 
-def _likely_reason(source_text: str, position: int) -> str:
-    """The probable cause at the place where the reader stopped."""
-    if source_text.startswith("\ufeff"):
-        return "It begins with a byte order mark: save it as UTF-8 without one. "
-    text_after = source_text[position:].lstrip()
-    text_before = source_text[:position].rstrip()
+def likely_reason(error: json.JSONDecodeError) -> tuple[int, str]:
+    """The line that is wrong, and the probable cause; empty where the reader does not show it."""
+    text_after = error.doc[error.pos :].lstrip()
+    text_before = error.doc[: error.pos].rstrip()
+    if error.doc.startswith("\ufeff"):
+        return 1, "It begins with a byte order mark: save it as UTF-8 without one. "
     if text_after.startswith(("//", "/*", "#")) and text_before:
-        return "JSON has no comments: remove them. "
+        return error.lineno, "JSON has no comments: remove them. "
+    comma = "A comma before a closing bracket is one too many: remove it. "
     if text_before.endswith(",") and text_after[:1] in ("}", "]"):
-        return "A comma before a closing bracket is one too many: remove it. "
+        return text_before.count("\n") + 1, comma
     # Newer versions of Python give the position of the comma itself.
     if text_after.startswith(",") and text_after[1:].lstrip()[:1] in ("}", "]"):
-        return "A comma before a closing bracket is one too many: remove it. "
+        return error.lineno, comma
+    if text_after[:1] in _OTHER_QUOTES:
+        return error.lineno, f'JSON has double quotes, "like these": got {text_after[:1]}. '
     if not text_after:
-        return "The text ends there: it is empty, or was cut off. "
-    if not source_text.lstrip().startswith(("{", "[")):
-        return "It may be YAML, which DeepSpeed does not read: write it as JSON. "
-    return ""
+        return error.lineno, "The text ends there: it is empty, or was cut off. "
+    if not error.doc.lstrip().startswith(("{", "[")):
+        return 1, "It may be YAML, which DeepSpeed does not read: write it as JSON. "
+    return error.lineno, ""
 
 
+_OTHER_QUOTES = tuple("'`\u2018\u2019\u201c\u201d\u201e")
 _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 """Numbers of YAML 1.2 that are text in YAML 1.1: ``3e-5``, ``1e6``."""
 

@@ -44,12 +44,7 @@ _ASKS_DEVICE = torch.ops.prim.device.default
 
 
 class LiveBytes(_Mode):  # type: ignore[misc]
-    """Counts the bytes of storages made inside a ``with`` block of it, each once.
-
-    Attributes:
-        now: Bytes that live.
-        peak: The most that lived at once.
-    """
+    """Counts the bytes of storages made inside a ``with`` block: those that live, and the most."""
 
     def __init__(self, known: Iterable[torch.Tensor] = (), *, device: str | None = None) -> None:
         super().__init__()
@@ -200,16 +195,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """What one forward and backward pass needs besides parameters, in bytes.
-
-    Attributes:
-        saved: What is kept at the end of the forward pass, each storage once.
-        peak: The most that lives at once in both passes: also what is computed again under
-            gradient checkpointing, and gradients until a parameter has them.
-    """
+    """What one forward and backward pass needs besides parameters, in bytes."""
 
     saved: int
+    """What is kept at the end of the forward pass, each storage once."""
     peak: int
+    """The most at once: what is computed again, too, and gradients until a parameter has them."""
 
 
 def measure_activations(

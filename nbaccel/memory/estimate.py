@@ -154,7 +154,7 @@ class MemoryEstimate:
         return f"{paragraphs([self._head()])}{table_html(self.rows())}{paragraphs(notes)}"
 
     def _head(self) -> str:
-        processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        processes = count_noun(self.num_processes, "process")
         hosts = f"{count_noun(self.num_nodes, 'host')} of {processes}"
         return f"{self.shape.total:,} parameters, {self.strategy}, {hosts}"
 
@@ -171,28 +171,35 @@ class MemoryEstimate:
         return " and ".join(missing)
 
 
-def replicated(
-    shape: Shape,
-    *,
-    states: Bytes,
-    num_processes: int,
-    num_nodes: int,
-    activation_bytes: int,
-    inventory: Inventory,
-    level: str = "",
-) -> MemoryEstimate:
+def replicated(shape: Shape, *, states: Bytes, level: str = "", **inputs: Any) -> MemoryEstimate:
     """Data-parallel training: weights, gradients and Adam in each process.
 
     Mixed precision changes what activations need, and leaves weights in their own format, but for
     MS-AMP's levels.
     """
+    strategy = f"data parallel, fp8 at MS-AMP's {level}" if level else "data parallel"
+    return torch_estimate(shape, strategy=strategy, states=states, **inputs)
+
+
+def torch_estimate(
+    shape: Shape,
+    *,
+    strategy: str,
+    states: Bytes,
+    num_processes: int,
+    num_nodes: int,
+    activation_bytes: int,
+    inventory: Inventory,
+    host: Bytes = Bytes(),
+) -> MemoryEstimate:
+    """Training with one of torch's own strategies: states on each device, and on each host."""
     free_bytes = free_on_devices(inventory, num_processes)
     return MemoryEstimate(
         device=states + Bytes(activations=activation_bytes),
-        host=Bytes(),
+        host=host,
         nvme=Bytes(),
         shape=shape,
-        strategy=f"data parallel, fp8 at MS-AMP's {level}" if level else "data parallel",
+        strategy=strategy,
         settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,

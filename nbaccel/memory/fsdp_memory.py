@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, free_on_devices
-from nbaccel.plan import Inventory
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, torch_estimate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,11 +29,8 @@ _REDUCED_BYTES = 4
 class WrappedSizes:
     """How a model is cut into layers that are gathered together.
 
-    Attributes:
-        kept_bytes: All parameters, in their own formats.
-        trained_bytes: Those that get gradients.
-        largest_layer: Parameters of the largest wrapped layer; 0 where none is wrapped.
-        root: Parameters that no wrapped layer holds.
+    Bytes are of all parameters, and of those that get gradients, in their own formats; numbers of
+    parameters are those of the largest wrapped layer, and those that no such layer holds.
     """
 
     kept_bytes: int
@@ -72,13 +68,11 @@ def fsdp_estimate(
     *,
     compute_bytes: int,
     offloads: bool,
-    num_processes: int,
-    num_nodes: int,
-    activation_bytes: int,
-    inventory: Inventory,
+    **inputs: Any,
 ) -> MemoryEstimate:
-    """Sharded training with Adam."""
-    world_size = num_processes * num_nodes
+    """Sharded training with Adam; `inputs` are those of `torch_estimate`."""
+    num_processes: int = inputs["num_processes"]
+    world_size = num_processes * inputs["num_nodes"]
     shards = Bytes(
         parameters=-(-sizes.kept_bytes // world_size),
         gradients=-(-sizes.trained_bytes // world_size),
@@ -94,18 +88,10 @@ def fsdp_estimate(
         gathered = Bytes(
             buckets=compute_bytes * sizes.root, in_backward=max(layer_moment, root_moment)
         )
-    free_bytes = free_on_devices(inventory, num_processes)
-    on_device = gathered + Bytes(activations=activation_bytes)
-    return MemoryEstimate(
-        device=on_device if offloads else shards + on_device,
-        host=shards * num_processes if offloads else Bytes(),
-        nvme=Bytes(),
-        shape=shape,
+    return torch_estimate(
+        shape,
         strategy="FSDP, parameters and optimizer on cpu" if offloads else "FSDP",
-        settings=None,
-        num_processes=num_processes,
-        num_nodes=num_nodes,
-        device_free=free_bytes,
-        host_free=inventory.host_available_bytes,
-        notes=common_notes(activation_bytes, on_cpu=free_bytes is None),
+        states=gathered if offloads else shards + gathered,
+        host=shards * num_processes if offloads else Bytes(),
+        **inputs,
     )

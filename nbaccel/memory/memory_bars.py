@@ -19,6 +19,8 @@ SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations
 SEGMENT_NAMES = {"others": "in use by others", "buckets": "buffers", "moment": "temporary"}
 """Names of kinds that the word itself does not explain."""
 
+_HOST = "host memory"
+
 
 @dataclass(frozen=True, slots=True)
 class BarSegment:
@@ -35,26 +37,27 @@ class BarSegment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBar:
-    """Memory in one place.
-
-    Attributes:
-        label: Which place: ``cuda:0 · NVIDIA H100``, ``host memory``.
-        capacity: Bytes in all; 0 where that is unknown.
-        segments: What is in it, in order; ``free`` comes last.
-        needed: Bytes that the run needs there.
-        lacking: Bytes that it needs and that are not free.
-    """
+    """Memory in one place, in bytes."""
 
     label: str
+    """``cuda:0 · NVIDIA H100``, ``host memory``"""
     capacity: int
+    """0 where it is unknown."""
     segments: tuple[BarSegment, ...]
+    """In order; ``free`` comes last."""
     needed: int
     lacking: int
+    """What is needed and not free."""
 
     @property
     def place(self) -> str:
         """The place without its product: ``cuda:0``."""
         return self.label.partition(" · ")[0]
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the machine's own memory."""
+        return self.place == _HOST
 
     @property
     def free(self) -> int:
@@ -78,12 +81,7 @@ class MemoryBar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
-    """What one choice of settings needs.
-
-    Attributes:
-        estimate: The numbers, as the strategy or plain data-parallel training needs them.
-        bars: The same, against the memory of the machine.
-    """
+    """What one choice of settings needs; as bars against the memory of the machine, too."""
 
     estimate: MemoryEstimate
     bars: tuple[MemoryBar, ...]
@@ -135,7 +133,7 @@ def bars_of(estimate: MemoryEstimate, machine: Inventory) -> tuple[MemoryBar, ..
         label = f"{gpu.kind}:{gpu.index} · {gpu.name}"
         bars.append(_bar(label, estimate.device * sharing, gpu.total_bytes, gpu.free_bytes))
     host = estimate.host
-    label = "host memory"
+    label = _HOST
     # Processes then compute in host memory, so their needs add up there.
     if not gpus:
         host += estimate.device * estimate.num_processes

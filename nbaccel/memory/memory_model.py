@@ -48,18 +48,14 @@ class MemoryLimits:
 
 @dataclass(kw_only=True)
 class MemoryModel:
-    """Measures runs of one model.
-
-    Attributes:
-        limits: What may be used of the machine.
-        num_nodes: Hosts; None: as many as the run says.
-    """
+    """Measures runs of one model."""
 
     model: Any
     sample_batch: Any
     inventory: Inventory
     limits: MemoryLimits = field(default_factory=MemoryLimits)
     num_nodes: int | None = None
+    """None: as many as the run says."""
     _activations: dict[tuple[int, str, bool], int] = field(default_factory=dict)
     _states: dict[tuple[int, ShortFormats | None], Bytes] = field(default_factory=dict)
     _wrapped: dict[str, WrappedSizes] = field(default_factory=dict)
@@ -144,7 +140,8 @@ class MemoryModel:
         from nbaccel.memory.activations import measure_activations, resized
 
         samples = batch_size or own_samples
-        precision = _measured_precision(config)
+        # All but float32 keep 16-bit values for the backward pass: one serves them all.
+        precision = "fp32" if config.mixed_precision == "no" else "bf16"
         key = (samples, precision, config.activation_checkpointing)
         if key not in self._activations and samples > own_samples:
             # In proportion: what does not grow with the batch is counted too often then, and a
@@ -159,8 +156,3 @@ class MemoryModel:
                 gradient_checkpointing=config.activation_checkpointing,
             ).peak
         return self._activations[key]
-
-
-def _measured_precision(config: RunConfig) -> str:
-    """All precisions but float32 keep 16-bit values for the backward pass: one serves them all."""
-    return "fp32" if config.mixed_precision == "no" else "bf16"

@@ -19,19 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The sizes that memory depends on.
-
-    Attributes:
-        total: Parameters.
-        largest_layer: Own parameters of the module that has most, children not counted.
-        trainable: Parameters that get gradients.
-        sizes: Elements of each parameter; empty where only the sums are known.
-    """
+    """The sizes that memory depends on, in numbers of parameters."""
 
     total: int
     largest_layer: int
+    """Of the module that has most of its own, children not counted."""
     trainable: int
     sizes: tuple[int, ...] = ()
+    """Elements of each parameter; empty where only the sums are known."""
 
     def at_most(self, threshold: int) -> int:
         """How many parameters are in tensors of at most so many elements."""

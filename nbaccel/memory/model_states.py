@@ -24,13 +24,7 @@ and O3 also of both moments."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortFormats:
-    """Which of MS-AMP's levels a run trains at.
-
-    Attributes:
-        level: ``O1``, ``O2`` or ``O3``.
-        skip_first_and_last: Whether the first and the last linear layer are left as they are.
-        accumulation_steps: Gradients that are added up before a step.
-    """
+    """Which of MS-AMP's levels a run trains at, ``O1``, ``O2`` or ``O3``, and how."""
 
     level: str
     skip_first_and_last: bool

@@ -7,11 +7,10 @@ meaning, how much memory it needs and how it is written comes from that library'
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from nbaccel.config import RunConfig
 from nbaccel.plan import Inventory, Plan, registry
@@ -24,15 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOption:
-    """One of the values of a choice.
-
-    Attributes:
-        value: The value in the configuration; None leaves it to the plan or to the strategy.
-        label: Its name in the form.
-        meaning: What it does, in one line.
-    """
+    """One of the values of a choice."""
 
     value: Any
+    """None leaves it to the plan or to the strategy."""
     label: str
     meaning: str = ""
 
@@ -78,12 +72,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Edit:
-    """A configuration in the making.
-
-    Attributes:
-        config: The configuration.
-        remarks: What was changed besides the choice itself.
-    """
+    """A configuration in the making, and what was changed besides the choice itself."""
 
     config: RunConfig
     remarks: tuple[str, ...] = ()
@@ -91,31 +80,21 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class FilledConfig:
-    """A strategy's configuration, filled in.
-
-    Attributes:
-        config: With ``"auto"`` where only the training decides; None where the strategy is not
-            chosen.
-        choices: Each key that was or will be filled in, with its reason.
-    """
+    """A strategy's configuration, filled in, with each key that was or will be, and its reason."""
 
     config: dict[str, Any] | None
+    """With ``"auto"`` where only the training decides; None where the strategy is not chosen."""
     choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StatePlacement:
-    """Who holds what in a way to train.
-
-    Attributes:
-        divided: How many of optimizer, gradients and parameters, in this order, are divided among
-            the processes.
-        optimizer: Where it is: ``none`` (on the device), ``cpu`` or ``nvme``.
-        parameters: The same of parameters while they are not used.
-    """
+    """Who holds what in a way to train."""
 
     divided: int = 0
+    """How many of optimizer, gradients and parameters, in this order, are in parts."""
     optimizer: str = "none"
+    """Where it is: ``none`` (on the device), ``cpu`` or ``nvme``; so of unused parameters."""
     parameters: str = "none"
 
     @property
@@ -131,23 +110,18 @@ class StatePlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingWay:
-    """One way to train.
-
-    Attributes:
-        name: As people call it: ``ZeRO-2, optimizer on the CPU``.
-        configs: Runs of that way. The first is the fastest, and each needs less memory than the
-            one before it; they are made while they are looked at, most of them never.
-        placement: Who holds what.
-        refusal: Why it cannot be taken: a clause; empty where it can.
-    """
+    """One way to train."""
 
     name: str
+    """As people call it: ``ZeRO-2, optimizer on the CPU``."""
     configs: Iterable[RunConfig]
+    """The fastest first, each in less memory than the one before; made while they are looked at."""
     placement: StatePlacement
     refusal: str = ""
+    """Why it cannot be taken: a clause."""
 
 
-class SettingsForm(ABC):
+class SettingsForm(Protocol):
     """The choices of one strategy.
 
     Attributes:
@@ -166,23 +140,18 @@ class SettingsForm(ABC):
     common: ClassVar[tuple[str, ...]]
     everyday: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
     def settings(self) -> Iterator[Setting]:
         """All choices that are the strategy's own."""
 
-    @abstractmethod
     def key_of(self, field: str) -> str:
         """Where a setting of `RunConfig` lands in the strategy's configuration."""
 
-    @abstractmethod
     def is_chosen(self, config: RunConfig) -> bool:
         """Whether a run trains with the strategy."""
 
-    @abstractmethod
     def document(self, config: RunConfig) -> dict[str, Any] | None:
         """The strategy's whole configuration, with what the run itself says; None without it."""
 
-    @abstractmethod
     def value_of(self, config: RunConfig, setting: Setting) -> Any:
         """What a run holds for a choice of `settings`; None where it is left open."""
 
@@ -190,64 +159,51 @@ class SettingsForm(ABC):
         """What a choice comes to while it is left open."""
         return setting.default
 
-    @abstractmethod
     def edited(
         self, config: RunConfig, setting: Setting, value: Any, *, before: RunConfig | None
     ) -> Edit:
         """A run with another value for a choice of `settings`."""
 
-    @abstractmethod
     def check(self, config: RunConfig, device: str) -> None:
         """Refuse values and combinations that cannot be."""
 
-    @abstractmethod
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
         """Why an option of a choice cannot be taken: a clause; empty where it can."""
 
-    @abstractmethod
     def setting_refusal(self, config: RunConfig, setting: Setting) -> str:
         """Why a whole choice cannot be made: a clause; empty where it can."""
 
-    @abstractmethod
     def is_shown(self, config: RunConfig, setting: Setting) -> bool:
         """Whether a choice means anything as things are."""
 
-    @abstractmethod
     def filled_in(
         self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
     ) -> FilledConfig:
         """Fill in ``"auto"`` where the run, the model or the batch decides it."""
 
-    @abstractmethod
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
         """Samples of one process in one forward pass, where the configuration says so."""
 
-    @abstractmethod
     def estimate(self, shape: Shape, document: Mapping[str, Any], **inputs: Any) -> MemoryEstimate:
         """The memory that a run needs; the other arguments are those of ``estimate_memory``."""
 
-    @abstractmethod
     def ways(
         self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
     ) -> Iterator[TrainingWay]:
         """The ways to train with this strategy, by what they divide and where they put it."""
 
-    @abstractmethod
     def way_of(self, config: RunConfig) -> str:
         """The name, among `ways`, of how a run trains that has chosen the strategy."""
 
     @property
-    @abstractmethod
     def missing_library(self) -> str:
         """What to install for the strategy to train; empty where nothing is missing."""
 
-    @abstractmethod
     def read(
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
     ) -> tuple[RunConfig, tuple[str, ...]]:
         """Take over a configuration of the strategy."""
 
-    @abstractmethod
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         """Whether settings whose names are all those of `RunConfig`, too, are this strategy's."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nbaccel.base.errors import ConfigError, NbaccelError
-from nbaccel.base.units import format_bytes
+from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.precision_choice import best_precision
@@ -25,19 +25,10 @@ _MAX_NOT_CHOSEN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Settings to take, as a colleague would explain them.
-
-    Attributes:
-        title: The settings in a line: ``2 processes, bf16, ZeRO-2, batch 8 each``.
-        config: The settings.
-        candidate: The way to train, with its memory.
-        why: What speaks for it, a clause each.
-        not_chosen: What was not taken and why, a clause each.
-        batch_size: Samples of one process in one forward pass; None without a batch.
-        accumulation: Forward passes of one optimizer step.
-    """
+    """Settings to take, as a colleague would explain them: a clause for each reason."""
 
     title: str
+    """``2 processes, bf16, ZeRO-2, batch 8 each``"""
     config: RunConfig
     candidate: Candidate
     why: tuple[str, ...]
@@ -121,10 +112,10 @@ def _begun(finder: CandidateFinder, config: RunConfig) -> tuple[RunConfig, tuple
         reason = ", one per core"
         if count < machine.cpu_cores:
             reason = ": host memory has no room for one per core"
-        why.append(f"{_processes(count)}{reason}")
+        why.append(f"{count_noun(count, 'process')}{reason}")
     elif config.num_processes is None:
         noun = device_row(plan.device).noun
-        why.append(f"{_processes(plan.num_processes)}, one per {noun}")
+        why.append(f"{count_noun(plan.num_processes, 'process')}, one per {noun}")
     precision, reason = best_precision(plan, machine)
     if config.mixed_precision == "no" != precision:
         try:
@@ -182,7 +173,7 @@ def _proposal(
     plan = resolve(config, finder.memory_model.inventory)
     accumulation = config.gradient_accumulation_steps or 1
     precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
-    parts = [_processes(plan.num_processes), precision, candidate.name]
+    parts = [count_noun(plan.num_processes, "process"), precision, candidate.name]
     if config.activation_checkpointing:
         parts.append("activation checkpointing")
     if batch_size is not None:
@@ -197,7 +188,3 @@ def _proposal(
         batch_size=batch_size,
         accumulation=accumulation,
     )
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"

@@ -48,31 +48,24 @@ _CAUTION = "see that the loss falls as in bf16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to train.
-
-    Attributes:
-        name: As people call it: ``ZeRO-2, optimizer on the CPU``.
-        config: The settings that it means.
-        placement: Who holds what.
-        document: The strategy's own configuration; empty where it has none.
-        need: Its memory; None where it cannot be estimated.
-        refusal: Why it cannot be taken here: a clause; empty where it can.
-        recomputes: Whether it computes activations again, which was not asked for.
-        is_taken: Whether it is what is chosen now.
-        is_best: Whether it is the best of those that fit.
-        reason: Why it is the best, or what it costs beside the best: a clause.
-    """
+    """One way to train, judged beside the others."""
 
     name: str
     config: RunConfig
     placement: StatePlacement = field(default_factory=StatePlacement)
     document: Mapping[str, Any] = field(default_factory=dict)
+    """The strategy's own configuration."""
     need: MemoryNeed | None = None
+    """None where it cannot be estimated."""
     refusal: str = ""
+    """Why it cannot be taken here: a clause."""
     recomputes: bool = False
+    """Whether it computes activations again, which was not asked for."""
     is_taken: bool = False
     is_best: bool = False
+    """Of those that fit."""
     reason: str = ""
+    """Why it is the best, or what it costs beside the best: a clause."""
 
     @property
     def precision(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
@@ -32,17 +32,20 @@ class Cells:
         self._stack: list[tuple[str, int]] | None = None
         """The user's lines in the present call stack, where they are known already."""
 
-    def load(self) -> None:
-        """Register for events and transform cells."""
-        self._shell.events.register("pre_run_cell", self._note)
+    def load(self) -> Callable[[], None]:
+        """Register for events and transform cells; returns what undoes that."""
+        cleanup = self._shell.input_transformers_cleanup
         # IPython's own transformers look for a cell magic on the first line; these run before them.
-        self._shell.input_transformers_cleanup.extend((below_comments, with_a_body))
+        transformers = (below_comments, with_a_body)
+        self._shell.events.register("pre_run_cell", self._note)
+        cleanup.extend(transformers)
 
-    def unload(self) -> None:
-        """Undo :meth:`load`."""
-        self._shell.events.unregister("pre_run_cell", self._note)
-        self._shell.input_transformers_cleanup.remove(with_a_body)
-        self._shell.input_transformers_cleanup.remove(below_comments)
+        def unload() -> None:
+            self._shell.events.unregister("pre_run_cell", self._note)
+            for transformer in transformers:
+                cleanup.remove(transformer)
+
+        return unload
 
     def source(self, arguments: str, text: str) -> CellSource:
         """The record of a cell for the workers; its lines are published in this process, too."""

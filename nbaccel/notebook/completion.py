@@ -8,6 +8,7 @@ completions is wrapped.
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,13 +38,6 @@ class Matches:
 
 Ask = Callable[[str, int, int], Matches]
 """Called with the cell's text, the cursor's line (from 0) and its column."""
-
-
-def ask_also(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """Let a shell's completer call `ask_matches`, too."""
-    if hasattr(completer, "context_matcher"):
-        return _add_matcher(shell_completer, ask_matches)
-    return _wrap_complete(shell_completer, ask_matches)
 
 
 def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
@@ -103,46 +97,40 @@ _LINE_MAGIC = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
 
 
 class Completion:
-    """A matcher of IPython's completer."""
+    """What can be completed on a magic's line, and in a cell of the workers."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._ask_no_more: Callable[[], None] | None = None
 
-    def load(self) -> None:
-        """Add the matcher to the completer."""
-        self._ask_no_more = ask_also(self._session.shell.Completer, self._matches)
-
-    def unload(self) -> None:
-        """Remove the matcher."""
-        if self._ask_no_more is not None:
-            self._ask_no_more()
+    def load(self) -> Callable[[], None]:
+        """Add it to the shell's completer; returns what removes it."""
+        ask_also = _add_matcher if hasattr(completer, "context_matcher") else _wrap_complete
+        return ask_also(self._session.shell.Completer, self._matches)
 
     def _matches(self, cell_text: str, cursor_line: int, cursor_column: int) -> Matches:
         cell_lines = cell_text.split("\n")
-        magic_row = next(
-            (line_index for line_index, cell_line in enumerate(cell_lines) if cell_line.strip()), 0
+        # Below blank lines, and perhaps below another magic: `%%time`.
+        above = itertools.takewhile(
+            lambda line: not is_for_us(line) and (not line.strip() or line.startswith("%%")),
+            cell_lines,
         )
-        while magic_row + 1 < len(cell_lines) and cell_lines[magic_row].startswith("%%"):
-            if is_for_us(cell_lines[magic_row]):
-                break
-            magic_row += 1  # `%%time` above the magic
+        magic_row = len(list(above))
         cell_line = cell_lines[cursor_line][:cursor_column]
-        if is_for_us(cell_lines[magic_row]) and cursor_line > magic_row:
-            return self._in_workers(
-                cell_lines[magic_row + 1 :], cursor_line - magic_row - 1, cursor_column
-            )
-        if is_for_us(cell_lines[magic_row]) and cursor_line == magic_row:
+        if magic_row < len(cell_lines) and is_for_us(cell_lines[magic_row]):
+            row = cursor_line - magic_row
+            if row > 0:
+                return self._in_workers(cell_lines[magic_row + 1 :], row - 1, cursor_column)
             typed_options = cell_line.partition("accelerate")[2]
-            return self._words(typed_options, "") if typed_options[:1].isspace() else Matches()
+            is_option = row == 0 and typed_options[:1].isspace()
+            return self._words(typed_options, "") if is_option else Matches()
         line_match = _LINE_MAGIC.match(cell_line)
         if line_match is None or not _is_statement(line_match["before"]):
             return Matches()
         typed_subcommand, blank_after, typed_options = line_match["rest"].partition(" ")
+        names = [subcommand.name for subcommand in SUBCOMMANDS]
         if not blank_after:
-            subcommand_names = [subcommand_.name for subcommand_ in SUBCOMMANDS]
-            return _beginning(subcommand_names, typed_subcommand, "magic")
-        is_known = typed_subcommand in {subcommand_.name for subcommand_ in SUBCOMMANDS}
+            return _beginning(names, typed_subcommand, "magic")
+        is_known = typed_subcommand in names
         return self._words(typed_options, typed_subcommand) if is_known else Matches()
 
     def _words(self, typed_options: str, subcommand: str) -> Matches:
@@ -162,17 +150,12 @@ class Completion:
                 self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
             )
             return _beginning(variable_names, typed_part, "variable")
-        written_options = {
-            magic_option.name
-            for typed_word in words_before
-            if (magic_option := find_option(magic_options, typed_word))
-        }
+        written = [find_option(magic_options, word) for word in words_before]
         open_flags = [
-            typed_flag
-            for magic_option in magic_options
-            if magic_option.name not in written_options
-            for typed_flag in (*magic_option.flags, magic_option.negative)
-            if typed_flag.startswith("--")
+            flag
+            for option in magic_options
+            for flag in (*option.flags, option.negative)
+            if option not in written and flag.startswith("--")
         ]
         return _beginning(open_flags, last_word, "option")
 
@@ -198,8 +181,8 @@ class Completion:
         return [word for word in matches.matches if word.isidentifier()] if matches else []
 
     def _in_workers(self, code_lines: Sequence[str], cursor_line: int, column: int) -> Matches:
-        pool = self._session.pool
-        if pool is None or not self._session.is_live():
+        pool = self._session.living_pool
+        if pool is None:
             return Matches()
         text = "\n".join(code_lines)
         cursor_offset = sum(len(code_line) + 1 for code_line in code_lines[:cursor_line]) + column
@@ -238,18 +221,18 @@ class Inspection:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._restore_inspect: Callable[[], None] = lambda: None
 
-    def load(self) -> None:
-        """Replace the shell's methods on the instance."""
+    def load(self) -> Callable[[], None]:
+        """Replace the shell's methods on the instance; returns what undoes that."""
         shell = self._session.shell
         vars(shell)["object_inspect_mime"] = self._mime(shell.object_inspect_mime)
-        self._restore_inspect = ipython_private.inspect_also(shell, self._shown)
+        restore_inspect = ipython_private.inspect_also(shell, self._shown)
 
-    def unload(self) -> None:
-        """Undo :meth:`load`: the class's methods are found again."""
-        vars(self._session.shell).pop("object_inspect_mime", None)
-        self._restore_inspect()
+        def restore() -> None:
+            vars(shell).pop("object_inspect_mime", None)
+            restore_inspect()
+
+        return restore
 
     def _mime(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def object_inspect_mime(oname: str, detail_level: int = 0, **more: Any) -> Any:
@@ -278,10 +261,8 @@ class Inspection:
         return inspect
 
     def _ask(self, name: str, detail_level: int) -> dict[str, str] | None:
-        pool = self._session.pool
-        if pool is None or not self._session.is_live() or not name:
-            return None
-        bundle = pool.inspect(name, detail_level)
+        pool = self._session.living_pool
+        bundle = pool.inspect(name, detail_level) if pool is not None and name else None
         if bundle is None:
             return None
         text = bundle.get("text/plain", "")

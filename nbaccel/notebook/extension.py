@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+from contextlib import ExitStack
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion, Inspection
-from nbaccel.notebook.hints import Hints
+from nbaccel.notebook.hints import hint_after_cells
 from nbaccel.notebook.magics import MAGIC_NAME, cell_magic, line_magic
-from nbaccel.notebook.session import Readiness, Session
+from nbaccel.notebook.session import Session, import_with_torch
 from nbaccel.notebook.worker_board import WorkerBoard
 from nbaccel.plan import registry
 from nbaccel.workers import template
@@ -20,49 +21,40 @@ class Extension:
     """Everything that was added to one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
-        self.shell = shell
         self.session = Session(shell)
-        self._cells = Cells(shell)
-        self._completion = Completion(self.session)
-        self._inspection = Inspection(self.session)
-        self._hints = Hints(self.session)
-        self._board = WorkerBoard(self.session)
-        self._readiness = Readiness(shell)
-        self._started_template = False
+        self._added = ExitStack()
+        """Removes it, in the opposite order."""
 
     def load(self) -> None:
         """Add it."""
+        session = self.session
+        shell = session.shell
+        undo = self._added.callback
         # A template that somebody else started must survive `%unload_ext`.
-        self._started_template = not template.running()
-        # Now, so that its imports are done by the time the first cell is run.
-        if self._started_template:
+        if not template.running():
+            # Now, so that its imports are done by the time the first cell is run.
             template.template_for(registry.prepare_notebook()).start_ahead()
+            undo(template.stop)
+            undo(template.unfollow_cells)
         template.follow_cells()
-        register_magic = self.shell.magics_manager.register_function
-        register_magic(cell_magic(self.session, self._cells), "cell", MAGIC_NAME)
-        register_magic(line_magic(self.session, self._cells, self._board), "line", MAGIC_NAME)
-        self._cells.load()
-        self._completion.load()
-        self._inspection.load()
-        self._hints.load()
-        self._readiness.load()
-        atexit.register(self.session.stop)
+        board = WorkerBoard(session)
+        undo(board.tell_end)
+        undo(session.stop)
+        cells = Cells(shell)
+        magics = {"cell": cell_magic(session, cells), "line": line_magic(session, cells, board)}
+        for magic_kind, magic in magics.items():
+            shell.magics_manager.register_function(magic, magic_kind, MAGIC_NAME)
+            undo(shell.magics_manager.magics[magic_kind].pop, MAGIC_NAME, None)
+        for load in (cells.load, Completion(session).load, Inspection(session).load):
+            undo(load())
+        undo(hint_after_cells(session))
+        undo(import_with_torch(shell))
+        atexit.register(session.stop)
+        undo(atexit.unregister, session.stop)
 
     def unload(self) -> None:
         """Remove it."""
-        atexit.unregister(self.session.stop)
-        self._readiness.unload()
-        self._hints.unload()
-        self._inspection.unload()
-        self._completion.unload()
-        self._cells.unload()
-        for magic_kind in ("line", "cell"):
-            self.shell.magics_manager.magics[magic_kind].pop(MAGIC_NAME, None)
-        self.session.stop()
-        self._board.tell_end()
-        if self._started_template:
-            template.unfollow_cells()
-            template.stop()
+        self._added.close()
 
 
 class _ShellSlot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nbaccel.base import frames
@@ -13,35 +13,26 @@ from nbaccel.notebook.session import Session
 from nbaccel.workers.failure import FailureRecord, RaisedError
 
 
-class Hints:
-    """Looks at each cell's error after IPython has shown it."""
+def hint_after_cells(session: Session) -> Callable[[], None]:
+    """Look at each cell's error after IPython has shown it; returns what ends that."""
+    events = session.shell.events
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def load(self) -> None:
-        """Register for the end of cells."""
-        self._session.shell.events.register("post_run_cell", self._on_cell_end)
-
-    def unload(self) -> None:
-        """Undo :meth:`load`."""
-        self._session.shell.events.unregister("post_run_cell", self._on_cell_end)
-
-    def _on_cell_end(self, result: Any = None) -> None:
+    def on_cell_end(result: Any = None) -> None:
         error = getattr(result, "error_in_exec", None)
         # Kernel and engines do not know each other's names: ipython/ipyparallel#897. A failed cell
         # of workers raises an error of both classes; there a worker lacks the name.
-        if isinstance(error, NameError) and not isinstance(error, WorkerFailed):
-            name = getattr(error, "name", None)
-            if name and name not in self._session.shell.user_ns and self._workers_have(name):
-                write_notice(
-                    f"nbaccel: {name} exists in the workers of %%accelerate. To copy it "
-                    f"here: %accelerate pull {name}\n"
-                )
+        if not isinstance(error, NameError) or isinstance(error, WorkerFailed):
+            return
+        name = getattr(error, "name", None)
+        pool = session.living_pool
+        if name and name not in session.shell.user_ns and pool is not None and pool.inspect(name):
+            write_notice(
+                f"nbaccel: {name} exists in the workers of %%accelerate. To copy it "
+                f"here: %accelerate pull {name}\n"
+            )
 
-    def _workers_have(self, name: str) -> bool:
-        pool = self._session.pool
-        return pool is not None and self._session.is_live() and pool.inspect(name) is not None
+    events.register("post_run_cell", on_cell_end)
+    return lambda: events.unregister("post_run_cell", on_cell_end)
 
 
 _Line = tuple[str, bool]

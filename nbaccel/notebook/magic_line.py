@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,26 +33,20 @@ _MEANT = MappingProxyType({"--on": "--ranks"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MagicLine:
-    """What a line means.
-
-    Attributes:
-        wanted: The settings it started from with those of the line over them.
-        given: Names of the settings that the line gives, itself or by its ``--config``.
-        names: Words that are no options: names of variables.
-        ranks: The ranks it names; None for all.
-        out: The names to bring into the notebook.
-        dist: Whether the workers are to join their process group at once.
-        autoreload: Whether changed source is to be loaded; None leaves that as it is.
-        help: Whether it asks for help only.
-    """
+    """What a line means."""
 
     wanted: RunConfig
+    """The settings it started from with those of the line over them."""
     given: tuple[str, ...] = ()
+    """Names of the settings that the line gives, itself or by its ``--config``."""
     names: tuple[str, ...] = ()
+    """Words that are no options: names of variables."""
     ranks: tuple[int, ...] | None = None
+    """None for all."""
     out: tuple[str, ...] = ()
     dist: bool = False
     autoreload: bool | None = None
+    """None leaves it as it is."""
     help: bool = False
 
 
@@ -119,9 +114,7 @@ class _LineReader:
     def line(self, base_config: RunConfig) -> MagicLine:
         """The settings that they give, if nothing is wrong."""
         settings = {
-            setting_name: setting_value
-            for setting_name, setting_value in self.found.items()
-            if setting_name in RunConfig.model_fields
+            name: value for name, value in self.found.items() if name in RunConfig.model_fields
         }
         # Every part adds to `mistakes`; they are raised together at the end.
         ranks = self._ranks(self.found.get("ranks"))
@@ -207,31 +200,27 @@ class _LineReader:
             )
         return text.lower() == "on"
 
+    @property
+    def _magic_name(self) -> str:
+        return f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
+
     def _unknown(self, flag_name: str, words: Iterator[str]) -> None:
-        magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
-        flags = [
-            flag_name
-            for magic_option in self.options
-            for flag_name in (*magic_option.flags, magic_option.negative)
-        ]
+        flags = [flag for option in self.options for flag in (*option.flags, option.negative)]
         other_option = find_option(options_of(), flag_name)
         if other_option is not None:
             text = f" {other_option.flag} is for {_where_used(other_option)}."
         else:
             text = closest(flag_name.replace("_", "-"), filter(None, flags), _MEANT) or (
-                f" Its options are shown by {magic_name} --help."
+                f" Its options are shown by {self._magic_name} --help."
             )
         self.mistakes.append(
-            f"{magic_name} has no option {flag_name!r}: it would silently have no effect.{text}"
+            f"{self._magic_name} has no option {flag_name!r}: it would silently have no effect."
+            f"{text}"
         )
-        self._skip_value(words)
-
-    def _skip_value(self, line_words: Iterator[str]) -> None:
-        """A word behind an unknown option is its value, and no mistake of its own."""
-        for next_word in line_words:
-            if _is_flag(next_word):
-                self._flag(next_word, line_words)
-            return
+        # A word behind an unknown option is its value, and no mistake of its own.
+        next_word = next(words, "")
+        if _is_flag(next_word):
+            self._flag(next_word, words)
 
     def _name(self, word: str) -> None:
         takes_names = self.subcommand in ("pull", "push", "config")
@@ -250,32 +239,26 @@ class _LineReader:
                 f"Write {magic_option.flag} {option_value}."
             )
         else:
-            magic_name = f"%accelerate {self.subcommand}" if self.subcommand else "%%accelerate"
             self.mistakes.append(
-                f"{magic_name} takes options only: got {word!r}, which is none. "
-                f"Code belongs on the cell's next line; {magic_name} --help shows the options."
+                f"{self._magic_name} takes options only: got {word!r}, which is none. Code belongs "
+                f"on the cell's next line; {self._magic_name} --help shows the options."
             )
 
     def _ranks(self, text: str | None) -> tuple[int, ...] | None:
         if text is None:
             return None
         ranks: set[int] = set()
-        for range_part in text.split(","):
-            first_rank, range_dash, last_rank = range_part.strip().partition("-")
-            range_ends = (first_rank, last_rank if range_dash else first_rank)
-            if not all(range_end.isdecimal() for range_end in range_ends) or int(
-                range_ends[0]
-            ) > int(range_ends[1]):
+        for part in text.split(","):
+            found = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+            first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+            if first > last:
                 self.mistakes.append(
                     f"--ranks must be rank numbers and ranges of them: got {text!r}. They "
                     "say which workers run the cell. Write for example --ranks 0,2-3."
                 )
                 return None
             # A range up to a billion is refused by its end, without a list of it.
-            ranks.update(
-                range(int(range_ends[0]), min(int(range_ends[1]), int(range_ends[0]) + 9999) + 1)
-            )
-            ranks.add(int(range_ends[1]))
+            ranks |= {*range(first, min(last, first + 9999) + 1), last}
         return tuple(sorted(ranks))
 
     def _out(self, text: str | None) -> tuple[str, ...]:
@@ -478,14 +461,11 @@ def _option_meaning(option: MagicOption) -> str:
 
 def _manual_row(head: str, meaning: str) -> str:
     """One entry: what is written, and next to it or below what it means."""
-    indent = " " * (_COLUMN_CHARS + 2)
-    text = textwrap.fill(
-        meaning,
-        _MANUAL_CHARS,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
+    width = _MANUAL_CHARS - _COLUMN_CHARS - 2
+    lines = textwrap.wrap(meaning, width, break_on_hyphens=False)
+    lines = (
+        [head, *lines]
+        if len(head) > _COLUMN_CHARS - 2
+        else [f"{head:<{_COLUMN_CHARS}}{lines[0]}", *lines[1:]]
     )
-    if len(head) > _COLUMN_CHARS - 2:
-        return f"  {head}\n{text}"
-    return f"  {head:<{_COLUMN_CHARS}}{text.lstrip()}"
+    return f"\n{' ' * (_COLUMN_CHARS + 2)}".join([f"  {lines[0]}", *lines[1:]])

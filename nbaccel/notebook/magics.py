@@ -55,17 +55,21 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
 
 def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callable[[str], Any]:
     """The function behind `%accelerate`."""
-    subcommand_actions: dict[str, Callable[[Session, MagicLine], Any]] = {
-        "status": lambda _session, _line: board.show(),
-        "restart": _restart_workers,
-        "stop": _stop_workers,
-        "pull": _pull_names,
-        "push": _push_names,
-        "config": _show_config,
-        "report": _latest_report,
-        "runs": _earlier_runs,
-        "traceback": _print_traceback,
-        "help": _print_help,
+    actions: dict[str, Callable[[MagicLine], Any]] = {
+        "status": lambda _: board.show(),
+        "restart": session.restart,
+        "stop": lambda _: print(
+            "Workers stopped." if session.stop() else "There are no workers to stop."
+        ),
+        "pull": lambda line: print(session.pull(_required_names(line, "pull", "loss"), line.ranks)),
+        "push": lambda line: print(
+            session.push(_required_names(line, "push", "model"), line.ranks)
+        ),
+        "config": lambda line: _show_config(session, line),
+        "report": lambda _: _latest_report(),
+        "runs": lambda _: _earlier_runs(),
+        "traceback": lambda _: _print_traceback(session),
+        "help": lambda _: print(line_manual()),
     }
 
     @no_var_expand
@@ -76,13 +80,13 @@ def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callabl
             print(line_manual())
             return None
         subcommand_name = typed_word or "status"
-        if subcommand_name not in subcommand_actions:
+        if subcommand_name not in actions:
             raise _unknown_subcommand(subcommand_name, typed_options)
         magic_line = _read_line(session, typed_options, subcommand_name)
         if magic_line.help:
             print(subcommand_manual(subcommand_name))
             return None
-        return subcommand_actions[subcommand_name](session, magic_line)
+        return actions[subcommand_name](magic_line)
 
     accelerate.__doc__ = line_manual()
     return accelerate
@@ -104,28 +108,11 @@ def _run_cell(session: Session, line: MagicLine, source: CellSource) -> None:
 def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
     # A cell's options are compared with the settings of the running workers; those of a restart
     # are laid over what `%accelerate config` has set for it.
-    pool = session.pool
-    workers = pool is not None and session.is_live() and not subcommand
-    config = pool.config if pool is not None and workers else session.config
+    pool = None if subcommand else session.living_pool
+    config = session.config if pool is None else pool.config
     return read_magic_line(
         text, base_config=config, namespace=session.shell.user_ns, subcommand=subcommand
     )
-
-
-def _restart_workers(session: Session, line: MagicLine) -> None:
-    session.restart(line)
-
-
-def _stop_workers(session: Session, line: MagicLine) -> None:
-    print("Workers stopped." if session.stop() else "There are no workers to stop.")
-
-
-def _pull_names(session: Session, line: MagicLine) -> None:
-    print(session.pull(_required_names(line, "pull", "loss"), line.ranks))
-
-
-def _push_names(session: Session, line: MagicLine) -> None:
-    print(session.push(_required_names(line, "push", "model"), line.ranks))
 
 
 def _show_config(session: Session, line: MagicLine) -> None:
@@ -144,7 +131,7 @@ def _show_config(session: Session, line: MagicLine) -> None:
     print(session.config_text())
 
 
-def _latest_report(session: Session, line: MagicLine) -> RunReport:
+def _latest_report() -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
     runs = all_runs()
     if not runs:
@@ -155,7 +142,7 @@ def _latest_report(session: Session, line: MagicLine) -> RunReport:
     return report_of(runs[-1], "%accelerate report")
 
 
-def _earlier_runs(session: Session, line: MagicLine) -> RunComparison | None:
+def _earlier_runs() -> RunComparison | None:
     runs = [facts_of(run, run.plan) for run in all_runs() if run.plan is not None]
     if not runs:
         print("No launch and no cell of %%accelerate has run in this notebook.")
@@ -163,7 +150,7 @@ def _earlier_runs(session: Session, line: MagicLine) -> RunComparison | None:
     return RunComparison(runs[-_MOST_RUNS:])
 
 
-def _print_traceback(session: Session, line: MagicLine) -> None:
+def _print_traceback(session: Session) -> None:
     from nbaccel.calls import outcome  # imports torch, which a notebook may not need
     from nbaccel.notebook.hints import failure_text
 
@@ -174,10 +161,6 @@ def _print_traceback(session: Session, line: MagicLine) -> None:
     # IPython 9 writes `nocolor`, earlier versions `NoColor`.
     with_colours = str(getattr(session.shell, "colors", "")).lower() != "nocolor"
     print(failure_text(records, with_colours=with_colours))
-
-
-def _print_help(session: Session, line: MagicLine) -> None:
-    print(line_manual())
 
 
 def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -> tuple[str, ...]:

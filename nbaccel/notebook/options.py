@@ -26,29 +26,22 @@ _FLAG_ALIASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MagicOption:
-    """One option of a magic line.
-
-    Attributes:
-        name: The setting of ``RunConfig``, or a name of its own.
-        flags: How it is written: ``-n`` and ``--num-processes``.
-        meaning: What it does, with its unit.
-        value: A placeholder for its value, for help: ``N``; empty where it takes none.
-        choices: The words that its value can be, if they can be listed.
-        is_setting: Whether it is a setting of ``RunConfig``.
-        negative: The flag that says the opposite: ``--no-share-back``.
-        none: Whether the word ``none`` leaves the choice to the plan.
-        is_json: Whether the value is JSON, in which braces are its own.
-    """
+    """One option of a magic line."""
 
     name: str
+    """The setting of ``RunConfig``, or a name of its own."""
     flags: tuple[str, ...]
     meaning: str
     value: str = ""
+    """A placeholder for its value, for help: ``N``; empty where it takes none."""
     choices: tuple[str, ...] = ()
     is_setting: bool = False
     negative: str = ""
+    """The flag that says the opposite: ``--no-share-back``."""
     none: bool = False
+    """Whether the word ``none`` leaves the choice to the plan."""
     is_json: bool = False
+    """Then its braces are its own."""
 
     @property
     def flag(self) -> str:
@@ -59,14 +52,7 @@ class MagicOption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subcommand:
-    """What `%accelerate` can do.
-
-    Attributes:
-        name: Its word.
-        meaning: What it does, for help.
-        options: The options it takes.
-        names: Whether it takes names of variables.
-    """
+    """What `%accelerate` can do, with its options, and whether it takes names of variables."""
 
     name: str
     meaning: str
@@ -172,46 +158,39 @@ def options_of(subcommand: str = "") -> tuple[MagicOption, ...]:
     """The options that a line takes."""
     if not subcommand:
         return (*setting_options(), *OWN_OPTIONS)
-    names = next(
-        each_subcommand.options
-        for each_subcommand in SUBCOMMANDS
-        if each_subcommand.name == subcommand
-    )
-    options = tuple(
-        magic_option for magic_option in OWN_OPTIONS if magic_option.name in (*names, "help")
-    )
-    return (*(setting_options() if "*" in names else ()), *options)
+    names = next(one.options for one in SUBCOMMANDS if one.name == subcommand)
+    own = (option for option in OWN_OPTIONS if option.name in (*names, "help"))
+    return (*(setting_options() if "*" in names else ()), *own)
 
 
 def find_option(magic_options: Iterable[MagicOption], flag_name: str) -> MagicOption | None:
     """The option that is written so; underscores stand for dashes, as in the setting's name."""
     # Only long options: a short one such as `-n` has no other spelling.
     flag = flag_name if not flag_name.startswith("--") else flag_name.replace("_", "-")
-    for magic_option in magic_options:
-        if flag in magic_option.flags or (magic_option.negative and flag == magic_option.negative):
-            return magic_option
-    return None
+    return next((one for one in magic_options if flag and flag in (*one.flags, one.negative)), None)
 
 
 def _setting_option(field_name: str) -> MagicOption:
     model_field = RunConfig.model_fields[field_name]
-    field_kinds = kinds_of(model_field.annotation)
+    kinds = kinds_of(model_field.annotation)
+    words = tuple(map(str, words_of(model_field.annotation)))
+    meaning = model_field.description or ""
     kebab_name = field_name.replace("_", "-")
-    is_truth = field_kinds == (bool,)
+    is_truth = kinds == (bool,)
+    # A dict, or settings of its own.
     is_json = any(
-        get_origin(field_kind) is dict or _is_group(field_kind) for field_kind in field_kinds
+        get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
+        for kind in kinds
     )
-    allowed_words = tuple(map(str, words_of(model_field.annotation)))
-    field_meaning = model_field.description or ""
-    value_metavar = "|".join(allowed_words) or _value_metavar(
-        field_kinds, is_json=is_json, field_meaning=field_meaning
-    )
+    value = "N" if kinds[0] in (int, float) else "TEXT"
+    value = "SECONDS" if meaning.startswith("Seconds") else value
+    value = "|".join(words) or ("JSON" if is_json else value)
     return MagicOption(
         name=field_name,
         flags=(*_FLAG_ALIASES.get(field_name, ()), f"--{kebab_name}"),
-        meaning=field_meaning,
-        value="" if is_truth else value_metavar,
-        choices=allowed_words,
+        meaning=meaning,
+        value="" if is_truth else value,
+        choices=words,
         is_setting=True,
         negative=f"--no-{kebab_name}" if is_truth else "",
         none=type(None) in _all_kinds(model_field.annotation),
@@ -219,37 +198,17 @@ def _setting_option(field_name: str) -> MagicOption:
     )
 
 
-def _is_group(field_kind: Any) -> bool:
-    """Whether a setting holds settings of its own."""
-    return isinstance(field_kind, type) and issubclass(field_kind, BaseModel)
-
-
 def kinds_of(annotation: Any) -> tuple[Any, ...]:
     """The types that a field may have, None left out."""
-    return tuple(
-        field_kind for field_kind in _all_kinds(annotation) if field_kind is not type(None)
-    )
+    return tuple(kind for kind in _all_kinds(annotation) if kind is not type(None))
 
 
 def words_of(annotation: Any) -> tuple[Any, ...]:
     """The values of a field that takes one of a list; nothing for others."""
-    word_lists = [
-        get_args(field_kind)
-        for field_kind in kinds_of(annotation)
-        if get_origin(field_kind) is Literal
-    ]
-    return tuple(word for word_list in word_lists for word in word_list)
+    lists = [get_args(kind) for kind in kinds_of(annotation) if get_origin(kind) is Literal]
+    return tuple(word for words in lists for word in words)
 
 
 def _all_kinds(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) in (Union, UnionType):
-        return get_args(annotation)
-    return (annotation,)
-
-
-def _value_metavar(field_kinds: tuple[Any, ...], *, is_json: bool, field_meaning: str) -> str:
-    if is_json:
-        return "JSON"
-    if field_meaning.startswith("Seconds"):
-        return "SECONDS"
-    return "N" if field_kinds[0] in (int, float) else "TEXT"
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return get_args(annotation) if is_union else (annotation,)

@@ -51,7 +51,6 @@ class Picker(HasTraits):
     config: Any = Instance(RunConfig)
 
     _panels: ClassVar[tuple[str, ...]] = PANELS
-    _is_whole: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -71,7 +70,6 @@ class Picker(HasTraits):
         self._showing = PickerDisplay(
             self._model,
             self._panels,
-            is_whole=self._is_whole,
             lock=self._lock,
             class_name=uuid.uuid4().hex[:12],
         )
@@ -170,21 +168,18 @@ class PrecisionPicker(Picker):
     """Number formats: fp32, fp16, bf16, and FP8 with its backends and recipes."""
 
     _panels = ("precision",)
-    _is_whole = False
 
 
 class ZeroPicker(Picker):
     """ZeRO stage, offload, buckets, and every other key of DeepSpeed."""
 
     _panels = ("zero",)
-    _is_whole = False
 
 
 class LaunchPicker(Picker):
     """Devices, processes, start method and nodes."""
 
     _panels = ("launch",)
-    _is_whole = False
 
 
 def configure(model: Any = None, sample_batch: Any = None, *, config: Any = None) -> Picker:

@@ -27,35 +27,27 @@ if TYPE_CHECKING:
 _NEEDED_MODULES = ("nbaccel.calls.pool", "numpy.random")
 
 
-class Readiness:
-    """Imports what starts workers, as soon as the notebook itself has imported torch.
+def import_with_torch(shell: InteractiveShell) -> Callable[[], None]:
+    """Import what starts workers, as soon as the notebook itself has imported torch.
 
     Before that it would take seconds, which a notebook that never starts workers need not spend.
     """
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
-        self._listens = False
+    def end() -> None:
+        if poll in shell.events.callbacks["post_run_cell"]:
+            shell.events.unregister("post_run_cell", poll)
 
-    def load(self) -> None:
-        """Import now if torch is imported, else after the cell that imports it."""
-        self._listens = True
-        self._shell.events.register("post_run_cell", self._poll)
-        self._poll()
-
-    def unload(self) -> None:
-        """Undo :meth:`load`."""
-        if self._listens:
-            self._listens = False
-            self._shell.events.unregister("post_run_cell", self._poll)
-
-    def _poll(self, _result: object = None) -> None:
+    def poll(_result: object = None) -> None:
         if "torch" in sys.modules:
-            self.unload()
+            end()
             # A missing package is reported by the cell that needs it.
             with contextlib.suppress(ImportError):
                 for name in _NEEDED_MODULES:
                     importlib.import_module(name)
+
+    shell.events.register("post_run_cell", poll)
+    poll()
+    return end
 
 
 _LIVE_STATES = (PoolState.STARTING, PoolState.IDLE, PoolState.RUNNING)
@@ -64,22 +56,18 @@ _AUTORELOAD = "%load_ext autoreload\n%autoreload {mode}"
 
 
 class Session:
-    """Starts, uses and ends the pool of a notebook.
-
-    Attributes:
-        shell: The notebook's shell.
-        pool: The workers, once a cell has started some.
-        dist: Whether the next workers join their process group at once.
-        on_poll: Called about once a second while workers run a cell; None for nothing.
-    """
+    """Starts, uses and ends the pool of a notebook."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
         self.pool: Pool | None = None
+        """The workers, once a cell has started some."""
         self._config = RunConfig()
         self._picker: Picker | None = None
         self.dist = False
+        """Whether the next workers join their process group at once."""
         self.on_poll: Callable[[], None] | None = None
+        """Called about once a second while workers run a cell."""
         self._reloads = False
         self._reloading: Pool | None = None
 
@@ -94,9 +82,10 @@ class Session:
         if self._picker is not None:
             self._picker.config = config  # a form that is shown follows
 
-    def is_live(self) -> bool:
-        """Whether there are workers."""
-        return self.pool is not None and self.pool.state in _LIVE_STATES
+    @property
+    def living_pool(self) -> Pool | None:
+        """The workers; None where there are none, or none any more."""
+        return self.pool if self.pool is not None and self.pool.state in _LIVE_STATES else None
 
     def run(self, line: MagicLine, source: CellSource) -> None:
         """Run a cell; workers are started if there are none."""
@@ -123,11 +112,9 @@ class Session:
 
     def stop(self) -> bool:
         """End the workers."""
-        old_pool = self.pool
-        if old_pool is None:
-            return False
-        was_live = old_pool.state in _LIVE_STATES
-        old_pool.stop()
+        was_live = self.living_pool is not None
+        if self.pool is not None:
+            self.pool.stop()
         self.pool = self._reloading = None
         return was_live
 
@@ -170,12 +157,9 @@ class Session:
                 f"{', '.join(variable_names)}. "
                 "It is unclear what the others are. Write %accelerate config model batch."
             )
-        model, sample_batch, *_ = (
-            *(self.shell.user_ns[variable_name] for variable_name in variable_names),
-            None,
-            None,
-        )
-        new_picker = Picker(self._config, model=model, sample_batch=sample_batch)
+        values = (self.shell.user_ns[name] for name in variable_names)
+        given = dict(zip(("model", "sample_batch"), values, strict=False))
+        new_picker = Picker(self._config, **given)
         if self._picker is not None:
             # An older form may still be on the page; only the newest sets the next start.
             self._picker.unobserve(self._picked, "config")
@@ -189,20 +173,19 @@ class Session:
 
     def config_text(self) -> str:
         """The settings for the next start, and the plan of the present or future workers."""
-        is_live = self.pool is not None and self.is_live()
-        plan = self.pool.plan if self.pool is not None and is_live else plan_pool(self.config)
+        pool = self.living_pool
+        plan = plan_pool(self.config) if pool is None else pool.plan
         return f"{self.settings_text()}\n\n{plan.explain()}"
 
     def settings_text(self) -> str:
         """The settings for the next start, and those in which the present workers differ."""
         lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
-        if self.pool is None or not self.is_live():
+        pool = self.living_pool
+        if pool is None:
             return lines[0]
-        if differing_names := self._differing(
-            self.pool, self.config, tuple(RunConfig.model_fields)
-        ):
+        if differing_names := self._differing(pool, self.config, tuple(RunConfig.model_fields)):
             values = ", ".join(
-                f"{setting_name}={_effective_value(self.pool.plan, setting_name)!r}"
+                f"{setting_name}={_effective_value(pool.plan, setting_name)!r}"
                 for setting_name in differing_names
             )
             lines.append(f"The workers run with {values} until %accelerate restart.")
@@ -217,19 +200,19 @@ class Session:
 
     def _ready(self, line: MagicLine) -> Pool:
         """The pool that serves a cell with this line."""
-        live_pool = self.pool
-        if live_pool is not None and self.is_live():
-            self._refuse_other(live_pool, line)
-            return live_pool
+        if (living_pool := self.living_pool) is not None:
+            self._refuse_other(living_pool, line)
+            return living_pool
         if line.ranks:
             check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
         self._reloading = None  # new workers start without autoreload
-        if live_pool is None or live_pool.state is PoolState.STOPPED:
+        broken_pool = self.pool
+        if broken_pool is None or broken_pool.state is PoolState.STOPPED:
             return self._start(line.wanted, joins_group=self.dist or line.dist)
-        if line.wanted != live_pool.config:  # a broken pool, with other settings now
-            live_pool.restart(line.wanted)
+        if line.wanted != broken_pool.config:
+            broken_pool.restart(line.wanted)
             self.config = line.wanted
-        return live_pool
+        return broken_pool
 
     def _start(self, config: RunConfig, *, joins_group: bool) -> Pool:
         plan_pool(config)  # refuses before the import below, which may take seconds
@@ -237,17 +220,13 @@ class Session:
         from nbaccel.calls.pool import Pool
 
         new_pool = Pool(config=config, namespace=self.shell.user_ns, dist=joins_group)
-        new_pool.on_poll = self._polled
+        new_pool.on_poll = lambda: self.on_poll() if self.on_poll is not None else None
         new_pool.start()
         # Kept only after the start, so that settings that cannot start are not used again.
         self.pool = new_pool
         self.config = config
         self.dist = joins_group
         return new_pool
-
-    def _polled(self) -> None:
-        if self.on_poll is not None:
-            self.on_poll()
 
     def _refuse_other(self, live_pool: Pool, line: MagicLine) -> None:
         differing_names = self._differing(live_pool, line.wanted, line.given)
@@ -300,8 +279,8 @@ class Session:
         pool.bound_here(tuple(values))
 
     def _living(self, action: str, names: Sequence[str]) -> Pool:
-        if self.pool is not None and self.is_live():
-            return self.pool
+        if (pool := self.living_pool) is not None:
+            return pool
         text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
             f"{', '.join(names)} cannot be {action} workers: there are "

@@ -43,6 +43,12 @@ def publish_display(content: Mapping[str, Any]) -> None:
         sys.stdout.write(f"{text}\n")
 
 
+def widget_bundle(widget: Any) -> dict[str, Any]:
+    """A widget as rich output, without its repr as text."""
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
+
+
 def clear(*, wait_for_new: bool) -> None:
     """Clear the cell's output, where there is a cell."""
     shell = frames.running_shell()
@@ -120,8 +126,9 @@ def show_results(
             publish_bundle(mime_bundle)
             return
         rank_label = f"[{number_ranges(group_ranks)}]"
-        if _is_one_line(mime_bundle):
-            text_lines.append(f"{rank_label} {mime_bundle['data']['text/plain']}")
+        data = mime_bundle["data"]
+        if set(data) == {"text/plain"} and "\n" not in data["text/plain"]:
+            text_lines.append(f"{rank_label} {data['text/plain']}")
             continue
         publish_bundle(_plain_text([*text_lines, rank_label]))
         publish_bundle(mime_bundle)
@@ -135,29 +142,20 @@ def _equal_groups(
 ) -> list[tuple[list[int], Mapping[str, Any]]]:
     """Ranks with the same bundle, by their lowest; ranks without one are left out."""
     groups: list[tuple[list[int], Mapping[str, Any]]] = []
-    for worker_rank, mime_bundle in sorted(results.items(), key=lambda mime_bundle: mime_bundle[0]):
-        if not mime_bundle or not mime_bundle["data"]:
-            continue
-        # Compared one by one: bundles are dicts, which cannot be keys.
-        for group_ranks, group_bundle in groups:
-            if group_bundle == mime_bundle:
-                group_ranks.append(worker_rank)
-                break
-        else:
-            groups.append(([worker_rank], mime_bundle))
+    for rank, bundle in sorted(results.items(), key=lambda result: result[0]):
+        if bundle and bundle["data"]:
+            # Compared one by one: bundles are dicts, which cannot be keys.
+            twins = next((ranks for ranks, other in groups if other == bundle), None)
+            if twins is None:
+                groups.append(([rank], bundle))
+            else:
+                twins.append(rank)
     return groups
-
-
-def _is_one_line(mime_bundle: Mapping[str, Any]) -> bool:
-    mime_data = mime_bundle["data"]
-    return set(mime_data) == {"text/plain"} and "\n" not in mime_data["text/plain"]
 
 
 def _plain_text(lines: list[str]) -> dict[str, Any]:
     return {"data": {"text/plain": "\n".join(lines)}, "metadata": {}}
 
-
-_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 # Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
 _HTML_TYPE = "text/html"
@@ -220,7 +218,7 @@ class CellPlace:
             self._widget.value = self._content.get(_HTML_TYPE, "")
             if not self._stands:
                 self._stands = True
-                publish_display(_view_of(self._widget))
+                publish_display({"data": widget_bundle(self._widget), "metadata": {}})
             return
         content: dict[str, Any] = {
             "data": self._content,
@@ -232,11 +230,6 @@ class CellPlace:
             content["update"] = True
         self._stands = True
         publish_display(content)
-
-
-def _view_of(widget: Any) -> dict[str, Any]:
-    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {"data": {"text/plain": "", _VIEW_MIME: view}, "metadata": {}}
 
 
 SHOWN_AFTER_S = 0.5
@@ -289,11 +282,8 @@ class WaitingLine:
 
     def _show(self, text: str) -> None:
         if self.place.is_there:
-            self.place.show({"text/plain": text, "text/html": _as_html(text)} if text else {})
+            text_html = f'<span style="opacity:0.7">{html.escape(text)}</span>'
+            self.place.show({"text/plain": text, "text/html": text_html} if text else {})
             return
         sys.stderr.write(f"{_CLEAR_TO_END}nbaccel: {text}" if text else _CLEAR_TO_END)
         sys.stderr.flush()
-
-
-def _as_html(text: str) -> str:
-    return f'<span style="opacity:0.7">{html.escape(text)}</span>'

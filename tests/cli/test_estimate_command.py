@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from nbaccel.base.units import format_bytes
 from nbaccel.cli import main, memory_tables
 from nbaccel.cli.memory_tables import estimate_model, print_tables
+from nbaccel.config import RunConfig
 from nbaccel.memory.fsdp_memory import fsdp_estimate, wrapped_sizes
 from nbaccel.memory.model_size import measure
+from nbaccel.notebook.picker.model import PickerModel
 from tests.needs import DEEPSPEED_ROW
 from tests.notebook.machines import with_gpus
 
@@ -78,17 +80,25 @@ def test_files_are_those_of_the_index(stored, capsys):
 
 @DEEPSPEED_ROW
 def test_zero_divides_what_the_devices_hold(stored, capsys):
-    from nbaccel.deepspeed.zero_memory import estimate_memory
-
     told = estimate(capsys, stored, "--num-gpus", 4, "--num-nodes", 2)
     rows = {row["strategy"]: row for row in told["trained"]}
-    assert set(rows) >= {f"ZeRO-{stage}, bf16" for stage in range(4)}
-    # The same rules as everywhere else, for the model's sizes.
-    zero = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
-    same = estimate_memory((1000, 300), zero, num_processes=4, num_nodes=2)
-    assert rows["ZeRO-1, bf16"]["per_device"] == same.device.peak or same.device_free is None
-    assert rows["ZeRO-1, bf16, optimizer on cpu"]["per_host"] > 0
+    assert set(rows) >= {f"ZeRO-{stage}, bf16" for stage in (1, 2, 3)}
+    assert rows["ZeRO-2, optimizer on the CPU, bf16"]["per_host"] > 0
     assert rows["ZeRO-1, bf16"]["per_host"] == 0
+
+
+@DEEPSPEED_ROW
+def test_what_is_told_is_what_the_form_shows(tmp_path, capsys, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(memory_tables, "inspect_machine", lambda: with_gpus(2))
+    told = estimate(capsys, tmp_path, "--num-gpus", 2, "--mixed-precision", "bf16")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
+    form = PickerModel(RunConfig(mixed_precision="bf16"), model=model, inventory=with_gpus(2))
+    assert [(row["way"], row["per_device"], row["fits"]) for row in told["trained"]] == [
+        (one.name, one.need and one.need.estimate.device.peak, one.can_be_taken)
+        for one in form.candidates()
+    ]
 
 
 def test_a_model_of_transformers_is_built_without_weights(tmp_path, capsys):
@@ -101,18 +111,19 @@ def test_a_model_of_transformers_is_built_without_weights(tmp_path, capsys):
     assert "GPT2LMHeadModel" in told["read_from"]
     rows = {row["strategy"]: row["per_device"] for row in told["trained"]}
     # DDP's buckets are a second copy of the gradients.
-    assert rows["data parallel (no, fp16, bf16, fp8)"] == 5 * 4 * num_parameters
-    assert "data parallel, MS-AMP O2 (fp8)" in rows
+    assert rows["one copy each (DDP), no"] == 5 * 4 * num_parameters
+    assert "MS-AMP O2, fp8" in rows
 
 
 @DEEPSPEED_ROW
-def test_zero_is_told_in_each_precision_or_in_the_one_that_is_asked_for(stored, capsys):
+def test_all_is_told_in_each_precision_or_in_the_one_that_is_asked_for(stored, capsys):
     told = estimate(capsys, stored, "--num-gpus", 4)
     zero = [row for row in told["trained"] if row["way"] == "ZeRO-2"]
-    assert [row["precisions"] for row in zero] == [["no"], ["fp16"], ["bf16"]]
+    assert [row["precisions"] for row in zero] == [["no"], ["fp16"], ["bf16"], ["fp8"]]
     assert zero[0]["per_device"] != zero[2]["per_device"]
     alone = estimate(capsys, stored, "--num-gpus", 4, "--mixed-precision", "bf16")
-    assert [row for row in alone["trained"] if row["way"] == "ZeRO-2"] == zero[2:]
+    assert [row for row in alone["trained"] if row["way"] == "ZeRO-2"] == zero[2:3]
+    assert {row["precisions"][0] for row in alone["trained"]} == {"bf16"}
 
 
 def test_fsdp_is_told_in_each_precision_where_there_are_processes_to_shard_among(tmp_path, capsys):
@@ -121,7 +132,7 @@ def test_fsdp_is_told_in_each_precision_where_there_are_processes_to_shard_among
     told = estimate(capsys, tmp_path, "--num-gpus", 2)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
     rows = {row["strategy"]: row for row in told["trained"]}
-    for name, compute_bytes in (("FSDP (no)", 4), ("FSDP (fp16, bf16, fp8)", 2)):
+    for name, compute_bytes in (("FSDP, no", 4), ("FSDP, bf16", 2)):
         same = fsdp_estimate(
             measure(model),
             wrapped_sizes(model),
@@ -133,9 +144,16 @@ def test_fsdp_is_told_in_each_precision_where_there_are_processes_to_shard_among
             inventory=with_gpus(2),
         )
         assert rows[name]["per_device"] == same.device.peak
-    assert rows["FSDP, all on the CPU (no)"]["per_host"] > 0
+    assert rows["FSDP, all on the CPU, no"]["per_host"] > 0
     one = estimate(capsys, tmp_path, "--num-gpus", 1)
-    assert not any("FSDP" in row["strategy"] for row in one["trained"])
+    refusals = {row["refusal"] for row in one["trained"] if "FSDP" in row["way"]}
+    assert refusals == {"needs two processes or more"}
+
+
+def test_headers_do_not_tell_how_fsdp_wraps_layers(stored, capsys):
+    told = estimate(capsys, stored, "--num-gpus", 2)
+    refusals = {row["refusal"] for row in told["trained"] if "FSDP" in row["way"]}
+    assert refusals == {"headers do not tell how the layers of its 5 tensors are wrapped"}
 
 
 @DEEPSPEED_ROW
@@ -144,20 +162,23 @@ def test_a_terminal_of_80_columns_has_a_column_for_each_precision(
     free, stored, capsys, monkeypatch
 ):
     """With GPUs that are here, a sign says what fits; of others nothing is known."""
-    monkeypatch.setenv("COLUMNS", "80")
     machine = with_gpus(2, total=16, free=free) if free else with_gpus(0)
     monkeypatch.setattr(memory_tables, "inspect_machine", lambda: machine)
     tables = estimate_model(str(stored), dtypes=["float32"], num_gpus=2, num_nodes=1)
     print_tables(tables)
     lines = capsys.readouterr().out.partition("Trained with Adam")[2].splitlines()[1:]
     assert max(map(len, lines)) <= 80
-    cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]
-    assert ["how", "fp32", "fp16", "bf16"] in cells
-    rows = {row.precisions: row.per_device for row in tables.trained if row.way == "ZeRO-3"}
-    sign = " ✓" if free else ""
-    sizes = [f"{format_bytes(rows[(name,)])}{sign}" for name in ("no", "fp16", "bf16")]
+    cells = [re.split(r"  +", line.strip()) for line in lines]
+    assert ["fp32", "fp16", "bf16", "fp8"] in cells
+    needs = {one.precision: one.need for one in tables.trained if one.name == "ZeRO-3"}
+    sign = "✓ " if free else ""
+    sizes = [
+        f"{sign}{format_bytes(needs[name].estimate.device.peak)}"
+        for name in ("no", "fp16", "bf16", "fp8")
+    ]
     assert ["ZeRO-3", *sizes] in cells
-    assert any("✓ fits into what is free here" in line for line in lines) == bool(free)
+    assert any("✓ fits" in line for line in lines) == bool(free)
+    assert any("★" in line for line in lines) == bool(free)
 
 
 def test_accelerate_finds_the_same_sizes(tmp_path, capsys):
@@ -198,7 +219,10 @@ def test_a_kind_of_model_has_its_default_size(capsys):
         (["broken.safetensors"], "cannot be read as safetensors"),
         (["own"], "cannot be built"),
         (["x", "--dtypes", "int8", "float33"], "'float33' is no format here"),
-        (["x", "--mixed-precision", "fp8"], "FP8 has rows of its own"),
+        (
+            ["x", "--mixed-precision", "fp9"],
+            "--mixed-precision='fp9' is no format here. Did you mean",
+        ),
         (["x", "--library-name", "timm"], "library_name='timm' is not supported"),
     ],
 )

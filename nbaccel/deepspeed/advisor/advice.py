@@ -167,7 +167,7 @@ class Advice:
         batch = f"batch {rung.batch_size}"
         if rung.accumulation_steps > 1:
             batch += f" x {rung.accumulation_steps} accumulated"
-        processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        processes = count_noun(self.num_processes, "process")
         proof = "a real step" if rung.verdict == "works" else "estimate"
         return f"{', '.join([*parts, self.precision, batch, processes])}: fits by {proof}"
 

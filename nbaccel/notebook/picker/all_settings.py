@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ipywidgets as w
@@ -19,11 +20,7 @@ _MAX_FOUND = 12
 
 
 class AllSettings:
-    """The searchable list of all settings.
-
-    Attributes:
-        section: The section, which is filled when it is opened.
-    """
+    """The searchable list of all settings, in a section that is filled when it is opened."""
 
     def __init__(
         self,
@@ -48,49 +45,53 @@ class AllSettings:
             section.sync()
 
     def _make(self) -> list[w.Widget]:
-        self._search = w.Text(
-            description="Search",
+        search = self._shared.new_text(
+            "Search",
+            "nbaccel-search",
             placeholder="a name, a key of DeepSpeed, or a word of its meaning",
-            layout=self._shared.width,
-            style=self._shared.text,
         )
-        self._search.observe(lambda change: self._find(change.new), "value")
+        search.observe(lambda change: self._find(change.new), "value")
         self._found_count = self._shared.new_html("", "nbaccel-found-count")
         self._found = self._shared.new_box([], "nbaccel-found")
-        self._list = self._shared.new_box(
-            [self._panel(name) for name in self._panels], "nbaccel-listed"
-        )
-        search = self._search.add_class("nbaccel-search")
+        panels = [
+            self._shared.new_box(
+                self.sections_of(name, self._model.settings(name)),
+                *("nbaccel-panel", f"nbaccel-panel-{name}"),
+            )
+            for name in self._panels
+        ]
+        self._list = self._shared.new_box(panels, "nbaccel-listed")
         return [search, self._found_count, self._found, self._list]
-
-    def _panel(self, panel_name: str) -> w.Widget:
-        boxes = self.sections_of(panel_name, self._model.settings(panel_name))
-        return self._shared.new_box(boxes, "nbaccel-panel", f"nbaccel-panel-{panel_name}")
 
     def sections_of(self, panel_name: str, settings: Iterable[Setting]) -> list[w.Widget]:
         """Settings of a panel below a heading for each of their sections."""
         groups: dict[str, list[Setting]] = {}
         for setting in settings:
             groups.setdefault(setting.section, []).append(setting)
-        titles = {"": f"{title_of(panel_name)}: common"}
-        titles[title_of(panel_name)] = f"{title_of(panel_name)}: more"
+        title = title_of(panel_name)
+        titles = {"": f"{title}: common", title: f"{title}: more"}
         sections = [
             FoldedSection(
-                titles.get(name, name), group, self._model, self._shared, self._fields_of(group)
+                titles.get(name, name),
+                group,
+                self._model,
+                self._shared,
+                partial(self._boxes_of, group),
             )
             for name, group in groups.items()
         ]
         self._sections += sections
         return [section.box for section in sections]
 
-    def _fields_of(self, group: Sequence[Setting]) -> Callable[[], list[w.Widget]]:
-        return lambda: [self._field_of(setting).box for setting in group]
+    def _boxes_of(self, settings: Iterable[Setting]) -> list[w.Widget]:
+        return [self._field_of(setting).box for setting in settings]
 
     def _find(self, words: str) -> None:
-        found = search_settings(words, self._model.settings_of(self._panels))
+        settings = [one for name in self._panels for one in self._model.settings(name)]
+        found = search_settings(words, settings)
         is_searching = bool(words.strip())
         shown = found[:_MAX_FOUND]
-        self._found.children = tuple(self._field_of(setting).box for setting in shown)
+        self._found.children = tuple(self._boxes_of(shown))
         text = f"{len(found)} found" if found else "Nothing found: try another word"
         if len(found) > len(shown):
             text += f", the first {len(shown)} are shown: type more"
@@ -100,20 +101,16 @@ class AllSettings:
 
 
 def search_settings(words: str, settings: Sequence[Setting]) -> list[Setting]:
-    """Find settings by what people remember of them."""
+    """Find settings by what people remember of them: by label, by name, by meaning."""
     wanted_words = words.lower().split()
     ranked: list[tuple[int, Setting]] = []
-    for setting in settings:
+    for setting in settings if wanted_words else ():
         places = (
             setting.label.lower(),
             f"{setting.name} {setting.strategy_key}".lower(),
             f"{setting.meaning} {setting.section}".lower(),
         )
-        everywhere = " ".join(places)
-        if wanted_words and all(word in everywhere for word in wanted_words):
-            rank = next(
-                (number for number, place in enumerate(places) if wanted_words[0] in place),
-                len(places),
-            )
-            ranked.append((rank, setting))
+        if all(word in " ".join(places) for word in wanted_words):
+            is_first_in = [wanted_words[0] in place for place in places]
+            ranked.append((is_first_in.index(True), setting))
     return [setting for _, setting in sorted(ranked, key=lambda found: found[0])]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.optional_packages import is_installed
@@ -17,12 +16,11 @@ from nbaccel.config.capabilities import (
     precision_row,
 )
 from nbaccel.memory.settings_form import ChoiceOption, Setting
-from nbaccel.notebook.picker.choices import form_of
+from nbaccel.notebook.picker.choices import FP8, form_of
 from nbaccel.notebook.picker.edits import value_of
 from nbaccel.plan import Inventory, registry, resolve
 from nbaccel.plan.precision_choice import HISTORY_SETTINGS, recipe_of
 
-_FP8 = "fp8."
 _MULTI_NODE_FIELDS = (
     "node_rank",
     "master_addr",
@@ -33,32 +31,15 @@ _MULTI_NODE_FIELDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PickerState:
-    """The configuration, the machine, and the model (which may be None).
-
-    `problems` is what the plan has against the configuration already.
-    """
+class PickerState(Protocol):
+    """What is chosen, and for what; `problems` is what the plan has against it already."""
 
     config: RunConfig
     inventory: Inventory
     module: Any
-    problems: tuple[str, ...] = ()
 
     @property
-    def fp8_row(self) -> Fp8Row | None:
-        """The backend that FP8 comes to: the one chosen, or the first that fits; None: none."""
-        backend = (self.config.fp8 or Fp8Config()).backend
-        named_rows = {backend_row.name: backend_row for backend_row in FP8_BACKENDS}
-        if backend in named_rows:
-            return named_rows[backend]
-        units = registry.usable_units(self.inventory)
-        name = self.config.device
-        if name == "auto":
-            name = units[0].kind if units else DEVICES[0].name
-        known = [unit.compute_capability for unit in units if unit.kind == name]
-        capability = min(known, default=None)
-        return fp8_backend(backend, device_row(name), capability).row
+    def problems(self) -> tuple[str, ...]: ...  # noqa: D102
 
 
 def option_refusal(view: PickerState, setting: Setting, option: ChoiceOption) -> str:
@@ -70,8 +51,8 @@ def option_refusal(view: PickerState, setting: Setting, option: ChoiceOption) ->
         return form.option_refusal(view.config, setting, option.value)
     if setting.name == "fp8.backend" and (missing_package := _backend_refusal(option.value)):
         return missing_package
-    if setting.run_field.startswith(_FP8):
-        return _fp8_refusal(view, setting.run_field.removeprefix(_FP8), option.value)
+    if setting.run_field.startswith(FP8):
+        return _fp8_refusal(view, setting.run_field.removeprefix(FP8), option.value)
     if setting.run_field in RunConfig.model_fields and setting.run_field == setting.name:
         return _plan_refusal(view, setting.name, option.value)
     return ""
@@ -88,10 +69,10 @@ def setting_refusal(view: PickerState, setting: Setting) -> str:
 def is_shown(view: PickerState, setting: Setting) -> bool:
     """Whether a choice means anything as things are."""
     setting_name = setting.name
-    if setting_name.startswith(_FP8):
+    if setting_name.startswith(FP8):
         if not precision_row(view.config.mixed_precision).has_backends:
             return False
-        return setting_name == "fp8.backend" or _is_read(view, setting.run_field.removeprefix(_FP8))
+        return setting_name == "fp8.backend" or _is_read(view, setting.run_field.removeprefix(FP8))
     form = form_of(setting_name)
     if form is not None:
         return form.is_shown(view.config, setting)
@@ -100,9 +81,23 @@ def is_shown(view: PickerState, setting: Setting) -> bool:
     return setting_name not in _MULTI_NODE_FIELDS or view.config.num_nodes > 1
 
 
+def _fp8_row(view: PickerState) -> Fp8Row | None:
+    """The backend that FP8 comes to: the one chosen, or the first that fits; None: none."""
+    backend = (view.config.fp8 or Fp8Config()).backend
+    named_rows = {row.name: row for row in FP8_BACKENDS}
+    if backend in named_rows:
+        return named_rows[backend]
+    units = registry.usable_units(view.inventory)
+    name = view.config.device
+    if name == "auto":
+        name = units[0].kind if units else DEVICES[0].name
+    known = [unit.compute_capability for unit in units if unit.kind == name]
+    return fp8_backend(backend, device_row(name), min(known, default=None)).row
+
+
 def _is_read(view: PickerState, name: str) -> bool:
     """Whether the FP8 backend, with its recipe, reads a setting."""
-    row = view.fp8_row
+    row = _fp8_row(view)
     if row is None or name not in row.settings:
         return False
     recipe = recipe_of(view.config.fp8 or Fp8Config(), row)
@@ -115,7 +110,7 @@ def _fp8_refusal(view: PickerState, name: str, new_value: Any) -> str:
         fp8_config = (view.config.fp8 or Fp8Config()).changed(**{name: new_value})
     except ConfigError as error:
         return _first_clause(error.mistakes[0], name)
-    return _plan_refusal(view, "fp8", fp8_config, f"{_FP8}{name}")
+    return _plan_refusal(view, "fp8", fp8_config, f"{FP8}{name}")
 
 
 def _backend_refusal(name: str) -> str:

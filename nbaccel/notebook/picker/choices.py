@@ -43,10 +43,8 @@ _FIELD_LABELS = {
     "mixed_precision": "Precision",
     "gradient_accumulation_steps": "Accumulation",
     "activation_checkpointing": "Activation checkpointing",
-    "device": "Device",
     "tpu_driver": "TPU driver",
     "num_processes": "Processes",
-    "start_method": "Start method",
     "num_nodes": "Nodes",
     "node_rank": "This node's number",
     "master_addr": "Address of node 0",
@@ -62,6 +60,7 @@ _FIELD_LABELS = {
     "fp8.amax_history_len": "Amax history",
     "fp8.amax_compute_algo": "Amax algorithm",
     "fp8.use_autocast_during_eval": "FP8 in evaluation",
+    "fp8.override_linear_precision": "Passes in higher precision",
 }
 # The field's own description says how to write the value; a form shows the values instead.
 _FIELD_MEANINGS = {
@@ -91,13 +90,8 @@ _DOCS_LINKS = {
     "rdzv_backend": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
     "rdzv_endpoint": "https://docs.pytorch.org/docs/stable/elastic/rendezvous.html",
 }
-GEMM_PASSES = {
-    "fprop": "forward",
-    "dgrad": "input gradient",
-    "wgrad": "weight gradient",
-}
-
-
+FP8 = "fp8."
+"""What names of its settings begin with."""
 PANELS = ("precision", "zero", "launch")
 
 
@@ -117,40 +111,22 @@ def form_of(setting_name: str) -> SettingsForm | None:
 
 def title_of(panel_name: str) -> str:
     """The heading of a panel."""
-    if panel_name == "zero":
-        return (
-            ", ".join(settings_form.title for settings_form in settings_forms())
-            or _PANEL_TITLES[panel_name]
-        )
-    return _PANEL_TITLES[panel_name]
+    form_titles = ", ".join(form.title for form in settings_forms()) if panel_name == "zero" else ""
+    return form_titles or _PANEL_TITLES[panel_name]
 
 
 @cache
 def settings(panel_name: str) -> tuple[Setting, ...]:
     """The choices of a panel: the common ones first, then the rest by section."""
     panel_makers = {"precision": _of_precision, "zero": _of_zero, "launch": _of_launch}
-    panel_settings = {setting.name: setting for setting in panel_makers[panel_name]()}
-    common_names = (
-        [
-            setting_name
-            for settings_form in settings_forms()
-            for setting_name in settings_form.common
-        ]
-        if panel_name == "zero"
-        else []
-    )
-    first_settings = [
-        panel_settings.pop(setting_name)
-        # Without any strategy's form the panel shows the settings of `RunConfig` alone.
-        for setting_name in common_names or _COMMON_FIELDS[panel_name]
-    ]
-    sections: dict[str, list[Setting]] = {}
-    for setting in panel_settings.values():
-        sections.setdefault(setting.section, []).append(setting)
-    return (
-        *first_settings,
-        *(setting for section_settings in sections.values() for setting in section_settings),
-    )
+    others = {setting.name: setting for setting in panel_makers[panel_name]()}
+    # Without any strategy's form the panel shows the settings of `RunConfig` alone.
+    of_forms = [name for form in settings_forms() for name in form.common]
+    common_names = (of_forms if panel_name == "zero" else []) or _COMMON_FIELDS[panel_name]
+    first_settings = [others.pop(name) for name in common_names]
+    sections = list(dict.fromkeys(setting.section for setting in others.values()))
+    by_section = sorted(others.values(), key=lambda setting: sections.index(setting.section))
+    return (*first_settings, *by_section)
 
 
 @cache
@@ -168,59 +144,28 @@ def taken_settings() -> tuple[Setting, ...]:
 
 
 def _of_precision() -> Iterator[Setting]:
-    model_field = RunConfig.model_fields["mixed_precision"]
-    precision_labels = {"no": "fp32"}
-    yield Setting(
-        name="mixed_precision",
-        label=_FIELD_LABELS["mixed_precision"],
-        meaning=_meaning_of("mixed_precision", model_field),
-        panel="precision",
+    setting = _of_model(
+        "mixed_precision",
+        RunConfig.model_fields["mixed_precision"],
+        panel_name="precision",
+        section_name="",
+    )
+    labels = {"no": "fp32"}
+    yield replace(
+        setting,
         kind="one-of",
         options=tuple(
-            ChoiceOption(
-                precision_row.name,
-                precision_labels.get(precision_row.name, precision_row.name),
-                _as_sentence(precision_row.meaning),
-            )
-            for precision_row in PRECISIONS
+            ChoiceOption(row.name, labels.get(row.name, row.name), _as_sentence(row.meaning))
+            for row in PRECISIONS
         ),
-        run_field="mixed_precision",
-        strategy_key=", ".join(
-            settings_form.key_of("mixed_precision") for settings_form in settings_forms()
-        ),
-        default="no",
-        docs_link=_DOCS_LINKS["mixed_precision"],
+        strategy_key=_keys_of("mixed_precision"),
     )
     for field_name, fp8_field in Fp8Config.model_fields.items():
-        # One field of three truth values; the form shows each of them.
-        if field_name == "override_linear_precision":
-            yield from _override_settings()
-            continue
-        setting = _of_model(
-            "fp8." + field_name, fp8_field, panel_name="precision", section_name="FP8"
-        )
+        setting = _of_model(FP8 + field_name, fp8_field, panel_name="precision", section_name="FP8")
         if field_name == "backend":
-            backend_options = (
-                ChoiceOption(backend_row.name, backend_row.name, _as_sentence(backend_row.meaning))
-                for backend_row in FP8_BACKENDS
-            )
-            auto_option = ChoiceOption("auto", "auto", "What is installed.")
-            setting = replace(setting, options=(auto_option, *backend_options))
+            rows = [(row.name, row.meaning) for row in FP8_BACKENDS]
+            setting = _with_rows(setting, rows, "What is installed.")
         yield setting
-
-
-def _override_settings() -> Iterator[Setting]:
-    for name, meaning in GEMM_PASSES.items():
-        yield Setting(
-            name=f"fp8.override_{name}",
-            label=f"Higher precision: {meaning}",
-            meaning=f"Whether the product of the {meaning} is computed in higher precision.",
-            panel="precision",
-            section="FP8",
-            kind="truth",
-            run_field="fp8.override_linear_precision",
-            default=False,
-        )
 
 
 def _of_launch() -> Iterator[Setting]:
@@ -237,13 +182,14 @@ def _of_launch() -> Iterator[Setting]:
         section_name = "" if field_name in _COMMON_FIELDS["launch"] else "Launch"
         setting = _of_model(field_name, field, panel_name="launch", section_name=section_name)
         if field_name in field_rows:
-            field_options = (
-                ChoiceOption(word, word, _as_sentence(meaning))
-                for word, meaning in field_rows[field_name]
-            )
-            auto_option = ChoiceOption("auto", "auto", "Chosen to suit this machine.")
-            setting = replace(setting, options=(auto_option, *field_options))
+            rows = field_rows[field_name]
+            setting = _with_rows(setting, rows, "Chosen to suit this machine.")
         yield setting
+
+
+def _with_rows(setting: Setting, rows: list[tuple[str, str]], meaning_of_auto: str) -> Setting:
+    options = (ChoiceOption(word, word, _as_sentence(meaning)) for word, meaning in rows)
+    return replace(setting, options=(ChoiceOption("auto", "auto", meaning_of_auto), *options))
 
 
 def _of_model(
@@ -252,19 +198,17 @@ def _of_model(
     """A setting of `RunConfig` or `Fp8Config`, by its type."""
     allowed_words = words_of(model_field.annotation)
     kind_names = {bool: "truth", int: "whole", float: "number", str: "text"}
+    kind = kind_names.get(kinds_of(model_field.annotation)[0], "table")
     return Setting(
         name=field_name,
-        label=_label_of(field_name),
+        label=_FIELD_LABELS.get(field_name)
+        or field_name.rpartition(".")[2].replace("_", " ").capitalize(),
         meaning=_meaning_of(field_name, model_field),
         unit=_UNIT_OF.get(field_name, ""),
         panel=panel_name,
         section=section_name,
-        kind="one-of"
-        if allowed_words
-        else kind_names.get(kinds_of(model_field.annotation)[0], "table"),
-        options=tuple(
-            ChoiceOption(allowed_word, str(allowed_word)) for allowed_word in allowed_words
-        ),
+        kind="one-of" if allowed_words else kind,
+        options=tuple(ChoiceOption(word, str(word)) for word in allowed_words),
         run_field=field_name,
         default=model_field.default,
         docs_link=_DOCS_LINKS.get(field_name, ""),
@@ -273,11 +217,15 @@ def _of_model(
 
 def _of_zero() -> Iterator[Setting]:
     for name in _COMMON_FIELDS["zero"]:
-        keys = filter(None, (settings_form.key_of(name) for settings_form in settings_forms()))
         setting = _of_model(name, RunConfig.model_fields[name], panel_name="zero", section_name="")
-        yield replace(setting, strategy_key=", ".join(keys))
+        yield replace(setting, strategy_key=_keys_of(name))
     for settings_form in settings_forms():
         yield from settings_form.settings()
+
+
+def _keys_of(name: str) -> str:
+    """Where a setting of the run lands in the strategies' own configurations."""
+    return ", ".join(filter(None, (form.key_of(name) for form in settings_forms())))
 
 
 def _meaning_of(name: str, field: FieldInfo) -> str:
@@ -285,11 +233,6 @@ def _meaning_of(name: str, field: FieldInfo) -> str:
     return _FIELD_MEANINGS.get(name) or (field.description or "").replace(
         "; None ", "; empty "
     ).replace("lets the plan choose", "chooses what suits this machine")
-
-
-def _label_of(name: str) -> str:
-    last_part = name.rpartition(".")[2]
-    return _FIELD_LABELS.get(name, last_part.replace("_", " ").capitalize())
 
 
 def _as_sentence(text: str) -> str:

@@ -39,14 +39,3 @@ def groups_of_ways(candidates: Sequence[Candidate]) -> Iterator[tuple[str, list[
 def is_shown_once(of_way: Sequence[Candidate]) -> bool:
     """Whether a way cannot be taken in any precision, so that no precision is named beside it."""
     return len(of_way) == 1 and bool(of_way[0].refusal)
-
-
-def button_names(candidates: Sequence[Candidate], *, compares: bool) -> list[str]:
-    """What the buttons of candidates are called."""
-    if not compares:
-        return [candidate.name for candidate in candidates]
-    return [
-        candidate.name if is_shown_once(of_way) else name_with_precision(candidate)
-        for _, of_way in groups_of_ways(candidates)
-        for candidate in of_way
-    ]

@@ -7,24 +7,17 @@ from typing import Any
 
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.memory.settings_form import Edit, Setting, SettingsForm, settings_forms
-from nbaccel.notebook.picker.choices import GEMM_PASSES, form_of
-
-_FP8 = "fp8."
-_PASS_NAMES = tuple(GEMM_PASSES)
+from nbaccel.notebook.picker.choices import FP8, form_of
 
 
 def value_of(config: RunConfig, setting: Setting) -> Any:
     """The value of a choice in a configuration."""
-    setting_name = setting.name
-    if setting_name.startswith(_FP8):
-        fp8_config = config.fp8 or Fp8Config()
-        field_name = setting_name.removeprefix(_FP8)
-        pass_name = field_name.removeprefix("override_")
-        if pass_name in _PASS_NAMES:
-            return fp8_config.override_linear_precision[_PASS_NAMES.index(pass_name)]
-        return getattr(fp8_config, field_name)
-    form = form_of(setting_name)
-    return getattr(config, setting.run_field) if form is None else form.value_of(config, setting)
+    form = form_of(setting.name)
+    if form is not None:
+        return form.value_of(config, setting)
+    if setting.name.startswith(FP8):
+        return getattr(config.fp8 or Fp8Config(), setting.name.removeprefix(FP8))
+    return getattr(config, setting.run_field)
 
 
 def edit_config(
@@ -36,22 +29,26 @@ def edit_config(
     earlier_configs: Mapping[SettingsForm, RunConfig],
 ) -> Edit:
     """A configuration with another value for a choice."""
-    setting_name = setting.name
     new_value = _as_typed(setting, new_value)
-    if setting_name.startswith(_FP8):
-        return Edit(_with_fp8(config, setting_name.removeprefix(_FP8), new_value))
-    owning_form = form_of(setting_name)
-    if owning_form is None:
-        edit = Edit(config.changed(**{setting.run_field: _or_default(setting, new_value)}))
+    form = form_of(setting.name)
+    if form is not None:
+        edit = form.edited(config, setting, new_value, before=earlier_configs.get(form))
     else:
-        edit = owning_form.edited(
-            config, setting, new_value, before=earlier_configs.get(owning_form)
-        )
+        # A cleared field stands for the default, which need not be None.
+        value = setting.default if new_value in (None, "") else new_value
+        edit = Edit(_with_value(config, setting.name, value))
     for other_form in settings_forms():
         # Settings of the run can contradict a strategy's own, so all chosen forms are asked.
-        if other_form.is_chosen(edit.config):
+        if other_form.is_chosen(edit.config) and not setting.name.startswith(FP8):
             other_form.check(edit.config, device)
     return edit
+
+
+def _with_value(config: RunConfig, name: str, value: Any) -> RunConfig:
+    if not name.startswith(FP8):
+        return config.changed(**{name: value})
+    fp8_config = config.fp8 or Fp8Config()
+    return config.changed(fp8=fp8_config.changed(**{name.removeprefix(FP8): value}))
 
 
 def _as_typed(setting: Setting, value: Any) -> Any:
@@ -64,23 +61,3 @@ def _as_typed(setting: Setting, value: Any) -> Any:
     except ValueError:
         return value.strip()  # "auto", or something for the validator to refuse
     return int(number) if number.is_integer() and setting.kind == "whole" else number
-
-
-def _or_default(setting: Setting, value: Any) -> Any:
-    """A cleared field stands for the default, which need not be None."""
-    return setting.default if value in (None, "") else value
-
-
-def _with_fp8(config: RunConfig, field_name: str, new_value: Any) -> RunConfig:
-    fp8_config = config.fp8 or Fp8Config()
-    pass_name = field_name.removeprefix("override_")
-    if pass_name in _PASS_NAMES:
-        pass_flags = list(fp8_config.override_linear_precision)
-        pass_flags[_PASS_NAMES.index(pass_name)] = bool(new_value)
-        return config.changed(fp8=fp8_config.changed(override_linear_precision=tuple(pass_flags)))
-    default_value = Fp8Config.model_fields[field_name].default
-    return config.changed(
-        fp8=fp8_config.changed(
-            **{field_name: default_value if new_value in (None, "") else new_value}
-        )
-    )

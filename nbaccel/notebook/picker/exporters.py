@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.text_forms import each_once, read_yaml
+from nbaccel.config.text_forms import read_object, read_yaml, unreadable
 from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.options import setting_options as options
 from nbaccel.notebook.picker.choices import by_name
@@ -26,25 +24,8 @@ _SHARED_NAMES = frozenset({"gradient_accumulation_steps", "activation_checkpoint
 _NEAR_ENOUGH = 0.8  # `mixed_precison` is 0.97 like `mixed_precision`
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFace:
-    """A configuration in one language.
-
-    Attributes:
-        name: ``YAML``, ``Command line``, ``Python``, or a strategy's ``DeepSpeed JSON``.
-        language: For highlighting: ``json``, ``yaml``, ``text``, ``python``.
-        text: The text, to be copied as it is.
-    """
-
-    name: str
-    language: str
-    text: str
-
-
-def faces_of(
-    config: RunConfig, documents: Mapping[str, Mapping[str, Any]]
-) -> tuple[ConfigFace, ...]:
-    """All languages of a configuration."""
+def faces_of(config: RunConfig, documents: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """A configuration in all languages: strategies' own as JSON, YAML, a magic's line, Python."""
     yaml = config.to_yaml()
     if yaml == "{}\n":
         yaml = "# all settings have their defaults\n"
@@ -53,24 +34,23 @@ def faces_of(
         for name, field in RunConfig.model_fields.items()
         if getattr(config, name) != field.default
     ]
-    return (
-        *(ConfigFace(name, "json", json.dumps(one, indent=2)) for name, one in documents.items()),
-        ConfigFace("YAML", "yaml", yaml),
-        ConfigFace("Command line", "text", " ".join(["%%accelerate", *flags])),
-        ConfigFace("Python", "python", _python_code(config)),
-    )
+    return {
+        **{name: json.dumps(document, indent=2) for name, document in documents.items()},
+        "YAML": yaml,
+        "Command line": " ".join(["%%accelerate", *flags]),
+        "Python": _python_code(config),
+    }
 
 
-def save_face(config_faces: Sequence[ConfigFace], path: str | Path, face_name: str) -> None:
+def save_face(faces: Mapping[str, str], path: str | Path, face_name: str) -> None:
     """Write one of the languages to a file, whole or not at all."""
-    face_texts = {config_face.name: config_face.text for config_face in config_faces}
-    if face_name not in face_texts:
+    if face_name not in faces:
         raise ConfigError(
-            f"There is no {face_name!r} to save: at present there are {', '.join(face_texts)}. "
+            f"There is no {face_name!r} to save: at present there are {', '.join(faces)}. "
             "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
         )
     try:
-        atomic.write_text(Path(path).expanduser(), face_texts[face_name].rstrip("\n") + "\n")
+        atomic.write_text(Path(path).expanduser(), faces[face_name].rstrip("\n") + "\n")
     except OSError as error:
         raise ConfigError(
             f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
@@ -158,18 +138,12 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
             "RunConfig, as JSON or YAML."
         )
     # Text in braces is meant as JSON, whose reader names the place of a mistake.
-    is_json = text.lstrip().startswith("{")
+    if text.lstrip().startswith("{"):
+        return read_object(text, name)
     try:
-        # By itself `json` silently keeps the last of two equal keys.
-        read_json = functools.partial(json.loads, object_pairs_hook=each_once(name))
-        settings = read_json(text) if is_json else read_yaml(text)
-    except ConfigError:
-        raise
+        settings = read_yaml(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{name} is {'no JSON' if is_json else 'neither JSON nor YAML'}: {error}. A setting "
-            "half read would train something else. Correct the text there."
-        ) from error
+        raise unreadable(name, "JSON or YAML", error) from error
     if not isinstance(settings, Mapping):
         raise ConfigError(
             f"{name} holds no settings: got {str(settings)[:60]!r}. Settings need names. Give "

@@ -37,17 +37,14 @@ class SharedFields:
     """Makes widgets with few messages to the page.
 
     They share layouts and styles, and have their classes and values from the beginning.
-
-    Attributes:
-        lock: The same.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
         self.layout = w.Layout()
         self.width = w.Layout(width="auto")
-        self.text = _new_style(w.Text, description_width="190px")
-        self.list = _new_style(w.Dropdown, description_width="190px")
+        self._text = _new_style(w.Text, description_width="190px")
+        self._list = _new_style(w.Dropdown, description_width="190px")
         self._html = _new_style(w.HTML)
         self._button = _new_style(w.Button)
         self._toggle = _new_style(w.ToggleButton)
@@ -64,6 +61,18 @@ class SharedFields:
         """Widgets side by side."""
         return w.HBox(children, layout=self.layout, **_with(css_classes))
 
+    def new_text(self, label: str, *css_classes: str, **more: Any) -> w.Text:
+        """A line to type in."""
+        return w.Text(
+            description=label, layout=self.width, style=self._text, **_with(css_classes), **more
+        )
+
+    def new_list(self, label: str, *css_classes: str) -> w.Dropdown:
+        """A list to choose from."""
+        return w.Dropdown(
+            description=label, layout=self.width, style=self._list, **_with(css_classes)
+        )
+
     def new_toggle(self, text: str, tooltip: str, *css_classes: str) -> w.ToggleButton:
         """A button that is on or off."""
         return w.ToggleButton(
@@ -74,7 +83,7 @@ class SharedFields:
             **_with(css_classes),
         )
 
-    def new_button(self, text: str, css_class: str, on_press: Callable[[], None]) -> w.Button:
+    def new_button(self, text: str, css_class: str, on_press: Callable[[], object]) -> w.Button:
         """A button that does something."""
         button = w.Button(
             description=text,
@@ -87,11 +96,7 @@ class SharedFields:
 
 
 class Toggles:
-    """Buttons of which at most one is on; a state that code shows presses none of them.
-
-    Attributes:
-        buttons: By what each stands for.
-    """
+    """Buttons of which at most one is on; a state that code shows presses none of them."""
 
     def __init__(self, fields: SharedFields, press: Callable[[Any, bool], None]) -> None:
         self._shared = fields
@@ -122,11 +127,7 @@ class Toggles:
 
 
 class HtmlPart:
-    """HTML that follows the state of a model.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """HTML that follows the state of a model."""
 
     def __init__(self, fields: SharedFields, css_class: str, make: Callable[[], str]) -> None:
         self._make = make
@@ -148,14 +149,7 @@ def _new_style(widget_class: type[w.Widget], **values: str) -> w.Widget:
 
 
 class SettingField:
-    """One choice.
-
-    Attributes:
-        setting: The choice.
-        box: The widget to show.
-        messages: Mistakes in what was typed or chosen here.
-        is_visible: Whether it is shown as things are.
-    """
+    """One choice, as the widget `box`, with mistakes in what was typed or chosen here."""
 
     def __init__(
         self,
@@ -301,9 +295,7 @@ class ListField(SettingField):
 
     def _controls(self) -> list[w.Widget]:
         self._values: list[Any] = []
-        self._list = w.Dropdown(
-            description=self._label(), layout=self._shared.width, style=self._shared.list
-        )
+        self._list = self._shared.new_list(self._label())
         # By index, not by value: None is a value here, and for the widget it means no selection.
         self._list.observe(lambda change: self._picked(change.new), "index")
         return [self._list]
@@ -315,7 +307,11 @@ class ListField(SettingField):
                 self.sync()  # a refused choice goes back to the present value
 
     def _show(self, shown_value: Any, refusal: str) -> None:
-        options, lines = self._offered()
+        is_truth = self.setting.kind == "truth"
+        offers = [] if is_truth else self._model.offers(self.setting.name)
+        options = self._truths() if is_truth else []
+        options += [(one.option.label, one.option.value) for one in offers if not one.reason]
+        lines = [f"{one.option.label}: {one.reason}" for one in offers if one.reason]
         if shown_value not in [value for _, value in options]:
             # A file may hold a value that cannot be chosen on this machine.
             options.append((as_text(shown_value) or _OPEN_LABEL, shown_value))
@@ -326,16 +322,7 @@ class ListField(SettingField):
             self._list.options = option_labels
         self._list.index = self._values.index(shown_value)
         self._list.disabled = bool(refusal)
-        self._note.value = self._explain(
-            refusal, reasons=lines, shows_outcome=self.setting.kind == "truth"
-        )
-
-    def _offered(self) -> tuple[list[tuple[str, Any]], list[str]]:
-        if self.setting.kind == "truth":
-            return self._truths(), []
-        offers = self._model.offers(self.setting.name)
-        options = [(one.option.label, one.option.value) for one in offers if not one.reason]
-        return options, [f"{one.option.label}: {one.reason}" for one in offers if one.reason]
+        self._note.value = self._explain(refusal, reasons=lines, shows_outcome=is_truth)
 
     def _truths(self) -> list[tuple[str, Any]]:
         truths: list[tuple[str, Any]] = [(word, value) for value, word in TRUTH_WORDS.items()]
@@ -351,13 +338,8 @@ class LineField(SettingField):
     """A number, text, words or a table, typed; empty means the default."""
 
     def _controls(self) -> list[w.Widget]:
-        self._line = w.Text(
-            description=self._label(),
-            # Only when the field is left: half a number would be refused while it is typed.
-            continuous_update=False,
-            layout=self._shared.width,
-            style=self._shared.text,
-        )
+        # Only when the field is left: half a number would be refused while it is typed.
+        self._line = self._shared.new_text(self._label(), continuous_update=False)
         self._line.observe(lambda change: self._entered(change.new), "value")
         return [self._line]
 
@@ -419,10 +401,7 @@ def field_for(
 
 def toggle_class(widget: w.DOMWidget, class_name: str, is_on: bool) -> None:
     """Add or remove a class of a widget, without a message where nothing changes."""
-    if is_on:
-        widget.add_class(class_name)
-    else:
-        widget.remove_class(class_name)
+    (widget.add_class if is_on else widget.remove_class)(class_name)
 
 
 def as_text(value: Any) -> str:

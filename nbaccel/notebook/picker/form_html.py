@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 from nbaccel.base.units import format_bytes
 from nbaccel.config.capabilities import device_row
 from nbaccel.memory.memory_bars import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
-from nbaccel.notebook.picker.compared_ways import groups_of_ways, is_shown_once, precision_label
+from nbaccel.notebook.picker.compared_ways import (
+    groups_of_ways,
+    is_shown_once,
+    name_with_precision,
+    precision_label,
+)
 
 if TYPE_CHECKING:
     from nbaccel.memory.memory_bars import BarSegment
@@ -67,25 +72,20 @@ def machine_html(model: PickerModel) -> str:
 
 def fits_html(model: PickerModel, *, is_live: bool = True) -> str:
     """What fits: the heading and which is the best."""
-    title = "What fits"
     if model.is_memory_postponed:
-        return question_html(3, title, "Memory is being estimated …")
-    if model.trained is None:
-        return question_html(
-            3,
-            title,
-            "With a model, a bar for each way to train is here, against the memory that there is.",
+        remark = "Memory is being estimated …"
+    elif model.trained is None:
+        remark = (
+            "With a model, a bar for each way to train is here, against the memory that there is."
         )
-    candidates = model.shown_candidates()
-    place = place_text(candidates)
-    remark = "; ".join(filter(None, (place, "click to take one" if is_live else ""))) + "."
-    best = next((candidate for candidate in candidates if candidate.is_best), None)
-    if best is not None:
-        name = best.name
-        if model.compares_precisions:
-            name += f" in {precision_label(best.precision)}"
-        remark = f"{escape(remark)} ★ <b>{escape(name)}</b>: {escape(best.reason)}."
-    return question_html(3, title, remark)
+    else:
+        candidates = model.shown_candidates()
+        clauses = (place_text(candidates), "click to take one" if is_live else "")
+        remark = f"{escape('; '.join(filter(None, clauses)))}."
+        for best in (candidate for candidate in candidates if candidate.is_best):
+            name = name_with_precision(best) if model.compares_precisions else best.name
+            remark += f" ★ <b>{escape(name)}</b>: {escape(best.reason)}."
+    return question_html(3, "What fits", remark)
 
 
 def place_text(candidates: Iterable[Candidate]) -> str:
@@ -100,23 +100,14 @@ def place_text(candidates: Iterable[Candidate]) -> str:
 # ---------------------------------------------------------------------- the table of bars
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarRow:
-    """A way to train in one precision, or a place with memory.
-
-    Attributes:
-        name: Of the way or the place; empty where the row above says it.
-        label: The precision; empty where rows of several are not compared.
-        told_name: Both, for screen readers.
-        bar: What is drawn; None where nothing is known.
-        words: What is said of it.
-        fits: Whether there is enough; None where that is not known.
-        is_refused: Whether it cannot be taken.
-        mark: ``★ best``.
-        is_chosen: Whether it is what is chosen now: buttons show that in the live form.
-    """
+    """A way to train in one precision, or a place with memory."""
 
     name: str
+    """Empty where the row above says it."""
     label: str = ""
+    """The precision, where several are compared."""
     told_name: str
+    """Both, for screen readers."""
     bar: MemoryBar | None
     words: str
     fits: bool | None
@@ -176,9 +167,6 @@ class BarScale:
 
     Where no row needs a twentieth of what there is, what others use is left out, and the bars are
     as wide as the largest need: a model of a few pixels could not be looked at.
-
-    Attributes:
-        full_width: Bytes that the whole width stands for.
     """
 
     def __init__(self, bars: Iterable[MemoryBar | None]) -> None:
@@ -296,9 +284,8 @@ def taken_html(model: PickerModel) -> str:
 def way_sentence(placement: StatePlacement, num_processes: int) -> str:
     """What a way does."""
     parts = f"cut into {num_processes} parts"
-    if num_processes == 1:
-        words = "The process holds the whole model and its optimizer"
-    else:
+    words = "The process holds the whole model and its optimizer"
+    if num_processes > 1:
         words = (
             f"Each of {num_processes} processes holds the whole model and its optimizer; gradients "
             "are averaged while they are computed",

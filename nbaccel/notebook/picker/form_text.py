@@ -53,7 +53,10 @@ def picker_sections(
             # In the chosen precision alone, where others would have to be measured.
             compares = measures or model.has_compared
             candidates = model.compared_candidates() if compares else model.candidates()
-            yield _section("3. What fits", precision_table_lines(candidates))
+            lines = precision_table_lines(candidates)
+            if not any(candidate.is_taken for candidate in candidates):
+                lines.append("What is chosen is none of these ways; its memory is below.")
+            yield _section("3. What fits", lines)
     for panel_name in panel_names:
         if rows := list(_setting_rows(model, panel_name)):
             yield _section(title_of(panel_name), _aligned(rows))
@@ -63,9 +66,9 @@ def picker_sections(
     if choices := model.resolved():
         rows = [(choice.name, str(choice.value), choice.reason) for choice in choices]
         yield _section("What open settings come to", _aligned([("what", "value", "why"), *rows]))
-    for face in model.faces():
+    for name, text in model.faces().items():
         # Code is to be copied: its lines stay as they are.
-        yield _section(face.name, face.text.splitlines())
+        yield _section(name, text.splitlines())
 
 
 def _section(title: str, lines: Sequence[str]) -> str:
@@ -121,14 +124,18 @@ def _setting_rows(model: PickerModel, panel_name: str) -> Iterator[tuple[str, st
 
 
 # ---------------------------------------------------------------------- the table of ways
-def precision_table_lines(candidates: Sequence[Candidate]) -> list[str]:
-    """The table for a terminal."""
+def precision_table_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> list[str]:
+    """The table for a terminal; what fits is told where it is known what is free."""
     groups = list(groups_of_ways(candidates))
     compared = [one for _, of_way in groups if not is_shown_once(of_way) for one in of_way]
     precisions = list(dict.fromkeys(one.precision for one in compared))
     place = place_text(candidates)
-    place = f"{place[:1].upper()}{place[1:]}{_free_text(candidates)}: " if place else ""
-    lines = textwrap.wrap(f"{place}{_SIGNS}", TABLE_CHARS)
+    if place:
+        place = f"{place[:1].upper()}{place[1:]}{_free_text(candidates)}"
+        if any(candidate.placement.leaves_device for candidate in candidates):
+            place += ", + of the host"
+    signs = _SIGNS if knows_free else ""
+    lines = textwrap.wrap(": ".join(filter(None, (place, signs))), TABLE_CHARS)
     cells_chars = max(1, len(precisions)) * (len(_INDENT) + _CELL_CHARS)
     name_chars = min(max((len(name) for name, _ in groups), default=0), TABLE_CHARS - cells_chars)
     if precisions:
@@ -140,7 +147,7 @@ def precision_table_lines(candidates: Sequence[Candidate]) -> list[str]:
             lines += _beside(name, name_chars, [textwrap.wrap(refused, room)])
             continue
         by_precision = {candidate.precision: candidate for candidate in of_way}
-        cells = [_cell_lines(by_precision.get(precision)) for precision in precisions]
+        cells = [_cell_lines(by_precision.get(one), knows_free) for one in precisions]
         lines += _beside(name, name_chars, cells)
     for note in _notes_of(candidates):
         lines += textwrap.wrap(note, TABLE_CHARS, subsequent_indent=_INDENT)
@@ -155,16 +162,18 @@ def _beside(name: str, name_chars: int, cells: Sequence[Sequence[str]]) -> Itera
         yield _INDENT.join(columns).rstrip()
 
 
-def _cell_lines(candidate: Candidate | None) -> list[str]:
+def _cell_lines(candidate: Candidate | None, knows_free: bool) -> list[str]:
     if candidate is None:
         return ["—"]
-    text = candidate.verdict
+    lines = textwrap.wrap(candidate.verdict, _CELL_CHARS)
     if candidate.refusal:
-        text = "not possible"
+        lines = ["not possible"]
     elif candidate.need is not None:
-        sign = "✓" if candidate.fits else "✗"
-        text = f"{sign} {format_bytes(candidate.need.bars[0].needed)}"
-    return [*textwrap.wrap(text, _CELL_CHARS), *_marks_of(candidate)]
+        sign = f"{'✓' if candidate.fits else '✗'} " if knows_free else ""
+        first, *others = candidate.need.bars
+        lines = [f"{sign}{format_bytes(first.needed)}"]
+        lines += [f"+ {format_bytes(bar.needed)}" for bar in others if bar.is_host and bar.needed]
+    return [*lines, *_marks_of(candidate)]
 
 
 def _marks_of(candidate: Candidate) -> list[str]:
@@ -196,5 +205,3 @@ def _notes_of(candidates: Sequence[Candidate]) -> Iterator[str]:
             yield f"{name}: {'; '.join(told)}."
     for best in (candidate for candidate in candidates if candidate.is_best):
         yield f"★ {name_with_precision(best)}: {best.reason}."
-    if candidates and not any(candidate.is_taken for candidate in candidates):
-        yield "What is chosen is none of these ways; its memory is below."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
@@ -12,7 +13,6 @@ from nbaccel.base.units import count_noun
 from nbaccel.plan.launch_plan import Choice
 
 if TYPE_CHECKING:
-    from nbaccel.notebook.picker.exporters import ConfigFace
     from nbaccel.notebook.picker.text_mistakes import TextMistake
 
 # Without permission for the clipboard the text is selected: Ctrl+C is left to the user.
@@ -67,11 +67,7 @@ def _part(name: str) -> str:
 
 def css_name(setting_name: object) -> str:
     """A name as the end of a class: ``zero_optimization.stage`` as ``zero_optimization-stage``."""
-    lower_name = "none" if setting_name is None else str(setting_name).lower()
-    return "".join(
-        one_character if one_character.isalnum() or one_character in "_-" else "-"
-        for one_character in lower_name
-    )
+    return re.sub(r"[^\w-]", "-", str(setting_name).lower())
 
 
 # ---------------------------------------------------------------------- beside a field
@@ -95,27 +91,20 @@ def note_html(
     reasons: Sequence[str] = (),
 ) -> str:
     """The note beside a field: what it comes to, its meaning, and why something cannot be used."""
-    html_parts = []
-    if refusal:
-        html_parts.append(f'<span class="nbaccel-refusal">{escape(_as_sentence(refusal))}</span>')
-    elif outcome:
-        html_parts.append(f'<span class="nbaccel-outcome">{escape(_as_sentence(outcome))}</span>')
-    if meaning:
-        html_parts.append(escape(meaning))
-    if not refusal:
-        html_parts += [
-            f'<span class="nbaccel-refusal">{escape(_as_sentence(reason))}</span>'
-            for reason in reasons
-        ]
-    if docs_link:
-        html_parts.append(
-            f'<a href="{escape(docs_link)}" target="_blank" rel="noopener noreferrer">docs</a>'
-        )
-    return f'<div class="nbaccel-note">{" ".join(html_parts)}</div>' if html_parts else ""
+    link = f'<a href="{escape(docs_link)}" target="_blank" rel="noopener noreferrer">docs</a>'
+    html_parts = [
+        _clause_html("refusal", refusal) or _clause_html("outcome", outcome),
+        escape(meaning),
+        *(_clause_html("refusal", reason) for reason in reasons if not refusal),
+        link if docs_link else "",
+    ]
+    text = " ".join(filter(None, html_parts))
+    return f'<div class="nbaccel-note">{text}</div>' if text else ""
 
 
-def _as_sentence(clause: str) -> str:
-    return clause if clause.endswith(".") else f"{clause[:1].upper()}{clause[1:]}."
+def _clause_html(kind: str, clause: str) -> str:
+    sentence = clause if clause.endswith(".") else f"{clause[:1].upper()}{clause[1:]}."
+    return f'<span class="nbaccel-{kind}">{escape(sentence)}</span>' if clause else ""
 
 
 def error_html(error_messages: Iterable[str]) -> str:
@@ -159,12 +148,12 @@ def remarks_html(remarks: Iterable[str]) -> str:
 
 
 # ---------------------------------------------------------------------- the configuration
-def face_html(face: ConfigFace) -> str:
+def face_html(name: str, text: str) -> str:
     """The configuration in one language, with a button that copies it."""
     return (
-        f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(face.name)}">'
-        f"{escape(face.text)}</pre>"
-        f'<button type="button" class="nbaccel-copy" title="Copy {escape(face.name)}" '
+        f'<div class="nbaccel-face"><pre tabindex="0" aria-label="{escape(name)}">'
+        f"{escape(text)}</pre>"
+        f'<button type="button" class="nbaccel-copy" title="Copy {escape(name)}" '
         f'onclick="{escape(_COPY_SCRIPT)}">Copy</button></div>'
     )
 

@@ -28,11 +28,7 @@ _NO_MISTAKES = "No mistakes."
 
 
 class ConfigEditor:
-    """An editor of the configuration, with files to load and to save.
-
-    Attributes:
-        section: The section, which is filled when it is opened.
-    """
+    """An editor of the configuration, with files to load and to save."""
 
     def __init__(
         self,
@@ -62,7 +58,7 @@ class ConfigEditor:
         """Show the present configuration, unless another text is being edited."""
         if self._text is None:
             return
-        face_names = tuple(face.name for face in self._model.faces())
+        face_names = tuple(self._model.faces())
         if self._faces.options != face_names:
             kept_name = self._faces.value
             self._faces.options = face_names
@@ -80,19 +76,20 @@ class ConfigEditor:
             placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
             continuous_update=True,
             layout=self._shared.width,
-            style=self._shared.text,
-        )
+        ).add_class("nbaccel-text")
         self._text.observe(lambda _: self._on_typed(), "value")
         self._told = self._shared.new_html("", "nbaccel-text-mistakes")
         new_button = self._shared.new_button
-        self._apply = new_button("Apply", "nbaccel-apply", self._on_apply)
-        self._revert = new_button("Revert", "nbaccel-revert", self._on_revert)
+        self._apply = new_button(
+            "Apply", "nbaccel-apply", lambda: self._take(self._typed_text() + "\n")
+        )
+        self._revert = new_button("Revert", "nbaccel-revert", self._revert_text)
         self._make_file_widgets()
         self.sync()
         return [
             self._shared.new_row(
                 [
-                    self._text.add_class("nbaccel-text"),
+                    self._text,
                     self._shared.new_box(
                         [self._told, self._row(self._apply, self._revert)], "nbaccel-beside-text"
                     ),
@@ -100,32 +97,30 @@ class ConfigEditor:
                 "nbaccel-editor",
             ),
             self._row(
-                self._path.add_class("nbaccel-path"),
+                self._path,
                 new_button("Load", "nbaccel-load", self._on_path),
-                self._upload.add_class("nbaccel-upload"),
+                self._upload,
             ),
             self._row(
-                self._target.add_class("nbaccel-target"),
-                self._faces.add_class("nbaccel-save-as"),
+                self._target,
+                self._faces,
                 new_button("Save", "nbaccel-save", self._on_save),
             ),
             self._errors,
         ]
 
     def _make_file_widgets(self) -> None:
-        style = {"layout": self._shared.width, "style": self._shared.text}
         self._upload = w.FileUpload(
             description="Upload a file",
             accept=".json,.yaml,.yml",
             icon="",  # Notebook 7 cannot load the font of its icons
             layout=self._shared.width,
-        )
+        ).add_class("nbaccel-upload")
         self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        self._path = w.Text(description="File", placeholder="ds_config.json", **style)
-        self._target = w.Text(description="Save to", placeholder="run.yaml", **style)
-        self._faces = w.Dropdown(
-            description="as", layout=self._shared.width, style=self._shared.list
-        )
+        new_text = self._shared.new_text
+        self._path = new_text("File", "nbaccel-path", placeholder="ds_config.json")
+        self._target = new_text("Save to", "nbaccel-target", placeholder="run.yaml")
+        self._faces = self._shared.new_list("as", "nbaccel-save-as")
         self._errors = self._shared.new_html("", "nbaccel-load-errors")
 
     def _row(self, *widgets: w.Widget) -> w.Widget:
@@ -173,10 +168,7 @@ class ConfigEditor:
         finally:
             self._is_writing = False
 
-    def _on_apply(self) -> None:
-        self._take(self._typed_text() + "\n")
-
-    def _on_revert(self) -> None:
+    def _revert_text(self) -> None:
         self._write(self._present_text)
         self._show_mistakes(())
 
@@ -190,18 +182,14 @@ class ConfigEditor:
             return
         if self._present_text == text_before:  # nothing was changed, so nobody was told
             self._present_text = self._model.editable_text()
-        self._write(self._present_text)
-        self._show_mistakes(())
+        self._revert_text()
 
     # ---------------------------------------------------------------- files
     def _on_upload(self, uploaded_files: Sequence[Any] | dict[str, Any]) -> None:
         if not uploaded_files:
             return
-        first_file = next(
-            iter(uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files)
-        )
-        content = bytes(first_file["content"])
-        self._open(content.decode)
+        files = uploaded_files.values() if isinstance(uploaded_files, dict) else uploaded_files
+        self._open(bytes(next(iter(files))["content"]).decode)
         # Emptied, so that the same file can be chosen again. In ipywidgets 7 the trait is
         # read-only, and a dict.
         self._upload.set_trait("value", type(uploaded_files)())

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.config import RunConfig, run_config_of
@@ -35,7 +34,6 @@ from nbaccel.notebook.picker.choices import by_name, settings
 from nbaccel.notebook.picker.compared_ways import hint_of, name_with_precision, precision_label
 from nbaccel.notebook.picker.edits import edit_config, value_of
 from nbaccel.notebook.picker.exporters import (
-    ConfigFace,
     faces_of,
     mistakes_by_setting,
     read_settings_source,
@@ -58,28 +56,15 @@ _MOST_COUNTS = 5
 _Cached = TypeVar("_Cached")
 
 
-@dataclass(frozen=True, slots=True)
-class OptionOffer:
-    """An option, and whether it can be chosen.
-
-    Attributes:
-        option: The option.
-        reason: Why it cannot; empty where it can.
-    """
+class OptionOffer(NamedTuple):
+    """An option, and why it cannot be chosen; empty where it can."""
 
     option: ChoiceOption
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FitVerdict:
-    """Whether a run fits.
-
-    Attributes:
-        fits: None where nothing is known.
-        text: The verdict with its numbers.
-        remedy: What to do; empty where nothing is to be done.
-    """
+class FitVerdict(NamedTuple):
+    """Whether a run fits, None where nothing is known, and what to do if it does not."""
 
     fits: bool | None
     text: str
@@ -87,12 +72,7 @@ class FitVerdict:
 
 
 class PickerModel:
-    """The choices of one picker.
-
-    Attributes:
-        inventory: The machine.
-        remarks: What the last change changed besides, and warnings of the plan.
-    """
+    """The choices of one picker."""
 
     def __init__(
         self,
@@ -105,8 +85,9 @@ class PickerModel:
         check_model_and_batch(model, sample_batch)
         self.inventory = inventory or inspect_machine()
         self.remarks: tuple[str, ...] = ()
-        self._config = RunConfig() if config is None else run_config_of(config)
-        self._module = model
+        """What the last change changed besides, and warnings of the plan."""
+        self.config = RunConfig() if config is None else run_config_of(config)
+        self.module = model
         self._memory_model = None
         self._finder = None
         if model is not None:
@@ -114,21 +95,17 @@ class PickerModel:
                 model=model, sample_batch=sample_batch, inventory=self.inventory
             )
             self._finder = CandidateFinder(self._memory_model)
-        self._is_memory_postponed = False
+        self.is_memory_postponed = False
+        """Whether the memory is still to be estimated."""
         self._compares_precisions = self._may_hint = False
         self._past: list[RunConfig] = []
         self._before: dict[SettingsForm, RunConfig] = {}
         self._observers: list[Callable[[], None]] = []
         # Values computed from the present state; cleared with every change of it.
         self._known: dict[str, Any] = {}
-        self._take_over(self._config, ())
+        self._take_over(self.config, ())
 
     # ------------------------------------------------------------------- the state
-
-    @property
-    def config(self) -> RunConfig:
-        """What is chosen now."""
-        return self._config
 
     @property
     def plan(self) -> Plan | None:
@@ -137,7 +114,7 @@ class PickerModel:
 
     def _resolve(self) -> Plan | None:
         try:
-            return resolve(self._config, self.inventory)
+            return resolve(self.config, self.inventory)
         except NbaccelError:  # reported by `problems`
             return None
 
@@ -153,15 +130,11 @@ class PickerModel:
         """Why this machine cannot run the chosen settings; empty where it can."""
         if self.plan is not None:
             return ()
-        return availability.problems_of(self._config, self.inventory)
+        return availability.problems_of(self.config, self.inventory)
 
     def settings(self, panel_name: str) -> tuple[Setting, ...]:
         """The choices of a panel: ``precision``, ``zero`` or ``launch``."""
         return settings(panel_name)
-
-    def settings_of(self, panel_names: Sequence[str]) -> tuple[Setting, ...]:
-        """The choices of several panels."""
-        return tuple(setting for panel_name in panel_names for setting in self.settings(panel_name))
 
     def setting(self, name: str) -> Setting:
         """A choice by its name."""
@@ -175,24 +148,18 @@ class PickerModel:
 
     def value(self, name: str) -> Any:
         """What is chosen; None where it is left to the plan or to DeepSpeed."""
-        return value_of(self._config, self.setting(name))
+        return value_of(self.config, self.setting(name))
 
-    def observe(self, callback: Callable[[], None]) -> Callable[[], None]:
+    def observe(self, callback: Callable[[], None]) -> None:
         """Call back after each change."""
         self._observers.append(callback)
-
-        def end() -> None:
-            if callback in self._observers:
-                self._observers.remove(callback)
-
-        return end
 
     # ------------------------------------------------------------------- model and machine
 
     @cached_property
     def trained(self) -> TrainedModel | None:
         """What is trained; None without a model."""
-        return None if self._module is None else describe_model(self._module)
+        return None if self.module is None else describe_model(self.module)
 
     @cached_property
     def batch_shapes(self) -> str:
@@ -220,14 +187,11 @@ class PickerModel:
         if self.plan is None or self._memory_model is None:
             return ""
         document = next(iter(self._documents().values()), {})
-        per_process = next(
-            (settings_form.batch_size(document) for settings_form in settings_forms()), None
-        )
-        if per_process is None:
-            per_process = self._memory_model.num_samples
+        told = (form.batch_size(document) for form in settings_forms())
+        per_process = next(told, None) or self._memory_model.num_samples
         if per_process is None:
             return ""
-        accumulated = self._config.gradient_accumulation_steps or 1
+        accumulated = self.config.gradient_accumulation_steps or 1
         return samples_sentence(per_process, accumulated, self.plan.world_size)
 
     # ------------------------------------------------------------------- what is greyed
@@ -235,30 +199,21 @@ class PickerModel:
     def offers(self, name: str) -> tuple[OptionOffer, ...]:
         """The options of a choice, those that cannot be chosen with the reason."""
         setting = self.setting(name)
-        view = self._view()
         return self._once(
             f"offers {name}",
             lambda: tuple(
-                OptionOffer(option, availability.option_refusal(view, setting, option))
+                OptionOffer(option, availability.option_refusal(self, setting, option))
                 for option in setting.options
             ),
         )
 
     def refusal(self, name: str) -> str:
         """Why a whole choice is greyed; empty where it can be made."""
-        return availability.setting_refusal(self._view(), self.setting(name))
+        return availability.setting_refusal(self, self.setting(name))
 
     def is_shown(self, name: str) -> bool:
         """Whether a choice means anything as things are."""
-        return availability.is_shown(self._view(), self.setting(name))
-
-    def _view(self) -> availability.PickerState:
-        return self._once(
-            "view",
-            lambda: availability.PickerState(
-                self._config, self.inventory, self._module, self.problems
-            ),
-        )
+        return availability.is_shown(self, self.setting(name))
 
     # ------------------------------------------------------------------- changing
 
@@ -273,9 +228,7 @@ class PickerModel:
                     "fail or ignore it. Choose another."
                 )
         device = self.plan.device if self.plan is not None else "cpu"
-        edit = edit_config(
-            self._config, setting, value, device=device, earlier_configs=self._before
-        )
+        edit = edit_config(self.config, setting, value, device=device, earlier_configs=self._before)
         self._become(edit.config, edit.remarks)
 
     def replace(self, config: Any) -> None:
@@ -294,19 +247,19 @@ class PickerModel:
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
         """Take over a file: DeepSpeed's configuration, or a `RunConfig` as JSON or YAML."""
-        config, remarks = read_settings_source(source, self._config, self.inventory)
+        config, remarks = read_settings_source(source, self.config, self.inventory)
         self._become(config, remarks)
 
     def check_source(self, source: str | Path | Mapping[str, Any]) -> None:
         """Read a file as `load` does, and take nothing over."""
-        read_settings_source(source, self._config, self.inventory)
+        read_settings_source(source, self.config, self.inventory)
 
     def editable_text(self) -> str:
         """The configuration as JSON that `load` takes: a strategy's own, or the `RunConfig`."""
-        documents = (settings_form.document(self._config) for settings_form in settings_forms())
+        documents = (settings_form.document(self.config) for settings_form in settings_forms())
         settings = next(filter(None, documents), None)
         if settings is None:
-            settings = json.loads(self._config.model_dump_json(exclude_defaults=True))
+            settings = json.loads(self.config.model_dump_json(exclude_defaults=True))
         return json.dumps(settings, indent=2)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
@@ -319,44 +272,38 @@ class PickerModel:
 
     def _become(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
-        if new_config != self._config:
+        if new_config != self.config:
             for settings_form in settings_forms():
-                if settings_form.is_chosen(self._config):
-                    self._before[settings_form] = self._config
+                if settings_form.is_chosen(self.config):
+                    self._before[settings_form] = self.config
             # A new list of at most `_MAX_UNDO` entries, the present state included.
-            self._past = [*self._past[1 - _MAX_UNDO :], self._config]
+            self._past = [*self._past[1 - _MAX_UNDO :], self.config]
         self._take_over(new_config, remarks)
 
     def _take_over(self, new_config: RunConfig, remarks: tuple[str, ...]) -> None:
-        self._config = new_config
+        self.config = new_config
         self._known.clear()
         self.remarks = (*remarks, *self.problems, *(self.plan.warnings if self.plan else ()))
         self._call_observers()
 
     def _call_observers(self) -> None:
-        # A copy, because a callback may end its own subscription.
-        for callback in tuple(self._observers):
+        for callback in self._observers:
             callback()
 
     # ------------------------------------------------------------------- memory
-
-    @property
-    def is_memory_postponed(self) -> bool:
-        """Whether the memory is still to be estimated."""
-        return self._is_memory_postponed
 
     def postpone_memory(self) -> None:
         """Estimate no memory until `estimate_memory`, unless that has been done.
 
         A large model takes seconds, for which what is shown first need not wait.
         """
-        self._is_memory_postponed = self._memory_model is not None and "need" not in self._known
+        self.is_memory_postponed = self._memory_model is not None and "need" not in self._known
 
     def estimate_memory(self) -> None:
         """Estimate what was postponed, and call back as after a change."""
-        if self._is_memory_postponed:
+        if self.is_memory_postponed:
             # First, so that an estimate that is interrupted is made at the next change.
-            self._is_memory_postponed = False
+            self.is_memory_postponed = False
             self._call_observers()
 
     @property
@@ -365,7 +312,7 @@ class PickerModel:
 
         None without a model, as long as it is postponed, or where this machine cannot run it.
         """
-        return None if self._is_memory_postponed else self._once("need", self._measured)[0]
+        return None if self.is_memory_postponed else self._once("need", self._measured)[0]
 
     def _measured(self) -> tuple[MemoryNeed | None, str]:
         """The need, or why it cannot be estimated."""
@@ -374,7 +321,7 @@ class PickerModel:
         filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
         form, document = next(filled, (None, {}))
         try:
-            return self._memory_model.need(self._config, self.plan, form, document), ""
+            return self._memory_model.need(self.config, self.plan, form, document), ""
         except ConfigError as error:
             return None, error.mistakes[0]
 
@@ -390,7 +337,7 @@ class PickerModel:
     @property
     def verdict(self) -> FitVerdict:
         """Whether it fits, with what to do if it does not."""
-        if self._is_memory_postponed:
+        if self.is_memory_postponed:
             return FitVerdict(None, "Memory is being estimated …")
         return self._once("verdict", self._judge)
 
@@ -404,16 +351,16 @@ class PickerModel:
             reason = self._once("need", self._measured)[1]
             return FitVerdict(None, "Memory cannot be estimated.", reason)
         if self.need.lacking:
-            would_fit = "" if self._finder is None else remedy(self._finder, self._config)
+            would_fit = "" if self._finder is None else remedy(self._finder, self.config)
             return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
         remark = "" if self._memory_model.sample_batch is not None else _NO_BATCH
         return FitVerdict(True, f"Fits: {self.need.shares_text}.", remark)
 
     # ------------------------------------------------------------------- faces
 
-    def faces(self) -> tuple[ConfigFace, ...]:
+    def faces(self) -> dict[str, str]:
         """The configuration in all languages."""
-        return self._once("faces", lambda: faces_of(self._config, self._documents()))
+        return self._once("faces", lambda: faces_of(self.config, self._documents()))
 
     def resolved(self) -> tuple[Choice, ...]:
         """The open settings, as the plan decides them and as ``"auto"`` is filled in."""
@@ -427,7 +374,7 @@ class PickerModel:
     def _filled(self) -> list[tuple[SettingsForm, FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
         batch = None if self._memory_model is None else self._memory_model.sample_batch
-        inputs = (self._config, self.plan, self._module, batch)
+        inputs = (self.config, self.plan, self.module, batch)
         return self._once(
             "filled", lambda: [(form, form.filled_in(*inputs)) for form in settings_forms()]
         )
@@ -437,7 +384,7 @@ class PickerModel:
     @property
     def suggest_refusal(self) -> str:
         """Why nothing can be suggested; empty where something can."""
-        if self._module is None:
+        if self.module is None:
             return "give the model, configure(model, sample_batch)"
         return "" if self.plan is not None else "this machine cannot serve what is chosen"
 
@@ -452,10 +399,10 @@ class PickerModel:
         finder = self._finder
         if self.suggest_refusal or finder is None:
             raise ConfigError(
-                f"Nothing can be suggested for model={type(self._module).__name__}: "
+                f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
-        return self._once("proposals", lambda: proposals(finder, self._config))
+        return self._once("proposals", lambda: proposals(finder, self.config))
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
@@ -468,9 +415,9 @@ class PickerModel:
     def candidates(self) -> tuple[Candidate, ...]:
         """The ways to train the model here, with their memory."""
         finder = self._finder
-        if finder is None or self._is_memory_postponed or self.plan is None:
+        if finder is None or self.is_memory_postponed or self.plan is None:
             return ()
-        return self._once("candidates", lambda: finder.find(self._config))
+        return self._once("candidates", lambda: finder.find(self.config))
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -506,7 +453,7 @@ class PickerModel:
         finder = self._finder
         if finder is None or not self.candidates():
             return ()
-        return self._once("compared", lambda: finder.compare(self._config, self.precisions))
+        return self._once("compared", lambda: finder.compare(self.config, self.precisions))
 
     @property
     def precision_hint(self) -> str:
@@ -523,11 +470,11 @@ class PickerModel:
         """How the best way is marked; with its precision where another one would be better."""
         if not self.precision_hint:
             return "★ best"
-        return f"★ best in {precision_label(self._config.mixed_precision)}"
+        return f"★ best in {precision_label(self.config.mixed_precision)}"
 
     def take(self, name: str, precision: str | None = None) -> None:
         """Train in one of the ways of `candidates`, as one change."""
-        is_other = precision not in (None, self._config.mixed_precision)
+        is_other = precision not in (None, self.config.mixed_precision)
         candidates = self.compared_candidates() if is_other else self.candidates()
         named = {one.name: one for one in candidates if not is_other or one.precision == precision}
         if name not in named:
@@ -548,22 +495,22 @@ class PickerModel:
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures all precisions, so that no later choice waits for that."""
         model = self._memory_model
-        estimates = []
         if model is None:
             return ()
         may_recompute = not self.refusal("activation_checkpointing")
-        for precision in self.precisions if model.sample_batch is not None else ():
-            for recomputes in (False, True) if may_recompute else (None,):
-                changes: dict[str, Any] = {"mixed_precision": precision}
-                if recomputes is not None:
-                    changes["activation_checkpointing"] = recomputes
-                estimates.append(partial(self._measure_later, model, changes))
-        return (*estimates, self._compare_in_advance)
+        changes = [
+            {"mixed_precision": precision, "activation_checkpointing": recomputes}
+            for precision in (self.precisions if model.sample_batch is not None else ())
+            for recomputes in (False, True)
+            if may_recompute or recomputes == self.config.activation_checkpointing
+        ]
+        measures = (partial(self._measure_later, model, change) for change in changes)
+        return (*measures, self._compare_in_advance)
 
-    def _measure_later(self, model: MemoryModel, changes: dict[str, Any]) -> None:
+    def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
         """Measure the activations of a run, so that a later choice need not."""
         with contextlib.suppress(ConfigError):  # reported when it is chosen
-            config = self._config.changed(**changes)
+            config = self.config.changed(**changes)
             sizes = (form.batch_size(form.document(config) or {}) for form in settings_forms())
             model.activation_bytes(config, next(filter(None, sizes), None))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbaccel.notebook.picker.choices import form_of
 
@@ -17,14 +16,8 @@ _SINGULAR_UNITS = {"processes": "process", "batches": "batch", "powers of two": 
 TRUTH_WORDS = {True: "yes", False: "no"}
 
 
-@dataclass(frozen=True, slots=True)
-class SettingOutcome:
-    """What an open setting comes to.
-
-    Attributes:
-        value: The value with its unit; empty where only the training decides.
-        reason: Who decides it, or why; empty where nothing is left open.
-    """
+class SettingOutcome(NamedTuple):
+    """What an open setting comes to, with its unit, and who decides it, or why."""
 
     value: str = ""
     reason: str = ""
@@ -58,17 +51,13 @@ def outcome_of(model: PickerModel, setting: Setting) -> SettingOutcome:
     if setting.name in _WHEN_EMPTY:
         return _WHEN_EMPTY[setting.name]
     is_of_run = form_of(setting.name) is None and model.value(setting.name) is None
-    return (
-        SettingOutcome("none") if is_of_run and setting.kind in _NOTHING_KINDS else SettingOutcome()
-    )
+    return SettingOutcome("none" if is_of_run and setting.kind in _NOTHING_KINDS else "")
 
 
 def default_text_of(model: PickerModel, setting: Setting) -> str:
     """The value that a setting has by default, with its unit."""
     form = form_of(setting.name)
-    default = setting.default
-    if form is not None:
-        default = form.default_of(model.config, setting)
+    default = setting.default if form is None else form.default_of(model.config, setting)
     return "" if default in _OPEN_VALUES else value_with_unit(default, setting.unit)
 
 
@@ -88,8 +77,7 @@ def value_with_unit(value: Any, unit_name: str) -> str:
     """A value as people read it."""
     if isinstance(value, bool):
         return TRUTH_WORDS[value]
-    is_number = isinstance(value, (int, float))
-    if not is_number:
+    if not isinstance(value, (int, float)):
         return str(value)
     if value == 1:
         unit_name = _SINGULAR_UNITS.get(

@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 
 
 class FoldedSection:
-    """Settings below a heading.
-
-    The heading is a button, which the keyboard reaches and opens in every front end.
-
-    Attributes:
-        box: The widget to show.
-        heading: The button.
-    """
+    """Settings below a heading: a button, which the keyboard opens in every front end."""
 
     def __init__(
         self,
@@ -68,12 +61,9 @@ class FoldedSection:
         if is_shown and self._is_shown is False:
             self.heading.value = True  # what was just chosen has its settings here
         self._is_shown = is_shown
-        num_set = sum(self._is_set(setting) for setting in self._settings) if is_shown else 0
+        values = ((self._model.value(one.name), one.default) for one in self._settings)
+        num_set = sum(value not in (None, default) for value, default in values) * is_shown
         self.heading.description = f"{self._title} ({num_set} set)" if num_set else self._title
-
-    def _is_set(self, setting: Setting) -> bool:
-        value = self._model.value(setting.name)
-        return value is not None and value != setting.default
 
     def _turn(self, *, is_open: bool) -> None:
         if is_open and self._inside is None:
@@ -88,33 +78,34 @@ _RESOLVED_FACE = "Resolved"
 
 
 class FacesPanel:
-    """The configuration in one language at a time, and the plan's decisions.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """The configuration in one language at a time, and the plan's decisions."""
 
     def __init__(self, model: PickerModel, fields: SharedFields) -> None:
         self._model = model
+        self._shared = fields
         self._not_chosen = {form.file_name: form.not_chosen for form in settings_forms()}
-        names = (*self._not_chosen, *_RUN_FACES, _RESOLVED_FACE)
-        self._picked = names[0]
-        self._text = fields.new_html()
+        self._names = (*self._not_chosen, *_RUN_FACES, _RESOLVED_FACE)
+        self._picked = self._names[0]
+        self._text: w.HTML | None = None
         self._toggles = Toggles(fields, self._pressed)
-        for name in names:
+
+    def make(self) -> list[w.Widget]:
+        """Its widgets, when it is opened."""
+        self._text = self._shared.new_html()
+        buttons = [
             self._toggles.add(name, name, "", f"nbaccel-face-{css_name(name)}")
-        self.box = fields.new_box(
-            [
-                fields.new_html(label_html("Shown as", is_hidden=True)),
-                fields.new_row(list(self._toggles.buttons.values()), "nbaccel-options"),
-                self._text,
-            ],
-            *("nbaccel-panel", "nbaccel-faces"),
-        )
+            for name in self._names
+        ]
+        self.sync()
+        label = self._shared.new_html(label_html("Shown as", is_hidden=True))
+        row = self._shared.new_row(buttons, "nbaccel-options")
+        return [self._shared.new_box([label, row, self._text], "nbaccel-panel", "nbaccel-faces")]
 
     def sync(self) -> None:
         """Show the present state of the model."""
-        faces = {face.name: face_html(face) for face in self._model.faces()}
+        if self._text is None:
+            return
+        faces = {name: face_html(name, text) for name, text in self._model.faces().items()}
         faces[_RESOLVED_FACE] = resolved_html(self._model.resolved())
         # `_picked` is kept: a language that is missing now, such as DeepSpeed's, may come back.
         name = self._picked if self._picked in faces else _RUN_FACES[0]

@@ -16,8 +16,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from nbaccel.base import frames
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.package_origin import install_line
+from nbaccel.notebook.picker.choices import PANELS
 from nbaccel.notebook.picker.form_html import (
     fits_html,
     machine_html,
@@ -28,6 +30,7 @@ from nbaccel.notebook.picker.form_html import (
 )
 from nbaccel.notebook.picker.form_text import picker_sections, picker_text
 from nbaccel.notebook.picker.html import kept_html
+from nbaccel.output import publish
 
 if TYPE_CHECKING:
     from nbaccel.notebook.picker.model import PickerModel
@@ -37,7 +40,6 @@ if TYPE_CHECKING:
 _RENEWAL_PAUSE_S = 0.3
 _LOCK_PAUSE_S = 0.01
 _WIDGETS_FROM = 7
-_WIDGET_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 class PickerDisplay:
@@ -48,14 +50,12 @@ class PickerDisplay:
         model: PickerModel,
         panel_names: Sequence[str],
         *,
-        is_whole: bool,
         lock: threading.RLock,
         class_name: str,
     ) -> None:
         self._model = model
         self._lock = lock
         self._panels = panel_names
-        self._is_whole = is_whole
         self._css_class = f"nbaccel-static-{class_name}"
         self._view: PickerView | None = None
         self._shown_in: object = None
@@ -63,10 +63,10 @@ class PickerDisplay:
 
     def show(self) -> None:
         """Show it in the cell that is running."""
-        running_shell = _running_shell()
+        running_shell = frames.running_shell()
         if running_shell is None:
             return  # a script, which can print the picker
-        self._shown_in = _cell_message(running_shell)
+        self._shown_in = _running_cell(running_shell)
         missing_part = _missing_widget_part(running_shell)
         if missing_part:
             # Each as soon as it is known: to measure a large model in each precision takes seconds.
@@ -79,8 +79,8 @@ class PickerDisplay:
 
     def show_once(self) -> None:
         """The same, unless this cell has done so: `configure(model)` is often its last line."""
-        running_shell = _running_shell()
-        if running_shell is None or self._shown_in != _cell_message(running_shell):
+        running_shell = frames.running_shell()
+        if running_shell is None or self._shown_in != _running_cell(running_shell):
             self.show()
 
     def _show_widgets(self) -> None:
@@ -105,7 +105,7 @@ class PickerDisplay:
 
     def _tell_variable(self, _result: object = None) -> None:
         """Say how it is used by the name that the cell has given it: known when the cell ends."""
-        running_shell = _running_shell()
+        running_shell = frames.running_shell()
         running_shell.events.unregister("post_run_cell", self._tell_variable)
         for name, value in running_shell.user_ns.items():
             is_this = getattr(value, "__dict__", {}).get("_showing") is self
@@ -120,14 +120,7 @@ class PickerDisplay:
             self._model.postpone_memory()
             live_view = self._live_view()
             # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = {
-                "text/plain": "",
-                _WIDGET_VIEW_MIME: {
-                    "version_major": 2,
-                    "version_minor": 0,
-                    "model_id": live_view.root.model_id,
-                },
-            }
+            bundle = publish.widget_bundle(live_view.root)
             display(bundle, raw=True)  # type: ignore[no-untyped-call]
             # The same id in all cells that show this picker, so that an update reaches each.
             kept = self._kept_output()
@@ -141,7 +134,6 @@ class PickerDisplay:
             self._view = PickerView(
                 self._model,
                 self._panels,
-                is_whole=self._is_whole,
                 lock=self._lock,
                 hidden_class=self._css_class,
             )
@@ -156,7 +148,7 @@ class PickerDisplay:
         self._has_compared = model.has_compared
         text = picker_text(model, self._panels, measures=False)
         parts = []
-        if self._is_whole:
+        if tuple(self._panels) == PANELS:
             parts = [trained_html(model), machine_html(model), fits_html(model, is_live=False)]
             if candidates := model.shown_candidates():
                 rows = rows_of_ways(
@@ -168,7 +160,7 @@ class PickerDisplay:
 
     # ---------------------------------------------------------------- keeping them up to date
     def _changed(self) -> None:
-        running_shell = _running_shell()
+        running_shell = frames.running_shell()
         if self._is_stale or running_shell is None:
             return
         self._is_stale = True
@@ -187,24 +179,16 @@ class PickerDisplay:
             if not self._is_stale:
                 return
             self._is_stale = False
-            running_shell = _running_shell()
+            running_shell = frames.running_shell()
             if running_shell is not None:
                 running_shell.events.unregister("post_run_cell", self._renew)
             kept = self._kept_output()
             update_display(kept, raw=True, display_id=self._css_class)  # type: ignore[no-untyped-call]
 
 
-def _running_shell() -> Any:
-    """The shell that runs cells; None in a script."""
-    # Without an import of IPython no cell can be running.
-    module = sys.modules.get("IPython")
-    return None if module is None else module.get_ipython()
-
-
-def _cell_message(running_shell: Any) -> object:
+def _running_cell(running_shell: Any) -> object:
     """Which execution of which cell this is."""
-    parent_message = running_shell.get_parent() if hasattr(running_shell, "get_parent") else {}
-    return parent_message.get("header", {}).get("msg_id") or running_shell.execution_count
+    return publish.request_id() or running_shell.execution_count
 
 
 def _missing_widget_part(running_shell: Any) -> str:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, format_bytes
@@ -21,22 +20,15 @@ _MAX_SINGLE_UNITS = 4  # more equal ones are described together
 _COUNT_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedModel:
+class TrainedModel(NamedTuple):
     """A model: the name of its class, and its numbers in one line."""
 
     name: str
     facts: str
 
 
-@dataclass(frozen=True, slots=True)
-class MachinePart:
-    """A device, the host's memory or its cores.
-
-    Attributes:
-        label: What it is, and how much of it is free.
-        is_used: Whether the run computes on it.
-    """
+class MachinePart(NamedTuple):
+    """A device, the host's memory or its cores, with what is free; and whether it is used."""
 
     label: str
     is_used: bool
@@ -75,27 +67,25 @@ def machine_parts(inventory: Inventory, plan: Plan | None) -> tuple[MachinePart,
     if plan is not None and (units_of_plan := registry.device(plan.device).units(inventory)):
         units = units_of_plan
         num_used = min(plan.num_processes, len(units_of_plan))
-    unit_texts = [_unit_size(unit.total_bytes, unit.free_bytes) for unit in units]
-    described_units = [
-        (unit.kind, unit.name, unit_text, unit_number < num_used)
-        for unit_number, (unit, unit_text) in enumerate(zip(units, unit_texts, strict=True))
+    described = [
+        (unit.kind, f"{unit.name}{_unit_size(unit.total_bytes, unit.free_bytes)}", place < num_used)
+        for place, unit in enumerate(units)
     ]
     parts: list[MachinePart] = []
-    unit_number = 0
-    for (kind, name, unit_text, is_used), equal_units in groupby(described_units):
-        num_equal = len(list(equal_units))
+    place = 0
+    for (kind, text, is_used), equal_units in groupby(described):
+        last = place + len(list(equal_units)) - 1
         noun = device_row(kind).noun
-        numbers = [f"{noun} {unit_number + step}" for step in range(num_equal)]
-        if num_equal > _MAX_SINGLE_UNITS:
-            numbers = [f"{noun} {unit_number} to {unit_number + num_equal - 1}"]
-        parts += [MachinePart(f"{number} · {name}{unit_text}", is_used) for number in numbers]
-        unit_number += num_equal
-    computes_on_host = num_used == 0
+        numbers = [f"{noun} {number}" for number in range(place, last + 1)]
+        if len(numbers) > _MAX_SINGLE_UNITS:
+            numbers = [f"{noun} {place} to {last}"]
+        parts += [MachinePart(f"{number} · {text}", is_used) for number in numbers]
+        place = last + 1
     host_text = _unit_size(inventory.host_total_bytes, inventory.host_available_bytes)
     return (
         *parts,
-        MachinePart(f"host memory{host_text}", computes_on_host),
-        MachinePart(count_noun(inventory.cpu_cores, "core"), computes_on_host),
+        MachinePart(f"host memory{host_text}", num_used == 0),
+        MachinePart(count_noun(inventory.cpu_cores, "core"), num_used == 0),
     )
 
 
@@ -104,7 +94,7 @@ def samples_sentence(per_process: int, accumulated: int, world_size: int) -> str
     total = per_process * accumulated * world_size
     factors = [f"{per_process} per process"]
     factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
-    factors += [f"{world_size} processes"] if world_size > 1 else []
+    factors += [count_noun(world_size, "process")] if world_size > 1 else []
     if len(factors) == 1:
         return f"{count_noun(total, 'sample')} per step."
     return f"{count_noun(total, 'sample')} per step: {' times '.join(factors)}."

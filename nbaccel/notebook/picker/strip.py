@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as w
 
-from nbaccel.notebook.picker.compared_ways import button_names
 from nbaccel.notebook.picker.fields import SharedFields, Toggles, toggle_class
 from nbaccel.notebook.picker.form_html import (
+    BarRow,
     fits_html,
     proposal_html,
     rows_of_ways,
@@ -33,11 +33,7 @@ _COMPARE_MEANING = "Show each way to train in each precision that the machine ha
 
 
 class CandidateStrip:
-    """Ways to train, each with the memory that it needs.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """Ways to train, each with the memory that it needs."""
 
     def __init__(
         self, model: PickerModel, fields: SharedFields, take: Callable[[Candidate], Any]
@@ -72,30 +68,25 @@ class CandidateStrip:
         self._compare.tooltip = f"{_COMPARE_MEANING} {model.precision_hint}".strip()
         may_compare = bool(self._shown) and len(model.precisions) > 1
         toggle_class(self._compare, "nbaccel-hidden", not may_compare)
-        self._sync_buttons(self._shown)
-        rows = rows_of_ways(self._shown, compares=compares, best_mark=model.best_mark)
-        self._bars.value = table_html(rows, model.precision_hint) if self._shown else ""
+        rows = [*rows_of_ways(self._shown, compares=compares, best_mark=model.best_mark)]
+        self._sync_buttons(rows)
+        self._bars.value = table_html(rows, model.precision_hint) if rows else ""
 
-    def _sync_buttons(self, candidates: Sequence[Candidate]) -> None:
+    def _sync_buttons(self, rows: Sequence[BarRow]) -> None:
         buttons = self._buttons.buttons
-        for number in range(len(buttons), len(candidates)):
+        for number in range(len(buttons), len(rows)):
             self._buttons.add(number, "", "", f"nbaccel-candidate-{number}")
         # Buttons stay where they are, so that the keyboard keeps its place.
         if len(buttons) != len(self._names.children):
             self._names.children = tuple(buttons.values())
-        for number in range(len(candidates), len(buttons)):
-            toggle_class(buttons[number], "nbaccel-hidden", True)
-        names = button_names(candidates, compares=self._model.compares_precisions)
-        for number, candidate in enumerate(candidates):
-            button = buttons[number]
-            is_first = number == 0 or candidates[number - 1].name != candidate.name
-            toggle_class(button, "nbaccel-hidden", False)
-            toggle_class(button, "nbaccel-first", is_first)
-            button.description = names[number]
-            button.disabled = bool(candidate.refusal)
+        for number, button in buttons.items():
+            toggle_class(button, "nbaccel-hidden", number >= len(rows))
+        for button, row, candidate in zip(buttons.values(), rows, self._shown, strict=False):
+            toggle_class(button, "nbaccel-first", bool(row.name))
+            button.description = row.told_name
+            button.disabled = row.is_refused
             button.tooltip = _candidate_text(candidate)
-        taken = [number for number, candidate in enumerate(candidates) if candidate.is_taken]
-        self._buttons.show(taken[0] if taken else None)
+        self._buttons.show(next((n for n, row in enumerate(rows) if row.is_chosen), None))
 
     def _pressed(self, number: int, is_on: bool) -> None:
         if is_on and number < len(self._shown):
@@ -111,11 +102,7 @@ def _candidate_text(candidate: Candidate) -> str:
 
 
 class ProposalsPanel:
-    """The proposals, shown when they are asked for.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """The proposals, shown when they are asked for."""
 
     def __init__(self, fields: SharedFields, take: Callable[[Proposal], Any]) -> None:
         self._shared = fields

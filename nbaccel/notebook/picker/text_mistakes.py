@@ -14,24 +14,19 @@ from dataclasses import dataclass
 import yaml
 
 from nbaccel.base.errors import ConfigError
+from nbaccel.config.text_forms import likely_reason
 
 KeyPath = tuple[str, ...]
 _KEY_END = re.compile(r"[\s=:]")
-_LAST_COMMA = "nothing follows this comma: remove it"
-_OTHER_QUOTES = tuple("'`\u2018\u2019\u201c\u201d\u201e")
 _LINE_IN_MESSAGE = re.compile(r"\bline (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextMistake:
-    """A mistake and where it is.
-
-    Attributes:
-        line: The line, from 1; None where the mistake is in no single line.
-        message: What is wrong, and what to do.
-    """
+    """A mistake and where it is."""
 
     line: int | None
+    """From 1; None where the mistake is in no single line."""
     message: str
 
 
@@ -63,27 +58,12 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def _syntax_mistake(error: ConfigError, num_lines: int) -> TextMistake | None:
     cause = error.__cause__
     if isinstance(cause, json.JSONDecodeError):
-        place = f"column {cause.colno}" if cause.lineno <= num_lines else "at the end"
-        line, words = _json_words(cause)
-        return TextMistake(line=min(line, num_lines), message=f"{words} ({place}).")
+        line, reason = likely_reason(cause)
+        words = reason.rstrip() or f"{cause.msg} (column {cause.colno})."
+        return TextMistake(line=min(line, num_lines), message=words)
     if cause is not None and (line_match := _LINE_IN_MESSAGE.search(str(cause))):
         return TextMistake(line=int(line_match[1]), message=error.mistakes[0])
     return None
-
-
-def _json_words(error: json.JSONDecodeError) -> tuple[int, str]:
-    """The line of a syntax error and what is wrong: the decoder names what it expected instead."""
-    rest = error.doc[error.pos :]
-    before = error.doc[: error.pos].rstrip()
-    if error.msg.startswith("Illegal trailing comma"):  # Python 3.13 knows it
-        return error.lineno, _LAST_COMMA
-    if rest[:1] in ("}", "]") and before.endswith(","):
-        return before.count("\n") + 1, _LAST_COMMA
-    if rest.startswith(("//", "/*", "#")):
-        return error.lineno, "JSON has no comments: remove this one, or give YAML"
-    if rest[:1] in _OTHER_QUOTES:
-        return error.lineno, f'JSON has double quotes, "like these": got {rest[:1]}'
-    return error.lineno, error.msg
 
 
 def _keys_of(node: yaml.Node | None, section: KeyPath) -> Iterator[tuple[KeyPath, int]]:

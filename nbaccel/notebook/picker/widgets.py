@@ -17,7 +17,7 @@ import ipywidgets as w
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.notebook.picker.all_settings import AllSettings
-from nbaccel.notebook.picker.choices import taken_settings, title_of
+from nbaccel.notebook.picker.choices import PANELS, taken_settings, title_of
 from nbaccel.notebook.picker.fields import (
     FieldLook,
     HtmlPart,
@@ -40,7 +40,6 @@ from nbaccel.notebook.picker.strip import CandidateStrip, ProposalsPanel
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
-    from nbaccel.memory.suggesting import Proposal
     from nbaccel.memory.ways import Candidate
     from nbaccel.notebook.picker.model import PickerModel
 
@@ -56,23 +55,20 @@ class _ViewPart(Protocol):
 
 
 class ActionsRow:
-    """The line at the bottom: Suggest, Undo, how to use it, and the languages to copy it in.
-
-    Attributes:
-        box: The widget to show.
-    """
+    """The line at the bottom: Suggest, Undo, how to use it, and the languages to copy it in."""
 
     def __init__(self, model: PickerModel, fields: SharedFields, carry_out: CarryOut) -> None:
         self._model = model
         self._carry_out = carry_out
-        self._shared = fields
-        self._faces: FacesPanel | None = None
-        self._proposals = ProposalsPanel(fields, self._take)
+        self._faces = FacesPanel(model, fields)
+        self._proposals = ProposalsPanel(
+            fields, lambda proposal: carry_out(lambda: model.take_proposal(proposal))
+        )
         self._suggest = fields.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
-        self._undo = fields.new_button("Undo", "nbaccel-undo", self._on_undo)
+        self._undo = fields.new_button("Undo", "nbaccel-undo", lambda: carry_out(model.undo))
         self._use = fields.new_html(use_html("picker"), "nbaccel-use")
         section = FoldedSection(
-            "Copy as", (), model, fields, self._make_faces, css_class="nbaccel-opens-faces"
+            "Copy as", (), model, fields, self._faces.make, css_class="nbaccel-opens-faces"
         )
         row = fields.new_row([self._suggest, self._undo, self._use, section.box], "nbaccel-actions")
         self.box = fields.new_box([self._proposals.box, row], "nbaccel-foot")
@@ -80,8 +76,7 @@ class ActionsRow:
     def sync(self) -> None:
         """Disable buttons that have no effect now; proposals are of the state before."""
         self._proposals.hide()
-        if self._faces is not None:
-            self._faces.sync()
+        self._faces.sync()
         self._undo.disabled = not self._model.can_undo
         self._undo.tooltip = "Take the last change back" if self._model.can_undo else _NO_CHANGE
         refusal = self._model.suggest_refusal
@@ -92,47 +87,27 @@ class ActionsRow:
         """Say how what was chosen is used, by the variable that holds the picker."""
         self._use.value = use_html(name)
 
-    def _make_faces(self) -> list[w.Widget]:
-        self._faces = FacesPanel(self._model, self._shared)
-        self._faces.sync()
-        return [self._faces.box]
-
-    def _on_undo(self) -> None:
-        self._carry_out(self._model.undo)
-
     def _on_suggest(self) -> None:
         self._suggest.disabled = True
         self._suggest.description = "Looking …"
         try:
-            self._carry_out(self._propose)
+            self._carry_out(lambda: self._proposals.show(self._model.proposals()))
         finally:
             self._suggest.description = _SUGGEST
             self._suggest.disabled = bool(self._model.suggest_refusal)
-
-    def _propose(self) -> None:
-        self._proposals.show(self._model.proposals())
-
-    def _take(self, proposal: Proposal) -> None:
-        self._carry_out(lambda: self._model.take_proposal(proposal))
 
 
 _ON_WHAT = ("num_processes", "mixed_precision")
 
 
 class PickerView:
-    """Everything that is shown of one picker.
-
-    Attributes:
-        root: The widget that holds all others.
-        actions: The line at the bottom; None where one part of the form is shown.
-    """
+    """Everything that is shown of one picker; without `actions` where that is a part of it."""
 
     def __init__(
         self,
         model: PickerModel,
         panel_names: Sequence[str],
         *,
-        is_whole: bool,
         lock: threading.RLock,
         hidden_class: str,
     ) -> None:
@@ -149,6 +124,7 @@ class PickerView:
         self._messages = self._shared.new_html()
         self.actions: ActionsRow | None = None
         self._parts: list[_ViewPart] = []
+        is_whole = tuple(panel_names) == PANELS
         inside = self._whole(panel_names) if is_whole else self._panels(panel_names)
         self.root = self._shared.new_box([widget, *inside], "nbaccel-picker")
         self.sync()
@@ -174,60 +150,49 @@ class PickerView:
         """Do what the user asks for, and show what goes wrong."""
         with self._lock:
             self._forget(field)
+            mistakes: tuple[str, ...] = ()
             try:
                 action()
             except ConfigError as error:
+                mistakes = error.mistakes
                 self._place(error, field)
-                return error.mistakes
             except Exception as error:  # ipywidgets would only log it
-                self._wrong = (f"{type(error).__name__}: {error}",)
-                self._tell()
-                return self._wrong
-            self._said = (done,) if done else ()
-            if field is None:
-                self._drop_what_was_typed()
+                mistakes = self._wrong = (f"{type(error).__name__}: {error}",)
+            else:
+                self._said = (done,) if done else ()
+                # After a whole configuration was loaded or undone, no refused text stays.
+                for refused in [one for one in self._all_fields() if one.messages and not field]:
+                    refused.tell(())
+                    refused.sync()
             self._tell()
-            return ()
+            return mistakes
 
     def _forget(self, field: SettingField | None) -> None:
         """Remove messages of earlier mistakes; a field whose text is still wrong keeps its own."""
         for told_field in self._told_elsewhere:
             told_field.tell(())
         self._told_elsewhere = []
-        self._said = ()
-        self._wrong = ()
+        self._said = self._wrong = ()
         if field is not None:
             field.messages = ()  # the text stays visible until the next attempt is judged
-
-    def _drop_what_was_typed(self) -> None:
-        """Clear refused text in all fields after a whole configuration was loaded or undone."""
-        refused_fields = [field for field in self._all_fields() if field.messages]
-        for field in refused_fields:
-            field.tell(())
-            field.sync()
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
         """Show each mistake at its field, if that is visible."""
         other_messages: list[str] = []
         for name, messages in self._model.mistakes_of(error).items():
             named_fields = [
-                named_field
-                for named_field in self._all_fields()
-                if named_field.setting.name == name
-                and named_field is not field
-                and named_field.is_visible
+                one
+                for one in self._all_fields()
+                if one.setting.name == name and one is not field and one.is_visible
             ]
-            if not named_fields:
-                other_messages += messages
-            for named_field in named_fields:
-                if not named_field.messages:  # the field's own messages come first
-                    named_field.tell(tuple(messages))
-                    self._told_elsewhere.append(named_field)
+            other_messages += [] if named_fields else messages
+            # The field's own messages come first.
+            for named_field in (one for one in named_fields if not one.messages):
+                named_field.tell(tuple(messages))
+                self._told_elsewhere.append(named_field)
         if field is not None:
             field.tell(tuple(other_messages) or error.mistakes)
-            other_messages = []
-        self._wrong = tuple(other_messages)
-        self._tell()
+        self._wrong = () if field is not None else tuple(other_messages)
 
     def _tell(self) -> None:
         remarks = dict.fromkeys([*self._said, *self._model.remarks])

@@ -289,15 +289,9 @@ class RunBoard:
 
 def loss_first(metrics: Iterable[str]) -> list[str]:
     """The names, each once; in front `loss`, or what has that in its name, or the first one."""
-    names = dict.fromkeys(metrics)
-    first = min(names, key=_how_far_from_loss, default=None)
-    return sorted(names, key=lambda name: name != first)
-
-
-def _how_far_from_loss(name: str) -> int:
-    if name.lower() == "loss":
-        return 0
-    return 1 if "loss" in name.lower() else 2
+    names = [*dict.fromkeys(metrics)]
+    ranked = sorted(names, key=lambda name: (name.lower() != "loss", "loss" not in name.lower()))
+    return sorted(names, key=lambda name: name != ranked[0])
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -31,8 +31,8 @@ from nbaccel.output.panel.words import (
     LABEL_CHARS,
     LINE_CHARS,
     MOST_ROWS,
-    NO_VALUE,
     ShownProgress,
+    filled_columns,
     left_out_sentence,
     live_parts,
     memory_range,
@@ -114,14 +114,13 @@ def _charts(board: RunBoard) -> str:
 def ranks_html(board: RunBoard) -> str:
     """The ranks, a row each."""
     shown, others = _shown_ranks(board)
-    columns = [["rank", *(str(facts.rank) for facts in shown)]]
-    for name, cell_of in _COLUMNS.items():
-        cells = [cell_of(facts, board) for facts in shown]
-        # A column without a value for any rank would only take space.
-        if any(cells):
-            title = html.escape(_common_loss_name(board)) if name == _LOSS_COLUMN else ""
-            columns.append([title or name, *(cell or NO_VALUE for cell in cells)])
-    rows = list(zip(*columns, strict=True))
+    columns = {"rank": [str(facts.rank) for facts in shown]}
+    columns |= {
+        name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
+    }
+    rows = filled_columns(columns, "rank")
+    loss_name = html.escape(_common_loss_name(board)) or _LOSS_COLUMN
+    rows[0] = [loss_name if name == _LOSS_COLUMN else name for name in rows[0]]
     return html_table(rows, is_html=True, rest=_rest_words(others) if others else "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbaccel.base.units import (
@@ -187,9 +187,10 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
     # One that was only seen may be the one whose bar the function draws.
     if loop.epoch and not (loop.loop_is_seen and loop.bars):
         total = loop.total_batches
+        label = "" if loop.loop_name else epoch_of(facts, loop.time)
         loops.append(
             ShownProgress(
-                label=_loop_label(facts),
+                label=label or plain_text(facts.loop_label, LABEL_CHARS),
                 fraction=min(1.0, loop.batches / total) if total else None,
                 done=f"{loop.batches:,}" + (f" of {total:,}" if total else ""),
             )
@@ -208,12 +209,6 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
         for line in facts.rewritten_lines
     ]
     return [*loops, *bars, *lines]
-
-
-def _loop_label(facts: RankFacts) -> str:
-    """`epoch 3 of 14`, or what the loop is called."""
-    words = "" if facts.told.loop_name else epoch_of(facts, facts.told.time)
-    return words or plain_text(facts.loop_label, LABEL_CHARS)
 
 
 def _progress_words(ranks: Sequence[RankFacts]) -> str:
@@ -244,6 +239,16 @@ def memory_range(sizes: Sequence[int]) -> str:
 
 
 # ------------------------------------------------------------------------- pieces
+
+
+def filled_columns(columns: Mapping[str, Sequence[str]], first: str) -> list[list[str]]:
+    """A table's rows: columns without a value, but for the first, would only take space."""
+    cells = {
+        name: texts if name == first else [text or NO_VALUE for text in texts]
+        for name, texts in columns.items()
+        if name == first or any(texts)
+    }
+    return [[*row] for row in zip(*([name, *texts] for name, texts in cells.items()), strict=True)]
 
 
 def sparkline(values: Sequence[float]) -> str:

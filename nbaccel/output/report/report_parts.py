@@ -41,6 +41,7 @@ from nbaccel.output.panel.rank_times import (
 )
 from nbaccel.output.panel.words import (
     LABEL_CHARS,
+    filled_columns,
     plain_text,
     rate_text,
     sparkline,
@@ -210,15 +211,14 @@ def _size(num_bytes: int | None) -> str:
 
 def _figure_rows(facts: RunFacts) -> list[list[str]]:
     """What each rank has done and needed; columns without any value are left out."""
-    columns = [["rank", *(str(figures.rank) for figures in facts.ranks)]]
+    columns = {"rank": [str(figures.rank) for figures in facts.ranks]}
     for name, text_of in _FIGURE_COLUMNS.items():
-        cells = [plain_text(text_of(figures), 2 * LABEL_CHARS) for figures in facts.ranks]
-        if any(cells):
-            columns.append([name, *(cell or "-" for cell in cells)])
-    if names := facts.metric_names:
-        cells = [from_to(facts.curves_of(names[0]).get(figures.rank)) for figures in facts.ranks]
-        columns.append([plain_text(names[0], LABEL_CHARS), *cells])
-    return [list(row) for row in zip(*columns, strict=True)] if len(columns) > 1 else []
+        columns[name] = [plain_text(text_of(one), 2 * LABEL_CHARS) for one in facts.ranks]
+    for name in facts.metric_names[:1]:
+        cells = [from_to(facts.curves_of(name).get(figures.rank)) for figures in facts.ranks]
+        columns[plain_text(name, LABEL_CHARS)] = cells
+    rows = filled_columns(columns, "rank")
+    return rows if len(rows[0]) > 1 else []
 
 
 def _warning_lines(facts: RunFacts) -> list[str]:

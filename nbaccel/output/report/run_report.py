@@ -60,9 +60,8 @@ class RunReport:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it into one file, which appears whole or not at all."""
         target = Path(path).expanduser()
-        writers = {".html": self._as_document, ".json": self._as_json}
-        writer = writers.get(target.suffix.lower())
-        if writer is None:
+        suffix = target.suffix.lower()
+        if suffix not in (".html", ".json"):
             raise ConfigError(
                 f"report.save({str(path)!r}): the name must end with .html or .json, which says "
                 f"what is written. Give for example {str(target.with_suffix('.html'))!r}."
@@ -72,14 +71,11 @@ class RunReport:
                 f"report.save({str(path)!r}): the folder {str(target.parent)!r} does not exist, so "
                 "nothing was written. Create it, or give another path."
             )
-        atomic.write_text(target, writer())
+        text = report_document(self.facts)
+        if suffix == ".json":
+            text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        atomic.write_text(target, text)
         return target
-
-    def _as_document(self) -> str:
-        return report_document(self.facts)
-
-    def _as_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def _repr_html_(self) -> str:
         return report_part(self.facts)

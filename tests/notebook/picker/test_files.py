@@ -136,8 +136,8 @@ def test_keys_that_resemble_none_are_taken_where_deepspeed_is_not_installed(pick
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ('{"zero_optimization": {', "is no JSON"),
-        ("a: b: c\nd", "neither JSON nor YAML"),
+        ('{"zero_optimization": {', "cannot be read from JSON"),
+        ("a: b: c\nd", "cannot be read from JSON or YAML"),
         ("[1, 2]", "holds no settings"),
         ("hello", "holds no settings"),
         ("no/such/file.json", "cannot be read"),

@@ -15,7 +15,6 @@ from nbaccel.memory.suggesting import Proposal
 from nbaccel.memory.ways import Candidate
 from nbaccel.notebook.picker import form_html, html as html_module
 from nbaccel.notebook.picker.compared_ways import hint_of
-from nbaccel.notebook.picker.exporters import ConfigFace
 from nbaccel.notebook.picker.form_text import picker_text
 from nbaccel.notebook.picker.model import PickerModel
 from nbaccel.notebook.picker.text_mistakes import TextMistake
@@ -104,7 +103,7 @@ DRAWN = {
     "remarks": html_module.remarks_html([EVIL]),
     "heading": html_module.heading_html(EVIL),
     "label": html_module.label_html(EVIL),
-    "face": html_module.face_html(ConfigFace(EVIL, "json", EVIL)),
+    "face": html_module.face_html(EVIL, EVIL),
     "resolved": html_module.resolved_html([Choice(EVIL, EVIL, EVIL)]),
     "mistakes": html_module.text_mistakes_html([TextMistake(line=1, message=EVIL)], EVIL, ""),
     "no mistakes": html_module.text_mistakes_html([], "", EVIL),

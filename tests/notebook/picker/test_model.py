@@ -47,7 +47,7 @@ def test_a_choice_makes_a_new_configuration():
     picker = PickerModel(inventory=with_gpus(2))
     first = picker.config
     calls = []
-    end = picker.observe(lambda: calls.append(picker.config))
+    picker.observe(lambda: calls.append(picker.config))
 
     picker.choose("mixed_precision", "bf16")
     picker.choose("zero_stage", 3)
@@ -63,9 +63,6 @@ def test_a_choice_makes_a_new_configuration():
     )
     assert len(calls) == 4
     assert calls[-1] == picker.config
-    end()
-    picker.choose("num_processes", 1)
-    assert len(calls) == 4
 
 
 @needs.DEEPSPEED_ROW
@@ -190,11 +187,15 @@ def test_fp8_opens_its_recipe(monkeypatch):
     picker.replace(picker.config.changed(fp8="te"))
     shown = {s.name for s in picker.settings("precision") if picker.is_shown(s.name)}
     assert {"fp8.fp8_format", "fp8.margin", "fp8.interval", "fp8.amax_history_len"} <= shown
-    assert {"fp8.amax_compute_algo", "fp8.override_dgrad", "fp8.use_autocast_during_eval"} <= shown
+    assert {
+        "fp8.amax_compute_algo",
+        "fp8.override_linear_precision",
+        "fp8.use_autocast_during_eval",
+    } <= shown
     assert "fp8.opt_level" not in shown
     picker.choose("fp8.backend", "native")
     picker.choose("fp8.margin", 2)
-    picker.choose("fp8.override_dgrad", True)
+    picker.choose("fp8.override_linear_precision", [False, True, False])
     assert picker.config.fp8.margin == 2
     assert picker.config.fp8.override_linear_precision == (False, True, False)
     assert not picker.is_shown("fp8.amax_history_len")  # its default has no history
@@ -434,13 +435,15 @@ def test_an_estimate_that_was_interrupted_is_made_at_the_next_change():
     picker = PickerModel(model=net(), inventory=WITHOUT_GPU)
     picker.postpone_memory()
 
-    def stop() -> None:
-        raise KeyboardInterrupt
+    stops = [KeyboardInterrupt]
 
-    end = picker.observe(stop)
+    def stop() -> None:
+        if stops:
+            raise stops.pop()
+
+    picker.observe(stop)
     with pytest.raises(KeyboardInterrupt):
         picker.estimate_memory()
-    end()
     picker.choose("mixed_precision", "bf16")
     assert picker.verdict.fits
     assert picker.bars()
@@ -567,7 +570,7 @@ def test_faces_say_the_same():
         sample_batch=torch.randn(4, 8),
         inventory=with_gpus(2),
     )
-    faces = {face.name: face.text for face in picker.faces()}
+    faces = picker.faces()
 
     assert RunConfig.from_yaml(faces["YAML"]) == picker.config
     assert RunConfig(num_processes=2, deepspeed=faces["DeepSpeed JSON"]).zero_stage == 3
@@ -593,7 +596,7 @@ def test_the_line_carries_every_setting():
         activation_checkpointing=True,
         timeout=5,
     )
-    line = {f.name: f.text for f in faces_of(config, {})}["Command line"]
+    line = faces_of(config, {})["Command line"]
     wanted = read_magic_line(
         line.removeprefix("%%accelerate"), base_config=RunConfig(), namespace={}
     ).wanted
@@ -612,7 +615,7 @@ def test_auto_is_shown_resolved_with_reasons():
     assert told["train_batch_size"].value == 8
     assert "4 per process * 1 accumulated * 2 processes" in told["train_batch_size"].reason
     assert told["gradient_clipping"].reason == "Accelerate's default"
-    settings = json.loads({f.name: f.text for f in picker.faces()}["DeepSpeed JSON"])
+    settings = json.loads(picker.faces()["DeepSpeed JSON"])
     assert settings["train_batch_size"] == 8
 
     open_ = PickerModel(RunConfig(zero_stage=2), inventory=with_gpus(1))

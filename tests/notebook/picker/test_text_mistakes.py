@@ -73,10 +73,10 @@ def test_each_mistake_is_at_its_key(model, indent):
     ("text", "line", "told"),
     [
         ('{\n  "num_processes": 2\n  "device": "cpu"\n}', 3, "delimiter"),
-        ('{\n  "num_processes": 2', 2, "at the end"),
+        ('{\n  "num_processes": 2', 2, "cut off"),
         ('{\n  // both\n  "num_processes": 2\n}', 2, "no comments"),
         ('{\n  "num_processes": 2 # both\n}', 2, "no comments"),
-        ('{\n  "num_processes": 2,\n}', 2, "nothing follows this comma"),
+        ('{\n  "num_processes": 2,\n}', 2, "one too many"),
         ("{\n  'num_processes': 2\n}", 2, "double quotes"),
         ('{\n  "device":\n  \u201ccpu\u201d}', 3, "double quotes"),
         ("num_processes: 2\nmixed_precision: bf17\n", 2, "bf17"),
