@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.auto_values import Resolved, resolve_auto
     from nbaccel.deepspeed.checking import Checked, check_config
     from nbaccel.deepspeed.environment import deepspeed_environment
-    from nbaccel.deepspeed.official_formulas import DeepSpeedTable, deepspeed_table
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin
     from nbaccel.deepspeed.training_facts import TrainingFacts
     from nbaccel.deepspeed.zero_config import ZeroConfig
@@ -22,13 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Checked",
     "DeepSpeedPlugin",
-    "DeepSpeedTable",
     "Resolved",
     "TrainingFacts",
     "ZeroConfig",
     "check_config",
     "deepspeed_environment",
-    "deepspeed_table",
     "estimate_memory",
     "resolve_auto",
 ]
@@ -38,13 +35,11 @@ __getattr__ = lazy_names(
     {
         "Checked": "nbaccel.deepspeed.checking",
         "DeepSpeedPlugin": "nbaccel.deepspeed.strategy.plugin",
-        "DeepSpeedTable": "nbaccel.deepspeed.official_formulas",
         "Resolved": "nbaccel.deepspeed.auto_values",
         "TrainingFacts": "nbaccel.deepspeed.training_facts",
         "ZeroConfig": "nbaccel.deepspeed.zero_config",
         "check_config": "nbaccel.deepspeed.checking",
         "deepspeed_environment": "nbaccel.deepspeed.environment",
-        "deepspeed_table": "nbaccel.deepspeed.official_formulas",
         "estimate_memory": "nbaccel.deepspeed.zero_memory",
         "resolve_auto": "nbaccel.deepspeed.auto_values",
     },
