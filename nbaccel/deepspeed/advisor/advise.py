@@ -385,25 +385,17 @@ def _check_arguments(
             f"model={model!r} is no module: its parameters decide what fits. Give the model; it "
             "may be on meta."
         )
-    mistakes = []
-    if num_nodes < 1:
-        mistakes.append(f"num_nodes={num_nodes} means no machine. Use 1 or more.")
-    if try_it and sample_batch is None:
-        mistakes.append(
-            f"try_it=True needs a batch for its real step: got sample_batch={sample_batch}. Give "
-            "what your loader gives one process."
-        )
-    if try_it and any(parameter.is_meta for parameter in model.parameters()):
-        mistakes.append(
-            f"try_it=True cannot run {type(model).__name__}, which is on meta: it has no values. "
-            "Leave try_it out, or make the model with values."
-        )
-    if try_it and num_nodes > 1:
-        mistakes.append(
-            f"try_it=True can start processes on this machine only: got num_nodes={num_nodes}. "
-            "Leave one of them out."
-        )
-    if try_it and max_trials < 1:
-        mistakes.append(f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False.")
-    if mistakes:
-        raise ConfigError(*mistakes)
+    name = type(model).__name__
+    problems = {
+        f"num_nodes={num_nodes} means no machine. Use 1 or more.": num_nodes < 1,
+        f"try_it={try_it} needs a batch for its real step: got sample_batch=None. Give what your "
+        "loader gives one process.": try_it and sample_batch is None,
+        f"try_it=True cannot run {name}, which is on meta: it has no values. Leave try_it out, or "
+        "make the model with values.": try_it and any(one.is_meta for one in model.parameters()),
+        "try_it=True can start processes on this machine only: got "
+        f"num_nodes={num_nodes}. Leave one of them out.": try_it and num_nodes > 1,
+        f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False.": try_it
+        and max_trials < 1,
+    }
+    if any(problems.values()):
+        raise ConfigError(*(text for text, is_there in problems.items() if is_there))

@@ -30,7 +30,7 @@ def with_stage(
         place = nested_keys.value_at(settings, key) or "none"
         possible = place_at_stage(key, place, stage)
         if possible != place:
-            _put_place(settings, key, possible)
+            put_place(settings, key, possible)
             target = "the CPU" if possible == "cpu" else "the device"
             remarks += (f"Place of {content}: {target}, as stage {stage} cannot use {place}.",)
     return Edit(run_config.changed(zero_stage=stage, deepspeed=settings), remarks)
@@ -42,7 +42,10 @@ def with_key(config: RunConfig, key: str, value: Any) -> Edit:
     remarks: tuple[str, ...] = ()
     part = key.partition(".")[0]
     if key in _CONTENTS:
-        remarks = _put_place(settings, key, value)
+        # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
+        folder = str(Path.cwd() / "nvme_offload")
+        if put_place(settings, key, value, folder):
+            remarks = (f"Files of {_CONTENTS[key]} go to {folder}: change it to a fast disk.",)
     elif value in (None, ""):
         nested_keys.drop_at(settings, key)
         if key in _STAND_INS:  # without a type its parameters have no meaning
@@ -56,19 +59,18 @@ def with_key(config: RunConfig, key: str, value: Any) -> Edit:
     return Edit(config.changed(deepspeed=settings), remarks)
 
 
-def _put_place(settings: dict[str, Any], key: str, place: str | None) -> tuple[str, ...]:
-    """Say where something is kept, with the folder that only a disk has."""
+def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str = "") -> bool:
+    """Say where something is kept, with the folder that only a disk has; whether it is new."""
     section = key.rpartition(".")[0]
     path_key = f"{section}.nvme_path"
-    if place in (None, "", "none"):
+    if place in (None, "", "none") or isinstance(nested_keys.value_at(settings, section), str):
         nested_keys.drop_at(settings, section)
-        return ()
+    if place in (None, "", "none"):
+        return False
     nested_keys.put_at(settings, key, place)
-    if place == "cpu":
+    if place != "nvme":
         nested_keys.drop_at(settings, path_key)
-    if place != "nvme" or nested_keys.value_at(settings, path_key):
-        return ()
-    # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
-    folder = str(Path.cwd() / "nvme_offload")
-    nested_keys.put_at(settings, path_key, folder)
-    return (f"Files of {_CONTENTS[key]} go to {folder}: change it to a fast disk.",)
+    elif not nested_keys.value_at(settings, path_key):
+        nested_keys.put_at(settings, path_key, folder)
+        return True
+    return False

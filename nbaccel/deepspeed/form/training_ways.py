@@ -11,6 +11,7 @@ from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits
 from nbaccel.deepspeed import library
+from nbaccel.deepspeed.form.key_edits import put_place
 from nbaccel.deepspeed.zero_config import ZERO
 from nbaccel.deepspeed.zero_memory import (
     OPTIMIZER_PLACE,
@@ -146,25 +147,14 @@ def _placed(
 ) -> RunConfig:
     """The run with that placement; what the user has written for it is kept."""
     settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
+    put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder or "")
+    put_place(settings, PARAM_PLACE, placement.parameters, folder or "")
     zero_section = settings.setdefault(ZERO, {})
     zero_section.pop("stage", None)
     largest = largest_parameter(shape)
-    for name, place in (
-        ("offload_optimizer", placement.optimizer),
-        ("offload_param", placement.parameters),
-    ):
-        written = zero_section.pop(name, None)
-        if place == "none":
-            continue
-        section = {**(written if isinstance(written, dict) else {}), "device": place}
-        if place == "nvme":
-            section.setdefault("nvme_path", folder or "")
-            if name == "offload_param":  # each buffer must hold the largest parameter
-                aligned = -(-largest // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
-                section.setdefault("buffer_size", aligned)
-        else:
-            section.pop("nvme_path", None)
-        zero_section[name] = section
+    if placement.parameters == "nvme":  # each buffer must hold the largest parameter
+        aligned = -(-largest // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+        zero_section["offload_param"].setdefault("buffer_size", aligned)
     bucket = max(_LEAST_BUCKET, min(shape.largest_layer, _USUAL_BUCKET))
     for key in _BUCKETS.get(placement.divided, ()):
         zero_section.setdefault(key, bucket)

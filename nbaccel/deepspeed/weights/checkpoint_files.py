@@ -6,13 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.units import count_noun, number_ranges
-from nbaccel.deepspeed.weights.placeholders import placeholders
+from nbaccel.deepspeed.weights.placeholders import check_whole
 from nbaccel.deepspeed.weights.state_files import read_states
 
 _MODEL_FILE = re.compile(
@@ -75,7 +76,7 @@ def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> Checkpoint
     """Find the files of one save."""
     root = Path(checkpoint_dir).expanduser()
     if not root.is_dir():
-        raise ConfigError(_no_folder(root))
+        _refuse_no_folder(root)
     folder = _tagged_folder(root, tag)
     names = sorted(path.name for path in folder.glob(_ANY_STATES))
     _check_kind(folder, names)
@@ -93,15 +94,16 @@ def _content_of(folder: Path) -> str:
     return ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing at all"
 
 
-def _no_folder(root: Path) -> str:
+def _refuse_no_folder(root: Path) -> NoReturn:
     if root.exists():
-        return _placeholder_text(root) or (
+        _refuse_placeholders(root)
+        raise ConfigError(
             f"{root} is a file, and a checkpoint of ZeRO is a folder, in which each rank has files "
             f"of its own. {_GIVE_FOLDER}"
         )
     others = ", ".join(sorted(path.name for path in root.parent.glob("[!.]*/"))[:8])
     neighbours = f"In {root.parent} there are: {others}. " if others else ""
-    return (
+    raise ConfigError(
         f"{root} does not exist, so there is no checkpoint to convert. {neighbours}{_GIVE_FOLDER}"
     )
 
@@ -115,10 +117,10 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         return root / tag
     tags = sorted(path.name for path in root.iterdir() if _has_states(path))
     if tag is None and not tags:
-        files = sorted([*root.glob("*.safetensors"), *root.glob("*.bin")])
+        for path in sorted([*root.glob("*.safetensors"), *root.glob("*.bin")]):
+            _refuse_placeholders(path)
         raise ConfigError(
-            next(filter(None, map(_placeholder_text, files)), "")
-            or f"{root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a folder "
+            f"{root} is no checkpoint of DeepSpeed: it has neither a file `latest` nor a folder "
             f"with *_states.pt in it, but {_content_of(root)}. {_GIVE_FOLDER}"
         )
     asked = "file `latest`, which would tell the tag of the last save"
@@ -147,31 +149,18 @@ def _latest_tag(path: Path) -> str:
     return tag
 
 
-def _placeholder_text(path: Path) -> str:
-    """The message about weights that were saved while ZeRO-3 had them in parts; or empty."""
+def _refuse_placeholders(path: Path) -> None:
+    """Refuse a file of weights that was written while ZeRO-3 had them in parts."""
     try:
-        state = _state_dict_in(path)
-        names = placeholders(state)
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                shapes = {name: file.get_slice(name).get_shape() for name in list(file.keys())}
+            state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        else:
+            state = dict(read_states(path).states.items())
     except (ConfigError, SafetensorError, AttributeError):
-        return ""
-    if not names:
-        return ""
-    return (
-        f"{path} holds ZeRO-3 placeholders instead of weights: {len(names)} of its {len(state)} "
-        f"tensors have shape (0,) or (1,), as {names[0]}. It was written by state_dict() or "
-        "torch.save while the parameters were spread over the ranks, and the weights are not in "
-        "it. Convert the checkpoint that engine.save_checkpoint wrote, if there is one."
-    )
-
-
-def _state_dict_in(path: Path) -> dict[str, torch.Tensor]:
-    if path.suffix != ".safetensors":
-        return dict(read_states(path).states.items())
-    with safe_open(path, "pt") as file:
-        return {
-            name: torch.empty(file.get_slice(name).get_shape(), device="meta")
-            for name in list(file.keys())
-        }
+        return
+    check_whole(state, str(path))
 
 
 def _check_kind(folder: Path, names: Sequence[str]) -> None:
