@@ -63,36 +63,28 @@ _REDUCED_AT_ONCE = 5 * 10**8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedSettings:
-    """What a configuration says of memory.
-
-    Attributes:
-        zero: Values by their keys in ``zero_optimization``: DeepSpeed's defaults where it has none.
-        stage: ZeRO stage, 0 to 3.
-        precision: ``fp32``, ``fp16`` or ``bf16``: what the model computes in.
-        parameter_bytes: Bytes of one parameter in it.
-        gradient_bytes: Bytes of one gradient while they are accumulated.
-        master_bytes: Bytes of one parameter as the optimizer keeps it.
-        state_bytes: Bytes of one number of an optimizer's state.
-        num_states: Such numbers for each parameter: two for Adam.
-        torch_optimizer: Whether the optimizer is torch's, or the caller's, not DeepSpeed's own.
-        optimizer_place: Where the optimizer's states are: ``none`` (on the device), ``cpu``,
-            ``nvme``.
-        parameter_place: Where the parameters are while they are not used.
-        unknown: Settings left to "auto", counted as DeepSpeed's defaults.
-    """
+    """What a configuration says of memory."""
 
     zero: Mapping[str, Any]
+    """Values by their keys in ``zero_optimization``: DeepSpeed's defaults where it has none."""
     stage: int
     precision: str
+    """What the model computes in: ``fp32``, ``fp16`` or ``bf16``."""
     parameter_bytes: int
     gradient_bytes: int
+    """Bytes of one gradient while they are accumulated."""
     master_bytes: int
+    """Bytes of one parameter as the optimizer keeps it."""
     state_bytes: int
     num_states: int
+    """Numbers of `state_bytes` that the optimizer keeps of each parameter: two for Adam."""
     torch_optimizer: bool
+    """Whether the optimizer is torch's, or the caller's, not DeepSpeed's own."""
     optimizer_place: str
+    """Where the optimizer's states are: ``none`` (on the device), ``cpu``, ``nvme``."""
     parameter_place: str
     unknown: tuple[str, ...]
+    """Settings left to "auto", counted as DeepSpeed's defaults."""
 
 
 def _counted(

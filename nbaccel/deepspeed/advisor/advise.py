@@ -130,12 +130,9 @@ def _advice(
 # ----------------------------------------------------------------------- the ways
 @dataclass
 class _Finder(CandidateFinder):
-    """Finds ways with DeepSpeed, from stage 0 on, with whole configurations.
+    """Finds ways with DeepSpeed, from stage 0 on, with whole configurations."""
 
-    Attributes:
-        settings: The user's own.
-    """
-
+    # The user's own.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:

@@ -32,16 +32,11 @@ _GIVE_FOLDER = "Give the folder that save_checkpoint was given."
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The files of one save.
-
-    Attributes:
-        folder: Where they lie.
-        model: Files of model states, by rank; that of stages 0-2 counts as rank 0's.
-        optimizer: Files of optimizer states, by rank.
-    """
+    """The files of one save, by rank."""
 
     folder: Path
     model: dict[int, Path]
+    """Files of model states; that of stages 0-2 counts as rank 0's."""
     optimizer: dict[int, Path]
 
     def check_ranks(self, num_ranks: int, stage: int) -> None:

@@ -27,17 +27,12 @@ _INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file to write.
-
-    Attributes:
-        filename: Its name.
-        weights: What it holds, in this order.
-        tied: Names of tied parameters → the name here of the tensor that is written for each.
-    """
+    """One file to write, with its weights in this order."""
 
     filename: str
     weights: tuple[Weight, ...]
     tied: Mapping[str, str]
+    """Names of tied parameters → the name here of the tensor that is written for each."""
 
     @property
     def nbytes(self) -> int:

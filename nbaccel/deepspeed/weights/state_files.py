@@ -36,11 +36,7 @@ _MADV_DONTNEED = 4  # of Linux's <sys/mman.h>
 
 
 class Unknown:
-    """An object of a class that is not looked up; it keeps its constructor's arguments.
-
-    Attributes:
-        args: The constructor's arguments.
-    """
+    """An object of a class that is not looked up; it keeps its constructor's arguments."""
 
     args: tuple[Any, ...]
 
@@ -58,17 +54,12 @@ class Unknown:
 
 
 class StateFile(NamedTuple):
-    """A file that is mapped.
-
-    Attributes:
-        path: The file.
-        states: What was saved.
-        mappings: Addresses at which it is mapped; none where the system does not tell.
-    """
+    """A file that is mapped, with what was saved."""
 
     path: Path
     states: Any
     mappings: frozenset[range]
+    """Addresses at which it is mapped; none where the system does not tell."""
 
 
 def is_readable(path: Path) -> bool:
@@ -187,19 +178,14 @@ def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor to be written: its name, its shape, and the pieces that it is put together from.
-
-    Attributes:
-        name: As in the model's state dict.
-        shape: Its shape.
-        dtype: Type of its elements when it has been read.
-        pieces: Its elements in their order; empty where they are not in files.
-    """
+    """A tensor to be written: its name, its shape, and the pieces that it is put together from."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    """Type of its elements when it has been read."""
     pieces: tuple[FileTensor, ...] = ()
+    """Its elements in their order; empty where they are not in files."""
 
     @property
     def numel(self) -> int:
