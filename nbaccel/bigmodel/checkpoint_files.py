@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.units import first_few
+from nbaccel.base.weight_files import SAFE_DTYPE_NAMES
 
 SAFE_FILE = "model.safetensors"
 TORCH_FILE = "pytorch_model.bin"
@@ -31,27 +32,6 @@ _HEADER_LENGTH_BYTES = 8
 _POINTER_START = b"version https://git-lfs"
 _ARCHIVE_START = b"PK\x03\x04"
 _REMEDY = "Nothing has been changed. Copy or save the checkpoint again."
-
-# By the names of https://github.com/huggingface/safetensors#format; not every torch has them all.
-SAFE_DTYPE_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "U16": "uint16",
-    "I16": "int16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "U32": "uint32",
-    "I32": "int32",
-    "F32": "float32",
-    "C64": "complex64",
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

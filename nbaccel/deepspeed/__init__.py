@@ -19,10 +19,6 @@ if TYPE_CHECKING:
         check_config as check_config,
     )
     from nbaccel.deepspeed.environment import deepspeed_environment as deepspeed_environment
-    from nbaccel.deepspeed.official_formulas import (
-        DeepSpeedTable as DeepSpeedTable,
-        deepspeed_table as deepspeed_table,
-    )
     from nbaccel.deepspeed.strategy.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from nbaccel.deepspeed.training_facts import TrainingFacts as TrainingFacts
     from nbaccel.deepspeed.zero_config import ZeroConfig as ZeroConfig

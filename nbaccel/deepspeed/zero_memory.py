@@ -7,292 +7,304 @@ them with real engines.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbaccel.base.disk import free_bytes
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.nested_keys import drop_at, put_at, value_at
-from nbaccel.deepspeed.auto_values import AUTO_KEYS, resolve_auto
-from nbaccel.deepspeed.memory_inputs import MemoryInputs, read_settings
-from nbaccel.deepspeed.training_facts import TrainingFacts, hidden_size
-from nbaccel.deepspeed.zero_config import auto_keys, load_settings
+from nbaccel.config.nested_keys import has_key, put_at, value_at
+from nbaccel.deepspeed.auto_filling import resolve_decided
+from nbaccel.deepspeed.training_facts import TrainingFacts
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys, load_settings, old_forms
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, common_notes, replicated
 from nbaccel.memory.model_size import Shape, refuse_unsized, shape_of
-from nbaccel.memory.model_states import model_states, short_formats
+from nbaccel.memory.model_states import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
-_ZERO_SETTINGS = "zero_optimization"
-_MEMORY_SECTIONS = (
-    *(_ZERO_SETTINGS, "fp16", "bf16", "bfloat16", "data_types"),
-    "zero_force_ds_cpu_optimizer",
+OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
+PARAM_PLACE = f"{ZERO}.offload_param.device"
+DEFAULTS = {
+    f"{ZERO}.reduce_bucket_size": 500_000_000,
+    f"{ZERO}.contiguous_gradients": True,
+    f"{ZERO}.sub_group_size": 1_000_000_000,
+    f"{ZERO}.stage3_prefetch_bucket_size": 50_000_000,
+    f"{ZERO}.stage3_param_persistence_threshold": 100_000,
+    f"{ZERO}.stage3_max_live_parameters": 1_000_000_000,
+    f"{ZERO}.offload_optimizer.buffer_count": 4,
+    f"{ZERO}.offload_param.buffer_count": 5,
+    f"{ZERO}.offload_param.buffer_size": 100_000_000,
+}
+"""DeepSpeed's defaults, which count without it, too; a test compares them with the library."""
+_COUNTED_KEYS = (
+    *DEFAULTS,
+    f"{ZERO}.stage",
+    f"{ZERO}.overlap_comm",
+    OPTIMIZER_PLACE,
+    PARAM_PLACE,
+    *("fp16", "bf16", "data_types", "zero_force_ds_cpu_optimizer"),
+    *("optimizer.type", "optimizer.params.torch_adam"),
 )
-_BY_WIDTH = (
-    f"{_ZERO_SETTINGS}.reduce_bucket_size",
-    f"{_ZERO_SETTINGS}.stage3_prefetch_bucket_size",
-    f"{_ZERO_SETTINGS}.stage3_param_persistence_threshold",
-)
-_NVME_PATH_KEYS = (
-    f"{_ZERO_SETTINGS}.offload_optimizer.nvme_path",
-    f"{_ZERO_SETTINGS}.offload_param.nvme_path",
-)
-
-
-def memory_part(part: Mapping[str, Any] | str | Path | Any = None) -> dict[str, Any]:
-    """The settings of a configuration that memory depends on."""
-    settings = {} if part is None else load_settings(part)
-    part = {
-        section_key: copy.deepcopy(settings[section_key])
-        for section_key in _MEMORY_SECTIONS
-        if section_key in settings
-    }
-    optimizer = settings.get("optimizer")
-    if isinstance(optimizer, Mapping) and "type" in optimizer:
-        part["optimizer"] = {"type": optimizer["type"]}
-        if (optimizer.get("params") or {}).get("torch_adam"):
-            part["optimizer"]["params"] = {"torch_adam": True}
-    # Not for the states of the model: the sample batch is cut or repeated to this size.
-    if isinstance(settings.get("train_micro_batch_size_per_gpu"), int):
-        part["train_micro_batch_size_per_gpu"] = settings["train_micro_batch_size_per_gpu"]
-    return part
-
-
-def decided(
-    part: dict[str, Any],
-    model: Any,
-    *,
-    world_size: int = 1,
-    run_config: RunConfig | None = None,
-) -> dict[str, Any]:
-    """Fill in ``"auto"`` by the published rules, where something decides it."""
-    waiting_keys = set(auto_keys(part))
-    # Keys without a rule are counted with DeepSpeed's defaults, and a folder changes no size.
-    open_keys = {
-        open_key
-        for open_key in waiting_keys
-        if open_key not in AUTO_KEYS or open_key in _NVME_PATH_KEYS
-    }
-    # A model given by its size alone has no width, from which buckets are computed.
-    if not callable(getattr(model, "modules", None)) or hidden_size(model)[0] is None:
-        open_keys |= waiting_keys & set(_BY_WIDTH)
-    if not waiting_keys - open_keys and run_config is None:
-        return part
-    remaining_settings = copy.deepcopy(part)
-    # Taken out and put back, since `resolve_auto` raises for what nothing decides.
-    for open_key in open_keys:
-        drop_at(remaining_settings, open_key)
-    facts = TrainingFacts(world_size=world_size)
-    resolved_config = resolve_auto(
-        remaining_settings, facts=facts, run=run_config, model=model
-    ).config.to_dict()
-    for open_key in open_keys:
-        put_at(resolved_config, open_key, "auto")
-    return resolved_config
-
-
-def free_on_disk(settings: Mapping[str, Any]) -> int | None:
-    """What is free where parameters or the optimizer are swapped to."""
-    return min(map(free_bytes, nvme_folders(settings)), default=None)
-
-
-def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
-    """The folders that parameters or the optimizer are swapped to."""
-    folders = (value_at(settings, key) for key in _NVME_PATH_KEYS)
-    return [Path(nvme_folder) for nvme_folder in folders if nvme_folder not in (None, "", "auto")]
-
-
+"""What memory depends on: a mistake or an "auto" elsewhere stops no estimate."""
+_BATCH_KEY = "train_micro_batch_size_per_gpu"
+_NUM_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
+"""States of each parameter, by the optimizer's name in lower case; two for those of Adam's kind."""
+_BYTES_OF_FORMAT = {"fp32": 4, "fp16": 2, "bf16": 2, "bfp16": 2}
 _FP32_BYTES = 4
 _REDUCED_AT_ONCE = 5 * 10**8
 """Gradients in a bucket without ZeRO: DeepSpeed's constant, which no setting changes."""
 
 
-def places(
-    memory_inputs: MemoryInputs, shape: Shape, world_size: int, *, on_cpu: bool = False
-) -> tuple[Bytes, Bytes, Bytes]:
-    """What one process needs on its device, in host memory and on disk."""
-    stage_rule = (_stage_0, _stage_1_2, _stage_1_2, _bytes_of_stage_3)[memory_inputs.stage]
-    return stage_rule(memory_inputs, shape, world_size, on_cpu)
+# ------------------------------------------------------------------------------ what is counted
 
 
-def _optimizer_state_bytes(memory_inputs: MemoryInputs, element_count: int) -> int:
-    return memory_inputs.num_states * memory_inputs.state_bytes * element_count
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedSettings:
+    """What a configuration says of memory."""
+
+    zero: Mapping[str, Any]
+    """Values by their keys in ``zero_optimization``: DeepSpeed's defaults where it has none."""
+    stage: int
+    precision: str
+    """What the model computes in: ``fp32``, ``fp16`` or ``bf16``."""
+    parameter_bytes: int
+    gradient_bytes: int
+    """Bytes of one gradient while they are accumulated."""
+    master_bytes: int
+    """Bytes of one parameter as the optimizer keeps it."""
+    state_bytes: int
+    num_states: int
+    """Numbers of `state_bytes` that the optimizer keeps of each parameter: two for Adam."""
+    torch_optimizer: bool
+    """Whether the optimizer is torch's, or the caller's, not DeepSpeed's own."""
+    optimizer_place: str
+    """Where the optimizer's states are: ``none`` (on the device), ``cpu``, ``nvme``."""
+    parameter_place: str
+    unknown: tuple[str, ...]
+    """Settings left to "auto", counted as DeepSpeed's defaults."""
 
 
-def _temporary_bytes(memory_inputs: MemoryInputs, element_count: int, *, on_cpu: bool) -> int:
+def _counted(
+    settings: Mapping[str, Any], model: Any, *, world_size: int, run: RunConfig | None
+) -> CountedSettings:
+    """What memory depends on in a configuration, with "auto" decided by the published rules."""
+    part: dict[str, Any] = {}
+    for key in _COUNTED_KEYS:
+        if has_key(settings, key):
+            put_at(part, key, value_at(settings, key))
+    facts = TrainingFacts(world_size=world_size)
+    resolved, _ = resolve_decided(part, facts=facts, run=run, model=model)
+    config = resolved.config
+    document = config.to_dict()
+    stage = config.zero_stage
+    precision = next((name for name in ("bf16", "fp16") if config.is_on(name)), "fp32")
+    number_bytes = _BYTES_OF_FORMAT[precision]
+    low = document.get(precision) or {}
+    # DeepSpeed accumulates in the format of the model unless the configuration names another.
+    accumulated = value_at(document, "data_types.grad_accum_dtype")
+    optimizer_place, parameter_place = (
+        place_at_stage(key, value_at(document, key, "none"), stage)
+        for key in (OPTIMIZER_PLACE, PARAM_PLACE)
+    )
+    return CountedSettings(
+        zero={
+            "overlap_comm": value_at(document, f"{ZERO}.overlap_comm", stage == 3),
+            **{
+                key.removeprefix(f"{ZERO}."): value_at(document, key, default)
+                for key, default in DEFAULTS.items()
+            },
+        },
+        stage=stage,
+        precision=precision,
+        parameter_bytes=number_bytes,
+        gradient_bytes=_BYTES_OF_FORMAT.get(str(accumulated), number_bytes),
+        master_bytes=number_bytes if low.get(f"{precision}_master_weights_and_grads") else 4,
+        state_bytes=number_bytes if low.get("bf16_optimizer_states") else 4,
+        num_states=_NUM_STATES.get(str(value_at(document, "optimizer.type")).lower(), 2),
+        torch_optimizer=_is_torchs(config, optimizer_place),
+        optimizer_place=optimizer_place,
+        parameter_place=parameter_place,
+        unknown=tuple(key for key in auto_keys(part) if not has_key(document, key)),
+    )
+
+
+def place_at_stage(place_key: str, place: str, stage: int) -> str:
+    """Where something is: DeepSpeed ignores what a stage does not have, and NVMe below stage 3."""
+    if stage < (3 if place_key == PARAM_PLACE else 1):
+        return "none"
+    return "cpu" if place == "nvme" and stage < 3 else place
+
+
+def _is_torchs(config: ZeroConfig, optimizer_place: str) -> bool:
+    """Whether the optimizer is torch's: not made from the file, nor replaced for offloading."""
+    if optimizer_place != "none" and config.zero_force_ds_cpu_optimizer is not False:
+        return False
+    optimizer = config.optimizer
+    if optimizer is None or optimizer.type is None:
+        return True
+    return bool((optimizer.params or {}).get("torch_adam"))
+
+
+def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
+    """The folders that parameters or the optimizer are swapped to."""
+    keys = (f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param"))
+    folders = (value_at(settings, key) for key in keys)
+    return [Path(folder) for folder in folders if folder not in (None, "", "auto")]
+
+
+# ------------------------------------------------------------------------------ one process
+
+_Places = tuple[Bytes, Bytes, Bytes]
+"""What one process needs on its device, in host memory and on disk."""
+
+
+def _state_bytes(settings: CountedSettings, num_elements: int) -> int:
+    return settings.num_states * settings.state_bytes * num_elements
+
+
+def _temporary_bytes(settings: CountedSettings, num_elements: int, *, on_cpu: bool) -> int:
     """What torch's own optimizers hold for a moment while they update so many numbers.
 
     Adam takes the root of the second moment and divides it: into a second temporary on CPUs
     (``_single_tensor_adamw``), in place on GPUs (``_multi_tensor_adamw``). DeepSpeed's optimizers
     are one kernel and hold none.
     """
-    if not memory_inputs.torch_optimizer:
+    if not settings.torch_optimizer:
         return 0
-    return (
-        min(memory_inputs.num_states, 2 if on_cpu else 1)
-        * memory_inputs.state_bytes
-        * element_count
-    )
+    return min(settings.num_states, 2 if on_cpu else 1) * settings.state_bytes * num_elements
 
 
-def _stage_0(
-    memory_inputs: MemoryInputs, shape: Shape, world_size: int, on_cpu: bool
-) -> tuple[Bytes, Bytes, Bytes]:
+def largest_parameter(shape: Shape) -> int:
+    """Elements of the largest parameter, or of the largest layer where only that is known."""
+    return max(shape.sizes, default=shape.largest_layer)
+
+
+def _part_of(num_elements: int, world_size: int) -> int:
+    # Rounded up: the last part is padded to the size of the others.
+    return -(-num_elements // world_size)
+
+
+def _stage_0(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: bool) -> _Places:
     """Everything everywhere. In 16 bit the optimizer has fp32 parameters and gradients."""
-    is_half = memory_inputs.parameter_bytes < _FP32_BYTES
+    trained = shape.trainable
+    is_half = settings.parameter_bytes < _FP32_BYTES
     # torch's optimizers have the model's own tensors, or one copy for each of them: on CPUs they
     # update one after another.
-    parameter = max(shape.sizes, default=shape.largest_layer)
-    update_bytes = _temporary_bytes(
-        memory_inputs, parameter if on_cpu else shape.trainable, on_cpu=on_cpu
-    )
+    updated = largest_parameter(shape) if on_cpu else trained
+    update_bytes = _temporary_bytes(settings, updated, on_cpu=on_cpu)
     # Gradients are made flat, a bucket at a time, to be reduced; in 16 bit DeepSpeed's optimizers
     # make all of them flat in their own format, beside those of the model.
-    in_step = max(_FP32_BYTES * min(shape.trainable, _REDUCED_AT_ONCE), update_bytes)
+    in_step = max(_FP32_BYTES * min(trained, _REDUCED_AT_ONCE), update_bytes)
     if is_half:
-        master = 0 if memory_inputs.torch_optimizer else _FP32_BYTES * shape.trainable
-        in_step = master + memory_inputs.parameter_bytes * shape.trainable + update_bytes
+        master = 0 if settings.torch_optimizer else _FP32_BYTES * trained
+        in_step = master + settings.parameter_bytes * trained + update_bytes
     device = Bytes(
-        parameters=memory_inputs.parameter_bytes * shape.total,
-        gradients=_FP32_BYTES * shape.trainable,
-        optimizer=_optimizer_state_bytes(memory_inputs, shape.trainable)
-        + is_half * _FP32_BYTES * shape.trainable,
+        parameters=settings.parameter_bytes * shape.total,
+        gradients=_FP32_BYTES * trained,
+        optimizer=_state_bytes(settings, trained) + is_half * _FP32_BYTES * trained,
         in_step=in_step,
     )
     return device, Bytes(), Bytes()
 
 
-def _stage_1_2(
-    memory_inputs: MemoryInputs, shape: Shape, world_size: int, on_cpu: bool
-) -> tuple[Bytes, Bytes, Bytes]:
+def _stages_1_and_2(
+    settings: CountedSettings, shape: Shape, world_size: int, on_cpu: bool
+) -> _Places:
     """The optimizer has one part of the parameters, as a copy, also where training is in fp32."""
     part_size = _part_of(shape.trainable, world_size)
     # Used twice: for its parameters, and for its gradients in the same format.
-    own_bytes = memory_inputs.master_bytes * part_size
-    reduce_buffers = _reduce_buffers(memory_inputs)
+    own_bytes = settings.master_bytes * part_size
+    states = Bytes(gradients=own_bytes, optimizer=own_bytes + _state_bytes(settings, part_size))
+    whole_gradients = settings.gradient_bytes * shape.trainable
+    is_offloaded = settings.optimizer_place != "none"
+    update_bytes = _temporary_bytes(settings, part_size, on_cpu=on_cpu or is_offloaded)
+    bucket_size = settings.zero["reduce_bucket_size"]
+    is_copied = settings.zero["contiguous_gradients"]
+    # One buffer is filled while the other is reduced.
+    num_buffers = is_copied * (2 if settings.zero["overlap_comm"] else 1)
+    buffer_bytes = settings.parameter_bytes * bucket_size * num_buffers
+    # On CPUs, of buffers that are made for each backward pass only what is written takes memory.
+    # With room for all gradients they are where the gradients are, which stage 1 keeps until then
+    # and stage 2 copies at the end, when activations are gone.
+    has_room = is_copied and bucket_size >= shape.trainable
+    written_bytes = min(buffer_bytes, settings.parameter_bytes * shape.trainable) * on_cpu
+    in_step = written_bytes if has_room and settings.stage == 2 else 0
     device = Bytes(
-        parameters=memory_inputs.parameter_bytes * shape.total,
-        buckets=0 if on_cpu else reduce_buffers,
+        parameters=settings.parameter_bytes * shape.total,
+        buckets=0 if on_cpu else buffer_bytes,
+        in_backward=max(whole_gradients * is_offloaded, 0 if has_room else written_bytes),
     )
-    state_bytes = Bytes(
-        gradients=own_bytes, optimizer=own_bytes + _optimizer_state_bytes(memory_inputs, part_size)
-    )
-    is_offloaded = memory_inputs.optimizer_place != "none"
-    update_bytes = _temporary_bytes(memory_inputs, part_size, on_cpu=on_cpu or is_offloaded)
-    leaving_bytes = memory_inputs.gradient_bytes * shape.trainable if is_offloaded else 0
-    in_step = 0
-    if on_cpu:
-        # Of buffers that are made for each backward pass only what is written takes memory. With
-        # room for all gradients they are where the gradients are, which stage 1 keeps until then
-        # and stage 2 copies at the end, when activations are gone.
-        has_room = memory_inputs.contiguous and memory_inputs.reduce_bucket >= shape.trainable
-        written_bytes = min(reduce_buffers, memory_inputs.parameter_bytes * shape.trainable)
-        in_step = written_bytes if has_room and memory_inputs.stage == 2 else 0
-        device += Bytes(in_backward=max(leaving_bytes, 0 if has_room else written_bytes))
-    else:
-        device += Bytes(in_backward=leaving_bytes)
     if not is_offloaded:
         # Stage 1 keeps whole gradients until the optimizer has taken its part of them.
-        whole_bytes = (
-            max(0, memory_inputs.gradient_bytes * shape.trainable - own_bytes)
-            if memory_inputs.stage == 1
-            else 0
-        )
-        more_bytes = Bytes(
-            gradients=whole_bytes, in_step=max(own_bytes, in_step, update_bytes - whole_bytes)
-        )
-        return device + state_bytes + more_bytes, Bytes(), Bytes()
+        kept_bytes = max(0, whole_gradients - own_bytes) if settings.stage == 1 else 0
+        in_step = max(own_bytes, in_step, update_bytes - kept_bytes)
+        return device + states + Bytes(gradients=kept_bytes, in_step=in_step), Bytes(), Bytes()
     # Before they are copied back to the device, the new parameters are rounded into a separate
     # copy; a gradient that is copied to the host passes through a buffer on either side.
-    weight_copy = Bytes(parameters=memory_inputs.parameter_bytes * part_size, in_step=update_bytes)
-    passing_bytes = Bytes(
-        buckets=memory_inputs.parameter_bytes * max(shape.sizes, default=shape.largest_layer)
-    )
-    return (
-        device + passing_bytes + Bytes(in_step=in_step),
-        state_bytes + weight_copy + passing_bytes,
-        Bytes(),
-    )
+    rounded = Bytes(parameters=settings.parameter_bytes * part_size, in_step=update_bytes)
+    passing = Bytes(buckets=settings.parameter_bytes * largest_parameter(shape))
+    return device + passing + Bytes(in_step=in_step), states + rounded + passing, Bytes()
 
 
-def _bytes_of_stage_3(
-    memory_inputs: MemoryInputs, shape: Shape, world_size: int, on_cpu: bool
-) -> tuple[Bytes, Bytes, Bytes]:
+def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: bool) -> _Places:
     """Parameters are divided, too; what is needed next is gathered."""
+    zero = settings.zero
+    weight_bytes = settings.parameter_bytes
     part_size = _part_of(shape.trainable, world_size)
-    weight_bytes = memory_inputs.parameter_bytes
-    parameter_content = Bytes(parameters=weight_bytes * _part_of(shape.total, world_size))
+    bucket_size = min(zero["reduce_bucket_size"], shape.trainable)
+    reserved = bucket_size if on_cpu or not shape.trainable else zero["reduce_bucket_size"]
     # Tensors that are too small to be worth it stay whole, beside their parts.
-    buffer = memory_inputs.reduce_bucket * memory_inputs.contiguous if shape.trainable else 0
-    if on_cpu:
-        buffer = min(buffer, shape.trainable)
-    whole_bytes = buffer + shape.at_most(memory_inputs.persist)
-    device = Bytes(buckets=weight_bytes * whole_bytes)
-    # The part of the parameters in the optimizer's format, beside that in the model's.
-    own_bytes = memory_inputs.master_bytes * part_size
-    kept_bytes = memory_inputs.gradient_bytes * part_size
-    subgroup_size = min(memory_inputs.sub_group, part_size)
-    update_bytes = memory_inputs.master_bytes * (
-        subgroup_size if memory_inputs.optimizer_place != "cpu" else part_size
-    )
-    optimizer = Bytes(optimizer=own_bytes + _optimizer_state_bytes(memory_inputs, part_size))
-    gradient_bytes = Bytes(gradients=kept_bytes + update_bytes)
-    temporary_bytes = _temporary_bytes(
-        memory_inputs, subgroup_size, on_cpu=on_cpu or memory_inputs.optimizer_place != "none"
-    )
-    host_bytes = Bytes()
-    nvme_bytes = Bytes()
-    if memory_inputs.parameter_place == "none":
-        device += parameter_content
-    elif memory_inputs.parameter_place == "cpu":
-        host_bytes += parameter_content
+    whole = shape.at_most(zero["stage3_param_persistence_threshold"])
+    device = Bytes(buckets=weight_bytes * (reserved * zero["contiguous_gradients"] + whole))
+    host = Bytes()
+    nvme = Bytes()
+    parameters = Bytes(parameters=weight_bytes * _part_of(shape.total, world_size))
+    if settings.parameter_place == "none":
+        device += parameters
+    elif settings.parameter_place == "cpu":
+        host += parameters
     else:
-        nvme_bytes += parameter_content
-        elements = memory_inputs.swap_buffer * memory_inputs.num_swap_buffers
-        host_bytes += Bytes(buckets=weight_bytes * elements)
-    # Parameters gathered for the forward pass stay for the backward pass, as many as may live.
-    at_once = max(memory_inputs.live, memory_inputs.prefetch + shape.largest_layer)
-    gathered_bytes = weight_bytes * min(at_once, shape.total)
-    # A full bucket of gradients is copied in the order in which it is divided among the processes.
-    gathered_bytes += weight_bytes * min(memory_inputs.reduce_bucket, shape.trainable)
-    if memory_inputs.optimizer_place == "none":
-        is_rounded = memory_inputs.gradient_bytes < memory_inputs.master_bytes
-        in_step = max(kept_bytes if is_rounded else 0, temporary_bytes)
-        backward_bytes = Bytes(in_backward=max(0, gathered_bytes - update_bytes), in_step=in_step)
-        return device + optimizer + gradient_bytes + backward_bytes, host_bytes, nvme_bytes
-    device += Bytes(
-        in_backward=gathered_bytes + 3 * memory_inputs.gradient_bytes * shape.largest_layer
-    )
-    host_bytes += Bytes(in_step=temporary_bytes)
-    if memory_inputs.optimizer_place == "cpu":
-        return device, host_bytes + optimizer + gradient_bytes, nvme_bytes
+        nvme += parameters
+        buffers = zero["offload_param.buffer_size"] * zero["offload_param.buffer_count"]
+        host += Bytes(buckets=weight_bytes * buffers)
+    # Parameters gathered for the forward pass stay for the backward pass, as many as may live; a
+    # full bucket of gradients is copied in the order in which it is divided among the processes.
+    ahead = zero["stage3_prefetch_bucket_size"] + shape.largest_layer
+    at_once = min(max(zero["stage3_max_live_parameters"], ahead), shape.total)
+    gathered_bytes = weight_bytes * (at_once + bucket_size)
+    # The part of the parameters in the optimizer's format, beside that in the model's.
+    own_bytes = settings.master_bytes * part_size
+    optimizer = Bytes(optimizer=own_bytes + _state_bytes(settings, part_size))
+    kept_bytes = settings.gradient_bytes * part_size
+    place = settings.optimizer_place
+    group_size = min(zero["sub_group_size"], part_size)
+    update_bytes = settings.master_bytes * (part_size if place == "cpu" else group_size)
+    gradients = Bytes(gradients=kept_bytes + update_bytes)
+    temporary = _temporary_bytes(settings, group_size, on_cpu=on_cpu or place != "none")
+    if place == "none":
+        rounded = kept_bytes if settings.gradient_bytes < settings.master_bytes else 0
+        moments = Bytes(
+            in_backward=max(0, gathered_bytes - update_bytes), in_step=max(rounded, temporary)
+        )
+        return device + optimizer + gradients + moments, host, nvme
+    leaving_bytes = 3 * settings.gradient_bytes * shape.largest_layer
+    device += Bytes(in_backward=gathered_bytes + leaving_bytes)
+    host += Bytes(in_step=temporary)
+    if place == "cpu":
+        return device, host + optimizer + gradients, nvme
     # On disk are gradients in the optimizer's format, too; a group of all of it is read at a time.
-    swapped_bytes = Bytes(
-        buckets=memory_inputs.master_bytes * memory_inputs.num_state_buffers * subgroup_size
-    )
-    return (
-        device,
-        host_bytes + Bytes(gradients=kept_bytes) + swapped_bytes,
-        nvme_bytes + optimizer + Bytes(gradients=own_bytes),
-    )
+    swapped = settings.master_bytes * zero["offload_optimizer.buffer_count"] * group_size
+    host += Bytes(gradients=kept_bytes, buckets=swapped)
+    return device, host, nvme + optimizer + Bytes(gradients=own_bytes)
 
 
-def _reduce_buffers(memory_inputs: MemoryInputs) -> int:
-    if not memory_inputs.contiguous:
-        return 0
-    return (
-        memory_inputs.parameter_bytes
-        * memory_inputs.reduce_bucket
-        * (2 if memory_inputs.overlap else 1)
-    )
+_BYTES_AT_STAGE = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)
 
 
-def _part_of(element_count: int, world_size: int) -> int:
-    # Rounded up: the last part is padded to the size of the others.
-    return -(-element_count // world_size)
+# ------------------------------------------------------------------------------ the estimate
 
 
 def estimate_memory(
@@ -337,90 +349,83 @@ def estimate_memory(
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = shape_of(model_or_shape)
     world_size = num_processes * num_nodes
-    if config is None and short_formats(run) is not None:
-        return _in_short_formats(
-            model_or_shape,
-            run=run,
+    given = {} if config is None else old_forms(load_settings(config))[0]
+    formats = short_formats(run) if config is None else None
+    settings = _counted(given, model_or_shape, world_size=world_size, run=run)
+    if sample_batch is not None:
+        precision = settings.precision if formats is None else "bf16"
+        rows = given.get(_BATCH_KEY)
+        activation_bytes = _measured(
+            model_or_shape, sample_batch, rows, precision, gradient_checkpointing
+        )
+    machine = inventory or inspect_machine()
+    if formats is not None:
+        return replicated(
+            shape,
+            states=_short_states(model_or_shape, world_size, formats),
             num_processes=num_processes,
             num_nodes=num_nodes,
-            activation_bytes=_activation_bytes(
-                model_or_shape, sample_batch, "bf16", gradient_checkpointing
-            )
-            if sample_batch is not None
-            else activation_bytes,
-            inventory=inventory or inspect_machine(),
+            activation_bytes=activation_bytes,
+            inventory=machine,
+            level=formats.level,
         )
-    config_part = decided(
-        memory_part(config), model_or_shape, world_size=world_size, run_config=run
-    )
-    memory_inputs = read_settings(config_part)
-    if sample_batch is not None:
-        sized_batch = _cut_batch(sample_batch, config_part.get("train_micro_batch_size_per_gpu"))
-        activation_bytes = _activation_bytes(
-            model_or_shape, sized_batch, memory_inputs.precision, gradient_checkpointing
-        )
-    machine_inventory = inventory or inspect_machine()
     # Processes take the first GPUs, one each.
-    machine_gpus = machine_inventory.gpus[:num_processes]
-    device, host_bytes, nvme_bytes = places(
-        memory_inputs, shape, world_size, on_cpu=not machine_gpus
-    )
+    gpus = machine.gpus[:num_processes]
+    device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
+    folders = tuple(nvme_folders(given))
     return MemoryEstimate(
         device=device + Bytes(activations=activation_bytes),
-        host=host_bytes * num_processes,
-        nvme=nvme_bytes * num_processes,
+        host=host * num_processes,
+        nvme=nvme * num_processes,
         shape=shape,
-        strategy=_in_words(memory_inputs),
-        settings=memory_inputs,
+        strategy=_in_words(settings),
+        settings=settings,
         num_processes=num_processes,
         num_nodes=num_nodes,
-        device_free=min((machine_gpu.free_bytes for machine_gpu in machine_gpus), default=None),
-        host_free=machine_inventory.host_available_bytes,
+        device_free=min((gpu.free_bytes for gpu in gpus), default=None),
+        host_free=machine.host_available_bytes,
         # Only where something is swapped: a folder of a section that is not used does not matter.
-        nvme_free=free_on_disk(config_part) if nvme_bytes.total else None,
-        nvme_folders=tuple(nvme_folders(config_part)),
-        notes=_estimate_notes(memory_inputs, activation_bytes, on_cpu=not machine_gpus),
+        nvme_free=min(map(free_bytes, folders), default=None) if nvme.total else None,
+        nvme_folders=folders,
+        notes=(*common_notes(activation_bytes, on_cpu=not gpus), *_unknown_notes(settings)),
     )
 
 
-def _in_short_formats(
-    model: Any,
-    *,
-    run: RunConfig | None,
-    num_processes: int,
-    num_nodes: int,
-    activation_bytes: int,
-    inventory: Inventory,
-) -> MemoryEstimate:
-    """The estimate for MS-AMP's levels, which train without DeepSpeed."""
-    formats = short_formats(run)
-    level = "" if formats is None else formats.level
+def _measured(
+    model: Any, batch: Any, num_rows: Any, precision: str, gradient_checkpointing: bool
+) -> int:
+    # Here, since importing torch's fake tensors takes about a second.
+    from nbaccel.memory.activations import measure_activations, resized
+
+    return measure_activations(
+        model,
+        resized(batch, num_rows) if isinstance(num_rows, int) else batch,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
+    ).peak
+
+
+def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
+    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
     if not callable(getattr(model, "modules", None)):
         raise ConfigError(
-            f"The memory of MS-AMP's {level} cannot be estimated from {model!r}: it depends on "
-            "which weights belong to linear layers. Give the module (it may be on meta)."
+            f"The memory of MS-AMP's {formats.level} cannot be estimated from {model!r}: it "
+            "depends on which weights belong to linear layers. Give the module (it may be on meta)."
         )
-    return replicated(
-        shape_of(model),
-        states=model_states(model, world_size=num_processes * num_nodes, formats=formats),
-        num_processes=num_processes,
-        num_nodes=num_nodes,
-        activation_bytes=activation_bytes,
-        inventory=inventory,
-        level=level,
-    )
+    return model_states(model, world_size=world_size, formats=formats)
 
 
-def _in_words(memory_inputs: MemoryInputs) -> str:
-    parts = [
-        f"{content_name} on {place_name}"
-        for content_name, place_name in (
-            ("optimizer", memory_inputs.optimizer_place),
-            ("parameters", memory_inputs.parameter_place),
-        )
-        if place_name != "none"
-    ]
-    return ", ".join([f"ZeRO-{memory_inputs.stage}", memory_inputs.precision, *parts])
+def _in_words(settings: CountedSettings) -> str:
+    places = (("optimizer", settings.optimizer_place), ("parameters", settings.parameter_place))
+    moved = [f"{content} on {place}" for content, place in places if place != "none"]
+    return ", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved])
+
+
+def _unknown_notes(settings: CountedSettings) -> list[str]:
+    if not settings.unknown:
+        return []
+    names = ", ".join(settings.unknown)
+    return [f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.']
 
 
 def _check_arguments(
@@ -444,31 +449,3 @@ def _check_arguments(
         )
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _cut_batch(sample_batch: Any, sample_count: int | None) -> Any:
-    from nbaccel.memory.activations import resized
-
-    return sample_batch if sample_count is None else resized(sample_batch, sample_count)
-
-
-def _activation_bytes(model: Any, batch: Any, name: str, with_checkpointing: bool) -> int:
-    # Here, since importing torch's fake tensors takes about a second.
-    from nbaccel.memory.activations import measure_activations
-
-    return measure_activations(
-        model, batch, precision=name, gradient_checkpointing=with_checkpointing
-    ).peak
-
-
-def _estimate_notes(
-    memory_inputs: MemoryInputs, activation_bytes: int, *, on_cpu: bool
-) -> tuple[str, ...]:
-    estimate_notes = common_notes(activation_bytes, on_cpu=on_cpu)
-    if not memory_inputs.unknown:
-        return estimate_notes
-    names = ", ".join(memory_inputs.unknown)
-    return (
-        *estimate_notes,
-        f'Counted with DeepSpeed\'s defaults, since they are "auto": {names}.',
-    )

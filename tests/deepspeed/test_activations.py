@@ -210,7 +210,7 @@ def test_the_configurations_batch_size_counts(llama, tokens):
 def test_auto_is_filled_in_from_the_model(llama):
     zero = {"stage": 2, "reduce_bucket_size": "auto"}
     found = estimate_memory(llama, {"zero_optimization": zero, "train_batch_size": "auto"})
-    assert found.settings.reduce_bucket == 64 * 64
+    assert found.settings.zero["reduce_bucket_size"] == 64 * 64
     assert found.settings.unknown == ()
     assert "auto" not in str(found)
 

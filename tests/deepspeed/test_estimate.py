@@ -301,8 +301,11 @@ def test_a_file_is_read(tmp_path):
     ("call", "words"),
     [
         (lambda: estimate("nowhere.json"), r"'nowhere\.json'.*Give the path of a JSON file"),
-        (lambda: estimate(zero(4)), r"stage is 4.*stages 0 to 3"),
-        (lambda: estimate(zero(3, optimizer="disk")), r"offload_optimizer.device is 'disk'.*nvme"),
+        (lambda: estimate(zero(4)), r"stage must be one of 0, 1, 2, 3: got 4"),
+        (
+            lambda: estimate(zero(3, optimizer="disk")),
+            r"device must be one of.*got 'disk'.*nvme",
+        ),
         (lambda: estimate(shape=7), r"from 7: its size is unknown.*Give the module"),
         (lambda: estimate(shape=(5, 6)), r"5 parameters cannot have a largest layer of 6"),
         (lambda: estimate(num_processes=0), r"num_processes=0.*Use 1 or more"),

@@ -36,7 +36,7 @@ class Rung:
             step; ``not tried``; ``not available``.
         reason: Why, in one sentence.
         config: DeepSpeed's configuration; None where the way is not available.
-        measured: What a real step took until it ended or failed.
+        measured: What a real step took, where one worked.
     """
 
     candidate: Candidate
@@ -148,42 +148,40 @@ class Advice:
 
     def headline(self) -> str:
         """The advice in one line."""
-        if self.chosen is not None:
-            return self._chosen_headline(self.chosen)
-        nearest = self.nearest
-        if nearest is None or nearest.estimate is None:
+        rung = self.chosen or self.nearest
+        if rung is None or rung.estimate is None:
             return f"Nothing fits: none of {count_noun(len(self.rungs), 'way')} is available here"
-        way = f"{nearest.name} with a batch of {nearest.batch_size}"
-        # A real step may fail although the estimate says that it fits.
-        if not nearest.estimate.lacking:
-            return f"Nothing fits: {way} should by estimate, and did not"
-        return f"Nothing fits: {way} comes nearest, and lacks {nearest.estimate.lacking_text}"
-
-    def _chosen_headline(self, rung: Rung) -> str:
+        if self.chosen is None:
+            way = f"{rung.name} with a batch of {rung.batch_size}"
+            # A real step may fail although the estimate says that it fits.
+            if not rung.estimate.lacking:
+                return f"Nothing fits: {way} should by estimate, and did not"
+            return f"Nothing fits: {way} comes nearest, and lacks {rung.estimate.lacking_text}"
         checkpointing = "gradient checkpointing"
-        parts = [rung.name]
-        if rung.gradient_checkpointing and checkpointing not in rung.name:
-            parts.append(checkpointing)
+        adds_checkpointing = rung.gradient_checkpointing and checkpointing not in rung.name
         batch = f"batch {rung.batch_size}"
         if rung.accumulation_steps > 1:
             batch += f" x {rung.accumulation_steps} accumulated"
         processes = count_noun(self.num_processes, "process")
+        parts = [rung.name, *([checkpointing] if adds_checkpointing else []), self.precision, batch]
         proof = "a real step" if rung.verdict == "works" else "estimate"
-        return f"{', '.join([*parts, self.precision, batch, processes])}: fits by {proof}"
+        return f"{', '.join(parts)}, {processes}: fits by {proof}"
 
     def explain(self) -> str:
         """All ways with what they need, the verdict and the reason; remarks below the table."""
-        marks = ["", *("→" if rung is self.chosen else "" for rung in self.rungs)]
         head, *lines = table_lines(self._rows())
         text = [self.headline(), "", f"   {head}"]
-        for mark, line, rung in zip(marks[1:], lines, self.rungs, strict=True):
-            text.append(f"{mark:<2} {line}")
+        for line, rung in zip(lines, self.rungs, strict=True):
+            text.append(f"{self._mark(rung):<2} {line}")
             # A reason is a sentence, too long for a column of text of fixed width.
             indent = " " * 6
             text += textwrap.wrap(
                 rung.reason, _LINE_CHARS, initial_indent=indent, subsequent_indent=indent
             )
         return "\n".join([*text, "", *self._remarks()])
+
+    def _mark(self, rung: Rung) -> str:
+        return "→" if rung is self.chosen else ""
 
     def _rows(self) -> list[list[str]]:
         """The table without columns that have no value, such as that of NVMe."""
@@ -204,22 +202,16 @@ class Advice:
         return {"text/plain": self.explain(), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
-        marks = ["", *("→" if rung is self.chosen else "" for rung in self.rungs)]
-        reasons = ["why", *(rung.reason for rung in self.rungs)]
-        rows = [
-            [mark, row[0], reason, *row[1:]]
-            for mark, row, reason in zip(marks, self._rows(), reasons, strict=True)
-        ]
+        head, *lines = self._rows()
+        rows = [["", head[0], "why", *head[1:]]]
+        for line, rung in zip(lines, self.rungs, strict=True):
+            rows.append([self._mark(rung), line[0], rung.reason, *line[1:]])
         table = table_html(rows, num_left=3)
         return f"{paragraphs([self.headline()])}{table}{paragraphs(self._remarks())}"
 
     def _remarks(self) -> list[str]:
-        texts = list(self.warnings)
-        if self.largest_batch_size is not None:
-            note = "" if self.is_largest else "; larger ones were not tried"
-            texts.insert(
-                0,
-                f"Largest batch with which a real step worked: {self.largest_batch_size} samples "
-                f"per process{note}.",
-            )
-        return texts
+        if self.largest_batch_size is None:
+            return list(self.warnings)
+        note = "" if self.is_largest else "; larger ones were not tried"
+        size = f"{self.largest_batch_size} samples per process{note}."
+        return [f"Largest batch with which a real step worked: {size}", *self.warnings]

@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.advisor.proving import Prover
 
 _BATCH_KEY = "train_micro_batch_size_per_gpu"
-_PRECISION_WORDS = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_PRECISIONS = ("fp32", "bf16", "fp16")
+_PRECISIONS = {
+    **dict.fromkeys(("no", "fp32", "float32"), "no"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16"), "fp16"),
+}
+"""Words for a precision → that of a `RunConfig`."""
 
 
 def advise(
@@ -53,7 +57,7 @@ def advise(
     max_trials: int = 12,
     timeout: float = 600.0,
     inventory: Inventory | None = None,
-    launch: Callable[..., Any] | None = None,
+    launch: Callable[..., Any],
 ) -> Advice:
     """Find the fastest DeepSpeed configuration that fits: ``nbaccel.advise`` with the launcher.
 
@@ -65,14 +69,15 @@ def advise(
     machine = inventory or inspect_machine()
     plan = resolve(RunConfig(num_processes=num_processes), machine)
     settings: dict[str, Any] = {} if config is None else load_settings(config)
+    sizes = {"device": device_memory, "host": host_memory, "nvme": nvme_memory}
+    limits = {name: None if size is None else parse_bytes(size) for name, size in sizes.items()}
     memory_model = MemoryModel(
         model=model,
         sample_batch=sample_batch,
         inventory=machine,
-        limits=_limits_of(device_memory, host_memory, nvme_memory),
+        limits=MemoryLimits(**limits),
         num_nodes=num_nodes,
     )
-    precision = _precision_of(precision, settings, model, plan, machine)
     world_size = plan.num_processes * num_nodes
     batch = _batch_of(settings, samples=memory_model.num_samples, world_size=world_size)
     # Checked once before, so that mistakes of the user's file are reported as such, and not as the
@@ -84,32 +89,28 @@ def advise(
         allow_auto=True,
         check_tools=False,
     )
-    run = RunConfig(
-        num_processes=plan.num_processes,
-        mixed_precision="no" if precision == "fp32" else precision,
-        deepspeed=_base_of(settings, optimizer, nvme_path),
-    )
+    # Without its batch sizes, which the walk decides.
+    base = {key: one for key, one in copy.deepcopy(settings).items() if key not in BATCH_SIZES}
+    base.setdefault("optimizer", {"type": optimizer})
+    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
+        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
+    run = _in_precision(precision, base, model, plan, machine)
     finder = _Finder(memory_model=memory_model, settings=settings)
     finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides
     prover = None
-    if try_it and launch is not None:
+    if try_it:
         # Imported here, because it brings the modules that train, which an estimate does not need.
         from nbaccel.deepspeed.advisor.proving import Prover
 
         prover = Prover(memory_model, plan, max_trials, timeout, launch)
-    return _advice(finder, precision, prover, *_walked(_rounds(finder, run, batch), prover), plan)
+    return _advice(finder, run, batch, plan, prover)
 
 
 def _advice(
-    finder: _Finder,
-    precision: str,
-    prover: Prover | None,
-    rungs: tuple[Rung, ...],
-    chosen: Rung | None,
-    plan: Plan,
+    finder: _Finder, run: RunConfig, batch: tuple[int, int], plan: Plan, prover: Prover | None
 ) -> Advice:
-    largest = None
-    is_largest = True
+    rungs, chosen = _walked(finder, run, batch, prover)
+    largest, is_largest = None, True
     if prover is not None and chosen is not None:
         largest, is_largest = prover.largest_batch(chosen)
         wider = _widened(chosen, largest)
@@ -118,39 +119,20 @@ def _advice(
     return Advice(
         rungs=rungs,
         chosen=chosen,
-        precision=precision,
+        precision=_word_of(run),
         num_processes=plan.num_processes,
         largest_batch_size=largest,
         is_largest=is_largest,
-        warnings=tuple(_warnings(finder, precision, chosen)),
+        warnings=tuple(_warnings(finder, _word_of(run), chosen)),
     )
-
-
-def _base_of(
-    settings: Mapping[str, Any], optimizer: str, nvme_path: str | Path | None
-) -> dict[str, Any]:
-    """The user's configuration without its batch sizes, which the walk decides."""
-    base = copy.deepcopy({key: one for key, one in settings.items() if key not in BATCH_SIZES})
-    base.setdefault("optimizer", {"type": optimizer})
-    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
-        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
-    return base
-
-
-def _limits_of(*sizes: int | str | None) -> MemoryLimits:
-    device, host, nvme = (None if size is None else parse_bytes(size) for size in sizes)
-    return MemoryLimits(device=device, host=host, nvme=nvme)
 
 
 # ----------------------------------------------------------------------- the ways
 @dataclass
 class _Finder(CandidateFinder):
-    """Finds ways with DeepSpeed, from stage 0 on, with whole configurations.
+    """Finds ways with DeepSpeed, from stage 0 on, with whole configurations."""
 
-    Attributes:
-        settings: The user's own.
-    """
-
+    # The user's own.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def ways(self, config: RunConfig, plan: Plan) -> Iterator[TrainingWay]:
@@ -244,16 +226,35 @@ def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> Run
 
 
 # ----------------------------------------------------------------------- the walk
-def _rounds(finder: _Finder, run: RunConfig, batch: tuple[int, int]) -> Iterator[Iterator[Rung]]:
-    """All ways, then again with half the batch, and so on."""
+def _walked(
+    finder: _Finder, run: RunConfig, batch: tuple[int, int], prover: Prover | None
+) -> tuple[tuple[Rung, ...], Rung | None]:
+    """The first rung that fits, or works: of all ways, then again with half the batch, and so on.
+
+    The table shows all of the round in which it was found.
+    """
+    seen: list[Rung] = []
     hopeless: set[str] = set()
     for size, steps in halvings(*batch):
         candidates = finder.candidates(_with_batch(run, size, steps), is_chosen=False)
-        yield (_rung(finder, one, size, steps) for one in candidates if one.name not in hopeless)
-        if finder.memory_model.sample_batch is None:
-            return  # without activations every batch needs the same
+        chosen = None
+        for candidate in candidates:
+            if candidate.name in hopeless:
+                continue
+            rung = _rung(finder, candidate, size, steps)
+            if chosen is not None and rung.is_accepted:
+                reason = f"{rung.reason} Usually slower than what was chosen."
+                rung = replace(rung, reason=reason)
+            elif rung.is_accepted:
+                rung = rung if prover is None else prover.proved(rung)
+                chosen = rung if rung.is_accepted else None
+            seen.append(rung)
+        # Without activations every batch needs the same.
+        if chosen is not None or finder.memory_model.sample_batch is None:
+            return tuple(seen), chosen
         # A smaller batch lowers activations and nothing else.
         hopeless = {one.name for one in candidates if not _fits_without_activations(one)}
+    return tuple(seen), None
 
 
 def _fits_without_activations(candidate: Candidate) -> bool:
@@ -286,27 +287,6 @@ def _rung(finder: _Finder, candidate: Candidate, size: int, steps: int) -> Rung:
         reason=f"{reason[:1].upper()}{reason[1:].rstrip('.')}.{note}",
         config=config,
     )
-
-
-def _walked(
-    rounds: Iterator[Iterator[Rung]], prover: Prover | None
-) -> tuple[tuple[Rung, ...], Rung | None]:
-    """Take the first rung that fits, or works; the table shows all of its round."""
-    seen: list[Rung] = []
-    for round_rungs in rounds:
-        chosen = None
-        for rung in round_rungs:
-            judged = rung
-            if chosen is not None and rung.is_accepted:
-                reason = f"{rung.reason} Usually slower than what was chosen."
-                judged = replace(rung, reason=reason)
-            elif rung.is_accepted:
-                judged = rung if prover is None else prover.proved(rung)
-                chosen = judged if judged.is_accepted else None
-            seen.append(judged)
-        if chosen is not None:
-            return tuple(seen), chosen
-    return tuple(seen), None
 
 
 def _widened(rung: Rung, works: int) -> Rung:
@@ -351,33 +331,29 @@ def _warnings(finder: _Finder, precision: str, chosen: Rung | None) -> Iterator[
 
 
 # ----------------------------------------------------------------------- precision and batch
-def _precision_of(
-    asked: str, settings: Mapping[str, Any], model: Any, plan: Plan, machine: Inventory
-) -> str:
-    """The number format of the forward and backward pass."""
-    wanted = _PRECISION_WORDS.get(asked, asked)
-    if wanted not in ("auto", *_PRECISIONS):
+def _in_precision(
+    asked: str, base: dict[str, Any], model: Any, plan: Plan, machine: Inventory
+) -> RunConfig:
+    """A run in the number format that was asked for, is written, or that the hardware has."""
+    precision = _PRECISIONS.get(asked)
+    if precision is None and asked != "auto":
         raise ConfigError(
             f"precision={asked!r} is no precision that DeepSpeed trains in. Give one of auto, "
-            f"{', '.join(_PRECISIONS)}."
+            "fp32, bf16, fp16."
         )
-    written = next(
-        (name for name in ("bf16", "fp16") if value_at(settings, f"{name}.enabled") is True), None
-    )
-    if written is not None and wanted not in ("auto", written):
-        raise ConfigError(
-            f"precision={asked!r} and {written}.enabled=true in the configuration are two formats, "
-            "and one would silently override the other. Leave one of them out."
-        )
-    if written is not None or wanted != "auto":
-        return written or wanted
-    # Such weights would have to be converted to be trained in float32, and CPUs do not train in
+    said: dict[str, Any] = {} if precision is None else {"mixed_precision": precision}
+    run = RunConfig(num_processes=plan.num_processes, deepspeed=base, **said)
+    if "mixed_precision" in run.model_fields_set:
+        return run
+    # 16-bit weights would have to be converted to be trained in float32, and CPUs do not train in
     # fp16.
     in_half = any(one.is_floating_point() and one.element_size() == 2 for one in model.parameters())
     found, _ = best_precision(plan, machine)
-    if found == "no":
-        return "bf16" if in_half else "fp32"
-    return found
+    return run.changed(mixed_precision="bf16" if found == "no" and in_half else found)
+
+
+def _word_of(run: RunConfig) -> str:
+    return "fp32" if run.mixed_precision == "no" else run.mixed_precision
 
 
 def _batch_of(
@@ -406,25 +382,17 @@ def _check_arguments(
             f"model={model!r} is no module: its parameters decide what fits. Give the model; it "
             "may be on meta."
         )
-    mistakes = []
-    if num_nodes < 1:
-        mistakes.append(f"num_nodes={num_nodes} means no machine. Use 1 or more.")
-    if try_it and sample_batch is None:
-        mistakes.append(
-            f"try_it=True needs a batch for its real step: got sample_batch={sample_batch}. Give "
-            "what your loader gives one process."
-        )
-    if try_it and any(parameter.is_meta for parameter in model.parameters()):
-        mistakes.append(
-            f"try_it=True cannot run {type(model).__name__}, which is on meta: it has no values. "
-            "Leave try_it out, or make the model with values."
-        )
-    if try_it and num_nodes > 1:
-        mistakes.append(
-            f"try_it=True can start processes on this machine only: got num_nodes={num_nodes}. "
-            "Leave one of them out."
-        )
-    if try_it and max_trials < 1:
-        mistakes.append(f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False.")
-    if mistakes:
-        raise ConfigError(*mistakes)
+    name = type(model).__name__
+    problems = {
+        f"num_nodes={num_nodes} means no machine. Use 1 or more.": num_nodes < 1,
+        f"try_it={try_it} needs a batch for its real step: got sample_batch=None. Give what your "
+        "loader gives one process.": try_it and sample_batch is None,
+        f"try_it=True cannot run {name}, which is on meta: it has no values. Leave try_it out, or "
+        "make the model with values.": try_it and any(one.is_meta for one in model.parameters()),
+        "try_it=True can start processes on this machine only: got "
+        f"num_nodes={num_nodes}. Leave one of them out.": try_it and num_nodes > 1,
+        f"max_trials={max_trials} tries nothing. Use 1 or more, or try_it=False.": try_it
+        and max_trials < 1,
+    }
+    if any(problems.values()):
+        raise ConfigError(*(text for text, is_there in problems.items() if is_there))

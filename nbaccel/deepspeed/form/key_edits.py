@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.config import RunConfig, nested_keys
-from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
-from nbaccel.deepspeed.zero_config import ZERO
+from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE, place_at_stage
 from nbaccel.memory.settings_form import Edit
 
-_PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
+_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
+_STAND_INS = {"optimizer.type": "DummyOptim", "scheduler.type": "DummyScheduler"}
 
 
 def with_stage(
@@ -21,53 +21,56 @@ def with_stage(
     """A run with another ZeRO stage."""
     if stage is None:
         return Edit(run_config.changed(zero_stage=None, deepspeed=None))
-    config_settings = copy.deepcopy(dict(run_config.deepspeed or {}))
     # Turning DeepSpeed off and on again must not lose what was set before.
-    if not run_config.uses_deepspeed:
-        config_settings = copy.deepcopy(dict(earlier_settings))
-    run_edit = Edit(run_config)
-    if stage < 3 and nested_keys.has_key(config_settings, PARAM_PLACE):
-        nested_keys.drop_at(config_settings, f"{ZERO}.offload_param")
-        run_edit.remarks += (f"Parameters stay on the device: stage {stage} cannot offload them.",)
-    if stage == 0 and nested_keys.has_key(config_settings, OPTIMIZER_PLACE):
-        nested_keys.drop_at(config_settings, f"{ZERO}.offload_optimizer")
-        run_edit.remarks += ("Optimizer state stays on the device: stage 0 cannot offload it.",)
-    elif stage < 3 and nested_keys.value_at(config_settings, OPTIMIZER_PLACE) == "nvme":
-        nested_keys.put_at(config_settings, OPTIMIZER_PLACE, "cpu")
-        nested_keys.drop_at(config_settings, f"{ZERO}.offload_optimizer.nvme_path")
-        run_edit.remarks += (f"Optimizer state goes to the CPU: stage {stage} cannot use NVMe.",)
-    run_edit.config = run_config.changed(zero_stage=stage, deepspeed=config_settings)
-    return run_edit
-
-
-def with_key(config: RunConfig, config_key: str, value: Any) -> Edit:
-    """A run with another value for a key of DeepSpeed."""
-    config_settings = copy.deepcopy(dict(config.deepspeed or {}))
+    settings = copy.deepcopy(
+        dict((run_config.deepspeed or {}) if run_config.uses_deepspeed else earlier_settings)
+    )
     remarks: tuple[str, ...] = ()
-    if value in (None, ""):
-        nested_keys.drop_at(config_settings, config_key)
-    else:
-        nested_keys.put_at(config_settings, config_key, value)
-    if config_key in _PLACE_CONTENTS:
-        section_path = config_key.rpartition(".")[0]
-        if value in (None, "none"):
-            nested_keys.drop_at(config_settings, section_path)
+    for key, content in _CONTENTS.items():
+        place = nested_keys.value_at(settings, key) or "none"
+        possible = place_at_stage(key, place, stage)
+        if possible != place:
+            put_place(settings, key, possible)
+            target = "the CPU" if possible == "cpu" else "the device"
+            remarks += (f"Place of {content}: {target}, as stage {stage} cannot use {place}.",)
+    return Edit(run_config.changed(zero_stage=stage, deepspeed=settings), remarks)
+
+
+def with_key(config: RunConfig, key: str, value: Any) -> Edit:
+    """A run with another value for a key of DeepSpeed."""
+    settings = copy.deepcopy(dict(config.deepspeed or {}))
+    remarks: tuple[str, ...] = ()
+    part = key.partition(".")[0]
+    if key in _CONTENTS:
         # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
-        elif value == "nvme" and not nested_keys.value_at(
-            config_settings, f"{section_path}.nvme_path"
-        ):
-            folder = str(Path.cwd() / "nvme_offload")
-            nested_keys.put_at(config_settings, f"{section_path}.nvme_path", folder)
-            remarks += (
-                f"Files of {_PLACE_CONTENTS[config_key]} go to {folder}: change it to a fast disk.",
+        folder = str(Path.cwd() / "nvme_offload")
+        if put_place(settings, key, value, folder):
+            remarks = (f"Files of {_CONTENTS[key]} go to {folder}: change it to a fast disk.",)
+    elif value in (None, ""):
+        nested_keys.drop_at(settings, key)
+        if key in _STAND_INS:  # without a type its parameters have no meaning
+            settings.pop(part, None)
+    else:
+        nested_keys.put_at(settings, key, value)
+        if key in _STAND_INS:
+            remarks = (
+                f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place.",
             )
-        elif value == "cpu":
-            nested_keys.drop_at(config_settings, f"{section_path}.nvme_path")
-    if config_key in ("optimizer.type", "scheduler.type") and value is not None:
-        part_name = config_key.partition(".")[0]
-        dummy_name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[part_name]
-        remarks += (f"DeepSpeed makes the {part_name}: give prepare a {dummy_name} in its place.",)
-    # Without a type its parameters have no meaning.
-    elif config_key in ("optimizer.type", "scheduler.type"):
-        config_settings.pop(config_key.partition(".")[0], None)
-    return Edit(config.changed(deepspeed=config_settings), remarks)
+    return Edit(config.changed(deepspeed=settings), remarks)
+
+
+def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str = "") -> bool:
+    """Say where something is kept, with the folder that only a disk has; whether it is new."""
+    section = key.rpartition(".")[0]
+    path_key = f"{section}.nvme_path"
+    if place in (None, "", "none") or isinstance(nested_keys.value_at(settings, section), str):
+        nested_keys.drop_at(settings, section)
+    if place in (None, "", "none"):
+        return False
+    nested_keys.put_at(settings, key, place)
+    if place != "nvme":
+        nested_keys.drop_at(settings, path_key)
+    elif not nested_keys.value_at(settings, path_key):
+        nested_keys.put_at(settings, path_key, folder)
+        return True
+    return False

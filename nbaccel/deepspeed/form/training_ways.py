@@ -6,11 +6,19 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from nbaccel.base.optional_packages import is_installed
+from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
-from nbaccel.deepspeed.form.key_refusals import engine_refusal
-from nbaccel.deepspeed.form.key_settings import OPTIMIZER_PLACE, PARAM_PLACE
+from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits
+from nbaccel.deepspeed import library
+from nbaccel.deepspeed.form.key_edits import put_place
 from nbaccel.deepspeed.zero_config import ZERO
-from nbaccel.deepspeed.zero_memory import nvme_folders
+from nbaccel.deepspeed.zero_memory import (
+    OPTIMIZER_PLACE,
+    PARAM_PLACE,
+    largest_parameter,
+    nvme_folders,
+)
 from nbaccel.memory.model_size import Shape
 from nbaccel.memory.settings_form import StatePlacement, TrainingWay
 
@@ -38,6 +46,28 @@ _BUCKETS = {
     3: ("reduce_bucket_size", "stage3_prefetch_bucket_size"),
 }
 _ALIGNED_ELEMENTS = 2**20  # swap buffers are a multiple of it
+
+
+def missing_library() -> str:
+    """What to install for DeepSpeed to train; empty where nothing is missing."""
+    if is_installed(library.row().library):
+        return ""
+    return f"DeepSpeed is not installed: {install_line('deepspeed')}"
+
+
+def engine_refusal(config: RunConfig) -> str:
+    """Why DeepSpeed's engine cannot train a run: a clause; empty where it can."""
+    row = library.row()
+    if missing := missing_library():
+        return missing
+    if precision_row(config.mixed_precision).has_backends:
+        backend = fp8_backend("" if config.fp8 is None else config.fp8.backend).row
+        if backend is None or not strategy_fits(row, backend):
+            name = "" if backend is None else f" by the backend {backend.name}"
+            return f"DeepSpeed's engine does not train in fp8{name}"
+    elif config.mixed_precision not in row.precisions:
+        return f"DeepSpeed's engine does not train in {config.mixed_precision}"
+    return ""
 
 
 def training_ways(
@@ -117,31 +147,20 @@ def _placed(
 ) -> RunConfig:
     """The run with that placement; what the user has written for it is kept."""
     settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
+    put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder or "")
+    put_place(settings, PARAM_PLACE, placement.parameters, folder or "")
     zero_section = settings.setdefault(ZERO, {})
     zero_section.pop("stage", None)
-    largest_parameter = max(shape.sizes, default=shape.largest_layer)
-    for name, place in (
-        ("offload_optimizer", placement.optimizer),
-        ("offload_param", placement.parameters),
-    ):
-        written = zero_section.pop(name, None)
-        if place == "none":
-            continue
-        section = {**(written if isinstance(written, dict) else {}), "device": place}
-        if place == "nvme":
-            section.setdefault("nvme_path", folder or "")
-            if name == "offload_param":  # each buffer must hold the largest parameter
-                aligned = -(-largest_parameter // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
-                section.setdefault("buffer_size", aligned)
-        else:
-            section.pop("nvme_path", None)
-        zero_section[name] = section
+    largest = largest_parameter(shape)
+    if placement.parameters == "nvme":  # each buffer must hold the largest parameter
+        aligned = -(-largest // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+        zero_section["offload_param"].setdefault("buffer_size", aligned)
     bucket = max(_LEAST_BUCKET, min(shape.largest_layer, _USUAL_BUCKET))
     for key in _BUCKETS.get(placement.divided, ()):
         zero_section.setdefault(key, bucket)
     for key in LOWERED_KEYS if at_once is not None else ():
         # A group has at least one parameter.
-        zero_section.setdefault(key, max(at_once or 0, largest_parameter))
+        zero_section.setdefault(key, max(at_once or 0, largest))
     return config.changed(
         strategy="auto", fsdp=None, zero_stage=placement.divided, deepspeed=settings
     )

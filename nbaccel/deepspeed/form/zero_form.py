@@ -7,26 +7,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.package_origin import install_line
 from nbaccel.config import RunConfig, nested_keys
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.deepspeed import library
+from nbaccel.deepspeed.auto_filling import filled_in
 from nbaccel.deepspeed.combinations import combination_mistakes
 from nbaccel.deepspeed.config_keys import misspelt_keys
-from nbaccel.deepspeed.form.auto_filling import filled_in
 from nbaccel.deepspeed.form.key_edits import with_key, with_stage
-from nbaccel.deepspeed.form.key_refusals import (
-    PLACE_KEYS,
-    engine_refusal,
-    key_is_shown,
-    key_refusal,
-    place_refusal,
-)
 from nbaccel.deepspeed.form.key_settings import COMMON, EVERYDAY, OVERLAP, key_settings
-from nbaccel.deepspeed.form.training_ways import training_ways, way_name
-from nbaccel.deepspeed.zero_config import ZeroConfig, old_forms
-from nbaccel.deepspeed.zero_memory import estimate_memory
+from nbaccel.deepspeed.form.training_ways import (
+    engine_refusal,
+    missing_library,
+    training_ways,
+    way_name,
+)
+from nbaccel.deepspeed.training_facts import TrainingFacts
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, old_forms
+from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE, estimate_memory
 from nbaccel.memory.estimate import MemoryEstimate
 from nbaccel.memory.model_size import Shape
 from nbaccel.memory.settings_form import Edit, FilledConfig, Setting, SettingsForm, TrainingWay
@@ -34,6 +30,8 @@ from nbaccel.plan import Inventory, Plan
 
 _FEW_KEYS = 4  # enough to recognise a file
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
+_PLACE_KEYS = (OPTIMIZER_PLACE, PARAM_PLACE)
+_NO_STAGE = "choose a ZeRO stage first"
 _KEY_OF_RUN_FIELD = {
     "mixed_precision": "bf16.enabled, fp16.enabled",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -69,9 +67,10 @@ class DeepSpeedForm(SettingsForm):
         """See :meth:`SettingsForm.value_of`."""
         if setting.name == "zero_stage":
             return config.zero_stage if config.uses_deepspeed else None
-        value = nested_keys.value_at(config.deepspeed, setting.strategy_key)
         # "none" and no key are one choice: on the device.
-        return None if setting.name in PLACE_KEYS and value == "none" else value
+        if setting.name in _PLACE_KEYS:
+            return _place_of(config, setting.name)
+        return nested_keys.value_at(config.deepspeed, setting.strategy_key)
 
     def default_of(self, config: RunConfig, setting: Setting) -> Any:
         """See :meth:`SettingsForm.default_of`."""
@@ -102,17 +101,43 @@ class DeepSpeedForm(SettingsForm):
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
         """See :meth:`SettingsForm.option_refusal`."""
+        stage = config.zero_stage
+        if value is None:
+            return ""
         if setting.name == "zero_stage":
-            return "" if value is None else engine_refusal(config)
-        return place_refusal(config, setting.name, value) if setting.name in PLACE_KEYS else ""
+            return engine_refusal(config)
+        if setting.name not in _PLACE_KEYS:
+            return ""
+        if not config.uses_deepspeed or stage is None:
+            return _NO_STAGE
+        # DeepSpeed would ignore the setting below that stage.
+        needed = 3 if setting.name == PARAM_PLACE or value == "nvme" else 1
+        words = "stage 1 or higher" if needed == 1 else "stage 3"
+        return f"needs ZeRO {words}: the stage is {stage}" if stage < needed else ""
 
     def setting_refusal(self, config: RunConfig, setting: Setting) -> str:
         """See :meth:`SettingsForm.setting_refusal`."""
-        return "" if setting.name == "zero_stage" else key_refusal(config, setting.name)
+        key = setting.name
+        if key == "zero_stage":
+            return ""
+        if not config.uses_deepspeed or config.zero_stage is None:
+            return _NO_STAGE
+        # A place can be chosen at any stage: its options say what they need.
+        if key in _PLACE_KEYS:
+            return ""
+        for_stage_3 = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.")
+        if key.startswith(for_stage_3) and config.zero_stage < _STAGE_OF_PARAMETERS:
+            return f"for stage 3 only: the stage is {config.zero_stage}"
+        if key.startswith(f"{ZERO}.offload_optimizer."):
+            return "" if _place_of(config, OPTIMIZER_PLACE) else "optimizer state is on the device"
+        if key.startswith(f"{ZERO}.offload_param."):
+            return "" if _place_of(config, PARAM_PLACE) else "parameters are on the device"
+        return ""
 
     def is_shown(self, config: RunConfig, setting: Setting) -> bool:
-        """See :meth:`SettingsForm.is_shown`."""
-        return key_is_shown(config, setting.name)
+        """See :meth:`SettingsForm.is_shown`: folders mean something where something is on disk."""
+        section, _, name = setting.name.rpartition(".")
+        return name != "nvme_path" or _place_of(config, f"{section}.device") == "nvme"
 
     def filled_in(
         self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
@@ -121,7 +146,18 @@ class DeepSpeedForm(SettingsForm):
         document = engine_config(config)
         if document is None:
             return FilledConfig(None)
-        return filled_in(document, config, plan, module, sample_batch)
+        samples = None
+        if sample_batch is not None and self.batch_size(document) is None:
+            # Not at the top: it imports torch, which a form without a batch does not need.
+            from nbaccel.memory.activations import num_samples
+
+            samples = num_samples(sample_batch)
+        facts = TrainingFacts(
+            world_size=1 if plan is None else plan.world_size,
+            micro_batch_size=samples,
+            accumulation_steps=config.gradient_accumulation_steps,
+        )
+        return filled_in(document, config, facts, module)
 
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
         """See :meth:`SettingsForm.batch_size`."""
@@ -135,9 +171,7 @@ class DeepSpeedForm(SettingsForm):
     @property
     def missing_library(self) -> str:
         """See :meth:`SettingsForm.missing_library`."""
-        if is_installed(library.row().library):
-            return ""
-        return f"DeepSpeed is not installed: {install_line('deepspeed')}"
+        return missing_library()
 
     def ways(
         self, config: RunConfig, shape: Shape, *, on_host: bool, can_checkpoint: bool
@@ -174,6 +208,12 @@ class DeepSpeedForm(SettingsForm):
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         """See :meth:`SettingsForm.is_document`."""
         return set(settings) == {"gradient_accumulation_steps"}
+
+
+def _place_of(config: RunConfig, place_key: str) -> str | None:
+    """Where something is offloaded to; None where it is not."""
+    place: str | None = nested_keys.value_at(config.deepspeed, place_key)
+    return None if place == "none" else place
 
 
 def _refuse_other_files(settings: Mapping[str, Any]) -> None:

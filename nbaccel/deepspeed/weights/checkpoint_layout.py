@@ -40,7 +40,7 @@ The layout is the one that DeepSpeed 0.19's ``engine.save_checkpoint`` writes an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,14 @@ import torch
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.units import count_noun
-from nbaccel.deepspeed.weights.checkpoint_files import CheckpointFiles, find_files
+from nbaccel.deepspeed.weights.checkpoint_files import CheckpointFiles, cut_otherwise, find_files
 from nbaccel.deepspeed.weights.state_files import (
     FileTensor,
     StateFile,
-    Strip,
     Unknown,
     Weight,
     map_numbers,
+    pieces_between,
     read_states,
 )
 
@@ -71,34 +71,24 @@ _STRUCTURE_ERRORS = (
 _MOST_RANKS = 2**20  # `range` of a number in a damaged file must not take all memory
 _STAGE_NAMES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 _ROUNDED_BYTES = 2**20  # far above DeepSpeed's rounding; smaller tensors are never swapped
-_OTHER_CHECKPOINT = "Convert another checkpoint (tag=...)."
 _WITH_ENGINE = (
     "Load the checkpoint into its engine, in a fresh process, and use fp32_state_dict(engine)."
 )
 _GroupShapes = Mapping[str, tuple[int, ...]]
 _Weights = dict[str, Weight]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The weights of a checkpoint, and where they lie.
-
-    Attributes:
-        weights: By name, in the model's order.
-        tied: Name of a parameter → the name in `weights` of the one it is.
-    """
-
-    weights: _Weights
-    tied: dict[str, str]
+_Layout = tuple[_Weights, dict[str, str]]
+"""Weights by name, in the model's order; tied parameters → the names there of what they are."""
 
 
 def read_layout(
     checkpoint_dir: str | Path, tag: str | None = None, *, exclude_frozen_parameters: bool = False
-) -> Layout:
+) -> _Layout:
     """Find out where the fp32 weights of a checkpoint are; at stages 1 to 3 none is read."""
     files = find_files(checkpoint_dir, tag)
     try:
-        return _read_files(files, exclude_frozen_parameters)
+        model = _file_with(files.model.get(0) or next(iter(files.model.values())), "module")
+        of_stage = _of_stages_1_to_3 if files.optimizer else _of_stage_0
+        return of_stage(files, model, exclude_frozen_parameters)
     except ConfigError:
         raise  # it is a `ValueError`, too
     except _STRUCTURE_ERRORS as error:
@@ -109,37 +99,50 @@ def read_layout(
         ) from error
 
 
-def _read_files(files: CheckpointFiles, exclude_frozen: bool) -> Layout:
-    model = _model_file(files.model.get(0) or next(iter(files.model.values())))
-    module = model.states["module"]
-    if not files.optimizer:
-        return _of_stage_0(files, model, exclude_frozen)
+def _file_with(path: Path, key: str) -> StateFile:
+    file = read_states(path)
+    if not isinstance(file.states, Mapping) or not isinstance(file.states.get(key), Mapping):
+        raise ConfigError(
+            f"{path} has no {key!r} in it, though its name says so: it holds "
+            f"{_keys(file.states)}. Convert a checkpoint that engine.save_checkpoint wrote. (A "
+            "pipeline's engine writes its layers elsewhere, which cannot be converted: load such a "
+            "checkpoint into its engine.)"
+        )
+    return file
+
+
+def _keys(states: Any) -> str:
+    if not isinstance(states, Mapping):
+        return f"a {type(states).__name__}"
+    return ", ".join(map(str, list(states)[:6])) or "nothing"
+
+
+# ------------------------------------------------------------------------------ stages 1 to 3
+
+
+def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
     optimizers = {rank: _optimizer_file(path) for rank, path in files.optimizer.items()}
     stage, num_ranks = _agreed_stage(files, optimizers)
     files.check_ranks(num_ranks, stage)
     ordered = [optimizers[rank] for rank in range(num_ranks)]
-    buffer_names = set(model.states.get("buffer_names") or ())
+    module = model.states["module"]
+    buffers = set(model.states.get("buffer_names") or ())
     shared_params = model.states.get("shared_params") or {}
     if stage == 3:
         trained = _trained_at_stage_3(files, model, ordered)
         frozen = _frozen_at_stage_3(files, model)
     else:
         trained = _trained_at_stages_1_and_2(files, model, ordered)
-        known_names = {*trained, *buffer_names, *shared_params}
-        frozen = _whole(model, module.keys() - known_names)
+        frozen = _whole(model, module.keys() - {*trained, *buffers, *shared_params})
     # Trained weights last: where a name is among several, the optimizer's copy counts.
-    weights = {
-        **_whole(model, buffer_names),
-        **({} if exclude_frozen else frozen),
-        **trained,
-    }
+    weights = {**_whole(model, buffers), **({} if exclude_frozen else frozen), **trained}
     order = [name for name in module if name in weights]
     tied = {
         name: target
         for name, target in shared_params.items()
         if name not in weights and target in weights
     }
-    return Layout({name: weights[name] for name in dict.fromkeys([*order, *weights])}, tied)
+    return {name: weights[name] for name in dict.fromkeys([*order, *weights])}, tied
 
 
 def _whole(model: StateFile, names: set[str]) -> _Weights:
@@ -150,39 +153,14 @@ def _whole(model: StateFile, names: set[str]) -> _Weights:
     }
 
 
-def _model_file(path: Path) -> StateFile:
-    file = read_states(path)
-    if not isinstance(file.states, Mapping) or not isinstance(file.states.get("module"), Mapping):
-        raise ConfigError(
-            f"{path} has no model in it, though its name says so: it holds {_keys(file.states)}. A "
-            "pipeline's engine writes its layers elsewhere, which cannot be converted; load such a "
-            "checkpoint into its engine."
-        )
-    return file
-
-
 def _optimizer_file(path: Path) -> StateFile:
     """A rank's file, with the state of the ZeRO optimizer alone."""
-    file = read_states(path)
-    states = file.states.get("optimizer_state_dict") if isinstance(file.states, Mapping) else None
-    if not isinstance(states, Mapping) or "zero_stage" not in states:
-        raise ConfigError(
-            f"{path} holds no state of a ZeRO optimizer, though its name says so: it has "
-            f"{_keys(file.states)}. Convert a checkpoint that engine.save_checkpoint wrote."
-        )
+    file = _file_with(path, "optimizer_state_dict")
+    states = file.states["optimizer_state_dict"]
     if states.get("ds_zero_partition_groups") is not None:
-        raise ConfigError(
-            f"{path} has parameters that are partitioned over groups of their own "
-            f"({_keys(states['ds_zero_partition_groups'])}), as experts are: parts of all ranks "
-            "put together would be wrong. Make a universal checkpoint with ds_to_universal."
-        )
+        groups = _keys(states["ds_zero_partition_groups"])
+        raise cut_otherwise(path, f"has parameters over groups of their own ({groups}), as experts")
     return file._replace(states=states)
-
-
-def _keys(states: Any) -> str:
-    if not isinstance(states, Mapping):
-        return f"a {type(states).__name__}"
-    return ", ".join(map(str, list(states)[:6])) or "nothing"
 
 
 def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -> tuple[int, int]:
@@ -217,156 +195,141 @@ def _partition_count(states: Mapping[str, Any]) -> int:
     return count
 
 
-# ------------------------------------------------------------------------------ stages 1 to 3
-
-
 def _trained_at_stages_1_and_2(
     files: CheckpointFiles, model: StateFile, optimizers: Sequence[StateFile]
 ) -> _Weights:
     trained: _Weights = {}
     paddings = optimizers[0].states.get("param_alignment_paddings")  # not in all versions
     for number, shapes in enumerate(_shape_groups(model)):
-        strip = Strip(
+        parts = [
             FileTensor.of(file, file.states["single_partition_of_fp32_groups"][number])
             for file in optimizers
+        ]
+        trained |= _laid_out(
+            f"group {number} of {files.folder}",
+            [parts],
+            shapes,
+            paddings=paddings[number] if paddings else (),
+            # DeepSpeed aligns a group to twice the number of ranks: less than that may be left.
+            slack=2 * len(optimizers),
         )
-        needed = 0
-        saved = strip.numel
-        group_paddings = paddings[number] if paddings else [0] * len(shapes)
-        for (name, shape), padding in zip(shapes.items(), group_paddings, strict=True):
-            count = torch.Size(shape).numel()
-            trained[name] = Weight.flat(name, shape, strip.take(count))
-            strip.take(padding)
-            needed += count + padding
-        # DeepSpeed aligns a group to twice the number of ranks, so that less than that may be left.
-        _check_used(files, f"group {number}", needed, saved, slack=2 * len(optimizers))
     return trained
 
 
 def _trained_at_stage_3(
     files: CheckpointFiles, model: StateFile, optimizers: Sequence[StateFile]
 ) -> _Weights:
-    shape_groups = _shape_groups(model)
-    num_ranks = len(optimizers)
-    strips = [
-        Strip(_flat_groups(files.folder, rank, file, shape_groups, num_ranks))
-        for rank, file in enumerate(optimizers)
-    ]
-    saved = [strip.numel for strip in strips]
-    trained: _Weights = {}
-    for shapes in shape_groups:
-        for name, shape in shapes.items():
-            parts = [strip.take(_share(shape, num_ranks)) for strip in strips]
-            pieces = [piece for rank_parts in parts for piece in rank_parts]
-            trained[name] = Weight.flat(name, shape, _without_padding(pieces, shape))
-    needed = sum(_share(shape, num_ranks) for shapes in shape_groups for shape in shapes.values())
-    for rank, num_saved in enumerate(saved):
-        _check_used(files, f"rank {rank}", needed, num_saved, slack=0)
-    return trained
+    groups = _shape_groups(model)
+    ranks = []
+    for rank, file in enumerate(optimizers):
+        swap_folder = files.folder / "offloaded_tensors" / f"rank{rank:02d}"
+        ranks.append([*_flat_groups(swap_folder, file, groups, len(optimizers))])
+    shapes = dict(chain.from_iterable(group.items() for group in groups))
+    return _laid_out(str(files.folder), ranks, shapes)
 
 
-def _share(shape: tuple[int, ...], num_ranks: int) -> int:
-    """Elements of a parameter that each rank has, padding included."""
-    return -(-torch.Size(shape).numel() // num_ranks)
+def _frozen_at_stage_3(files: CheckpointFiles, model: StateFile) -> _Weights:
+    shapes = _checked_shapes(model.states.get("frozen_param_shapes") or {})
+    ranks = [_file_with(files.model[rank], "module") for rank in sorted(files.model) if shapes]
+    frozen: _Weights = {}
+    for name, shape in shapes.items():
+        fragments = [
+            [FileTensor.of(file, file.states["frozen_param_fragments"][name])] for file in ranks
+        ]
+        frozen |= _laid_out(str(files.folder), fragments, {name: shape})
+    return frozen
 
 
-def _without_padding(
-    pieces: Sequence[FileTensor], shape: tuple[int, ...]
-) -> tuple[FileTensor, ...]:
-    return Strip(pieces).front(torch.Size(shape).numel())
+def _laid_out(
+    place: str,
+    strips: Sequence[Sequence[FileTensor]],
+    shapes: _GroupShapes,
+    *,
+    paddings: Sequence[int] = (),
+    slack: int = 0,
+) -> _Weights:
+    """Weights that lie end to end, the same part of each in every strip.
+
+    Refused where the strips have other numbers of elements than the shapes need: all kinds of
+    files that do not belong together are found by that.
+    """
+    weights: _Weights = {}
+    begin = 0
+    ends = paddings or [0] * len(shapes)
+    for (name, shape), padding in zip(shapes.items(), ends, strict=True):
+        count = _share(shape, len(strips))
+        parts = chain.from_iterable(pieces_between(one, begin, begin + count) for one in strips)
+        # The last part is filled up.
+        pieces = pieces_between(parts, 0, torch.Size(shape).numel())
+        weights[name] = Weight(name, shape, torch.float32, pieces)
+        begin += count + padding
+    for number, strip in enumerate(strips):
+        saved = sum(tensor.numel for tensor in strip)
+        if not begin <= saved <= begin + slack:
+            part = f" in part {number}" if strips[1:] else ""
+            raise ConfigError(
+                f"{place}: the shapes of {_keys(shapes)} add up to {begin:,} elements{part}, and "
+                f"{saved:,} were saved. Files of different saves lie there together, or the model "
+                "changed between them. Convert another checkpoint (tag=...)."
+            )
+    return weights
+
+
+def _share(shape: tuple[int, ...], num_parts: int) -> int:
+    """Elements of a parameter in each part, padding included."""
+    return -(-torch.Size(shape).numel() // num_parts)
+
+
+def _shape_groups(model: StateFile) -> list[_GroupShapes]:
+    return [_checked_shapes(group) for group in model.states.get("param_shapes") or ()]
+
+
+def _checked_shapes(shapes: Mapping[str, Any]) -> _GroupShapes:
+    """Shapes from the file; two sizes below 0 would give a positive number of elements."""
+    checked = {str(name): tuple(shape) for name, shape in shapes.items()}
+    for name, sizes in checked.items():
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError(f"{sizes} is no shape of {name}")
+    return checked
 
 
 def _flat_groups(
-    folder: Path,
-    rank: int,
-    file: StateFile,
-    shape_groups: Sequence[_GroupShapes],
-    num_ranks: int,
+    swap_folder: Path, file: StateFile, groups: Sequence[_GroupShapes], num_ranks: int
 ) -> Iterator[FileTensor]:
     """A rank's fp32 weights, sub-group by sub-group: in its file, or where they were swapped to."""
     for number, tensor in enumerate(file.states["fp32_flat_groups"]):
-        shapes = shape_groups[number] if number < len(shape_groups) else {}
+        shapes = groups[number] if number < len(groups) else {}
         count = sum(_share(shape, num_ranks) for shape in shapes.values())
         if tensor.numel() or not count:
             yield FileTensor.of(file, tensor)
             continue
         # No separators: an id that is read from a file must not lead to another folder.
-        swapped = f"{tensor.ds_id}.tensor.swp".replace("/", "_")
-        path = folder / "offloaded_tensors" / f"rank{rank:02d}" / swapped
-        _check_size(path, 4 * count, next(iter(shapes)))
+        path = swap_folder / f"{tensor.ds_id}.tensor.swp".replace("/", "_")
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or not 0 <= size - 4 * count < _ROUNDED_BYTES:
+            found = "is missing" if size is None else f"has {size:,} bytes: it is torn"
+            raise ConfigError(
+                f"{path} {found}. It should hold the {4 * count:,} bytes of the fp32 weights from "
+                f"{next(iter(shapes))} on, which were swapped to NVMe when the checkpoint was "
+                "saved. Copy the folder offloaded_tensors from the machine that saved it. "
+                f"{_WITH_ENGINE}"
+            )
         yield map_numbers(path, count)
-
-
-def _check_size(path: Path, num_bytes: int, name: str) -> None:
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} is missing: it should hold the fp32 weights of {name} and those "
-            "after it, which were swapped to NVMe when the checkpoint was saved. Copy the folder "
-            f"offloaded_tensors, too, from the machine that saved it. {_WITH_ENGINE}"
-        )
-    size = path.stat().st_size
-    if not 0 <= size - num_bytes < _ROUNDED_BYTES:
-        raise ConfigError(
-            f"{path} has {size:,} bytes, and the weights from {name} on, which it should hold, "
-            f"have {num_bytes:,}: it is torn, or of another save. {_WITH_ENGINE}"
-        )
-
-
-def _frozen_at_stage_3(files: CheckpointFiles, model: StateFile) -> _Weights:
-    shapes = model.states.get("frozen_param_shapes") or {}
-    ranks = [_model_file(files.model[rank]) for rank in sorted(files.model)] if shapes else []
-    frozen: _Weights = {}
-    for name, given_shape in shapes.items():
-        shape = _checked_shape(given_shape)
-        fragments = [
-            FileTensor.of(file, file.states["frozen_param_fragments"][name]) for file in ranks
-        ]
-        frozen[name] = Weight.flat(name, shape, _without_padding(fragments, shape))
-    return frozen
-
-
-def _shape_groups(model: StateFile) -> list[_GroupShapes]:
-    return [
-        {str(name): _checked_shape(shape) for name, shape in group.items()}
-        for group in model.states.get("param_shapes") or ()
-    ]
-
-
-def _checked_shape(shape: Any) -> tuple[int, ...]:
-    """A shape from the file; two sizes below 0 would give a positive number of elements."""
-    sizes = tuple(shape)
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError(f"{sizes} is no shape")
-    return sizes
-
-
-def _check_used(files: CheckpointFiles, place: str, needed: int, saved: int, slack: int) -> None:
-    """Refuse a checkpoint in which elements are left over, beside padding."""
-    if abs(saved - needed) > slack:
-        raise ConfigError(
-            f"{files.folder}: the parameters' shapes add up to {needed:,} elements in {place}, and "
-            f"{saved:,} were saved. Files of different saves lie there together, or the model "
-            f"changed between them. {_OTHER_CHECKPOINT}"
-        )
 
 
 # ------------------------------------------------------------------------------ stage 0
 
 
-def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> Layout:
-    if any(path.name.startswith("zero_pp_rank") for path in files.model.values()):
-        raise ConfigError(
-            f"{files.folder} has model states of ZeRO-3 and no optimizer states "
-            "(*_optim_states.pt), in which the fp32 weights are: model states of ZeRO-3 hold "
-            "placeholders. Copy those files here, or convert another checkpoint."
-        )
-    if model.states.get("param_shapes"):
+def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
+    is_of_stage_3 = any(path.name.startswith("zero_pp_rank") for path in files.model.values())
+    if is_of_stage_3 or model.states.get("param_shapes"):
         ranks = model.states.get("dp_world_size")
         saved_by = count_noun(ranks, "rank") if isinstance(ranks, int) else "some ranks"
+        kind = "model states of ZeRO-3, which hold placeholders," if is_of_stage_3 else "a model"
         raise ConfigError(
-            f"{files.folder} was saved with ZeRO by {saved_by}, and none of its "
-            "*_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
-            "convert another checkpoint (tag=...)."
+            f"{files.folder} has {kind} saved with ZeRO by {saved_by}, and no optimizer states: "
+            "none of its *_optim_states.pt is there, in which the fp32 weights are. Copy them "
+            "here, or convert another checkpoint (tag=...)."
         )
     weights, tied = _stored_weights(model)
     buffer_names = set(model.states.get("buffer_names") or ())
@@ -383,10 +346,10 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
         for name, weight in weights.items()
         if not exclude_frozen or name in buffer_names or name in masters
     }
-    return Layout(kept, {name: target for name, target in tied.items() if target in kept})
+    return kept, {name: target for name, target in tied.items() if target in kept}
 
 
-def _stored_weights(model: StateFile) -> tuple[_Weights, dict[str, str]]:
+def _stored_weights(model: StateFile) -> _Layout:
     """The model's tensors as they are; of those in the same place, the first."""
     weights: _Weights = {}
     tied: dict[str, str] = {}
@@ -404,30 +367,32 @@ def _stored_weights(model: StateFile) -> tuple[_Weights, dict[str, str]]:
 
 
 def _master_weights(model: StateFile, parameters: Sequence[Weight]) -> _Weights:
-    strips = _master_strips(model)
+    groups = _master_groups(model)
+    begins = [0] * len(groups)
     masters: _Weights = {}
     for weight in parameters:
         (rounded,) = weight.pieces
         # In fp32 the model's weights are those that the optimizer trains.
         if rounded.tensor.dtype not in (torch.bfloat16, torch.float16) or not weight.numel:
             continue
-        for strip in strips:
-            if _rounds_to(strip.front(weight.numel), rounded):
-                pieces = strip.take(weight.numel)
-                masters[weight.name] = Weight.flat(weight.name, weight.shape, pieces)
+        for number, group in enumerate(groups):
+            pieces = pieces_between(group, begins[number], begins[number] + weight.numel)
+            if _rounds_to(pieces, rounded):
+                masters[weight.name] = Weight(weight.name, weight.shape, torch.float32, pieces)
+                begins[number] += weight.numel
                 break
     # What is left over belongs to a parameter that was not found, so the matches are not certain.
-    elements_left = sum(strip.numel for strip in strips)
-    if elements_left:
+    num_left = sum(tensor.numel for group in groups for tensor in group) - sum(begins)
+    if num_left:
         raise ConfigError(
-            f"{model.path} has {elements_left:,} fp32 weights in its optimizer that round to no "
+            f"{model.path} has {num_left:,} fp32 weights in its optimizer that round to no "
             "parameter of the model: the two did not agree when it was saved, so it is not certain "
             f"to which parameters they belong. {_WITH_ENGINE}"
         )
     return masters
 
 
-def _master_strips(model: StateFile) -> list[Strip]:
+def _master_groups(model: StateFile) -> list[list[FileTensor]]:
     """The optimizer's fp32 weights, by group; none where it trained the model's tensors."""
     optimizer = model.states.get("optimizer")
     if not isinstance(optimizer, Mapping):
@@ -435,7 +400,7 @@ def _master_strips(model: StateFile) -> list[Strip]:
     groups = optimizer.get("fp32_groups") or ()
     if optimizer.get("fp32_groups_flat") is not None:
         groups = [[tensor] for tensor in optimizer["fp32_groups_flat"]]
-    return [Strip(FileTensor.of(model, tensor) for tensor in group) for group in groups]
+    return [[FileTensor.of(model, tensor) for tensor in group] for group in groups]
 
 
 def _rounds_to(masters: Sequence[FileTensor], rounded: FileTensor) -> bool:

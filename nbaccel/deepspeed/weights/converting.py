@@ -1,9 +1,7 @@
 """Weights in fp32 out of a checkpoint of ZeRO-0/1/2/3, without DeepSpeed and without its model.
 
-The format (https://github.com/huggingface/safetensors): length of the header as 8 bytes, little
-end first; the header, JSON, filled up with blanks; all tensors without gaps. The library writes
-what is in memory, and here a few MiB are. Names and the index of several files are those that
-Hugging Face's libraries read.
+A few MiB are in memory at a time. Names and the index of several files are those that Hugging
+Face's libraries read.
 """
 
 from __future__ import annotations
@@ -17,67 +15,24 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from nbaccel.base import atomic
-from nbaccel.base.disk import free_bytes
+from nbaccel.base import atomic, weight_files
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.quiet_bars import Bar
-from nbaccel.base.units import format_bytes, parse_bytes
+from nbaccel.base.units import parse_bytes
 from nbaccel.deepspeed.weights.checkpoint_layout import read_layout
 from nbaccel.deepspeed.weights.state_files import Weight, check_bits
 
-_FAMILY = "model{suffix}.safetensors"
-_INDEX_FILE = _FAMILY.format(suffix="") + ".index.json"
-_ALIGNED_BYTES = 8
-DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-"""A type's code in safetensors."""
+_INDEX_FILE = weight_files.FILE_PATTERN.format(suffix="") + ".index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file to write.
-
-    Attributes:
-        filename: Its name.
-        weights: What it holds, in this order.
-        tied: Names of tied parameters → the name here of the tensor that is written for each.
-    """
+    """One file to write, with its weights in this order."""
 
     filename: str
     weights: tuple[Weight, ...]
     tied: Mapping[str, str]
-
-    @property
-    def header(self) -> bytes:
-        """All that comes before the first tensor."""
-        # Hugging Face's libraries look for "format", and for the names of tied tensors beside it.
-        entries: dict[str, object] = {"__metadata__": {"format": "pt", **self.tied}}
-        end = 0
-        for weight in self.weights:
-            begin, end = end, end + weight.nbytes
-            entries[weight.name] = {
-                "dtype": DTYPE_CODES[weight.dtype],
-                "shape": list(weight.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        # Padded, so that the first tensor begins at a multiple of eight bytes and can be mapped.
-        text += b" " * (-len(text) % _ALIGNED_BYTES)
-        return len(text).to_bytes(8, "little") + text
+    """Names of tied parameters → the name here of the tensor that is written for each."""
 
     @property
     def nbytes(self) -> int:
@@ -105,12 +60,12 @@ class Written:
     def of_shards(cls, folder: Path, shards: Sequence[Shard]) -> Written:
         """What is there once `shards` have been written to `folder`."""
         names = [shard.filename for shard in shards] + [_INDEX_FILE] * (len(shards) > 1)
-        tied: dict[str, str] = {}
-        for shard in shards:
-            tied |= shard.tied
-        num_tensors = sum(len(shard.weights) for shard in shards)
-        num_bytes = sum(shard.nbytes for shard in shards)
-        return cls(tuple(folder / name for name in names), num_tensors, num_bytes, tied)
+        return cls(
+            files=tuple(folder / name for name in names),
+            num_tensors=sum(len(shard.weights) for shard in shards),
+            num_bytes=sum(shard.nbytes for shard in shards),
+            tied={name: target for shard in shards for name, target in shard.tied.items()},
+        )
 
 
 def plan(
@@ -129,7 +84,7 @@ def plan(
             "all be frozen, and frozen ones are left out. Allow them."
         )
     for weight in weights.values():
-        if weight.dtype not in DTYPE_CODES:
+        if weight_files.dtype_code(weight.dtype) is None:
             raise ConfigError(
                 f"{weight.name} is of {weight.dtype}, for which a file of weights has no place. "
                 "Convert it, or make it a buffer with persistent=False."
@@ -137,7 +92,7 @@ def plan(
     split = split_state_dict_into_shards_factory(
         dict(weights),
         get_storage_size=lambda weight: weight.nbytes,
-        filename_pattern=_FAMILY,
+        filename_pattern=weight_files.FILE_PATTERN,
         max_shard_size=most_bytes,
     )
     shards = []
@@ -154,12 +109,18 @@ def write_shard(
 ) -> Iterator[int]:
     """Write one file; gives the bytes that each step has written."""
     path = folder / shard.filename
+    head, _ = weight_files.head_of_file(
+        ((w.name, weight_files.dtype_code(w.dtype), w.shape, w.nbytes) for w in shard.weights),
+        # Hugging Face's libraries look there for the names of tied tensors.
+        shard.tied,
+    )
     with path.open("wb") as file:
-        file.write(shard.header)
+        file.write(head)
         for weight in shard.weights:
             done_bytes = 0
             for chunk in read(weight):
-                file.write(as_bytes(chunk))
+                # As bytes, since numpy has no bfloat16.
+                file.write(chunk.view(torch.uint8).numpy().data)
                 done_bytes += chunk.nbytes
                 yield chunk.nbytes
             if done_bytes != weight.nbytes:
@@ -172,65 +133,20 @@ def write_shard(
     atomic.sync_path(path)
 
 
-def as_bytes(flat: torch.Tensor) -> memoryview:
-    """The memory of a tensor of one dimension."""
-    # As bytes, since numpy has no bfloat16.
-    return flat.view(torch.uint8).numpy().data
-
-
 @contextlib.contextmanager
 def publishing(folder: Path, shards: Sequence[Shard]) -> Iterator[Path]:
-    """A place to write files in; they take their names together, when all have been written.
-
-    Weights of an earlier save in the folder are replaced; other files stay. If something goes
-    wrong, the folder is as it was.
-    """
-    made_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        _make_folder(folder, sum(shard.nbytes for shard in shards))
-        with atomic.partial_folder(folder, "model") as temporary_folder:
-            yield temporary_folder
-            if len(shards) > 1:
-                _write_index(shards, temporary_folder / _INDEX_FILE)
-            atomic.publish_weights(temporary_folder, folder, _FAMILY)
-    except BaseException as error:  # an interrupt, too, leaves nothing behind
-        for made_folder in made_folders:
-            # Only empty ones: another process may have written there meanwhile.
-            with contextlib.suppress(OSError):
-                made_folder.rmdir()
-        if isinstance(error, OSError):
-            raise CheckpointFailed(
-                f"Writing weights to {folder} failed: {error}. What was written is gone, and what "
-                f"was there before is as it was; {format_bytes(free_bytes(folder))} are free. "
-                "Remove the cause, or give a folder on another disk."
-            ) from error
-        raise
-
-
-def _make_folder(folder: Path, needed_bytes: int) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is a file: weights and their index need a folder. Give a folder's name."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    # Earlier weights there do not count as room: they stay until the new ones are complete.
-    available_bytes = free_bytes(folder)
-    if needed_bytes > available_bytes:
-        raise ConfigError(
-            f"{folder}: {format_bytes(needed_bytes)} of weights are to be written, and its disk "
-            f"has {format_bytes(available_bytes)} free. Make room, or give a folder on another "
-            "disk. (Weights of an earlier save there stay until the new ones are whole.)"
-        )
-
-
-def _write_index(shards: Sequence[Shard], path: Path) -> None:
-    content = {
-        "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
-        "weight_map": dict(
-            sorted((weight.name, shard.filename) for shard in shards for weight in shard.weights)
-        ),
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    """A place to write `shards` in: all of them appear in `folder` at the end, or none."""
+    num_bytes = sum(shard.nbytes for shard in shards)
+    with weight_files.publishing(folder, num_bytes) as temporary_folder:
+        yield temporary_folder
+        if len(shards) > 1:
+            files = {weight.name: one.filename for one in shards for weight in one.weights}
+            index = {
+                "metadata": {"total_size": num_bytes},
+                "weight_map": dict(sorted(files.items())),
+            }
+            text = json.dumps(index, indent=2) + "\n"
+            (temporary_folder / _INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 def zero_to_fp32(
@@ -268,10 +184,12 @@ def zero_to_fp32(
             little room. Nothing has been written then.
         CheckpointFailed: A file could not be read or written; `output_dir` is as it was.
     """
-    layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
-    shards = plan(layout.weights, layout.tied, max_shard_size)
+    weights, tied = read_layout(
+        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
+    )
+    shards = plan(weights, tied, max_shard_size)
     # Before anything is written: a separate pass, since checksums cover whole records.
-    check_bits(layout.weights.values())
+    check_bits(weights.values())
     folder = Path(output_dir).expanduser()
     total_bytes = sum(shard.nbytes for shard in shards)
     bar = Bar(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress)
@@ -305,14 +223,16 @@ def load_fp32_state_dict(
         ConfigError: There is no such checkpoint, or it cannot be converted.
         CheckpointFailed: A file could not be read.
     """
-    layout = read_layout(checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters)
-    check_bits(layout.weights.values())
+    weights, tied = read_layout(
+        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
+    )
+    check_bits(weights.values())
     state_dict: dict[str, torch.Tensor] = {}
-    for name, weight in layout.weights.items():
+    for name, weight in weights.items():
         flat = torch.empty(weight.numel, dtype=weight.dtype)
         begin = 0
         for chunk in weight.chunks():
             flat[begin : begin + chunk.numel()] = chunk
             begin += chunk.numel()
         state_dict[name] = flat.view(weight.shape)
-    return state_dict | {name: state_dict[target] for name, target in layout.tied.items()}
+    return state_dict | {name: state_dict[target] for name, target in tied.items()}

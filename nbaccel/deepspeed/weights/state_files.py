@@ -14,8 +14,7 @@ import mmap
 import pickle
 import zipfile
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,15 +36,12 @@ _MADV_DONTNEED = 4  # of Linux's <sys/mman.h>
 
 
 class Unknown:
-    """An object of a class that is not looked up; it keeps its constructor's arguments.
-
-    Attributes:
-        args: The constructor's arguments.
-    """
+    """An object of a class that is not looked up; it keeps its constructor's arguments."""
 
     args: tuple[Any, ...]
 
-    def __new__(cls, *args: Any) -> Self:  # noqa: D102
+    def __new__(cls, *args: Any) -> Self:
+        """Without a constructor's work: pickles make objects by this alone."""
         unknown = super().__new__(cls)
         unknown.args = args
         return unknown
@@ -58,17 +54,12 @@ class Unknown:
 
 
 class StateFile(NamedTuple):
-    """A file that is mapped.
-
-    Attributes:
-        path: The file.
-        states: What was saved.
-        mappings: Addresses at which it is mapped; none where the system does not tell.
-    """
+    """A file that is mapped, with what was saved."""
 
     path: Path
     states: Any
     mappings: frozenset[range]
+    """Addresses at which it is mapped; none where the system does not tell."""
 
 
 def is_readable(path: Path) -> bool:
@@ -79,14 +70,13 @@ def is_readable(path: Path) -> bool:
 
 def read_states(path: Path) -> StateFile:
     """Read what ``torch.save`` wrote, but not the numbers of its tensors."""
-    before = _mappings_of(path)
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([_stand_in(name) for name in names]):
             states = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged pickle is a program that may raise anything
         raise _unreadable(path, error) from error
-    return StateFile(path, states, _mappings_of(path) - before)
+    return StateFile(path, states, _mappings_of(path))
 
 
 def _stand_in(full_name: str) -> type[Unknown]:
@@ -97,9 +87,8 @@ def _stand_in(full_name: str) -> type[Unknown]:
 
 def map_numbers(path: Path, num_elements: int) -> FileTensor:
     """A file that holds nothing but fp32 numbers."""
-    before = _mappings_of(path)
     tensor = torch.from_file(str(path), shared=False, size=num_elements, dtype=torch.float32)
-    return FileTensor(StateFile(path, tensor, _mappings_of(path) - before), tensor)
+    return FileTensor(StateFile(path, tensor, _mappings_of(path)), tensor)
 
 
 def _mappings_of(path: Path) -> frozenset[range]:
@@ -174,49 +163,29 @@ class FileTensor(NamedTuple):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, ctypes.c_int(_MADV_DONTNEED))
 
 
-class Strip:
-    """Tensors laid end to end, taken off from the front: they may lie in many files."""
-
-    def __init__(self, tensors: Iterable[FileTensor]) -> None:
-        self._tensors = deque(tensor.part(0, tensor.numel) for tensor in tensors if tensor.numel)
-        self.numel = sum(tensor.numel for tensor in self._tensors)
-
-    def front(self, count: int) -> tuple[FileTensor, ...]:
-        """The next elements, as many as there are."""
-        parts = []
-        for tensor in self._tensors:
-            if count <= 0:
-                break
-            parts.append(tensor.part(0, min(count, tensor.numel)))
-            count -= tensor.numel
-        return tuple(parts)
-
-    def take(self, count: int) -> tuple[FileTensor, ...]:
-        """The next elements, which go."""
-        parts = self.front(count)
-        for part in parts:
-            tensor = self._tensors.popleft()
-            if part.numel < tensor.numel:
-                self._tensors.appendleft(tensor.part(part.numel, tensor.numel - part.numel))
-            self.numel -= part.numel
-        return parts
+def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple[FileTensor, ...]:
+    """Some elements of tensors that are laid end to end: as many as there are."""
+    pieces = []
+    for tensor in tensors:
+        first = max(begin, 0)
+        count = min(end, tensor.numel) - first
+        if count > 0:
+            pieces.append(tensor.part(first, count))
+        begin -= tensor.numel
+        end -= tensor.numel
+    return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor to be written: its name, its shape, and the pieces that it is put together from.
-
-    Attributes:
-        name: As in the model's state dict.
-        shape: Its shape.
-        dtype: Type of its elements when it has been read.
-        pieces: Its elements in their order; empty where they are not in files.
-    """
+    """A tensor to be written: its name, its shape, and the pieces that it is put together from."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    """Type of its elements when it has been read."""
     pieces: tuple[FileTensor, ...] = ()
+    """Its elements in their order; empty where they are not in files."""
 
     @property
     def numel(self) -> int:
@@ -233,19 +202,6 @@ class Weight:
         """A tensor as it is, with floating-point numbers as fp32."""
         dtype = torch.float32 if value.is_floating_point() else value.dtype
         return cls(name, tuple(value.shape), dtype, (FileTensor.of(file, value),))
-
-    @classmethod
-    def flat(cls, name: str, shape: tuple[int, ...], pieces: Sequence[FileTensor]) -> Weight:
-        """A parameter whose elements are put together from pieces, as fp32."""
-        weight = cls(name, shape, torch.float32, tuple(pieces))
-        element_count = sum(piece.numel for piece in pieces)
-        if element_count != weight.numel:
-            raise ConfigError(
-                f"{name} has shape {list(shape)}, which is {weight.numel:,} elements, and the "
-                f"checkpoint has {element_count:,} of it: its files are not of one save, or not "
-                "complete. Convert another checkpoint (tag=...)."
-            )
-        return weight
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """Its elements in their order, a few MiB at a time."""

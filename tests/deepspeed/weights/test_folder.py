@@ -53,9 +53,9 @@ def test_a_folder_of_something_else_says_what_is_in_it(tmp_path):
 def test_a_checkpoint_without_latest_lists_its_tags(copied):
     folder = copied("2-fp32")
     (folder / "latest").unlink()
-    refused(folder, r"no file `latest`.*There is step3\. Say which: tag='step3'")
+    refused(folder, r"no file `latest`.*there is step3\. Say which: tag='step3'")
     (folder / "step3").rename(folder / "Best")
-    refused(folder, r"There is Best\. Say which: tag='Best'")
+    refused(folder, r"there is Best\. Say which: tag='Best'")
     (folder / "Best").rename(folder / "step3")
     assert nbaccel.load_fp32_state_dict(folder, "step3")
 
@@ -84,7 +84,7 @@ def test_files_of_a_further_rank_are_no_part_of_it(copied):
     folder = copied("2-fp32") / "step3"
     name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     shutil.copy(folder / name.format(1), folder / name.format(2))
-    refused(folder, r"by 2 ranks, but files of further ranks.*zero_pp_rank_2_mp_rank_00.*delete")
+    refused(folder, r"by 2 ranks, but files of further ranks.*of rank 2.*delete")
 
 
 def test_two_kinds_of_files_for_one_rank_are_refused(copied):
@@ -103,8 +103,8 @@ def test_files_of_two_saves_are_told_apart(copied, saved):
 
 def test_no_optimizer_states_at_all_is_no_stage_0(copied):
     for name, words in (
-        ("3-fp32", r"model states of ZeRO-3 and no optimizer states.*hold placeholders"),
-        ("2-fp32", r"saved with ZeRO by 2 ranks, and none of its \*_optim_states.pt is there"),
+        ("3-fp32", r"model states of ZeRO-3, which hold placeholders.*no optimizer states"),
+        ("2-fp32", r"saved with ZeRO by 2 ranks, and no .*none of its \*_optim_states.pt is there"),
     ):
         folder = copied(name)
         for path in (folder / "step3").glob("*_optim_states.pt"):
@@ -140,7 +140,7 @@ def test_another_model_than_the_saved_one_is_noticed(copied):
     content = torch.load(path, weights_only=False)
     content["param_shapes"][0]["words.weight"] = torch.Size([12, 7])
     torch.save(content, path)
-    refused(path.parent, r"shapes add up to|has shape \[")
+    refused(path.parent, r"shapes of words.weight, .* add up to")
 
 
 def test_kinds_that_are_not_put_together_from_ranks_say_what_to_do(copied):
@@ -164,11 +164,10 @@ def test_a_file_is_no_checkpoint_and_placeholders_in_it_are_told(tmp_path):
     save_file({"a": torch.rand(2), "b": torch.rand(1)}, path)
     refused(path, r"is a file, and a checkpoint of ZeRO is a folder")
     save_file({"a": torch.rand(2), "b": torch.empty(0)}, path)
-    words = r"1 of its 2 tensors have shape \(0,\) or \(1,\), as b"
-    refused(path, rf"holds ZeRO-3 placeholders.*{words}")
+    refused(path, rf"{path}: 1 of the weights are ZeRO-3 placeholders \(b\)")
     torch.save({"a": torch.ones(1), "b": torch.ones(1), "c": torch.rand(2)}, tmp_path / "x.bin")
-    refused(tmp_path / "x.bin", r"placeholders.*2 of its 3 tensors")
-    refused(tmp_path, r"placeholders instead of weights")
+    refused(tmp_path / "x.bin", r"2 of the weights are ZeRO-3 placeholders \(a, b\)")
+    refused(tmp_path, r"model.safetensors: 1 of the weights are ZeRO-3 placeholders")
 
 
 def test_a_swap_file_that_is_missing_or_torn_is_named(copied):

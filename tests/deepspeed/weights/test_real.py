@@ -168,5 +168,5 @@ def test_whole_models_have_no_placeholders(saved):
 
 def test_a_file_of_placeholders_is_known_when_it_comes_back(saved):
     path = saved / "two/3-bf16/state_0.bin"
-    with pytest.raises(ConfigError, match=r"holds ZeRO-3 placeholders.*8 of its 11 tensors"):
+    with pytest.raises(ConfigError, match=r"state_0.bin: 8 of the weights are ZeRO-3 placeholders"):
         nbaccel.load_fp32_state_dict(path)
