@@ -31,7 +31,7 @@ def advise(
     optimizer: str = "AdamW",
     precision: str = "auto",
     try_it: bool = False,
-    max_trials: int = 12,
+    max_trials: int = 20,
     timeout: float = 600.0,
     inventory: Inventory | None = None,
 ) -> Advice:
