@@ -190,11 +190,11 @@ def watch_new_groups(around: Callable[[], contextlib.AbstractContextManager[None
     c10d._new_process_group_helper = watched
 
 
-def replace_rendezvous_store(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what creates the store of an `env://` or `tcp://` rendezvous."""
+def replace_rendezvous_store(create_store: Callable[..., Any]) -> None:
+    """Have this create the store of an `env://` or `tcp://` rendezvous, given torch's own way."""
     # Not by attribute: torch.distributed.rendezvous is a function that hides the module.
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
-    rendezvous._create_c10d_store = make(rendezvous._create_c10d_store)
+    rendezvous._create_c10d_store = functools.partial(create_store, rendezvous._create_c10d_store)
 
 
 def communication_hooks(model: Any) -> list[tuple[Any, Any]]:

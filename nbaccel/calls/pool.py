@@ -46,7 +46,7 @@ from nbaccel.transfer.library_settings import library_settings
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.pickling import unpack
-from nbaccel.workers import starters, template
+from nbaccel.workers import starters
 from nbaccel.workers.messaging import FileHints
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ from nbaccel.transfer.arena import Sharing
 from nbaccel.transfer.namespace_snapshot import ModuleRecord
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.workers.starters import dispose
+from nbaccel.workers.template import current_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,8 @@ class Pool:
         """Know of new workers that they have received nothing."""
         self._namespace_sync = NamespaceSync(self._namespace, range(self.plan.num_processes))
         self._post_task = PostTask(self._namespace_sync)
-        self._surroundings = _Surroundings()
+        self._folder = current_folder()
+        self._variables = env.snapshot()
         self._live_changes = LiveChanges()
 
     # ---- what it is
@@ -377,10 +379,16 @@ class Pool:
     # ---- tasks
 
     def _run_cell(self, group: Group, source: CellSource, ranks: Sequence[int]) -> CallResult:
+        folder = self._folder
+        variables = self._variables
+        self._folder = current_folder()
+        self._variables = env.snapshot()
         arguments = {
             "source": source,
-            "directory": self._surroundings.new_directory(),
-            "environment": self._surroundings.new_variables(),
+            # What has changed since the last cell; None for a variable that is gone.
+            "directory": self._folder if self._folder != folder else None,
+            "environment": dict.fromkeys(variables.keys() - self._variables.keys())
+            | dict(self._variables.items() - variables.items()),
             "settings": library_settings(),
         }
         self._activity = f"cell In[{source.count}]" if source.count else ""
@@ -543,28 +551,6 @@ def _source_of(text: str) -> CellSource:
         )
     # Equal code gets an equal name, so that linecache does not grow with each call.
     return CellSource.of_text(text, filename=f"<pool code {abs(hash(text)):x}>")
-
-
-class _Surroundings:
-    """The notebook's folder and environment, whose changes workers have to follow."""
-
-    def __init__(self) -> None:
-        self._directory = template.current_folder()
-        self._variables = env.snapshot()
-
-    def new_directory(self) -> str | None:
-        """The notebook's folder, if it has changed since the last call."""
-        before = self._directory
-        self._directory = template.current_folder()
-        return self._directory if self._directory != before else None
-
-    def new_variables(self) -> dict[str, str | None]:
-        """Variables that have changed since the last call; None for one that is gone."""
-        before = self._variables
-        self._variables = env.snapshot()
-        changed: dict[str, str | None] = dict.fromkeys(before.keys() - self._variables.keys())
-        changed.update(self._variables.items() - before.items())
-        return changed
 
 
 # ------------------------------------------------------------------------- what follows a task

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from nbaccel.base.units import first_few, format_bytes, format_seconds, number_ranges
 from nbaccel.calls.pool_planning import PoolState
-from nbaccel.output.panel.display import DashboardUpdater, WatchedCall, resident
+from nbaccel.output.panel.display import DashboardUpdater, WatchedCall, resident, state_of
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.panel.html_parts import html_table
 from nbaccel.output.publish import CellPlace
@@ -40,7 +40,9 @@ class CellDashboardUpdater(DashboardUpdater):
         is_open = member.rank in call.open
         values = rank_status(member, call.seconds, member.whereabouts, is_open=is_open)
         # A rank that has finished is idle; how it finished is of more interest.
-        return values if is_open else replace(values, state=_how_it_finished(member))
+        if is_open:
+            return values
+        return replace(values, state="gone" if member.has_ended else state_of(member))
 
     def after_update(self, call: WatchedCall) -> None:
         """Ask the ranks where they are, for the next time."""
@@ -49,14 +51,6 @@ class CellDashboardUpdater(DashboardUpdater):
         for member in call.at_work():
             if member.rank in call.open:
                 member.ask_where()
-
-
-def _how_it_finished(member: WorkerHandle) -> str:
-    if member.has_ended:
-        return "gone"
-    if member.record is None:
-        return "done"
-    return "stopped" if member.record.was_stopped else "failed"
 
 
 def rank_status(

@@ -12,7 +12,6 @@ has its stack. A live worker closes what that leaves open: `calls/process_groups
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import sys
@@ -31,52 +30,43 @@ RETURNED_KEY = "nbaccel/returned"
 
 def join_store(place: Topology, next_name: Callable[[], str]) -> None:
     """Let each default group meet in the launch's store under a prefix of its own."""
+    process_id = os.getpid()
+    was_told = False
+
     # The store outlives a group. With the same keys the next group's ranks wait for addresses of
     # the first for ever (torch 2.13, `torchrun` too).
-    torch_private.replace_rendezvous_store(functools.partial(_LaunchStore, place, next_name))
-
-
-class _LaunchStore:
-    """Takes the place of the function of torch that creates a rendezvous store."""
-
-    def __init__(
-        self, place: Topology, next_name: Callable[[], str], create: Callable[..., Any]
-    ) -> None:
-        self._place = place
-        self._next_name = next_name
-        self._create = create
-        self._pid = os.getpid()
-        self._was_told = False
-
-    def __call__(
-        self, host: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+    def create_store(
+        create: Callable[..., Any],
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        place = self._place
-        prefix = self._next_name()
+        nonlocal was_told
+        prefix = next_name()
         # A process that a worker has started, or code that unset the variable, serves its own.
-        if os.getpid() == self._pid and env.snapshot().get("TORCHELASTIC_USE_AGENT_STORE"):
+        if os.getpid() == process_id and env.snapshot().get("TORCHELASTIC_USE_AGENT_STORE"):
             _check_rank(place, rank, world_size)
             if port != place.master_port:
-                self._tell(host, port)
+                # Once and from one rank: every rank is told the same address.
+                if place.rank == 0 and not was_told:
+                    was_told = True
+                    sys.stderr.write(
+                        f"nbaccel: init_process_group was told to meet at {host}:{port}; the ranks "
+                        f"meet at {place.master_addr}:{place.master_port} instead, where their "
+                        "launch serves the store.\n"
+                    )
                 # A group of some of the ranks: only its address tells it from others of that kind.
                 if world_size != place.world_size:
                     prefix = f"{prefix}/{host}:{port}"
             host = place.master_addr
             port = place.master_port
-        store = self._create(host, port, rank, world_size, *args, **kwargs)
+        store = create(host, port, rank, world_size, *args, **kwargs)
         return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
-    def _tell(self, host: str, port: int) -> None:
-        place = self._place
-        # Once and from one rank: every rank is told the same address.
-        if self._was_told or place.rank != 0:
-            return
-        self._was_told = True
-        sys.stderr.write(
-            f"nbaccel: init_process_group was told to meet at {host}:{port}; the ranks "
-            f"meet at {place.master_addr}:{place.master_port} instead, where their launch "
-            "serves the store.\n"
-        )
+    torch_private.replace_rendezvous_store(create_store)
 
 
 def _check_rank(place: Topology, rank: int, world_size: int) -> None:

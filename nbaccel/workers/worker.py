@@ -292,124 +292,117 @@ def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
     return on_interrupt
 
 
+@dataclass
 class Work:
     """One job in one worker."""
 
-    def __init__(
-        self,
-        channel: messaging.Channel,
-        context: WorkerContext,
-        job: messaging.Job,
-        descriptors: Sequence[int],
-        forked_call: WorkerCall | None = None,
-    ) -> None:
-        self._channel = channel
-        self._job = job
-        self._context = context
-        self._rank = context.place.rank
-        self._forked_call = forked_call
-        # The order of the descriptors is that of `messaging.Job`: arenas, staging files, payload.
-        keys = [key for key, _ in job.arenas]
-        files = list(descriptors)
-        self._payload_fd = files.pop() if job.payload is not None else None
-        self._arena_fds = files[: len(keys)]
-        self._staging = dict(zip(keys, files[len(keys) :], strict=False))
-        self._stop = step_stop.AgreedStop(channel)
+    channel: messaging.Channel
+    context: WorkerContext
+    job: messaging.Job
+    descriptors: Sequence[int]
+    """In this order: arenas, staging files, payload."""
+    forked_call: WorkerCall | None = None
 
     def run(self) -> None:
         """Make the call and hand over what it returns or raises."""
+        rank = self.context.place.rank
+        by_name = self.forked_call is not None
+        stop = step_stop.AgreedStop(self.channel)
         try:
             weight_report = None
             with contextlib.ExitStack() as clean_up:
                 call, received_modules = self._prepare(clean_up)
-                self._channel.send(messaging.Word.STARTED)
-                value = self._call(call)
+                self.channel.send(messaging.Word.STARTED)
+                value = _call(call, stop)
                 worker_output.show_figures()
                 flush_streams()
-                if self._context.assignment.share_back:
+                if self.context.assignment.share_back:
                     weight_report = received_modules.write_all()
         except BaseException as error:  # an interrupt too: the notebook waits for a report
-            report(self._channel, error, self._rank, by_name=self._forked_call is not None)
+            report(self.channel, error, rank, by_name=by_name)
         else:
-            self._hand_over(value, weight_report)
+            # The work is done: an interrupt must not lose the result.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            packed, fds, unsendable = _pack_result(value, rank, by_name=by_name)
+            returned = messaging.Returned(packed, unsendable, weight_report, stop.is_stopped)
+            with memfd.closing_files(*fds):
+                self.channel.send(returned, fds)
             # Only now: a rank that fails by it must find that this one has returned.
-            rendezvous.say_returned(self._rank)
-        self._stop.close()
-
-    def _call(self, call: WorkerCall) -> Any:
-        """Call the function; one that is stopped where a step ends has no value."""
-        stop = self._stop
-        loop_watch.watch_boundaries(loop_watch.StepBoundaries(stop.at_boundary))
-        try:
-            return _call(call)
-        # Lightning makes SystemExit of an interrupt.
-        except (StoppedAtStep, SystemExit):
-            if not stop.is_stopped:
-                raise
-            return None
-        finally:
-            loop_watch.watch_boundaries(None)
+            rendezvous.say_returned(rank)
+        stop.close()
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, ReceivedModules]:
-        job = self._job
+        job = self.job
         pickling.keep_sources(job.sources)
         call, received_modules = self._open()
-        self._context.changes.follow(call.changes)
+        self.context.changes.follow(call.changes)
         # After unpickling, which may run user code that draws random numbers.
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
-        self._context.settings.follow(job.settings)
+        self.context.settings.follow(job.settings)
         for manifest, module in call.modules:
             received_modules.add(manifest.path, manifest, module)
-        clean_up.callback(precision_check.watch(self._context.assignment.mixed_precision))
+        clean_up.callback(precision_check.watch(self.context.assignment.mixed_precision))
         return call, received_modules
 
     def _open(self) -> tuple[WorkerCall, ReceivedModules]:
-        assignment = self._context.assignment
+        arenas = self.job.arenas
+        payload = self.job.payload
+        files = list(self.descriptors)
+        payload_fd = files.pop() if payload is not None else -1
+        assignment = self.context.assignment
         received_modules = ReceivedModules(
             rank=assignment.staging_rank,
             num_nodes=assignment.num_notebooks,
             share_back=assignment.share_back,
-            staging_files=self._staging,
+            # Not strict: where nothing is brought home, no staging files come.
+            staging_files=dict(zip([key for key, _ in arenas], files[len(arenas) :], strict=False)),
         )
-        inherited = self._forked_call.arenas if self._forked_call is not None else {}
-        for (key, num_bytes), fd in zip(self._job.arenas, self._arena_fds, strict=True):
+        inherited = self.forked_call.arenas if self.forked_call is not None else {}
+        for (key, num_bytes), fd in zip(arenas, files, strict=False):
             received_modules.open_arena(key, num_bytes, fd, inherited.get(key))
-        if self._forked_call is not None:
-            return self._forked_call, received_modules
-        if self._job.payload is None or self._payload_fd is None:
+        if self.forked_call is not None:
+            return self.forked_call, received_modules
+        if payload is None:
             raise InternalError(
-                f"worker {self._rank} got no payload, only {len(self._arena_fds)} arenas: there is "
-                "nothing to run. Please report this."
+                f"worker {self.context.place.rank} got no payload, only {len(arenas)} arenas: "
+                "there is nothing to run. Please report this."
             )
-        call = pickling.unpack(
-            self._job.payload,
-            self._payload_fd,
-            received_modules.mappings,
-            device=self._context.device,
-        )
+        mappings = received_modules.mappings
+        call = pickling.unpack(payload, payload_fd, mappings, device=self.context.device)
         return call, received_modules
 
-    def _hand_over(self, value: Any, weight_report: Any) -> None:
-        # The work is done: an interrupt must not lose the result.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            sender = pickling.Sender(by_name=self._forked_call is not None)
-            packed, fd = pickling.pack(value, sender)
-        except BaseException as error:  # the user's own __reduce__ may raise anything
-            reason = shorten_text(f"{type(error).__name__}: {error}", 2_000)
-            unsendable = (
-                f"rank {self._rank} returned a {failure.kind_name(type(value))}, which cannot be "
-                f"sent to the notebook ({reason})"
-            )
-            self._channel.send(
-                messaging.Returned(None, unsendable, weight_report, self._stop.is_stopped)
-            )
-            return
-        with memfd.closing_files(fd):
-            self._channel.send(
-                messaging.Returned(packed, None, weight_report, self._stop.is_stopped), [fd]
-            )
+
+def _pack_result(
+    value: Any, rank: int, *, by_name: bool
+) -> tuple[memfd.PackedObject | None, list[int], str | None]:
+    """What a function has returned, with its descriptor, or why it cannot be sent."""
+    try:
+        packed, fd = pickling.pack(value, pickling.Sender(by_name=by_name))
+    except BaseException as error:  # the user's own __reduce__ may raise anything
+        reason = shorten_text(f"{type(error).__name__}: {error}", 2_000)
+        unsendable = (
+            f"rank {rank} returned a {failure.kind_name(type(value))}, which cannot be sent to the "
+            f"notebook ({reason})"
+        )
+        return None, [], unsendable
+    return packed, [fd], None
+
+
+def _call(call: WorkerCall, stop: step_stop.AgreedStop) -> Any:
+    """Call the function; one that is stopped where a step ends has no value."""
+    loop_watch.watch_boundaries(loop_watch.StepBoundaries(stop.at_boundary))
+    try:
+        with own_process():
+            return _looked_up(call.function)(*call.args)
+    except (StoppedAtStep, SystemExit) as error:
+        # sys.exit() is how a script ends well, and Lightning makes SystemExit of an interrupt.
+        ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not (ends_well or stop.is_stopped):
+            raise
+        return None
+    finally:
+        loop_watch.watch_boundaries(None)
 
 
 def _looked_up(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -447,17 +440,6 @@ def report(
         channel.send(messaging.Failed(record, None))
     # Not before: flushing may have to wait until the notebook has read what was printed.
     flush_streams()
-
-
-def _call(call: WorkerCall) -> Any:
-    try:
-        with own_process():
-            return _looked_up(call.function)(*call.args)
-    except SystemExit as error:
-        # sys.exit() is how a script ends well.
-        if error.code not in (None, 0):
-            raise
-        return None
 
 
 def _refuse_questions(rank: int) -> None:
