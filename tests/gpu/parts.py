@@ -53,10 +53,7 @@ PARTS = {
     "train": Part(("tests/gpu/test_accelerator_cuda.py", "tests/train/test_rng.py")),
     "fp8": Part(("tests/gpu/test_fp8_cuda.py",)),
     "bigmodel": Part(("tests/bigmodel/test_device_copies.py",)),
-    "deepspeed": Part(
-        ("tests/deepspeed/test_on_cuda.py", "tests/deepspeed/test_environment.py"),
-        dist="loadfile",
-    ),
+    "deepspeed": Part(("tests/deepspeed/test_on_cuda.py",), dist="loadfile"),
     "bench": Part(script=("benchmarks/gpu.py",)),
     "bench-fp8": Part(script=("benchmarks/fp8.py", "--sections", "gpu")),
 }
