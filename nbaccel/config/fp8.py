@@ -20,9 +20,6 @@ from nbaccel.config.field_rules import FieldRule, explain_mistakes
 from nbaccel.config.text_forms import Plain
 from nbaccel.config.value_readers import plain_value, read_truth
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _ANY_BACKEND = "auto"
 _BACKEND_NAMES = (_ANY_BACKEND, *(row.name for row in FP8_BACKENDS))
 if TYPE_CHECKING:
@@ -229,20 +226,6 @@ class Fp8Config(Plain):
         if isinstance(value, str):
             return cls(backend=value)
         return cls(**value) if isinstance(value, Mapping) else value
-
-    def changed(self, **settings: Any) -> Self:
-        """A copy with other values, validated like a new one.
-
-        Args:
-            **settings: The settings to change.
-
-        Returns:
-            The copy.
-
-        Raises:
-            ConfigError: The new settings are wrong.
-        """
-        return type(self)(**{**dict(self), **settings})
 
     def variables(self) -> dict[str, str]:
         """The environment variables by which Accelerate gets the same settings.

@@ -275,6 +275,21 @@ class _BoundedNodes:
 class Plain(BaseModel):
     """A model whose `repr` is code with the settings that differ from the defaults."""
 
+    def changed(self, **settings: Any) -> Self:
+        """A copy with other values, validated like a new one.
+
+        Args:
+            **settings: The settings to change.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ConfigError: The new settings are wrong.
+        """
+        # Not pydantic's `model_copy`, which validates nothing.
+        return type(self)(**{**dict(self), **settings})
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)

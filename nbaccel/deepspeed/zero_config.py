@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import ConfigDict, Field, Strict, ValidationError
 from pydantic.fields import FieldInfo
 
 from nbaccel.base.errors import ConfigError
@@ -31,7 +31,14 @@ from nbaccel.config.field_rules import (
     rule_of,
 )
 from nbaccel.config.mistakes import shown
-from nbaccel.config.text_forms import json_like, plain_object, read_file, read_object, read_source
+from nbaccel.config.text_forms import (
+    Plain,
+    json_like,
+    plain_object,
+    read_file,
+    read_object,
+    read_source,
+)
 from nbaccel.config.value_readers import numbers_read, plain_value, read_number, read_whole
 
 if TYPE_CHECKING:
@@ -168,7 +175,7 @@ def section_of(model_field: FieldInfo) -> type[Section] | None:
 # ------------------------------------------------------------------------------ sections
 
 
-class Section(BaseModel):
+class Section(Plain):
     """A part of a configuration: what nbaccel names, and in ``extra`` what it does not.
 
     All settings are keyword-only; ``None`` leaves one to DeepSpeed. Wrong ones raise
@@ -263,21 +270,6 @@ class Section(BaseModel):
         """
         return cls.from_dict(read_object(text, cls.__name__))
 
-    def changed(self, **settings: Any) -> Self:
-        """A copy with other values, validated like a new one.
-
-        Args:
-            **settings: The settings to change.
-
-        Returns:
-            The copy.
-
-        Raises:
-            ConfigError: The new settings are wrong.
-        """
-        # Not pydantic's `model_copy`, which validates nothing.
-        return type(self)(**{**dict(self), **settings})
-
     def _given(self) -> dict[str, Any]:
         given = {key: value for key, value in self if value is not None and key != _EXTRA_FIELD}
         return {
@@ -287,10 +279,6 @@ class Section(BaseModel):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         return ((key, value) for key, value in self if value is not None and value != {})
-
-    def __str__(self) -> str:
-        # pydantic's text has the fields alone, without the name of the class.
-        return repr(self)
 
     def __hash__(self) -> int:
         # Sections hold lists and dictionaries, by which pydantic's own hash would fail.
