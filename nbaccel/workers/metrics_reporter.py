@@ -16,6 +16,7 @@ import numbers
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -68,7 +69,7 @@ class Reporter:
         self.process_id = os.getpid()
         """The process that it reports of; a forked DataLoader worker inherits it."""
         spent_time.open_account()
-        self._new_points: dict[str, MetricHistory] = {}
+        self._new_points: defaultdict[str, MetricHistory] = defaultdict(MetricHistory)
         self._names: dict[str, None] = {}
         self._logged: set[str] = set()
         self._unread: list[tuple[str, float, torch.Tensor]] = []
@@ -205,11 +206,10 @@ class Reporter:
     # ---- points
 
     def _note(self, name: str, value: Any, step: float) -> None:
-        if type(value) is torch.Tensor:
-            if value.numel() != 1 or value.is_meta:
-                return
-            value = value.detach()
-        elif not isinstance(value, numbers.Real):
+        is_tensor = type(value) is torch.Tensor
+        if not is_tensor and not isinstance(value, numbers.Real):
+            return
+        if is_tensor and (value.numel() != 1 or value.is_meta):
             return
         # Known names always: a full table must still show new values.
         if name not in self._names and len(self._names) == _MAX_METRICS:
@@ -220,14 +220,14 @@ class Reporter:
             # It begins a curve, and is what "1 → 0.02" begins with.
             self._next = 0.0
             self._names[name] = None
-        if type(value) is torch.Tensor and not value.is_cpu:
+        if is_tensor and not value.is_cpu:
             # Reading it now would wait for the device.
-            self._unread.append((name, step, value))
+            self._unread.append((name, step, value.detach()))
             if len(self._unread) > _MAX_UNREAD:
                 del self._unread[::2]
                 self._num_older //= 2
         else:
-            self._new_points.setdefault(name, MetricHistory()).add(float(value), step)
+            self._new_points[name].add(value.item() if is_tensor else float(value), step)
 
     def _replace_seen(self, name: str) -> None:
         """The function logs this by itself: what was seen of the same is not drawn beside it."""
@@ -246,7 +246,7 @@ class Reporter:
         """Read what devices have computed: what was there at the last message, or all."""
         num_read = len(self._unread) if is_last else self._num_older
         for name, step, value in self._unread[:num_read]:
-            self._new_points.setdefault(name, MetricHistory()).add(float(value), step)
+            self._new_points[name].add(float(value), step)
         del self._unread[:num_read]
         self._num_older = len(self._unread)
 
@@ -270,7 +270,7 @@ class Reporter:
 
     def _note_sent(self) -> None:
         self._is_news = False
-        self._new_points = {}
+        self._new_points.clear()
         self._replaced = set()
 
     def flush(self) -> None:
