@@ -71,11 +71,9 @@ class Arena(memfd.Mapping):
         if not self._is_checkpoint:
             return
         new_fd = memfd.create_file("arena", self.nbytes)
-        try:
+        # An interrupt, or memory that is short: nothing has changed.
+        with memfd.closed_on_error(new_fd):
             memfd.write_at(new_fd, self.view(0, self.nbytes), 0)
-        except BaseException:  # an interrupt, or memory that is short: nothing has changed
-            os.close(new_fd)
-            raise
         with uninterrupted():
             self.replace(new_fd, is_private=False)
             old_fd = self.fd

@@ -35,7 +35,6 @@ import cloudpickle
 import torch
 
 from nbaccel.base import torch_private
-from nbaccel.base.errors import InternalError
 from nbaccel.transfer import arena, memfd
 from nbaccel.transfer.free_names import globals_read
 
@@ -43,6 +42,9 @@ _READ_BYTES = 1 << 16  # up to here reading costs less than a mapping
 
 ArenaTable = Mapping[str, memfd.Mapping]
 """The receiver's mappings of the arenas, by the key under which the sender names them."""
+
+
+_NO_MODULES: Mapping[str, torch.nn.Module] = {}
 
 
 class TooCostly(Exception):
@@ -106,13 +108,10 @@ class PreparedObject:
             nbytes=end + content.nbytes, blocks=tuple(spans), pickle=(end, end + content.nbytes)
         )
         fd = memfd.create_file("payload", packed.nbytes)
-        try:
+        with memfd.closed_on_error(fd):
             for span, block in zip(spans, blocks, strict=True):
                 memfd.write_at(fd, block, span[0])
             memfd.write_at(fd, content, end)
-        except BaseException:  # an interrupt must not leak the descriptor either
-            os.close(fd)
-            raise
         return packed, fd
 
 
@@ -131,7 +130,7 @@ def unpack(
     *,
     device: str = "cpu",
     namespace: dict[str, Any] | None = None,
-    find_module: Callable[[str], torch.nn.Module] | None = None,
+    find_module: Callable[[str], torch.nn.Module] = _NO_MODULES.__getitem__,
 ) -> Any:
     """Open a payload, for a namespace that its functions read. Arrays view the file's mapping."""
     blocks: list[memoryview] = []
@@ -159,7 +158,7 @@ class Receiver:
     arenas: ArenaTable
     device: str
     namespace: dict[str, Any]
-    find_module: Callable[[str], torch.nn.Module] | None
+    find_module: Callable[[str], torch.nn.Module]
 
 
 _CURRENT_RECEIVER: contextvars.ContextVar[Receiver] = contextvars.ContextVar("nbaccel-receiver")
@@ -499,13 +498,8 @@ def _finish_function(
 
 
 def _known(key: str, path: str) -> Any:
-    find_module = _CURRENT_RECEIVER.get().find_module
-    if find_module is None:
-        raise InternalError(f"{key}.{path} was named to a process that has received no modules.")
-    part: Any = find_module(key)
-    for name in path.split(".") if path else ():
-        part = getattr(part, name)
-    return part
+    module = _CURRENT_RECEIVER.get().find_module(key)
+    return functools.reduce(getattr, path.split(".") if path else (), module)
 
 
 # ------------------------------------------------------------------------- names in `__main__`

@@ -23,7 +23,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel.base import torch_private
-from nbaccel.base.errors import InternalError
 from nbaccel.transfer import memfd, sharded_tensors
 from nbaccel.transfer.arena import Manifest, Slot, is_in_arena, named_tensors
 from nbaccel.transfer.namespace_snapshot import ModuleChange
@@ -70,11 +69,6 @@ class ReceivedModules:
 
     def module(self, key: str) -> nn.Module:
         """The module that the notebook knows under this key."""
-        if key not in self._modules:
-            raise InternalError(
-                f"rank {self._rank} has no module {key}, only {sorted(self._modules)}. "
-                "Please report this."
-            )
         return self._modules[key].module
 
     def open_arena(
@@ -118,16 +112,19 @@ class ReceivedModules:
         module = self.module(change.key)
         parts: dict[str, Any] = dict(named_tensors(module))
         parts |= module.named_modules(remove_duplicate=False)
-        for (path, name), value in change.values.items():
+        for place, value in change.values.items():
+            if isinstance(place, type):
+                continue
+            path, name = place
             part = parts.get(path)
             if isinstance(part, nn.Module):
                 vars(part)[name] = value
             # torch refuses to change requires_grad of a tensor that is not a leaf.
             elif part is not None and part.is_leaf:
                 part.requires_grad_(value)
-        for path, name in change.removed:
-            if path in parts:
-                vars(parts[path]).pop(name, None)
+        for place in change.removed:
+            if not isinstance(place, type) and place[0] in parts:
+                vars(parts[place[0]]).pop(place[1], None)
         if change.adopt:
             self._adopt(self._modules[change.key])
 

@@ -44,6 +44,12 @@ class WeightReceiver:
         """Copy the trained values into the notebook's modules, once all ranks have returned."""
         whole_files = whole_files or {}
         stranded = {path for report in reports for path in report.stranded}
+        left_out = [
+            slot
+            for manifest, _ in self._sharing.modules
+            if manifest.path in stranded
+            for slot in manifest.slots
+        ]
         written = {
             key: memfd.merge_ranges(
                 span for report in reports for span in report.own_bytes.get(key, ())
@@ -57,12 +63,12 @@ class WeightReceiver:
         for arena in changed.values():
             arena.leave_file()
         for key, arena in changed.items():
-            left_out = self._stranded_ranges(key, stranded)
+            kept = [slot.span for slot in left_out if slot.arena == key]
             if key in whole_files:
                 # First, because departed and sharded tensors are in the staging file, which is
                 # read after it.
-                _read(whole_files[key], arena, [(0, arena.nbytes)], left_out)
-            _read(self.staging[key], arena, written[key], left_out)
+                _read(whole_files[key], arena, [(0, arena.nbytes)], kept)
+            _read(self.staging[key], arena, written[key], kept)
         # After the arenas: tensors on devices are filled from their host copies there.
         refresh_devices(self._sharing, stranded)
         if changed:
@@ -99,15 +105,6 @@ class WeightReceiver:
                 written = [tensors[slot.name] for slot in manifest.slots]
                 # Inference tensors have no version counter; torch raises for them.
                 increment_version([tensor for tensor in written if not tensor.is_inference()])
-
-    def _stranded_ranges(self, key: str, stranded: Collection[str]) -> list[memfd.ByteRange]:
-        return [
-            slot.span
-            for manifest, _ in self._sharing.modules
-            if manifest.path in stranded
-            for slot in manifest.slots
-            if slot.arena == key
-        ]
 
     def _versions_now(self) -> dict[str, int]:
         return {manifest.path: module_version(module) for manifest, module in self._sharing.modules}

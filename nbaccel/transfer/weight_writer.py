@@ -31,6 +31,7 @@ weights that came apart do not, and another dtype loses digits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import weakref
@@ -81,11 +82,8 @@ class LocalArena:
     def open(cls, fd: int, num_bytes: int) -> LocalArena:
         """Map an arena; the descriptor stays the caller's."""
         own_fd = os.dup(fd)
-        try:
+        with memfd.closed_on_error(own_fd):
             mapping = memfd.Mapping(own_fd, num_bytes, is_private=True)
-        except BaseException:  # an interrupt must not leak the descriptor either
-            os.close(own_fd)
-            raise
         # It goes with the mapping, which is with the last tensor that lives in it.
         closing = weakref.finalize(mapping, os.close, own_fd)
         closing.atexit = False  # a process that ends closes it anyway
@@ -132,14 +130,10 @@ class LocalArena:
         fd = staging_file
         if fd is None:
             fd = memfd.create_file("staging", self.mapping.nbytes)
-        try:
+        with contextlib.nullcontext() if staging_file is not None else memfd.closed_on_error(fd):
             memfd.write_at(fd, self.mapping.view(0, self.mapping.nbytes), 0)
             # In this order: the mapping must never show a file that has not been filled.
             self.mapping.replace(fd, is_private=False)
-        except BaseException:  # an interrupt must not leak the descriptor either
-            if staging_file is None:
-                os.close(fd)
-            raise
         self.training_file = fd
         self.is_in_staging = staging_file is not None
 
