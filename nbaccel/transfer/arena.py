@@ -214,18 +214,12 @@ def is_in_arena(tensor: torch.Tensor, slot: Slot, mapping: memfd.Mapping) -> boo
     )
 
 
-class Manifest(NamedTuple):
-    """What a worker must know of one shared module to write its weights back."""
+class SharedModule(NamedTuple):
+    """A module of the notebook that workers get without a copy, and where its weights belong."""
 
     path: str
     """How the user would write it: `args[0]`, `args[1]['teacher']`."""
     slots: tuple[Slot, ...]
-
-
-class SharedModule(NamedTuple):
-    """A module of the notebook that workers get without a copy."""
-
-    manifest: Manifest
     module: nn.Module
 
 
@@ -318,11 +312,11 @@ def _on_devices(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if not sharing.stand_ins:
         return
-    for manifest, module in sharing.modules:
-        if manifest.path in left_out:
+    for shared in sharing.modules:
+        if shared.path in left_out:
             continue
-        tensors = dict(named_tensors(module))
-        for slot in manifest.slots:
+        tensors = dict(named_tensors(shared.module))
+        for slot in shared.slots:
             if tensors[slot.name].device.type != "cpu":
                 yield tensors[slot.name], slot.view(sharing.arenas[slot.arena])
 
@@ -513,4 +507,4 @@ def _record_module(
             arena, start = stand_ins[address]
         arenas[arena.key] = arena
         slots.append(Slot.of(name, tensor, arena, start))
-    return SharedModule(Manifest(path, tuple(slots)), module)
+    return SharedModule(path, tuple(slots), module)

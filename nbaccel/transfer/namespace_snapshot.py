@@ -147,8 +147,8 @@ class ModuleRecord:
         self.path = path
         """How the user would write it; reports name it so."""
         self.structure = survey.structure()
-        self.manifest: arena.Manifest | None = None
-        """What a worker must know to write its weights back, once it is in an arena."""
+        self.slots: tuple[arena.Slot, ...] | None = None
+        """Where its tensors lie, once it is in an arena."""
         self._module = weakref.ref(module, lambda _: records.pop(key, None))
         self._sharing = arena.Sharing()
         """Without the module."""
@@ -162,9 +162,10 @@ class ModuleRecord:
     def sharing(self) -> arena.Sharing:
         """Where its tensors lie, as long as it lives."""
         module = self.module
-        if module is None or self.manifest is None:
+        if module is None or self.slots is None:
             return arena.Sharing()
-        return replace(self._sharing, modules=(arena.SharedModule(self.manifest, module),))
+        shared = arena.SharedModule(self.path, self.slots, module)
+        return replace(self._sharing, modules=(shared,))
 
     def versions(self) -> int:
         """See :func:`arena.module_version`."""
@@ -174,10 +175,10 @@ class ModuleRecord:
     def share(self) -> None:
         """Move it to an arena unless that is done."""
         module = self.module
-        if self.manifest is not None or module is None:
+        if self.slots is not None or module is None:
             return
         sharing = arena.share_modules([(self.path, module)])
-        self.manifest = sharing.modules[0].manifest
+        self.slots = sharing.modules[0].slots
         self._sharing = replace(sharing, modules=())
         # Again, because moving the tensors has changed their addresses, which are part of it.
         self.structure = ModuleSurvey.of(module).structure()

@@ -149,7 +149,7 @@ class NamespaceSync:
         return [
             record
             for record in self._modules.with_keys(sorted(keys))
-            if record.manifest is not None and record.module is not None
+            if record.slots is not None and record.module is not None
         ]
 
     @contextlib.contextmanager
@@ -302,7 +302,7 @@ class _UpdatePacking:
         records = self._modules.with_keys(whole)
         content: Load = (
             {name: self._namespace[name] for name in names},
-            tuple((record.key, *shared) for record in records for shared in record.sharing.modules),
+            tuple((record.key, shared) for record in records for shared in record.sharing.modules),
             tuple(changes.values()),
         )
         sender = pickling.Sender(

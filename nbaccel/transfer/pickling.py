@@ -74,11 +74,9 @@ class Sender:
         return owner.key
 
 
-def pack(
-    value: Any, sender: Sender, *, limit_bytes: int | None = None
-) -> tuple[memfd.PackedObject, int]:
+def pack(value: Any, sender: Sender) -> tuple[memfd.PackedObject, int]:
     """Put an object into a memory file."""
-    return prepare(value, sender, limit_bytes=limit_bytes).write()
+    return prepare(value, sender).write()
 
 
 @dataclass(frozen=True)
@@ -366,11 +364,7 @@ def _finish_module(module: torch.nn.Module, state: tuple[dict[str, Any], tuple[s
 def _weak_reference(target: Any) -> Any:
     """A weak reference; to something that is gone at once, where there is nothing to name."""
     # torch's schedulers hold one to their optimizer.
-    return weakref.ref(_Gone() if target is None else target)
-
-
-class _Gone:
-    """Something that is gone."""
+    return weakref.ref(set() if target is None else target)
 
 
 def _local_class(address: int, name: str, content: bytes) -> type:

@@ -36,7 +36,7 @@ class WeightReceiver:
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
         """The notebook's modules that get weights, each with its path."""
-        return [(manifest.path, module) for manifest, module in self._sharing.modules]
+        return [(shared.path, shared.module) for shared in self._sharing.modules]
 
     def apply(
         self, reports: Sequence[WeightReport], whole_files: Mapping[str, int] | None = None
@@ -46,9 +46,9 @@ class WeightReceiver:
         stranded = {path for report in reports for path in report.stranded}
         left_out = [
             slot
-            for manifest, _ in self._sharing.modules
-            if manifest.path in stranded
-            for slot in manifest.slots
+            for shared in self._sharing.modules
+            if shared.path in stranded
+            for slot in shared.slots
         ]
         written = {
             key: memfd.merge_ranges(
@@ -82,8 +82,7 @@ class WeightReceiver:
     def differing(self, reports: Sequence[WeightReport]) -> dict[str, str]:
         """Which ranks trained another model than rank 0's, by module path. Ask before `apply`."""
         messages = {}
-        for manifest, module in self._sharing.modules:
-            path = manifest.path
+        for path, _, module in self._sharing.modules:
             digests = {report.rank: report.fingerprints.get(path, "") for report in reports}
             digest_of_0 = digests.get(0, "")
             # A rank without a digest has trained nothing.
@@ -99,15 +98,15 @@ class WeightReceiver:
 
     def _note_change(self, stranded: Collection[str]) -> None:
         """Let a graph that needs the old values say so, and a pool's workers adopt the new."""
-        for manifest, module in self._sharing.modules:
-            if manifest.path not in stranded:
+        for path, slots, module in self._sharing.modules:
+            if path not in stranded:
                 tensors = dict(named_tensors(module))
-                written = [tensors[slot.name] for slot in manifest.slots]
+                written = [tensors[slot.name] for slot in slots]
                 # Inference tensors have no version counter; torch raises for them.
                 increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     def _versions_now(self) -> dict[str, int]:
-        return {manifest.path: module_version(module) for manifest, module in self._sharing.modules}
+        return {path: module_version(module) for path, _, module in self._sharing.modules}
 
     def close(self, close_files: Callable[[Sequence[int]], None] = memfd.close_all) -> None:
         """Close the staging files."""

@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.transfer import pickling, sharded_tensors
-from nbaccel.transfer.arena import Manifest
+from nbaccel.transfer.arena import SharedModule
 from nbaccel.transfer.free_names import is_users
 from nbaccel.transfer.memfd import PackedObject
 from nbaccel.transfer.namespace_snapshot import ModuleChange
 from nbaccel.transfer.pickling import Reducer
 from nbaccel.transfer.received_modules import ReceivedModules
 
-Load = tuple[dict[str, Any], tuple[tuple[str, Manifest, nn.Module], ...], tuple[ModuleChange, ...]]
+Load = tuple[dict[str, Any], tuple[tuple[str, SharedModule], ...], tuple[ModuleChange, ...]]
 """The content of a payload: values by name, modules that come whole, each with the key by which
 both sides name it from now on, and what has changed in others."""
 
@@ -75,8 +75,8 @@ class Namespace:
             find_module=self.modules.module,
         )
         names, modules, changes = content
-        for key, manifest, module in modules:
-            self.modules.add(key, manifest, module)
+        for key, shared in modules:
+            self.modules.add(key, shared)
         for change in changes:
             self.modules.apply(change)
         self.modules.forget(update.forget, update.forget_arenas)
