@@ -391,7 +391,8 @@ def _iris_later() -> Iterator[None]:
         return bool(real.is_valid_syntax(term, value))
 
     module.is_valid_syntax = is_valid_syntax
-    sys.modules.setdefault("rfc3987_syntax", module)
+    if is_installed("rfc3987_syntax"):
+        sys.modules.setdefault("rfc3987_syntax", module)
     try:
         yield
     finally:

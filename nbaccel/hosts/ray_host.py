@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nbaccel.base import env
-from nbaccel.workers.reaping import adopt_orphans, end_descendants
 
 # As a Ray that was installed without its extra `default`: nobody asks its helpers anything, and
 # what they import otherwise takes a busy machine more than the 15 s after which a raylet gives up.
@@ -55,7 +54,6 @@ def main() -> NoReturn:
     name = order["name"] or env.read(order["name_variable"]) or ""
     import_path = filter(None, [OWN_PATH, env.read("PYTHONPATH")])
     env.update(order["environment"] | {"PYTHONPATH": os.pathsep.join(import_path)})
-    adopt_orphans()
     began_at = time.monotonic()
     status = _run(order, name)
     if status == 1 and time.monotonic() - began_at < _START_S:
@@ -73,6 +71,10 @@ def _run(order: dict[str, Any], name: str) -> int:
     process = subprocess.Popen(
         [sys.executable, "-c", _START_CODE, *_words(order, name)], stdin=subprocess.DEVNULL
     )
+    # While it starts: this takes a third of a second.
+    from nbaccel.workers.reaping import adopt_orphans, end_descendants
+
+    adopt_orphans()
     exit_fd = os.pidfd_open(process.pid)
     # What it reads is nothing but the end.
     select.select([sys.stdin, exit_fd], [], [])
