@@ -178,9 +178,9 @@ class NodeActor:
 
     def fork(self, number: int) -> None:
         """Have a worker forked."""
-        worker = _NodeWorker(number, self._template_starter(), self._outbox, self._end_of)
-        self._workers[number] = worker
-        worker.begin()
+        self._workers[number] = _NodeWorker(
+            number, self._template_starter(), self._outbox, self._end_of
+        )
 
     def _template_starter(self) -> TemplateStarter:
         # It may start a template anew.
@@ -332,9 +332,6 @@ class _NodeWorker:
         self._exit = starter.sentinel(self.pid)
         self.has_ended = False
         self._is_heard = True
-
-    def begin(self) -> None:
-        """Pass on what it prints and says from now on."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -354,18 +351,19 @@ class _NodeWorker:
         memfd.close_all([*self._pipes, self._exit])
 
     def _pass_on(self, *, is_readable: bool) -> None:
-        packet = self._receive() if is_readable else None
+        content = b""
+        fds: list[int] = []
+        if is_readable:
+            try:
+                content, fds = self.channel.receive_packet()
+            except EOFError:
+                self._is_heard = False
         # After the packet has been read: what was printed before it goes first.
         self._pass_output()
-        if packet is not None:
-            self._pass_packet(*packet)
-
-    def _receive(self) -> tuple[bytes, list[int]] | None:
-        try:
-            return self.channel.receive_packet()
-        except EOFError:
-            self._is_heard = False
-            return None
+        if content:
+            with memfd.closing_files(*fds):
+                files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
+            self._outbox.put(Packet(worker=self._number, content=content, attached=files))
 
     def _pass_output(self) -> None:
         """Pass on what it has printed so far."""
@@ -378,11 +376,6 @@ class _NodeWorker:
                 if not content:
                     del self._pipes[pipe]
                     os.close(pipe)
-
-    def _pass_packet(self, content: bytes, fds: list[int]) -> None:
-        with memfd.closing_files(*fds):
-            files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
-        self._outbox.put(Packet(worker=self._number, content=content, attached=files))
 
 
 def _bytes_of(fd: int, byte_range: memfd.ByteRange) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -59,8 +59,7 @@ class _RemoteWorker:
     def __init__(self, number: int, ends: WorkerEnds) -> None:
         self.number = number
         self.channel = messaging.Channel.from_fd(os.dup(ends.channel), waits=False)
-        ends_by_name = {"stdout": ends.stdout, "stderr": ends.stderr, "stack": ends.stack}
-        self.pipes = {name: os.dup(end) for name, end in ends_by_name.items()}
+        self.pipes = {name: os.dup(getattr(ends, name)) for name in ("stdout", "stderr", "stack")}
         for pipe in self.pipes.values():
             os.set_blocking(pipe, False)
         self.staging: dict[str, SharedFile] = {}

@@ -313,7 +313,10 @@ class OwnCluster(NodeCrew):
         try:
             own_name = next((host.name for host in hosts if host.is_here), _HEAD_NAME)
             if is_first:
-                self._cluster.start_head(_own_address(list(addresses.values())), own_name)
+                # Where the hosts' nodes reach the head: the way to one of them.
+                own = [_address_towards(address) for address in addresses.values()]
+                own_address = next((one for one in own if one not in LOOPBACK_ADDRESSES), own[0])
+                self._cluster.start_head(own_address, own_name)
             order = {"name_variable": name_variable, "addresses": addresses, "head_folder": ""}
             for names, command in commands.items():
                 named = {**order, "name": names[0] if len(names) == 1 else ""}
@@ -447,12 +450,6 @@ def _addresses_of(hosts: Sequence[Host]) -> dict[str, str]:
     if problems:
         raise ConfigError(*problems)
     return addresses
-
-
-def _own_address(host_addresses: Sequence[str]) -> str:
-    """This machine's address on the way to hosts: where their nodes reach the head."""
-    own = [_address_towards(address) for address in host_addresses]
-    return next((one for one in own if one not in LOOPBACK_ADDRESSES), own[0])
 
 
 def _address_towards(host_address: str) -> str:

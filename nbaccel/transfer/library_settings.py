@@ -229,7 +229,10 @@ class LibrarySettings:
         known = self._given
         self._given = given
         if given[_LOGGING] != known.get(_LOGGING):
-            self._configure_loggers(given[_LOGGING])
+            logging.root.manager.disable, settings = pickle.loads(given[_LOGGING])
+            for logger_name in self._loggers | settings.keys():
+                _configure(logging.getLogger(logger_name), settings.get(logger_name, _UNSET))
+            self._loggers = set(settings)
         here = _read_all()
         for name in _SETTINGS:
             if name in given and given[name] != known.get(name):
@@ -237,12 +240,6 @@ class LibrarySettings:
                 is_left = name not in known and name in _FRESH and _FRESH[name] == value
                 if not is_left and (name not in here or here[name] != value):
                     _write(name, value)
-
-    def _configure_loggers(self, given: bytes) -> None:
-        logging.root.manager.disable, settings = pickle.loads(given)
-        for name in self._loggers | settings.keys():
-            _configure(logging.getLogger(name), settings.get(name, _UNSET))
-        self._loggers = set(settings)
 
 
 def _write(name: str, value: Any) -> None:
