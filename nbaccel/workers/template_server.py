@@ -189,6 +189,6 @@ def _rehearse_transfer() -> None:
         received_modules.open_arena(key, owner.nbytes, owner.fd)
     with memfd.closing_files(fd):
         modules = pickling.unpack(packed, fd, received_modules.mappings)
-    for manifest, module in modules:
-        received_modules.add(manifest.path, manifest, module)
+    for shared in modules:
+        received_modules.add(shared.path, shared)
     received_modules.write_all()

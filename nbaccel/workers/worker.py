@@ -340,8 +340,8 @@ class Work:
         restore_random_states(job.random_states)
         # After unpickling, which imports libraries that configure their own loggers.
         self.context.settings.follow(job.settings)
-        for manifest, module in call.modules:
-            received_modules.add(manifest.path, manifest, module)
+        for shared in call.modules:
+            received_modules.add(shared.path, shared)
         clean_up.callback(precision_check.watch(self.context.assignment.mixed_precision))
         return call, received_modules
 
