@@ -25,7 +25,7 @@ from nbaccel.output.panel.html_parts import (
     lines_block,
     mean_time_html,
     quiet,
-    titled_chart,
+    titled,
 )
 from nbaccel.output.panel.words import (
     LABEL_CHARS,
@@ -46,7 +46,7 @@ _STOP_HTML = (
 )
 """Where the panel's script can put a button, it does so."""
 _SAME_S = 2.0
-_MAX_SMALL_CHARTS = 6  # they are sent every second
+_MOST_CHARTS = 6  # they are sent every second
 
 _ROW_STYLE = "display:flex;flex-wrap:wrap;gap:0 1em"
 # A grey that lets any background through, as the empty part of a bar.
@@ -90,22 +90,17 @@ def _charts(board: RunBoard) -> str:
     first, *others = board.metric_names() or [""]
     curves = board.curves(first)
     is_log = is_logarithmic(y for points in curves.values() for _, y in points)
-    other_axis = metric_chart(curves, first, board.marks, log_y=not is_log)
-    charts = []
-    for name in others[:_MAX_SMALL_CHARTS]:
-        own_curves = board.curves(name)
-        title = f"{name} {format_number(next(iter(own_curves.values()))[-1][1])}"
-        if chart := titled_chart(own_curves, title, board.marks, width=320, height=110):
-            charts.append(f'<div style="display:inline-block;margin-right:1em">{chart}</div>')
-    return (
-        titled_chart(curves, first, board.marks)
-        + (
-            folded("linear axis" if is_log else "logarithmic axis", other_axis)
-            if other_axis
-            else ""
-        )
-        + (folded(count_noun(len(charts), "other metric"), "".join(charts)) if charts else "")
-    )
+    content = titled(first, metric_chart(curves, first, board.marks))
+    if content:
+        other_axis = metric_chart(curves, first, board.marks, log_y=not is_log)
+        content += folded("linear axis" if is_log else "logarithmic axis", other_axis)
+    charts = [
+        titled(name, metric_chart(board.curves(name), name, board.marks))
+        for name in others[:_MOST_CHARTS]
+    ]
+    if any(charts):
+        content += folded(count_noun(len(charts), "other metric"), "".join(charts))
+    return content
 
 
 # ------------------------------------------------------------------------- the table
