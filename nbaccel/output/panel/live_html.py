@@ -69,7 +69,7 @@ def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
     return (
         f'<div style="{PANEL_STYLE}"><div style="{_ROW_STYLE};align-items:center">'
         f'<span style="flex:1 1 20em">{headline}</span>{stop}</div>{advice_html(advice_of(board))}'
-        f'<div style="{_ROW_STYLE}"><div style="flex:1 1 auto;min-width:0">{figures}</div>'
+        f'<div style="{_ROW_STYLE}"><div style="flex:0 1 auto;min-width:0">{figures}</div>'
         f'<div style="flex:1 1 24em;max-width:36em">{_charts(board)}</div></div>'
         f"{printed_html(board)}</div>"
     )
@@ -114,8 +114,10 @@ def ranks_html(board: RunBoard) -> str:
         name: [cell_of(facts, board) for facts in shown] for name, cell_of in _COLUMNS.items()
     }
     rows = filled_columns(columns, "rank")
-    loss_name = html.escape(_common_loss_name(board)) or _LOSS_COLUMN
-    rows[0] = [loss_name if name == _LOSS_COLUMN else name for name in rows[0]]
+    names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
+    if board.host_total_bytes:  # all ranks share it
+        names["memory"] = f"memory of {format_bytes(board.host_total_bytes)}"
+    rows[0] = [names.get(name, name) for name in rows[0]]
     return html_table(rows, is_html=True, rest=_rest_words(others) if others else "")
 
 
@@ -221,7 +223,7 @@ _COLUMNS: dict[str, Callable[[RankFacts, RunBoard], str]] = {
     ),
     _LOSS_COLUMN: _loss_cell,
     "metrics": _other_metrics,
-    "memory": lambda facts, board: _of_total(facts.memory.rss or None, board.host_total_bytes),
+    "memory": lambda facts, _: format_bytes(facts.memory.rss) if facts.memory.rss else "",
     "on device": lambda facts, _: _of_total(facts.memory.device, facts.memory.device_total),
 }
 """From a column's name to the HTML of a rank's cell, which is empty for no value."""

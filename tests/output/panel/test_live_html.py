@@ -267,7 +267,7 @@ def test_memory_is_told_against_what_there_is() -> None:
     board = board_of(1, device_bytes=3 * GIB)
     board.host_total_bytes, board.ranks[0].memory.device_total = 24 * GIB, 15 * GIB
     page = Page(both(board)[0])
-    assert page.column("memory") == ["1.0 GiBof 24.0 GiB"]
+    assert page.column("memory of 24.0 GiB") == ["1.0 GiB"]
     assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
     assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
 
