@@ -165,9 +165,7 @@ class Console:
             lambda: LineAssembler(limit)
         )
         self._waiting = LineMerger(ranks, folds_ranks=prefix_template is None)
-        self._tails: dict[int, deque[str]] = {
-            worker_rank: deque(maxlen=_LAST_LINES) for worker_rank in ranks
-        }
+        self._tails = {rank: deque[str](maxlen=_LAST_LINES) for rank in ranks}
         self._dropped: dict[int, int] = {}
         self._owners: dict[str, int] = {}
         """Rank whose output is shown, by the handle of one that can be shown once only."""
@@ -276,9 +274,8 @@ class Console:
 
     def _shorten(self, rank: int) -> None:
         stage = self._pace.stage
-        self._note_dropped(
-            rank, self._waiting.shorten(rank, stage.waiting_lines, stage.waiting_chars)
-        )
+        lines = self._waiting.shorten(rank, stage.waiting_lines, stage.waiting_chars)
+        self._note_dropped(rank, lines)
 
     def _note_dropped(self, rank: int, num_lines: int) -> None:
         if num_lines:

@@ -13,7 +13,7 @@ import codecs
 import itertools
 import math
 import re
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -181,12 +181,8 @@ class LineMerger:
 
     def __init__(self, worker_ranks: Iterable[int], *, folds_ranks: bool) -> None:
         self._folds_any = folds_ranks
-        self._queues: dict[int, deque[OutputItem]] = {
-            worker_rank: deque() for worker_rank in worker_ranks
-        }
-        self._texts: dict[int, Counter[tuple[str, str]]] = {
-            worker_rank: Counter() for worker_rank in self._queues
-        }
+        self._queues = {rank: deque[OutputItem]() for rank in worker_ranks}
+        self._texts = {rank: defaultdict[tuple[str, str], int](int) for rank in self._queues}
         """Rank → stream and text of a line → how often it is in the queue."""
         self._chars = dict.fromkeys(self._queues, 0)
         self._lines = dict.fromkeys(self._queues, 0)
@@ -253,7 +249,8 @@ class LineMerger:
         while heads := [(queue[0].time, rank) for rank, queue in self._queues.items() if queue]:
             first_rank = min(heads)[1]
             item = self._queues[first_rank][0]
-            twin_items = self._twins(first_rank)
+            others = self._others(first_rank)
+            twin_items = self._twins(first_rank, others)
             # Lines of a rank never overtake each other, so nothing behind it may come out.
             if (
                 item.time > current_time - hold_s
@@ -261,7 +258,7 @@ class LineMerger:
                 and self._open.difference(twin_items)
             ):
                 return
-            taken = self._before(twin_items, item)
+            taken = self._before(twin_items, item, others)
             yield {rank: self._take(rank, position) for rank, position in sorted(taken.items())}
 
     def _take(self, rank: int, position: int) -> OutputItem:
@@ -293,36 +290,39 @@ class LineMerger:
         """Whether it may be shown once for several ranks, and is worth waiting for them."""
         return self._folds_any and not (isinstance(item, RichOutput) and item.updates)
 
-    def _twins(self, first_rank: int) -> dict[int, int]:
-        """Rank → where in its queue the head of the first one's has a twin that may come out."""
-        twin_items = {first_rank: 0}
+    def _others(self, first_rank: int) -> list[int]:
+        """Ranks in whose queues the head of the first one's may have a twin."""
         item = self._queues[first_rank][0]
-        for rank in self._queues if self._folds(item) else ():
-            if rank != first_rank and (position := self._reach(rank, item)) is not None:
-                twin_items[rank] = position
-        return twin_items
+        if not self._folds(item):
+            return []
+        key = item[1:] if isinstance(item, PrintedLine) else None
+        return [
+            rank
+            for rank, texts in self._texts.items()
+            if rank != first_rank and (key is None or key in texts)
+        ]
+
+    def _twins(self, first_rank: int, others: Iterable[int]) -> dict[int, int]:
+        """Rank → where in its queue the head of the first one's has a twin that may come out."""
+        item = self._queues[first_rank][0]
+        places = {first_rank: 0} | {rank: self._reach(rank, item) for rank in others}
+        return {rank: position for rank, position in places.items() if position is not None}
 
     def _reach(self, rank: int, queued_item: OutputItem) -> int | None:
         """Lines of the other stream do not block it: the order between two pipes is not known."""
-        if not self._may_have(rank, queued_item):
-            return None
         for position, other_item in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
-            if queued_item.is_twin(other_item) and self._folds(other_item):
+            if queued_item.is_twin(other_item):
                 return position
             if other_item.stream in (None, queued_item.stream) or queued_item.stream is None:
                 return None
         return None
 
-    def _may_have(self, rank: int, item: OutputItem) -> bool:
-        """Whether a twin may be in a rank's queue."""
-        return not isinstance(item, PrintedLine) or item[1:] in self._texts[rank]
-
-    def _before(self, twin_items: dict[int, int], queued_item: OutputItem) -> dict[int, int]:
+    def _before(
+        self, twin_items: dict[int, int], queued_item: OutputItem, others: Iterable[int]
+    ) -> dict[int, int]:
         """Whose heads have to come out first, if a missing twin is only held up behind one."""
-        for rank, rank_queue in self._queues.items() if self._folds(queued_item) else ():
-            if rank in twin_items or not self._may_have(rank, queued_item):
-                continue
-            deeper_items = itertools.islice(rank_queue, 1, _LOOK_AHEAD)
-            if any(queued_item.is_twin(other_item) for other_item in deeper_items):
-                return self._twins(rank)
+        for rank in others:
+            deeper_items = itertools.islice(self._queues[rank], 1, _LOOK_AHEAD)
+            if rank not in twin_items and any(map(queued_item.is_twin, deeper_items)):
+                return self._twins(rank, self._others(rank))
         return twin_items

@@ -99,8 +99,7 @@ def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
 
 def most_bytes(facts: RunFacts, name: str) -> str:
     """`1.0 GiB`, the most of all ranks; empty where it is not known."""
-    most = max((getattr(figures, name) or 0 for figures in facts.ranks), default=0)
-    return format_bytes(most) if most else ""
+    return _size(max((getattr(figures, name) or 0 for figures in facts.ranks), default=0))
 
 
 def title_of(facts: RunFacts) -> str:
