@@ -205,7 +205,7 @@ class BoardChannel:
 
     def try_send(self, message: Any) -> bool:
         """Take in what the function reports."""
-        self.dashboard.receive(0, message)
+        self.dashboard.board.receive(0, message)
         is_short = time.monotonic() < self.dashboard.board.began + _SHORT_S
         if self.has_panel and (message.bars or self.dashboard.has_progress or not is_short):
             self._place.hold()

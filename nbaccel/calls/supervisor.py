@@ -443,7 +443,7 @@ class Supervisor:
             self.console.feed_display(member.rank, message)
         elif isinstance(message, Metrics):
             if self._show is not None:
-                self._show.receive(member.rank, message)
+                self._show.board.receive(member.rank, message)
         elif isinstance(message, messaging.Leaves):
             member.note(message)
         else:
