@@ -32,17 +32,16 @@ from nbaccel.plan import Plan, shared_memory_files
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import fork_safety, messaging, template, time_limits, worker
-from nbaccel.workers.starters import (
+from nbaccel.workers.worker_processes import (
     ForkStarter,
     MeetingPlace,
     Starter,
     TemplateStarter,
+    WorkerHandle,
     assignments,
+    connect,
     places,
 )
-from nbaccel.workers.worker_handle import WorkerHandle, connect
-
-_REPORT_PAUSE_S = 0.001  # between the end of a process and the template's report of it
 
 
 class LaunchHosts:
@@ -160,7 +159,13 @@ class Group:
             hosts = LaunchHosts(plan)
             undo_start.callback(hosts.close)
             group = cls.started(undo_start, hosts, waiting_line, stays=True)
-            group.await_start()
+            result = group.run_tasks({}, ranks=[member.rank for member in group.members])
+            if result.interrupted:
+                raise LaunchInterrupted(
+                    f"all {len(group.members)} workers have been ended at their start"
+                )
+            if not result.is_complete:
+                raise outcome.call_error(result, plan)
             # The start has succeeded: the group is the caller's to end.
             undo_start.pop_all()
         return group
@@ -184,8 +189,9 @@ class Group:
         told = assignments(
             self.plan,
             shares,
-            meeting_place,
+            worker_places,
             variables,
+            meeting_place=meeting_place,
             stays=self.stays,
             has_cells=publish.has_cells(),
         )
@@ -206,7 +212,7 @@ class Group:
     def _start_worker(self, rank: int) -> WorkerHandle:
         channel, pipes, worker_ends = connect()
         starter = self._starter
-        with memfd.closing_files(*worker_ends.all()):
+        with memfd.closing_files(*worker_ends):
             if isinstance(starter, ForkStarter):
                 starter.ours += (channel.fileno(), *pipes)
             pid = starter.start(worker_ends)
@@ -226,30 +232,17 @@ class Group:
             starter.ours.append(member.sentinel)
         return member
 
-    def await_start(self) -> None:
-        """Wait until the workers of a pool can take a task."""
-        result = self.run_tasks({}, ranks=[member.rank for member in self.members])
-        if result.interrupted:
-            raise LaunchInterrupted(
-                f"all {len(self.members)} workers have been ended at their start"
-            )
-        if not result.is_complete:
-            raise outcome.call_error(result, self.plan)
-
-    def collect(self) -> Sequence[messaging.Ended]:
+    def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
         """Workers that have ended since the last call; all of a pool's, if their template has."""
         try:
-            ended = self._starter.collect()
+            ends = [(member, self._starter.end_of(member.pid)) for member in self._living()]
         except StartupFailed as error:
             if not self.stays:
                 raise
             reason = str(error).partition("\n")[0]
             status = self._starter.status or 0
-            return [messaging.Ended(member.pid, status, 0, reason) for member in self._living()]
-        if not ended:
-            # A process that has ended is seen a moment before the template reports it.
-            time.sleep(_REPORT_PAUSE_S)
-        return ended
+            return [(m, messaging.Ended(m.pid, status, 0, reason)) for m in self._living()]
+        return [(member, ended) for member, ended in ends if ended is not None]
 
     # ---- ending
 
@@ -285,10 +278,8 @@ class Group:
         deadline = time.monotonic() + limit_s
         while (living := self._living()) and (left_s := deadline - time.monotonic()) > 0:
             messaging.wait([member.sentinel for member in living], left_s)
-            ended = {one.pid for one in self.collect()}
-            for member in living:
-                if member.pid in ended:
-                    member.end()
+            for member, _ in self.collect():
+                member.end()
 
     # ---- tasks
 

@@ -58,9 +58,8 @@ from nbaccel.transfer.object_walk import (
 )
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.transfer.weight_writer import WeightReport
-from nbaccel.workers import fork_safety, messaging, starters, template, worker
-from nbaccel.workers.starters import dispose
-from nbaccel.workers.worker_handle import WorkerHandle
+from nbaccel.workers import fork_safety, messaging, template, worker
+from nbaccel.workers.worker_processes import WorkerHandle, check_requirements, dispose
 
 _ONE_AT_A_TIME = threading.Lock()  # the template serves one launch at a time
 
@@ -73,7 +72,7 @@ _SEARCH_LIMIT_BYTES = 8 * 2**20
 
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
     """Run `function(*args)` in the workers of a plan."""
-    plan = starters.check_requirements(plan)
+    plan = check_requirements(plan)
     folder = launched_functions.resume_folder(plan, function)
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         waiting_line = WaitingLine(plan.num_processes)
@@ -84,7 +83,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
             plan = fork_if_sooner(plan)
         packed, plan = pack_call(plan, function, args)
         plan = _tell_host_memory(plan, packed)
-        clean_up.enter_context(closing_files(*packed.files()))
+        clean_up.enter_context(closing_files(*packed.payload_fds))
         if template.uses_template(plan) and not packed.is_inherited:
             launch_template = template.template_for(plan.device)
             launch_template.wait(waiting_line.say, packed.mentions)
@@ -251,12 +250,8 @@ class PackedCall:
     """The modules that are copied back: those in the arguments and those the function reaches."""
     arenas: dict[str, arena.Arena]
     job: messaging.Job
-    fd: int | None = None
-    """The payload's memory file."""
-
-    def files(self) -> list[int]:
-        """Descriptors that the owner of this record closes."""
-        return [] if self.fd is None else [self.fd]
+    payload_fds: tuple[int, ...] = ()
+    """The payload's memory file, which the owner of this record closes; none where inherited."""
 
     @property
     def is_inherited(self) -> bool:
@@ -276,19 +271,19 @@ class PackedCall:
         staging_fds = receiver.staging if receiver is not None else {}
         fds = [call_arena.fd for call_arena in self.arenas.values()]
         fds += [staging_fds[key] for key in self.arenas if key in staging_fds]
-        return self.job, [*fds, *self.files()]
+        return self.job, [*fds, *self.payload_fds]
 
     def mentions(self, package: str) -> bool:
         """Whether the call may use a package: its name is in the pickle.
 
         Functions of the notebook travel with their code, so names that they import are there, too.
         """
-        if self.job.payload is None or self.fd is None:
+        if self.job.payload is None:
             return False
         first_byte, end_byte = self.job.payload.pickle
         if end_byte - first_byte > _SEARCH_LIMIT_BYTES:
             return True
-        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as payload_bytes:
+        with mmap.mmap(self.payload_fds[0], 0, access=mmap.ACCESS_READ) as payload_bytes:
             return payload_bytes.find(package.encode(), first_byte, end_byte) >= 0
 
 
@@ -414,7 +409,7 @@ def _pickled_call(
             random_states=seeded_states(),
             settings=library_settings(),
         ),
-        fd=fd,
+        payload_fds=(fd,),
     )
 
 
@@ -505,10 +500,10 @@ class UnsendableResult:
 
 
 def _open_result(member: WorkerHandle, message: messaging.Returned) -> Any:
-    if message.payload is None or member.result_fd is None:
+    if message.payload is None:
         return UnsendableResult(message.unsendable or "")
     try:
-        return pickling.unpack(message.payload, member.result_fd, {})
+        return pickling.unpack(message.payload, member.handed_fds[0], {})
     except Exception as error:  # a missing class, or the user's __setstate__: any
         return UnsendableResult(f"rank {member.rank}'s result cannot be opened here: {error!r}")
 
@@ -540,7 +535,7 @@ def conclude_call(
     """Copy the weights back and open the results, or raise what went wrong."""
     if result.interrupted and not result.came_to_end_of_step:
         lines = [was_stopped, *outcome.where_ranks_were(result)]
-        raise outcome.stopped_error("\n".join(lines), result)
+        raise outcome.with_report(LaunchInterrupted("\n".join(lines)), result)
     if not result.is_complete:
         raise outcome.call_error(result, plan, closing_lines=closing_lines)
     returned = [(member, member.returned) for member in result.members if member.returned]
@@ -559,7 +554,10 @@ def conclude_call(
         with uninterrupted():
             receiver.apply(reports)
     values = [_open_result(member, message) for member, message in returned]
-    lines = [*_lost_values_lines(values), *lines]
+    lost = [value.reason for value in values if isinstance(value, UnsendableResult)]
+    if lost:
+        others = f", and so did {count_noun(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
+        lines.insert(0, f"{lost[0]}{others}. The results say so in its place.")
     level = frames.caller_level() if lines else 0
     for line in lines:
         warnings.warn(line, stacklevel=level)
@@ -582,15 +580,7 @@ def _stopped_at_step(result: CallResult, receiver: WeightReceiver | None) -> Lau
     steps = max((facts.told.steps or 0 for facts in ranks), default=0)
     modules = receiver.modules if receiver is not None else []
     words = outcome.kept_words(None if result.has_ended else steps, modules)
-    return outcome.stopped_error(words, result)
-
-
-def _lost_values_lines(values: Sequence[Any]) -> list[str]:
-    lost = [value.reason for value in values if isinstance(value, UnsendableResult)]
-    if not lost:
-        return []
-    others = f", and so did {count_noun(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
-    return [f"{lost[0]}{others}. The results say so in its place."]
+    return outcome.with_report(LaunchInterrupted(words), result)
 
 
 def _weights_lines(report: WeightReport) -> list[str]:

@@ -43,13 +43,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.calls.pool_messages import GroupWanted
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.plan.topology import Topology
 from nbaccel.train import call_check, distributed
 from nbaccel.train.in_sync import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
 from nbaccel.workers import fork_safety, rendezvous
+from nbaccel.workers.messaging import GroupWanted
 
 _SOCKET_CLOSING_S = 1.0  # gloo takes less than a millisecond to close what was shut down
 

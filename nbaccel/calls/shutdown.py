@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nbaccel.workers import messaging, time_limits as limits
-from nbaccel.workers.worker_handle import HandleState, WorkerHandle
+from nbaccel.workers.worker_processes import HandleState, WorkerHandle
 
 
 class ShutdownStep(enum.Enum):

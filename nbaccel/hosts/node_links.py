@@ -35,7 +35,7 @@ from nbaccel.hosts.shared_files import SharedFile, SharedFiles
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.starters import HostShare, Starter
+from nbaccel.workers.worker_processes import HostShare, Starter
 
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
@@ -251,7 +251,7 @@ class NodeLink:
 
     def _bring_home(self, worker: _RemoteWorker, message: Any) -> None:
         """Fetch what the worker has written into staging files, by its own report."""
-        report = getattr(message, "weight_report", None) or getattr(message, "report", None)
+        report = getattr(message, "weight_report", None)
         own_bytes = report.own_bytes if report is not None else {}
         parts = [
             (worker.staging[key], part)
@@ -320,7 +320,7 @@ class RemoteStarter(Starter):
         self._workers: dict[int, tuple[NodeLink, _RemoteWorker]] = {}
         self._files = SharedFiles()
         self._numbers = itertools.count(_FIRST_WORKER)
-        self._ended: list[Ended] = []
+        self._ended: dict[int, Ended] = {}
         # Readable while an end is kept here that nobody has asked for.
         self._has_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -339,6 +339,8 @@ class RemoteStarter(Starter):
     def begin(self, shares: Sequence[HostShare]) -> None:
         """The workers of an attempt are started next, so many on each host."""
         self.shares = shares
+        # What came too late for the attempt before.
+        self._ended.clear()
         names = [share.name for share in shares for _ in range(share.num_workers)]
         self._next_links = iter([self._links[name] for name in names])
 
@@ -385,16 +387,16 @@ class RemoteStarter(Starter):
     def note_end(self, ended: Ended) -> None:
         """A worker has ended."""
         with self._lock:
-            self._ended.append(ended)
+            self._ended[ended.pid] = ended
             os.eventfd_write(self._has_ended, 1)
 
-    def collect(self) -> list[Ended]:
-        """Workers that have ended since this was last asked."""
+    def end_of(self, pid: int) -> Ended | None:
+        """How this worker has ended; None if it still runs."""
         with self._lock:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._has_ended)
-            ended = self._ended
-            self._ended = []
+            ended = self._ended.pop(pid, None)
+            if not self._ended:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._has_ended)
         return ended
 
     # ---- what the notebook sends

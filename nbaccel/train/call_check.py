@@ -15,7 +15,6 @@ so what is compared only because its place is new waits for a moment, and goes o
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -23,7 +22,7 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -39,7 +38,7 @@ _CHECKS = ("first", "always", "off")
 DEFAULT_TIMEOUT_S = 600.0
 _TIMES_COMPARED = 2
 _NEW_PLACE_WAIT_S = 2.0
-_MOST_TOLD = 50  # calls of which entries stay in the store where deleting them would take time
+_MOST_TOLD = 50  # calls of which entries stay in the store
 # Between two looks into the store: as long as has been waited. Blocking in it is no way, because
 # torch prints a warning each time such a wait ends without its keys.
 _LEAST_POLL_S = 0.0002
@@ -119,8 +118,8 @@ class CollectiveCheck:
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"nbaccel/{group_number}", self._group_store
         )
-        self._told_calls: deque[tuple[int, list[str]]] = deque()
-        """The last calls that this process told of, with the keys that are its to delete."""
+        self._told_calls: deque[int] = deque()
+        """The last calls that this process told of."""
 
     def compare(
         self, what: str, detail: Hashable = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -139,25 +138,9 @@ class CollectiveCheck:
         if not waits_for_all and self._times_seen[what, detail, place] > _TIMES_COMPARED:
             self._settled.add((what, detail, place))
             return
-        with self._telling(what, detail, place) as told:
-            count_key = f"{self.calls_begun}/{told.entry.text}"
-            equal_key = f"{self.calls_begun}/equal"
-            if self._rank == 0:
-                self._told_calls[-1][1].extend([count_key, equal_key])
-            if self._store.add(count_key, 1) == len(told.keys):
-                # All have told the same, this process as the last one.
-                self._store.set(equal_key, "")
-                return
-            have_all_come = self._await_all(
-                told,
-                [equal_key],
-                timeout_s if waits_for_all else min(timeout_s, _NEW_PLACE_WAIT_S),
-                raises=waits_for_all,
-            )
-            if not have_all_come or self._store.check([equal_key]):
-                return
-            entries = self._entries(told)
-        if any(entry.text != told.entry.text for entry in entries):
+        limit_s = timeout_s if waits_for_all else min(timeout_s, _NEW_PLACE_WAIT_S)
+        entries = self._exchange(what, detail, place, limit_s, raises=waits_for_all)
+        if len({entry.text for entry in entries}) > 1:
             # The processes have counted different calls.
             self._times_seen[what, detail] -= 1
             raise _mismatch(entries)
@@ -167,9 +150,7 @@ class CollectiveCheck:
     ) -> list[Any]:
         """Tell the other processes something, and read what they tell."""
         self._begin(what)
-        with self._telling(what, detail, _user_place()) as told:
-            self._await_all(told, told.keys, timeout_s)
-            entries = self._entries(told)
+        entries = self._exchange(what, detail, _user_place(), timeout_s)
         # After all have come: a mismatch is raised on every process, so none is left waiting.
         if any(entry.name != what for entry in entries):
             raise _mismatch(entries)
@@ -186,37 +167,37 @@ class CollectiveCheck:
 
     # --------------------------------------------------------------------- the store
 
-    @contextlib.contextmanager
-    def _telling(self, what: str, detail: Any, place: _CodePlace) -> Iterator[_ToldCall]:
-        """Tell the others of this call; within the block they are waited for."""
+    def _exchange(
+        self, what: str, detail: Any, place: _CodePlace, limit_s: float, *, raises: bool = True
+    ) -> list[_Entry]:
+        """Tell the others of this call, and read what they tell; nothing if some do not come."""
         entry = _Entry(json.dumps([what, detail], default=str), *place)
         told = _ToldCall(entry, [_key(self.calls_begun, rank) for rank in self._ranks])
         try:
             with spent_time.communicating:
                 self._store.set(told.keys[self._rank], json.dumps(entry))
-                self._told_calls.append((self.calls_begun, [told.keys[self._rank]]))
-                self._forget_calls(_MOST_TOLD)
-                yield told
+                self._told_calls.append(self.calls_begun)
+                # All have left a call when they come to the next.
+                if len(self._told_calls) > _MOST_TOLD:
+                    self._store.delete_key(_key(self._told_calls.popleft(), self._rank))
+                if not self._await_all(told, limit_s, raises=raises):
+                    return []
+                return [_Entry(*json.loads(text)) for text in self._store.multi_get(told.keys)]
         except dist.DistNetworkError as error:
             also = ", and with it the store through which processes meet"
             raise CollectiveTimeout(self._describe_returned(entry, 0, also)) from error
 
-    def _await_all(
-        self, told: _ToldCall, keys: list[str], timeout_s: float, *, raises: bool = True
-    ) -> bool:
-        """Wait for keys of the store, or for all entries; False if neither has come in time."""
+    def _await_all(self, told: _ToldCall, timeout_s: float, *, raises: bool) -> bool:
+        """Wait for all entries; False if they have not come in time."""
         start_time = time.monotonic()
         look_at_s = _FIRST_LOOK_S
         notice_at_s = timeout_s / 2
-        while not self._store.check(keys):
-            self._forget_calls(2)  # here it costs no time: others are waited for
+        while not self._store.check(told.keys):
             waited_s = time.monotonic() - start_time
             if waited_s >= timeout_s and not raises:
                 return False
             if waited_s >= look_at_s:
                 look_at_s = waited_s + min(waited_s, _MOST_LOOK_S)
-                if self._have_told(told):
-                    return True
                 self._check_returned(told)
             if waited_s >= timeout_s:
                 raise CollectiveTimeout(self._describe_missing(told, waited_s))
@@ -225,18 +206,6 @@ class CollectiveCheck:
                 write_notice(f"nbaccel: {self._describe_missing(told, waited_s)}\n")
             time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s)))
         return True
-
-    def _forget_calls(self, num_kept: int) -> None:
-        """Delete what older calls have left; all have left a call when they come to the next."""
-        while len(self._told_calls) > num_kept:
-            for key in self._told_calls.popleft()[1]:
-                self._store.delete_key(key)
-
-    def _have_told(self, told: _ToldCall) -> bool:
-        return bool(self._store.check(told.keys))
-
-    def _entries(self, told: _ToldCall) -> list[_Entry]:
-        return [_Entry(*json.loads(text)) for text in self._store.multi_get(told.keys)]
 
     def _missing_ranks(self, told: _ToldCall) -> list[int]:
         return [rank for rank in self._ranks if not self._store.check([told.keys[rank]])]
@@ -285,7 +254,7 @@ class CollectiveCheck:
         return "\n".join(lines)
 
     def _last_seen(self, rank: int) -> str:
-        for number, _ in reversed(self._told_calls):
+        for number in reversed(self._told_calls):
             if self._store.check([_key(number, rank)]):
                 entry = _Entry(*json.loads(self._store.get(_key(number, rank))))
                 return f"last seen in {entry.describe()}"

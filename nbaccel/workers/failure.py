@@ -21,6 +21,7 @@ import contextlib
 import re
 import signal
 import sys
+import traceback
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ class FailureRecord:
     time: float
     """Seconds of CLOCK_MONOTONIC."""
     raised: RaisedError | None = None
+    traceback: str = ""
+    """As Python prints it, of a rank that has raised."""
     exit_status: int | None = None
     """Negative for a signal; None if it raised."""
     stack: tuple[Frame, ...] = ()
@@ -109,7 +112,17 @@ class FailureRecord:
     @classmethod
     def of_error(cls, rank: int, error: BaseException, *, failure_time: float) -> FailureRecord:
         """The record of a rank whose function has raised."""
-        return cls(rank=rank, time=failure_time, raised=describe_error(error))
+        return cls(
+            rank=rank,
+            time=failure_time,
+            raised=describe_error(error),
+            traceback=_whole_traceback(error),
+        )
+
+    @property
+    def full_traceback(self) -> str:
+        """The worker's whole traceback, causes first, in Python's own form."""
+        return f"rank {self.rank}:\n{self.traceback}"
 
     @property
     def was_stopped(self) -> bool:
@@ -183,6 +196,15 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
         notes=tuple(shorten_text(note, _MESSAGE_CHARS) for note in notes),
         parts=tuple(describe_error(part, seen) for part in parts if len(seen) < _MOST_CAUSES),
     )
+
+
+def _whole_traceback(error: BaseException) -> str:
+    entry = error.__traceback__
+    num_house = len(of_traceback(entry)) - len(_frames_of(entry))
+    for _ in range(num_house):
+        entry = entry and entry.tb_next
+    text = "".join(traceback.format_exception(type(error), error, entry))
+    return shorten_text(text, _MESSAGE_CHARS)
 
 
 def kind_name(kind: type) -> str:

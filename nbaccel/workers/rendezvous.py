@@ -12,7 +12,6 @@ has its stack. A live worker closes what that leaves open: `calls/process_groups
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -92,12 +91,6 @@ def say_returned(rank: int) -> None:
         # The store is gone where the rank that serves it has left.
         with contextlib.suppress(RuntimeError):
             torch_private.default_store().append(RETURNED_KEY, f"{rank} ")
-
-
-def group_names() -> Callable[[], str]:
-    """Names for the default groups of one process: `group_0`, `group_1` and so on."""
-    numbers = itertools.count()
-    return lambda: f"group_{next(numbers)}"
 
 
 def serve_store(place: Topology, listening_socket: int) -> Any:

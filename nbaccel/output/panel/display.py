@@ -41,7 +41,7 @@ from nbaccel.plan.contracts.device import Device
 if TYPE_CHECKING:
     from nbaccel.base.training_metrics import Metrics
     from nbaccel.output.console import Console
-    from nbaccel.workers.worker_handle import WorkerHandle
+    from nbaccel.workers.worker_processes import WorkerHandle
 
 
 FIRST_S = 1.0

@@ -1,4 +1,4 @@
-"""What workers need of the system, who starts them, and what each is told first.
+"""Worker processes: who starts them, what is known of each, what they need and are told first.
 
 A worker is forked from the template, or from the notebook: then it has everything that is there,
 and nothing is pickled. What makes such a fork unsafe is found in `fork_safety`; what can be cured
@@ -10,41 +10,39 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import enum
 import errno
 import faulthandler
 import gc
 import importlib
 import os
+import signal
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import ports
+from nbaccel.base import env, ports
 from nbaccel.base.errors import PlatformUnsupported, StartupFailed, UnsafeMoment
-from nbaccel.base.processes import ProcessUse, process_use
-from nbaccel.plan import Plan, registry
+from nbaccel.base.frames import Frame
+from nbaccel.base.leftovers import LeftoverFolders
+from nbaccel.base.processes import ProcessUse, explain_kill, process_use
+from nbaccel.config.variables import run_variables
+from nbaccel.plan import Plan, registry, shared_memory_files
 from nbaccel.plan.inventory import Inventory
+from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
-from nbaccel.workers import fork_safety, messaging, template, time_limits
-from nbaccel.workers.messaging import Ended, WorkerEnds
+from nbaccel.workers import failure, fork_safety, messaging, template, time_limits
+from nbaccel.workers.failure import FailureRecord
+from nbaccel.workers.messaging import STACK_SIGNAL, Channel, Ended, WorkerAssignment, WorkerEnds
 from nbaccel.workers.reaping import end_group, reap
 
 if TYPE_CHECKING:
     from nbaccel.workers.worker import WorkerCall
-
-
-from collections.abc import Mapping
-
-from nbaccel.base import env
-from nbaccel.config.variables import run_variables
-from nbaccel.plan import shared_memory_files
-from nbaccel.plan.topology import Topology
-from nbaccel.workers.messaging import WorkerAssignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +70,14 @@ class Starter(abc.ABC):
         """Start a worker that owns these ends, in the order of ranks; returns its process id."""
 
     @abc.abstractmethod
-    def collect(self) -> Sequence[Ended]:
-        """Workers that have ended since the last call, reaped."""
+    def end_of(self, pid: int) -> Ended | None:
+        """How this worker has ended, reaped and told once; None if it still runs."""
 
+    @abc.abstractmethod
     def sentinel(self, pid: int) -> int:
         """A new descriptor, readable once this worker may have ended; the caller closes it."""
-        try:
-            return os.pidfd_open(pid)
-        except ProcessLookupError:
-            # A pipe without a writer reads as ended, like the pidfd of a process that has ended.
-            read_end, write_end = os.pipe()
-            os.close(write_end)
-            return read_end
 
-    def channel_to(
-        self, pid: int, channel: messaging.Channel, *, is_second: bool = False
-    ) -> messaging.Channel:
+    def channel_to(self, pid: int, channel: Channel, *, is_second: bool = False) -> Channel:
         """What the notebook sends a worker by, given its end of a channel."""
         del pid, is_second
         return channel
@@ -114,7 +104,6 @@ class ForkStarter(Starter):
 
     def __init__(self, call: WorkerCall | None = None, *, is_asked: bool = True) -> None:
         self._call = call
-        self._children: set[int] = set()
         self.ours: list[int] = []
         """The notebook's own ends of all connections: a child closes them."""
         if is_asked:
@@ -133,7 +122,7 @@ class ForkStarter(Starter):
             # What is still buffered would be printed by the child as well.
             stream.flush()
         # Registered before the fork, so that a child which hangs at once can still be asked where.
-        faulthandler.register(messaging.STACK_SIGNAL, file=ends.stack, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=ends.stack, all_threads=True)
         # A collection in the child would write to every page it shares with this process.
         gc.freeze()
         try:
@@ -145,19 +134,20 @@ class ForkStarter(Starter):
             # The child runs the `finally` too, and must keep both.
             if os.getpid() == parent:
                 gc.unfreeze()
-                faulthandler.unregister(messaging.STACK_SIGNAL)
+                faulthandler.unregister(STACK_SIGNAL)
         if pid == 0:
             for descriptor in self.ours:
                 os.close(descriptor)
             worker.run_worker(ends, parent, is_fork=True, forked_call=self._call)
-        self._children.add(pid)
         return pid
 
-    def collect(self) -> Sequence[Ended]:
-        """Children that have ended since the last call, reaped."""
-        ended = [one for one in map(reap, self._children) if one is not None]
-        self._children.difference_update(one.pid for one in ended)
-        return ended
+    def end_of(self, pid: int) -> Ended | None:
+        """How this child has ended; None if it still runs."""
+        return reap(pid)
+
+    def sentinel(self, pid: int) -> int:
+        """A pidfd, which stands for the process also when it has ended."""
+        return os.pidfd_open(pid)
 
 
 def dispose(fds: Sequence[int]) -> None:
@@ -169,7 +159,7 @@ def dispose(fds: Sequence[int]) -> None:
             # closed below in any case.
             with (
                 contextlib.suppress(OSError),
-                contextlib.closing(messaging.Channel(ready[0].socket.dup())) as channel,
+                contextlib.closing(Channel(ready[0].socket.dup())) as channel,
             ):
                 channel.send(messaging.Word.DISPOSE, fds)
     finally:
@@ -191,7 +181,8 @@ class TemplateStarter(Starter):
         self._template = template.template_for(device)
         self._threads = threads
         self._say = say
-        self._pids: set[int] = set()
+        self._reports: dict[int, Channel] = {}
+        """Worker → what the template reports its end by."""
         self._connect()
 
     def start(self, ends: WorkerEnds) -> int:
@@ -200,7 +191,7 @@ class TemplateStarter(Starter):
             return self._fork(ends)
         except StartupFailed:
             # It was killed a moment ago: nothing is lost as long as it has no workers.
-            if self._pids:
+            if self._reports:
                 raise
             self.close()
             self._connect()
@@ -208,81 +199,61 @@ class TemplateStarter(Starter):
 
     def _connect(self) -> None:
         self._process = self._template.wait(self._say)
-        # A copy of the descriptor: closing this starter must not hang up on the template.
-        self._channel = messaging.Channel(self._process.socket.dup())
-        self._process.use()
+        self._process.users += 1
         # Someone may have stopped it (SIGSTOP).
         self._process.let_continue()
 
     def _fork(self, ends: WorkerEnds) -> int:
-        # Only one starter reads at a time, and keeps what it reads of the other's workers.
-        with self._process.hearing:
+        report, its_end = Channel.pair()
+        with contextlib.ExitStack() as undo:
+            undo.callback(report.close)
             try:
-                self._channel.send(messaging.Fork(self._threads), ends.all())
-            except OSError as error:
+                with (
+                    contextlib.closing(its_end),
+                    contextlib.closing(Channel(self._process.socket.dup())) as channel,
+                ):
+                    channel.send(messaging.Fork(self._threads), [*ends, its_end.fileno()])
+                pid = self._forked(report)
+            except (OSError, EOFError) as error:
                 raise self._gone() from error
-            pid = self._forked()
-            self._pids.add(pid)
-            # An entry marks a worker as waited for; see `_note`.
-            self._process.ended[pid] = None
+            self._reports[pid] = report
+            undo.pop_all()
         return pid
 
-    def collect(self) -> Sequence[Ended]:
-        """Workers of this starter that have ended since the last call."""
-        with self._process.hearing:
-            while messaging.wait([self._channel.fileno()]):
-                self._note(self._next())
-            reports = self._process.ended
-            ended = [reports[pid] for pid in self._pids if reports[pid] is not None]
-            self._forget(one.pid for one in ended)
-        return ended
-
-    def sentinel(self, pid: int) -> int:
-        """A pidfd; where a sandbox forbids them, the channel by which the template reports ends."""
-        try:
-            return super().sentinel(pid)
-        except (AttributeError, OSError):
-            return os.dup(self._channel.fileno())
-
-    def close(self) -> None:
-        """Close this copy of the channel; the template stays."""
-        if self._channel.fileno() >= 0:
-            self._forget(tuple(self._pids))
-            self._channel.close()
-            self._process.release()
-
-    def _forked(self) -> int:
-        """The process id of the worker; reports of ended ones are kept for `collect`."""
+    def _forked(self, report: Channel) -> int:
         deadline = time.monotonic() + time_limits.FORK_S
         while (left_s := deadline - time.monotonic()) > 0:
-            wait_s = min(left_s, template.SAY_EVERY_S)
-            if not messaging.wait([self._channel.fileno()], wait_s):
-                self._say("a new process")
-                self._process.let_continue()  # it may have been stopped meanwhile
-                continue
-            message = self._next()
-            if isinstance(message, messaging.Forked):
-                return message.pid
-            self._note(message)
+            if messaging.wait([report.fileno()], min(left_s, template.SAY_EVERY_S)):
+                pid, _ = report.receive()
+                return int(pid)
+            self._say("a new process")
+            self._process.let_continue()  # it may have been stopped meanwhile
         self._template.drop(self._process)
         raise template.no_answer(time_limits.FORK_S)
 
-    def _forget(self, pids: Iterable[int]) -> None:
-        for pid in pids:
-            self._pids.discard(pid)
-            self._process.ended.pop(pid, None)
-
-    def _note(self, message: object) -> None:
-        """Keep a report about a worker that a starter still waits for; drop any other."""
-        if isinstance(message, Ended) and message.pid in self._process.ended:
-            self._process.ended[message.pid] = message
-
-    def _next(self) -> object:
+    def end_of(self, pid: int) -> Ended | None:
+        """How this worker has ended; None if it still runs."""
+        report = self._reports[pid]
+        if not messaging.wait([report.fileno()]):
+            return None
         try:
-            message, _ = self._channel.receive()
+            ended, _ = report.receive()
         except EOFError as error:
             raise self._gone() from error
-        return message
+        self._reports.pop(pid).close()
+        return ended  # type: ignore[no-any-return]
+
+    def sentinel(self, pid: int) -> int:
+        """A descriptor that can be read once the template has reported the worker's end."""
+        return os.dup(self._reports[pid].fileno())
+
+    def close(self) -> None:
+        """No more is asked of the template, which stays."""
+        for report in self._reports.values():
+            report.close()
+        self._reports.clear()
+        self._process.users -= 1
+        self._process.end_unless_used()
 
     def _gone(self) -> StartupFailed:
         error = self._process.explain_end()
@@ -291,19 +262,239 @@ class TemplateStarter(Starter):
         return error
 
 
+# ------------------------------------------------------------------------- one worker
+
+_CRASH_HEADING = "Fatal Python error"  # how faulthandler begins a report of a crash
+
+
+class HandleState(enum.Enum):
+    """How far a worker has come. In a pool it goes back to RUNNING with each call."""
+
+    FORKED = "forked; has sent no message yet"
+    ALIVE = "runs Python and listens to signals; unpacks its job"
+    RUNNING = "has called the user's function"
+    RETURNED = "has handed over its result; its weights are in the staging files, or in its memory"
+    FAILED = "has handed over its exception"
+    GONE = "has ended and been reaped"
+
+
+@dataclass(kw_only=True, eq=False)
+class WorkerHandle:
+    """A worker's connections, and everything known of it and of its current call."""
+
+    rank: int
+    channel: Channel
+    pipes: dict[int, str]
+    """The notebook's reading ends → `stdout`, `stderr` or `stack`."""
+    pid: int
+    sentinel: int
+    """Descriptor that can be read once the process may have ended."""
+    starter: Starter
+    is_fork: bool
+    """It comes from the notebook's process, and handles `STACK_SIGNAL` from its start."""
+    control: Channel | None = None
+    """A second channel, to a worker of a pool, whose second thread answers while a cell runs."""
+    state: HandleState = HandleState.FORKED
+    forked_at: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+    returned: messaging.Returned | None = None
+    failed: messaging.Failed | None = None
+    handed_fds: list[int] = field(default_factory=list)
+    """What came along with the value, weights or exception that it has handed over."""
+    record: FailureRecord | None = None
+    whereabouts: messaging.Whereabouts | None = None
+    """Where a pool's worker was by its latest answer."""
+    stack_text: str = ""
+    """What faulthandler has written since it was last read."""
+    hung_up: bool = False
+    """Its end of the channel is closed, or it is gone: no further messages."""
+    leftovers: set[LeftoverFolders] = field(default_factory=set)
+    is_stopped: bool = False
+    """The notebook has stopped its call, so how it ends says nothing about the user's code."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone and reaped."""
+        return self.state is HandleState.GONE
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its function may still be running."""
+        return self.state in (HandleState.FORKED, HandleState.ALIVE, HandleState.RUNNING)
+
+    @property
+    def stack(self) -> tuple[Frame, ...]:
+        """Its main thread's stack by its latest answer, innermost call first."""
+        if self.whereabouts is not None:
+            return self.whereabouts.stack
+        return failure.parse_stack(self.stack_text)
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether faulthandler has written why it dies."""
+        return _CRASH_HEADING in self.stack_text
+
+    # ---- what is known of it
+
+    def note(self, message: messaging.Leaves) -> None:
+        """Note what it would leave on disk, or that it has removed it."""
+        if message.is_there:
+            self.leftovers.add(message.leftover)
+        else:
+            self.leftovers.discard(message.leftover)
+
+    def begin_call(self, *, takes_part: bool) -> None:
+        """A call begins, and what is known of the last one is dropped."""
+        self.take([])
+        self.returned = self.failed = self.record = self.whereabouts = None
+        self.is_stopped = False
+        if takes_part:
+            self.since = time.monotonic()
+            # One that has not reported stays FORKED, so the limit for its first message holds.
+            if self.state is not HandleState.FORKED and not self.has_ended:
+                self.state = HandleState.RUNNING
+
+    def take(self, descriptors: list[int]) -> None:
+        """It has handed something over."""
+        memfd.close_all(self.handed_fds)
+        self.handed_fds = descriptors
+
+    def finish_call(self) -> None:
+        """Its call has ended; one that has handed over nothing has no value."""
+        self.state = HandleState.RETURNED if self.failed is None else HandleState.FAILED
+        if self.failed is None and self.returned is None:
+            self.returned = messaging.Returned()
+        self.since = time.monotonic()
+
+    def end(self, record: FailureRecord | None = None, *, loses_result: bool = False) -> None:
+        """It is gone and reaped."""
+        self.state = HandleState.GONE
+        self.record = record or self.record
+        if loses_result:
+            self.returned = None
+
+    def record_of_death(self, ended: messaging.Ended, oom_kills: int) -> FailureRecord:
+        """The record of it if it has just ended by itself."""
+        _, heading, dump = self.stack_text.rpartition(_CRASH_HEADING)
+        return FailureRecord(
+            rank=self.rank,
+            time=time.monotonic(),
+            exit_status=ended.status,
+            stack=failure.parse_stack(dump) if heading else (),
+            max_rss_bytes=ended.max_rss_bytes,
+            evidence=explain_kill(ended.status, oom_kills),
+            doing=f"ended: {failure.as_clause(ended.because)}" if ended.because else "",
+            remedy=ended.remedy,
+        )
+
+    def record_of_stop(self) -> FailureRecord:
+        """The record of it if it did nothing wrong, and was stopped for something else."""
+        had_started = self.control is not None or bool(self.stack_text)
+        doing = f"was {failure.RankActivity.of_stack(self.stack)} when nbaccel stopped it"
+        return FailureRecord(
+            rank=self.rank,
+            # Never the first failure: it was stopped because of another one.
+            time=float("inf"),
+            doing=doing if had_started else "had not started",
+            stack=self.stack,
+        )
+
+    # ---- what is done to it
+
+    def tell(self, message: Any) -> None:
+        """Send it a message; it may have ended, which its sentinel says."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message)
+
+    def ask_where(self) -> bool:
+        """Ask where it is, or let faulthandler write it; returns whether it can answer."""
+        if self.control is not None and self.state is not HandleState.FORKED:
+            self._tell_second_thread(messaging.Word.ASK_WHEREABOUTS)
+            return True
+        # A process that does not handle the signal would be killed by it.
+        can_answer = self.is_fork or self.state is not HandleState.FORKED
+        if can_answer:
+            self._signal(STACK_SIGNAL)
+        return can_answer
+
+    def interrupt(self) -> None:
+        """Let it raise KeyboardInterrupt; one that was stopped (SIGSTOP) continues."""
+        self.is_stopped = True
+        # In this order: a stopped process keeps the signal pending and handles it once it
+        # continues.
+        self._signal(signal.SIGINT)
+        self._signal(signal.SIGCONT)
+
+    def cut_connections(self) -> None:
+        """Let a collective fail that it waits in; for a worker of a pool."""
+        self._tell_second_thread(messaging.Word.BREAK)
+
+    def terminate(self) -> None:
+        """Ask it to end, and do not wait for `finally` blocks."""
+        self.is_stopped = True
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, with everything it has started that has not left its process group."""
+        self.is_stopped = True
+        self.starter.kill(self.pid)
+
+    def let_exit(self) -> None:
+        """Let it exit: its work is over."""
+        self.tell(messaging.Word.LEAVE)
+        # A stopped process (SIGSTOP) would not read the message.
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Close every descriptor that is left."""
+        self.channel.close()
+        if self.control is not None:
+            self.control.close()
+        memfd.close_all([self.sentinel, *self.pipes])
+        self.pipes.clear()
+        self.take([])
+
+    def _signal(self, number: int) -> None:
+        self.starter.signal(self.pid, number)
+
+    def _tell_second_thread(self, word: messaging.Word) -> None:
+        with contextlib.suppress(OSError):
+            if self.control is not None:
+                self.control.send(word)
+
+
+def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
+    """A worker's connections: the notebook's ends, and the worker's, which the caller closes."""
+    import fcntl  # Windows has none, where nbaccel can be imported, too
+
+    channel, worker_end = Channel.pair()
+    pipes: dict[int, str] = {}
+    worker_ends = {}
+    for name in ("stdout", "stderr", "stack"):
+        read_end, worker_ends[name] = os.pipe()
+        # The notebook reads until a pipe is empty; a blocking read would stop all other work.
+        os.set_blocking(read_end, False)
+        # A megabyte, so that a worker that prints a lot seldom waits. The user's quota of pipe
+        # memory may be used up: the default of 64 KiB stays.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, 1 << 20)
+        pipes[read_end] = name
+    return channel, pipes, WorkerEnds(channel=worker_end.detach(), **worker_ends)
+
+
 # ------------------------------------------------------------------------- what they need
 
 _CONNECT_S = 2.0
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _DESCRIPTORS_OF_NOTEBOOK = 8
 """For memory files, the rendezvous store and the template process."""
-_DESCRIPTORS_OF_A_WORKER = 5
-"""Its channel, three pipes, and its process."""
+_DESCRIPTORS_OF_A_WORKER = 6
+"""Its channel, three pipes, and twice what tells of its end."""
 
 
-def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
+def check_requirements(plan: Plan) -> Plan:
     """The plan as it can be carried out here."""
-    missing = _missing_requirements(is_live=is_live) or _too_few_descriptors(plan.num_processes)
+    missing = _missing_requirements() or _too_few_descriptors(plan.num_processes)
     if missing:
         raise PlatformUnsupported(
             f"Several workers need {missing}. Use num_processes=1, which runs in the notebook "
@@ -319,7 +510,7 @@ def check_requirements(plan: Plan, *, is_live: bool = False) -> Plan:
     return dataclasses.replace(plan, master_addr=address)
 
 
-def _missing_requirements(*, is_live: bool) -> str:
+def _missing_requirements() -> str:
     """What is missing, as the end of a sentence; empty if nothing is."""
     if not sys.platform.startswith("linux"):
         return f"Linux (memfd_create, pidfd_open): this is {sys.platform}"
@@ -337,7 +528,7 @@ def _missing_requirements(*, is_live: bool) -> str:
         )
     if not Path("/proc/self").exists():
         return "/proc, which is not mounted here (mount -t proc proc /proc)"
-    return _no_pidfd() if is_live else ""
+    return ""
 
 
 def _too_few_descriptors(num_workers: int) -> str:
@@ -355,14 +546,6 @@ def _too_few_descriptors(num_workers: int) -> str:
             f"{descriptors} free file descriptors: {error.strerror}. Raise `ulimit -n`, "
             "or close files"
         )
-    return ""
-
-
-def _no_pidfd() -> str:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        return f"pidfd_open (Linux 5.3 and later; some sandboxes forbid it): {error}"
     return ""
 
 
@@ -423,9 +606,10 @@ def places(
 def assignments(
     plan: Plan,
     shares: Sequence[HostShare],
-    meeting_place: MeetingPlace,
+    worker_places: Sequence[Topology],
     variables: Mapping[str, str],
     *,
+    meeting_place: MeetingPlace,
     stays: bool,
     has_cells: bool,
 ) -> list[WorkerAssignment]:
@@ -438,19 +622,27 @@ def assignments(
     device_variables = [one for host_plan in host_plans for one in _device_variables(host_plan)]
     surroundings = (env.changes() if shares else env.snapshot()) | dict(variables)
     surroundings["GROUP_WORLD_SIZE"] = str(meeting_place.num_nodes)
-    working_directory = template.explain_here()
+    working_directory = template.current_folder(tells=True)
     import_path = tuple(template.import_path())
     random_states = seeded_states()
-    serves_store = meeting_place.store_socket is not None
     told = []
-    for place, own_variables in zip(
-        places(plan, shares, meeting_place), device_variables, strict=True
-    ):
+    for place, own_variables in zip(worker_places, device_variables, strict=True):
         host_plan = host_plans[place.node_rank] if shares else plan
-        environment = _environment(place, host_plan, surroundings)
-        if shares:
-            environment |= _device_choice(shares[place.node_rank])
-        environment |= shared_memory_files.variables(place, plan.device) | own_variables
+        environment: dict[str, str | None] = {
+            # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's
+            # wins.
+            "OMP_NUM_THREADS": str(host_plan.threads_per_process),
+            **surroundings,
+            **place.variables(
+                mixed_precision=plan.config.mixed_precision,
+                device=plan.device,
+                environ=surroundings,
+            ),
+            **run_variables(plan.config),
+            **(_device_choice(shares[place.node_rank]) if shares else {}),
+            **shared_memory_files.variables(place, plan.device),
+            **own_variables,
+        }
         assignment = WorkerAssignment(
             handler=_SERVES_CELLS if stays else _SERVES_CALL,
             topology=place.to_json(),
@@ -461,7 +653,7 @@ def assignments(
             environment={name: value for name, value in environment.items() if value is not None},
             working_directory=working_directory,
             import_path=import_path,
-            serves_store=serves_store and place.rank == 0,
+            serves_store=meeting_place.store_socket is not None and place.rank == 0,
             random_states=random_states,
             # Every node has its own notebook, unless hosts were given to this one.
             staging_rank=place.rank if shares else place.local_rank,
@@ -491,17 +683,6 @@ def _device_variables(plan: Plan) -> list[dict[str, str | None]]:
             idle |= device.idle_variables()
     of_workers = registry.device(plan.device).launch_variables(plan) or ({},) * plan.num_processes
     return [{**idle, **variables} for variables in of_workers]
-
-
-def _environment(
-    place: Topology, plan: Plan, surroundings: dict[str, str]
-) -> dict[str, str | None]:
-    own_variables = place.variables(
-        mixed_precision=plan.config.mixed_precision, device=plan.device, environ=surroundings
-    )
-    # Accelerate, and OpenMP libraries loaded later, read it. First, so that the user's wins.
-    defaults = {"OMP_NUM_THREADS": str(plan.threads_per_process)}
-    return {**defaults, **surroundings, **own_variables, **run_variables(plan.config)}
 
 
 def _device_choice(share: HostShare) -> dict[str, str]:
