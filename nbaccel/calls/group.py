@@ -15,7 +15,6 @@ from typing import Any
 from nbaccel.base import processes
 from nbaccel.base.errors import LaunchInterrupted, StartupFailed
 from nbaccel.base.log import write_notice
-from nbaccel.base.ports import listen
 from nbaccel.calls import outcome
 from nbaccel.calls.outcome import why_lost
 from nbaccel.calls.status_table import rank_status
@@ -391,7 +390,7 @@ def _forget_memory(worker_places: Sequence[Topology]) -> None:
 def _meeting_place(plan: Plan) -> MeetingPlace:
     """Where workers meet whose notebook, or node 0's, has the store's socket."""
     config = plan.config
-    store_socket = listen(plan.master_addr, plan.port) if config.node_rank == 0 else None
+    store_socket = processes.listen(plan.master_addr, plan.port) if config.node_rank == 0 else None
     return MeetingPlace(
         address=plan.master_addr,
         port=store_socket.getsockname()[1] if store_socket is not None else plan.port or 0,

@@ -17,19 +17,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import accelerate_library, env, ports
+from nbaccel.base import accelerate_library, env, processes
 from nbaccel.base.errors import LaunchInterrupted, StoppedAtStep
-from nbaccel.base.processes import process_use
 from nbaccel.calls import launched_functions
+from nbaccel.config.call_arguments import call_title
 from nbaccel.config.capabilities import STRATEGIES, StrategyRow
-from nbaccel.config.variables import run_variables
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.publish import CellPlace
 from nbaccel.output.report.run_report import report_of
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.shards import Remembered, ShardReader, remember
-from nbaccel.plan.topology import Topology
+from nbaccel.plan.topology import FOLDER_VARIABLE, Topology, run_variables
 from nbaccel.workers.fork_safety import has_process_group
 
 if TYPE_CHECKING:
@@ -48,14 +47,15 @@ def run_observed(
     folder = launched_functions.resume_folder(plan, function)
     board: RunBoard | None = None
     try:
-        title = launched_functions.call_title(function, args)
+        title = call_title(function, args)
         with observing_here(plan, title) as board, contextlib.ExitStack() as stopping:
             # Without torch nothing trains; see `observing_here`.
             if "torch" in sys.modules and plan.config.on_stop == "keep":
                 from nbaccel.workers import step_stop
 
                 stopping.enter_context(step_stop.interrupted_at_step())
-            values = _call_here(plan, function, args, launched_functions.variables_of(folder))
+            more = {FOLDER_VARIABLE: str(folder)} if folder is not None else {}
+            values = _call_here(plan, function, args, more)
         launched_functions.note_end(folder, None)
         return values, board
     # After the block: it has noted the last steps.
@@ -75,7 +75,7 @@ def _call_here(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...], more: Mapping[str, str]
 ) -> list[Any]:
     __tracebackhide__ = True
-    address = ports.loopback(plan.config.master_addr)
+    address = processes.loopback(plan.config.master_addr)
     with _reserved_port(address, plan.port) as store_port, _tidy_process():
         topology = Topology(master_addr=address, master_port=store_port)
         variables: dict[str, str | None] = dict(
@@ -212,7 +212,7 @@ class BoardChannel:
         self.dashboard.finish([self._own_row(ending or "done")], ending=ending)
 
     def _own_row(self, state: str) -> RankStatus:
-        use = process_use(os.getpid())
+        use = processes.process_use(os.getpid())
         return RankStatus(
             rank=0,
             state=state,

@@ -41,12 +41,14 @@ from nbaccel.calls import launched_functions, outcome
 from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group, LaunchHosts
 from nbaccel.calls.supervisor import CallResult
+from nbaccel.config.call_arguments import call_title
 from nbaccel.config.capabilities import ENGINES, device_row
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.publish import WaitingLine
 from nbaccel.plan import Choice, Plan, registry
 from nbaccel.plan.launch_plan import copies_in_turn
+from nbaccel.plan.topology import FOLDER_VARIABLE
 from nbaccel.transfer import arena, pickling
 from nbaccel.transfer.library_settings import library_settings, logging_only, seeded_states
 from nbaccel.transfer.memfd import closing_files
@@ -73,7 +75,7 @@ _SEARCH_LIMIT_BYTES = 8 * 2**20
 def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
     """Run `function(*args)` in the workers of a plan."""
     plan = check_requirements(plan)
-    folder = launched_functions.resume_folder(plan, function)
+    folder = launched_functions.resume_folder(plan, function) if plan.config.resume else None
     with _one_at_a_time(), contextlib.ExitStack() as clean_up:
         waiting_line = WaitingLine(plan.num_processes)
         clean_up.callback(waiting_line.close)
@@ -182,7 +184,7 @@ def _run_attempt(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "TORCHELASTIC_RUN_ID": config.rdzv_id,
-        **launched_functions.variables_of(folder),
+        **({FOLDER_VARIABLE: str(folder)} if folder is not None else {}),
     }
     with contextlib.ExitStack() as clean_up:
         receiver = clean_up.enter_context(packed.staged(share_back=config.share_back))
@@ -204,7 +206,7 @@ def _run_attempt(
                 plan=group.plan,
                 place=waiting_line.place,
                 waiting_line=waiting_line,
-                title=launched_functions.call_title(packed.call.function, packed.call.args),
+                title=call_title(packed.call.function, packed.call.args),
             ),
         )
         was_stopped = "; the model is as it was" if packed.arenas else ""
@@ -324,7 +326,7 @@ def pack_call(
     plan: Plan, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[PackedCall, Plan]:
     """Make the call ready for the plan's start method, or for `fork` where `auto` must take it."""
-    sharing = _shared(find_modules(args))
+    sharing = _shared(find_modules(args) if args else ())
     if plan.start_method == "fork":
         fork_safety.judge_fork()
         return _inherited_call(function, args, sharing), plan

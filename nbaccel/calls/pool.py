@@ -35,12 +35,11 @@ from nbaccel.calls import outcome
 from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group
 from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers, staged
-from nbaccel.calls.launched_functions import call_title
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.calls.status_table import CellDashboardUpdater, StatusTable, status_table
 from nbaccel.calls.supervisor import CallResult, RankTasks
 from nbaccel.config import Configured, RunConfig, run_config_of
-from nbaccel.config.call_arguments import check_call
+from nbaccel.config.call_arguments import call_title, check_call
 from nbaccel.config.mistakes import shown
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard

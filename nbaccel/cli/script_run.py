@@ -15,7 +15,6 @@ from nbaccel.base import env
 from nbaccel.base.errors import LaunchInterrupted, WorkerFailed
 from nbaccel.base.frames import place, user_frame
 from nbaccel.calls.launched_functions import (
-    Script,
     ScriptEnd,
     exit_status_of,
     run_script,
@@ -23,6 +22,7 @@ from nbaccel.calls.launched_functions import (
 )
 from nbaccel.cli.command_plan import plan_of_command
 from nbaccel.cli.launch_request import LaunchRequest
+from nbaccel.config.call_arguments import Script
 from nbaccel.launchers import launch_configured
 from nbaccel.plan import registry
 from nbaccel.workers.failure import FailureRecord, failure_text

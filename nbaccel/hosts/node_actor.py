@@ -38,8 +38,7 @@ import psutil
 
 from nbaccel.base import env
 from nbaccel.base.leftovers import LeftoverFolders
-from nbaccel.base.ports import listen
-from nbaccel.base.processes import ProcessUse, process_use
+from nbaccel.base.processes import ProcessUse, listen, process_use
 from nbaccel.plan import shared_memory_files
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.topology import Topology

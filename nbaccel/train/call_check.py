@@ -38,7 +38,6 @@ _CHECKS = ("first", "always", "off")
 DEFAULT_TIMEOUT_S = 600.0
 _TIMES_COMPARED = 2
 _NEW_PLACE_WAIT_S = 2.0
-_MOST_TOLD = 50  # calls of which entries stay in the store
 # Between two looks into the store: as long as has been waited. Blocking in it is no way, because
 # torch prints a warning each time such a wait ends without its keys.
 _LEAST_POLL_S = 0.0002
@@ -177,11 +176,11 @@ class CollectiveCheck:
             with spent_time.communicating:
                 self._store.set(told.keys[self._rank], json.dumps(entry))
                 self._told_calls.append(self.calls_begun)
-                # All have left a call when they come to the next.
-                if len(self._told_calls) > _MOST_TOLD:
-                    self._store.delete_key(_key(self._told_calls.popleft(), self._rank))
                 if not self._await_all(told, limit_s, raises=raises):
                     return []
+                # All have come, so they have read what was told before.
+                while len(self._told_calls) > 1:
+                    self._store.delete_key(_key(self._told_calls.popleft(), self._rank))
                 return [_Entry(*json.loads(text)) for text in self._store.multi_get(told.keys)]
         except dist.DistNetworkError as error:
             also = ", and with it the store through which processes meet"

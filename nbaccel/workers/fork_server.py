@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, worker
-from nbaccel.workers.reaping import end_descendants, reap
+from nbaccel.workers.reaping import end_descendants
+from nbaccel.workers.worker_processes import reap
 
 
 class ForkServer:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbaccel.base import env, ports, torch_private
+from nbaccel.base import env, processes, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
@@ -101,5 +101,5 @@ def serve_store(place: Topology, listening_socket: int) -> Any:
         is_master=True,
         # Rank 0 joins as a client later; waiting here would wait for this very process.
         wait_for_workers=False,
-        **ports.store_options(listening_socket),
+        **processes.store_options(listening_socket),
     )

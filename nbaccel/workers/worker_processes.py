@@ -26,20 +26,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base import env, ports
+from nbaccel.base import env, processes
 from nbaccel.base.errors import PlatformUnsupported, StartupFailed, UnsafeMoment
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, explain_kill, process_use
-from nbaccel.config.variables import run_variables
 from nbaccel.plan import Plan, registry, shared_memory_files
 from nbaccel.plan.inventory import Inventory
-from nbaccel.plan.topology import Topology
+from nbaccel.plan.topology import Topology, run_variables
 from nbaccel.transfer import memfd
 from nbaccel.workers import failure, fork_safety, messaging, template, time_limits
 from nbaccel.workers.failure import FailureRecord
 from nbaccel.workers.messaging import STACK_SIGNAL, Channel, Ended, WorkerAssignment, WorkerEnds
-from nbaccel.workers.reaping import end_group, reap
 
 if TYPE_CHECKING:
     from nbaccel.workers.worker import WorkerCall
@@ -148,6 +146,30 @@ class ForkStarter(Starter):
     def sentinel(self, pid: int) -> int:
         """A pidfd, which stands for the process also when it has ended."""
         return os.pidfd_open(pid)
+
+
+def reap(pid: int) -> Ended | None:
+    """Collect a child that has ended, with everything it started; None if it still runs."""
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        # Other code of this process has waited for it: its status is lost.
+        return Ended(pid, -signal.SIGKILL, 0)
+    if result is None:
+        return None
+    # First, while the dead leader still holds the group's number: DataLoader workers and
+    # subprocesses of a killed worker would live on otherwise.
+    end_group(pid)
+    _, status, usage = os.wait4(pid, 0)
+    return Ended(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
+
+
+def end_group(pid: int) -> None:
+    """Kill a worker and everything it started that has not left its process group."""
+    # The process too: one that was just forked may not have made its group yet.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def dispose(fds: Sequence[int]) -> None:
@@ -504,8 +526,8 @@ def check_requirements(plan: Plan) -> Plan:
         raise UnsafeMoment(busy_reason)
     if plan.config.num_nodes > 1:
         return plan
-    address = ports.loopback(plan.master_addr)
-    if address in ports.LOOPBACK_ADDRESSES:
+    address = processes.loopback(plan.master_addr)
+    if address in processes.LOOPBACK_ADDRESSES:
         _try_to_connect(address)
     return dataclasses.replace(plan, master_addr=address)
 
@@ -552,7 +574,7 @@ def _too_few_descriptors(num_workers: int) -> str:
 def _try_to_connect(address: str) -> None:
     """See whether a process can reach another one on this machine."""
     try:
-        with ports.listen(address, None) as probe_socket:
+        with processes.listen(address, None) as probe_socket:
             # A real connection: a firewall may let a port be bound and drop what is sent to it.
             socket.create_connection(probe_socket.getsockname()[:2], timeout=_CONNECT_S).close()
     except OSError as error:
