@@ -126,7 +126,11 @@ class Pool:
         self.plan = plan_pool(self.config)
         self.reason = ""
         """Why the pool is broken or stopped, if so."""
-        self._namespace = _notebook_names() if namespace is None else namespace
+        if namespace is None:
+            shell = frames.running_shell()
+            # The notebook's; outside of one, that of the main module.
+            namespace = vars(sys.modules["__main__"]) if shell is None else shell.user_ns
+        self._namespace: dict[str, Any] = namespace
         self._dist = dist
         self._state = PoolState.NEW
         self._lock = threading.Lock()
@@ -655,14 +659,6 @@ class Pool:
         self._state = state
         self.reason = reason
         self._end()
-
-
-def _notebook_names() -> dict[str, Any]:
-    """The namespace of the notebook; outside of one, that of the main module."""
-    shell = frames.running_shell()
-    if shell is not None:
-        return shell.user_ns  # type: ignore[no-any-return]
-    return vars(sys.modules["__main__"])
 
 
 def _source_of(text: str) -> CellSource:

@@ -34,7 +34,6 @@ from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.worker_namespace import Namespace
 from nbaccel.workers import messaging, precision_check
-from nbaccel.workers.failure import can_come_of_a_left_group, tells_of_a_left_group
 from nbaccel.workers.worker import (
     Work,
     WorkerCall,
@@ -247,9 +246,7 @@ class CellWorker:
 
     def _explained(self, error: BaseException) -> BaseException:
         """The error, explained if it comes from an object that holds a group that was left."""
-        if not self._groups.has_left or not can_come_of_a_left_group(error):
-            return error
-        if not (self._groups.are_behind(error.__traceback__) or tells_of_a_left_group(error)):
+        if not self._groups.are_behind(error):
             return error
         explained = UnsafeMoment(
             "This cell used a process group that all ranks have left, because a cell was ended "

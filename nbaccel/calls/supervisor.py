@@ -297,15 +297,12 @@ class Supervisor:
     def _give_up(self, *, failed: bool = False, first: ShutdownSteps = ()) -> None:
         """Let all workers give up the call."""
         steps = (*first, *(self._policy.on_failure if failed else self._policy.on_stop))
-        if failed and self._may_have_lost_a_host():
-            steps = ((ShutdownStep.WAIT, time_limits.HOST_S), *steps)
+        if failed and engine_row(self._group.plan.engine).runs_on_hosts:
+            records = [member.record for member in self.members if member.record is not None]
+            # Ranks have only lost their connections: Ray may tell why.
+            if all(record.is_consequence for record in records):
+                steps = ((ShutdownStep.WAIT, time_limits.HOST_S), *steps)
         self._start_ladder(ShutdownLadder(self.at_work(), steps))
-
-    def _may_have_lost_a_host(self) -> bool:
-        """Whether ranks have only lost their connections, and Ray may tell why."""
-        records = [member.record for member in self.members if member.record is not None]
-        on_hosts = engine_row(self._group.plan.engine).runs_on_hosts
-        return on_hosts and all(record.is_consequence for record in records)
 
     def _start_ladder(self, ladder: ShutdownLadder) -> None:
         # Output must not delay that.

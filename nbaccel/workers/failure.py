@@ -543,14 +543,6 @@ _UNLIKE_COLLECTIVES = (
     "op.preamble.length <= op.nbytes",  # gloo, before it aborts the process
 )
 
-# Raised for a group that is looked up by name, or held in C++, where no frame has it as a value.
-_LEFT_GROUP_TYPES = (RuntimeError, ValueError, AssertionError)
-_LEFT_GROUP = (
-    "DeepSpeed backend not set",  # DeepSpeed 0.19
-    "resolve the process group",  # torch 2.13: functional collectives, so FSDP2
-    "Invalid process group",  # torch 2.13: distributed_c10d
-)
-
 
 def tells_of_unlike_collectives(text: str) -> bool:
     """Whether a text says that ranks met in one collective for different things."""
@@ -560,16 +552,6 @@ def tells_of_unlike_collectives(text: str) -> bool:
 def tells_of_a_lost_connection(type_name: str, message: str) -> bool:
     """Whether an error says no more than that another rank has gone."""
     return type_name in _LOST_TYPES and bool(_LOST_CONNECTION.search(message))
-
-
-def can_come_of_a_left_group(error: BaseException) -> bool:
-    """Whether an error is of a type that the use of a process group which was left can raise."""
-    return isinstance(error, _LEFT_GROUP_TYPES)
-
-
-def tells_of_a_left_group(error: BaseException) -> bool:
-    """Whether an error's text is that of a library which no longer finds its process group."""
-    return can_come_of_a_left_group(error) and any(text in str(error) for text in _LEFT_GROUP)
 
 
 # ------------------------------------------------------------------------- sending an exception

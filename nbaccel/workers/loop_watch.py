@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,8 @@ from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
 from nbaccel.config.capabilities import device_row
 from nbaccel.plan.contracts.device import Device
-from nbaccel.workers import messaging, metrics_reporter, training_loops
-from nbaccel.workers.metrics_reporter import MetricsChannel, Reporter
-
-if TYPE_CHECKING:
-    from nbaccel.workers.training_loops import RunningLoop
+from nbaccel.workers import messaging, metrics_reporter
+from nbaccel.workers.metrics_reporter import MetricsChannel, Reporter, RunningLoop
 
 SWITCH = "NBACCEL_WATCH_LOOPS"
 _MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
@@ -241,7 +238,7 @@ def reporting_to(
     try:
         yield
     except BaseException:  # such as an interrupt while a bar was told of
-        training_loops.release_lock()
+        metrics_reporter.release_lock()
         raise
     finally:
         if not was_watching:
@@ -534,7 +531,7 @@ def _taking_bars(plain: Any) -> Callable[..., None]:
             and not is_drawn_elsewhere
         )
         if self._nbaccel_in_panel:
-            kwargs["file"] = training_loops.NOWHERE
+            kwargs["file"] = metrics_reporter.NOWHERE
         # Since 4.66 it is no function: it reads defaults from the environment.
         plain.__get__(self)(*args, **kwargs)
         if reporter is not None and is_drawn_elsewhere and not self.disable:
