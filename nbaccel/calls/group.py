@@ -64,10 +64,9 @@ class LaunchHosts:
                 write_notice(f"nbaccel: {warning}\n")
         return self._session
 
-    def what_is_left(self) -> str:
-        """What a message about a new attempt adds: hosts that were lost."""
-        hosts = self._session.lost_hosts if self._session is not None else ()
-        return f", without {', '.join(hosts)}" if hosts else ""
+    def lost_hosts(self) -> Sequence[str]:
+        """Hosts that the next attempt will do without."""
+        return self._session.lost_hosts if self._session is not None else ()
 
     def close(self) -> None:
         """Let all hosts go."""

@@ -76,8 +76,13 @@ def _call_here(
 ) -> list[Any]:
     __tracebackhide__ = True
     address = processes.loopback(plan.config.master_addr)
-    with _reserved_port(address, plan.port) as store_port, _tidy_process():
-        topology = Topology(master_addr=address, master_port=store_port)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe, _tidy_process():
+        # A port that is bound but not listened on is reserved, and the store can still listen there
+        # with this option.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, plan.port or 0))
+        topology = Topology(master_addr=address, master_port=int(probe.getsockname()[1]))
         variables: dict[str, str | None] = dict(
             topology.variables(mixed_precision=plan.config.mixed_precision, device=plan.device)
             | run_variables(plan.config)
@@ -86,17 +91,6 @@ def _call_here(
         variables |= {**more, "TORCHELASTIC_USE_AGENT_STORE": None, "FORK_LAUNCHED": None}
         with env.applied(variables), _modules_given_back(args):
             return [function(*args)]
-
-
-@contextlib.contextmanager
-def _reserved_port(host_name: str, store_port: int | None) -> Iterator[int]:
-    """A port that is bound but not listened on: reserved, and the store can still listen there."""
-    address_family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
-    with socket.socket(address_family, socket.SOCK_STREAM) as probe:
-        # Lets the store bind the same port while this socket holds it without listening.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host_name, store_port or 0))
-        yield int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -165,10 +165,8 @@ def _run_attempts(
                 raise
             attempt += 1
             first_line = str(error).partition("\n")[0]
-            write_notice(
-                f"nbaccel: {first_line}. Restart {attempt} of {max_restarts}"
-                f"{hosts.what_is_left()}.\n"
-            )
+            without = f", without {', '.join(lost)}" if (lost := hosts.lost_hosts()) else ""
+            write_notice(f"nbaccel: {first_line}. Restart {attempt} of {max_restarts}{without}.\n")
 
 
 def _run_attempt(
@@ -566,23 +564,21 @@ def conclude_call(
     state_dicts = {
         path: state_dict for report in reports for path, state_dict in report.state_dicts.items()
     }
+    stopped = None
+    if result.interrupted:
+        ranks = result.observed.ranks.values() if result.observed is not None else ()
+        steps = max((facts.told.steps or 0 for facts in ranks), default=0)
+        modules = receiver.modules if receiver is not None else []
+        words = outcome.kept_words(None if result.has_ended else steps, modules)
+        stopped = outcome.with_report(LaunchInterrupted(words), result)
     return CallOutcome(
         values=values,
         plan=plan,
         state_dicts=state_dicts,
         observed=result.observed,
-        stopped=_stopped_at_step(result, receiver) if result.interrupted else None,
+        stopped=stopped,
         has_ended=result.has_ended,
     )
-
-
-def _stopped_at_step(result: CallResult, receiver: WeightReceiver | None) -> LaunchInterrupted:
-    """The exception of a call that was stopped where a step had ended."""
-    ranks = result.observed.ranks.values() if result.observed is not None else ()
-    steps = max((facts.told.steps or 0 for facts in ranks), default=0)
-    modules = receiver.modules if receiver is not None else []
-    words = outcome.kept_words(None if result.has_ended else steps, modules)
-    return outcome.with_report(LaunchInterrupted(words), result)
 
 
 def _weights_lines(report: WeightReport) -> list[str]:

@@ -10,7 +10,6 @@ Both wait without polling, so an idle worker costs no CPU.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import signal
@@ -297,21 +296,24 @@ class CellWorker:
             stack.append(Frame(file=code.co_filename, line=frame.f_lineno, function=code.co_name))
             frame = frame.f_back
         own_frames = frames.within_worker(stack)
+        names = [
+            name
+            # A copy of the keys in one step: the main thread may define a name meanwhile.
+            for name in tuple(self._shell.user_ns)
+            if not name.startswith("_") and name not in self._names_at_start
+        ]
+        group = ""
+        # The main thread may leave the group meanwhile.
+        with contextlib.suppress(RuntimeError, ValueError):
+            if torch.distributed.is_initialized():
+                num_ranks = count_noun(torch.distributed.get_world_size(), "rank")
+                group = f"{torch.distributed.get_backend()}, {num_ranks}"
         return messaging.Whereabouts(
             stack=own_frames if frames.user_frame(own_frames) else (),
             device_bytes=self._context.hardware.reserved_bytes(torch.device(self._context.device)),
-            names=self._held_names(),
-            group=_group_words(),
+            names=tuple(names[:_MAX_NAMES]),
+            group=group,
         )
-
-    def _held_names(self) -> tuple[str, ...]:
-        # A copy of the keys in one step: the main thread may define a name meanwhile.
-        names = (
-            name
-            for name in tuple(self._shell.user_ns)
-            if not name.startswith("_") and name not in self._names_at_start
-        )
-        return tuple(itertools.islice(names, _MAX_NAMES))
 
 
 def _leaves_block(frame: FrameType | None) -> bool:
@@ -330,13 +332,3 @@ def _leaves_block(frame: FrameType | None) -> bool:
 
 def _is_one_of(task: Any, *methods: str) -> bool:
     return isinstance(task, messaging.PoolTask) and task.method in methods
-
-
-def _group_words() -> str:
-    """The process group of this process, in words; empty for none."""
-    # The main thread may leave the group meanwhile.
-    with contextlib.suppress(RuntimeError, ValueError):
-        if torch.distributed.is_initialized():
-            num_ranks = count_noun(torch.distributed.get_world_size(), "rank")
-            return f"{torch.distributed.get_backend()}, {num_ranks}"
-    return ""

@@ -53,9 +53,9 @@ from nbaccel.output.panel.facts import RunBoard
 from nbaccel.plan import Plan
 from nbaccel.train.call_check import CHECK_VARIABLE
 from nbaccel.transfer import memfd
-from nbaccel.workers import messaging, time_limits
+from nbaccel.workers import messaging, template, time_limits
 from nbaccel.workers.failure import RankActivity
-from nbaccel.workers.worker_processes import HandleState, WorkerHandle, go_on
+from nbaccel.workers.worker_processes import HandleState, WorkerHandle
 
 RankTasks = Mapping[int, tuple[Any, Sequence[int]]]
 """Rank → a task's body, and the descriptors to send along."""
@@ -388,7 +388,8 @@ class Supervisor:
                 # All of it: several presses of Stop within one wait are one interrupt.
                 os.read(member, 4096)
                 # A stopped template (SIGSTOP) would not report the ends of its workers.
-                go_on()
+                for process in template.running():
+                    process.let_continue()
                 self._on_interrupt()
             elif key.fileobj is member.channel:
                 if not member.hung_up:
@@ -555,9 +556,8 @@ class Supervisor:
     def _on_group_wanted(self, wanted: messaging.GroupWanted) -> None:
         if self._group_wanted is None or wanted.ordinal > self._group_wanted.ordinal:
             self._group_wanted = wanted
-            for member in self.members:
-                if not (member.is_busy or member.has_ended):
-                    self._ask_to_join(member, wanted)
+            for idle in [m for m in self.members if not (m.is_busy or m.has_ended)]:
+                self._ask_to_join(idle, wanted)
 
     def _ask_to_join(self, member: WorkerHandle, wanted: messaging.GroupWanted) -> None:
         self._joining.add(member.rank)

@@ -115,7 +115,7 @@ class _Watch:
     def __init__(self) -> None:
         self.is_on = False
         self._thread = threading.get_ident()
-        self._streams = (sys.stdout, sys.stderr)
+        self.streams = (sys.stdout, sys.stderr)
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._step_hooks: list[Any] = []
         self.is_told = False
@@ -144,10 +144,6 @@ class _Watch:
         if reporter is None or reporter.process_id != os.getpid() or self._is_beside():
             return None
         return reporter if self.is_on and reporter.shows_bars else None
-
-    def is_own_stream(self, file: Any) -> bool:
-        """Whether it is what this process prints to, and nothing that the user has put there."""
-        return any(file is stream for stream in self._streams)
 
     def _is_beside(self) -> bool:
         # A thread beside the function's does what it does beside the training.
@@ -526,7 +522,8 @@ def _taking_bars(plain: Any) -> Callable[..., None]:
         is_drawn_elsewhere = bool(kwargs.get("gui"))
         self._nbaccel_in_panel = (
             reporter is not None
-            and _watch.is_own_stream(kwargs.get("file") or sys.stderr)
+            # What this process prints to, and nothing that the user has put there.
+            and any((kwargs.get("file") or sys.stderr) is own for own in _watch.streams)
             and len(args) < 5  # else the fifth is the file
             and not is_drawn_elsewhere
         )

@@ -173,7 +173,9 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
     for name, streams in before.items():
         worker_output.move_handlers(streams, getattr(sys, name))
     sys.excepthook = sys.__excepthook__
-    worker_output.forget_prompts()
+    for name in ("ps1", "ps2", "ps3"):
+        # Nobody types here, though it looks so in a kernel: Lightning would refuse to run.
+        vars(sys).pop(name, None)
     faulthandler.enable(file=ends.stack, all_threads=True)
     faulthandler.register(messaging.STACK_SIGNAL, file=ends.stack, all_threads=True)
 

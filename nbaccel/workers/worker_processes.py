@@ -188,12 +188,6 @@ def dispose(fds: Sequence[int]) -> None:
         memfd.close_all(fds)
 
 
-def go_on() -> None:
-    """Let template processes continue if they were stopped (SIGSTOP): they reap the workers."""
-    for process in template.running():
-        process.let_continue()
-
-
 class TemplateStarter(Starter):
     """Starts workers by asking a template process to fork."""
 
