@@ -51,7 +51,7 @@ from nbaccel.plan.launch_plan import copies_in_turn
 from nbaccel.plan.topology import FOLDER_VARIABLE
 from nbaccel.transfer import arena, pickling
 from nbaccel.transfer.library_settings import library_settings, logging_only, seeded_states
-from nbaccel.transfer.memfd import closing_files
+from nbaccel.transfer.memfd import PackedObject, closing_files
 from nbaccel.transfer.object_walk import (
     find_culprit,
     find_modules,
@@ -374,10 +374,8 @@ def _pickled_call(
     limit_bytes: int | None,
 ) -> PackedCall:
     changes = sendable_changes()
-
-    def prepare(
-        sharing: arena.Sharing,
-    ) -> tuple[worker.WorkerCall, pickling.Sender, pickling.PreparedObject]:
+    is_again = False
+    while True:
         sender = pickling.Sender(sharing.stand_ins)
         for shared in sharing.arenas.values():
             # Named before pickling: an arena counts even if the pickle does not refer to it.
@@ -385,32 +383,20 @@ def _pickled_call(
         call = worker.WorkerCall(
             function=function, args=args, modules=sharing.modules, changes=changes
         )
-        return call, sender, pickling.prepare(call, sender, limit_bytes=limit_bytes)
-
-    call, sender, prepared = prepare(sharing)
-    # Modules that only the pickle has shown, such as one in a global of the function.
-    if strays := _strays(sender.modules, sharing):
+        prepared = pickling.prepare(call, sender, limit_bytes=limit_bytes)
+        # Modules that only the pickle has shown, such as one in a global of the function.
+        strays = _strays(sender.modules, sharing)
+        if is_again or not strays:
+            break
+        is_again = True
         # It views memory that the modules are about to leave.
         prepared.drop()
         sharing = _with_strays(sharing, strays, function, args)
-        call, sender, prepared = prepare(sharing)
     payload, fd = prepared.write()
     # After pickling, which finds tensors in further arenas.
     for used in sender.arenas.values():
         used.sync()
-    return PackedCall(
-        call=call,
-        sharing=sharing,
-        arenas=dict(sender.arenas),
-        job=messaging.Job(
-            arenas=_sizes(sender.arenas),
-            payload=payload,
-            sources=sender.sources,
-            random_states=seeded_states(),
-            settings=library_settings(),
-        ),
-        payload_fds=(fd,),
-    )
+    return _packed(call, sharing, dict(sender.arenas), payload, (fd,), sender.sources)
 
 
 def _inherited_call(
@@ -423,27 +409,30 @@ def _inherited_call(
     arenas = sharing.arenas
     for shared in arenas.values():
         shared.sync()
-    return PackedCall(
-        call=worker.WorkerCall(
-            function=function, args=args, modules=sharing.modules, arenas=arenas
-        ),
-        sharing=sharing,
-        arenas=arenas,
-        job=messaging.Job(
-            arenas=_sizes(arenas),
-            payload=None,
-            random_states=seeded_states(),
-            settings=logging_only(),
-        ),
+    call = worker.WorkerCall(function=function, args=args, modules=sharing.modules, arenas=arenas)
+    return _packed(call, sharing, arenas)
+
+
+def _packed(
+    call: worker.WorkerCall,
+    sharing: arena.Sharing,
+    arenas: dict[str, arena.Arena],
+    payload: PackedObject | None = None,
+    payload_fds: tuple[int, ...] = (),
+    sources: Mapping[str, list[str]] | None = None,
+) -> PackedCall:
+    job = messaging.Job(
+        arenas=tuple((key, found.nbytes) for key, found in arenas.items()),
+        payload=payload,
+        sources=dict(sources or {}),
+        random_states=seeded_states(),
+        settings=logging_only() if payload is None else library_settings(),
     )
+    return PackedCall(call=call, sharing=sharing, arenas=arenas, job=job, payload_fds=payload_fds)
 
 
 def _shared(modules: Sequence[tuple[str, nn.Module]]) -> arena.Sharing:
     return arena.share_modules(modules) if modules else arena.Sharing()
-
-
-def _sizes(arenas: Mapping[str, arena.Arena]) -> tuple[tuple[str, int], ...]:
-    return tuple((key, found.nbytes) for key, found in arenas.items())
 
 
 def _strays(modules: Sequence[nn.Module], sharing: arena.Sharing) -> Sequence[nn.Module]:

@@ -145,13 +145,13 @@ class CellWorker:
                 self._times_put_off = 0
         except BaseException as error:  # neither exit nor interrupt may end the worker
             # Those two are not told: a failed join shows in the other ranks, and memory may stay.
-            if not _is_one_of(task, "join_group", "share_equal_pages"):
+            if getattr(task, "method", "") not in ("join_group", "share_equal_pages"):
                 report(self._channel, self._explained(error), self._rank)
         flush_streams()
         return shown
 
     def _idle(self, number: int, task: Any, shown: Any) -> messaging.Idle:
-        is_cell = _is_one_of(task, "run_cell")
+        is_cell = getattr(task, "method", "") == "run_cell"
         ran_code = is_cell or isinstance(task, messaging.Job)
         return messaging.Idle(
             number=number,
@@ -328,7 +328,3 @@ def _leaves_block(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return sys.exc_info()[1] is not None
-
-
-def _is_one_of(task: Any, *methods: str) -> bool:
-    return isinstance(task, messaging.PoolTask) and task.method in methods

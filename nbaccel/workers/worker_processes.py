@@ -176,14 +176,10 @@ def dispose(fds: Sequence[int]) -> None:
     """Close descriptors of big files; in the template process if there is one."""
     ready = [process for process in template.running() if process.ready]
     try:
-        if ready and fds:
-            # OSError: the template ends, or no descriptor is left for the copy. The descriptors are
-            # closed below in any case.
-            with (
-                contextlib.suppress(OSError),
-                contextlib.closing(Channel(ready[0].socket.dup())) as channel,
-            ):
-                channel.send(messaging.Word.DISPOSE, fds)
+        # The template ends, or no descriptor is left for the copy: they are closed below.
+        with contextlib.suppress(OSError):
+            if ready and fds:
+                Channel(ready[0].socket).send(messaging.Word.DISPOSE, fds)
     finally:
         memfd.close_all(fds)
 
@@ -224,11 +220,9 @@ class TemplateStarter(Starter):
         with contextlib.ExitStack() as undo:
             undo.callback(report.close)
             try:
-                with (
-                    contextlib.closing(its_end),
-                    contextlib.closing(Channel(self._process.socket.dup())) as channel,
-                ):
-                    channel.send(messaging.Fork(self._threads), [*ends, its_end.fileno()])
+                with contextlib.closing(its_end):
+                    fds = [*ends, its_end.fileno()]
+                    Channel(self._process.socket).send(messaging.Fork(self._threads), fds)
                 pid = self._forked(report)
             except (OSError, EOFError) as error:
                 raise self._gone() from error
