@@ -27,8 +27,8 @@ from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.publish import CellPlace, WaitingLine
 from nbaccel.output.rank_logs import RankLogs, hidden_streams
-from nbaccel.plan import Plan, shared_memory_files
-from nbaccel.plan.topology import Topology
+from nbaccel.plan import Plan
+from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
 from nbaccel.transfer import memfd
 from nbaccel.workers import fork_safety, messaging, template, time_limits, worker
 from nbaccel.workers.worker_processes import (
@@ -382,8 +382,8 @@ class Group:
 
 
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
-    shared_memory_files.remove(worker_places)
-    shared_memory_files.remove_orphans()
+    remove_shared_memory(worker_places)
+    remove_orphans()
 
 
 def _meeting_place(plan: Plan) -> MeetingPlace:

@@ -73,7 +73,7 @@ _SIZES = (
 )
 _ALONE = dict.fromkeys(_RANKS, "0") | dict.fromkeys(_SIZES, "1")
 # With the first three, torch or Accelerate would look for a launcher that is not there; with the
-# last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.shared_memory_files`.
+# last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.topology`.
 _UNSET_VARIABLES = (
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "FORK_LAUNCHED"),
     "LOCAL_SIZE",

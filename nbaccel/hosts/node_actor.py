@@ -39,9 +39,8 @@ import psutil
 from nbaccel.base import env
 from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, listen, process_use
-from nbaccel.plan import shared_memory_files
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.topology import Topology
+from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template
 from nbaccel.workers.messaging import Ended
@@ -293,8 +292,8 @@ class NodeActor:
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
-        shared_memory_files.remove([Topology.from_json(one) for one in self._topologies])
-        shared_memory_files.remove_orphans()
+        remove_shared_memory([Topology.from_json(one) for one in self._topologies])
+        remove_orphans()
 
 
 def own_versions() -> dict[str, str]:

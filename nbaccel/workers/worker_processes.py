@@ -31,9 +31,9 @@ from nbaccel.base.errors import PlatformUnsupported, StartupFailed, UnsafeMoment
 from nbaccel.base.frames import Frame
 from nbaccel.base.leftovers import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, explain_kill, process_use
-from nbaccel.plan import Plan, registry, shared_memory_files
+from nbaccel.plan import Plan, registry
 from nbaccel.plan.inventory import Inventory
-from nbaccel.plan.topology import Topology, run_variables
+from nbaccel.plan.topology import Topology, run_variables, shared_memory_variables
 from nbaccel.transfer import memfd
 from nbaccel.workers import failure, fork_safety, messaging, template, time_limits
 from nbaccel.workers.failure import FailureRecord
@@ -650,7 +650,7 @@ def assignments(
             ),
             **run_variables(plan.config),
             **(_device_choice(shares[place.node_rank]) if shares else {}),
-            **shared_memory_files.variables(place, plan.device),
+            **shared_memory_variables(place, plan.device),
             **own_variables,
         }
         assignment = WorkerAssignment(
