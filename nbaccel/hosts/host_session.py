@@ -25,7 +25,7 @@ from nbaccel.plan import Plan, registry, resolve
 from nbaccel.plan.contracts.host_engine import Engine, Host
 from nbaccel.plan.inventory import Inventory
 from nbaccel.plan.named_gpus import named_setting, with_named_gpus
-from nbaccel.workers.starters import HostShare, MeetingPlace
+from nbaccel.workers.worker_processes import HostShare, MeetingPlace
 
 _JOIN_S = 120.0
 """For all actors to be there, and again for their templates: they import torch, perhaps from a slow

@@ -28,7 +28,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,24 +38,20 @@ import psutil
 
 from nbaccel.base import env
 from nbaccel.base.leftovers import LeftoverFolders
-from nbaccel.base.ports import listen
-from nbaccel.base.processes import ProcessUse, process_use
+from nbaccel.base.processes import ProcessUse, listen, process_use
 from nbaccel.hosts.ray_host import OWN_PATH
-from nbaccel.plan import shared_memory_files
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.topology import Topology
+from nbaccel.plan.topology import Topology, remove_orphans, remove_shared_memory
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, template
 from nbaccel.workers.messaging import Ended
-from nbaccel.workers.starters import TemplateStarter
-from nbaccel.workers.worker_handle import connect
+from nbaccel.workers.worker_processes import TemplateStarter, connect
 
 _CONCURRENT_CALLS = 16
 """Methods of an actor that run at a time: one waits for events as long as it lives."""
 _OUTBOX_RECORDS = 32
 """What the notebook has not fetched yet, of a megabyte at most: workers wait beyond that."""
 _PIPE_BYTES = 1 << 20  # as `connect` makes them
-_END_LOOK_S = 0.002
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which torch's process groups are told over which network to meet."""
 # Ray sets them in its workers, for its own sake.
@@ -119,7 +114,6 @@ class NodeActor:
         self._topologies: set[str] = set()
         self._device = ""
         self._starter: TemplateStarter | None = None
-        self._ends: dict[int, Ended] = {}
 
     # ---- getting ready
 
@@ -215,17 +209,12 @@ class NodeActor:
             folders.remove()
 
     def _end_of(self, pid: int) -> Ended:
-        """How a worker has ended that is about to be reaped."""
-        starter = self._template_starter()
-        while pid not in self._ends:
-            try:
-                self._ends |= {ended.pid: ended for ended in starter.collect()}
-            except Exception as error:  # the template has ended, and took its workers along
-                return Ended(pid, -signal.SIGKILL, 0, str(error).partition("\n")[0])
-            if pid not in self._ends:
-                # The template is about to report it, or another worker's thread has read that.
-                time.sleep(_END_LOOK_S)
-        return self._ends[pid]
+        """How a worker has ended whose end was reported."""
+        try:
+            ended = self._template_starter().end_of(pid)
+        except Exception as error:  # the template has ended, and took its workers along
+            return Ended(pid, -signal.SIGKILL, 0, str(error).partition("\n")[0])
+        return ended or Ended(pid, -signal.SIGKILL, 0)
 
     # ---- to the notebook
 
@@ -290,8 +279,8 @@ class NodeActor:
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
-        shared_memory_files.remove([Topology.from_json(one) for one in self._topologies])
-        shared_memory_files.remove_orphans()
+        remove_shared_memory([Topology.from_json(one) for one in self._topologies])
+        remove_orphans()
 
 
 def own_versions() -> dict[str, str]:
@@ -327,7 +316,7 @@ class _NodeWorker:
         self._end_of = end_of
         self.channel, self._pipes, worker_ends = connect()
         self.second_channel = self.channel
-        with memfd.closing_files(*worker_ends.all()):
+        with memfd.closing_files(*worker_ends):
             self.pid = starter.start(worker_ends)
         self._exit = starter.sentinel(self.pid)
         self.has_ended = False

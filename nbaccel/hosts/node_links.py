@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import queue
 import select
 import socket
 import stat
@@ -36,7 +35,7 @@ from nbaccel.hosts.shared_files import STAGING, SharedFile, SharedFiles
 from nbaccel.transfer import memfd
 from nbaccel.workers import messaging, time_limits
 from nbaccel.workers.messaging import Ended, WorkerEnds
-from nbaccel.workers.starters import HostShare, Starter
+from nbaccel.workers.worker_processes import HostShare, Starter
 
 # No process has such a number (Linux: 2**22 at most), so none can be hit by mistake.
 _FIRST_WORKER = 2**22 + 1
@@ -247,7 +246,7 @@ class NodeLink:
                 note = worker.leftovers.add if message.is_there else worker.leftovers.discard
                 note(message.leftover)
                 return
-            report = getattr(message, "weight_report", None) or getattr(message, "report", None)
+            report = getattr(message, "weight_report", None)
             if report is not None:
                 self._bring_home(worker, report.own_bytes)
             worker.put_packet(packet.content, fds)
@@ -305,9 +304,10 @@ class RemoteStarter(Starter):
         self._workers: dict[int, tuple[NodeLink, _RemoteWorker]] = {}
         self._files = SharedFiles()
         self._numbers = itertools.count(_FIRST_WORKER)
-        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._ended: dict[int, Ended] = {}
         # Readable while an end is kept here that nobody has asked for.
         self._has_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
         self._sending = threading.Lock()
 
     def add(self, name: str, actor: Any) -> None:
@@ -323,6 +323,8 @@ class RemoteStarter(Starter):
     def begin(self, shares: Sequence[HostShare]) -> None:
         """The workers of an attempt are started next, so many on each host."""
         self.shares = shares
+        # What came too late for the attempt before.
+        self._ended.clear()
         names = [share.name for share in shares for _ in range(share.num_workers)]
         self._next_links = iter([self._links[name] for name in names])
 
@@ -369,15 +371,18 @@ class RemoteStarter(Starter):
 
     def note_end(self, ended: Ended) -> None:
         """A worker has ended."""
-        self._ended.put(ended)
-        os.eventfd_write(self._has_ended, 1)
+        with self._lock:
+            self._ended[ended.pid] = ended
+            os.eventfd_write(self._has_ended, 1)
 
-    def collect(self) -> list[Ended]:
-        """Workers that have ended since this was last asked."""
-        # First: what ends meanwhile is collected now, and looked for once more in vain.
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._has_ended)
-        return [self._ended.get() for _ in range(self._ended.qsize())]
+    def end_of(self, pid: int) -> Ended | None:
+        """How this worker has ended; None if it still runs."""
+        with self._lock:
+            ended = self._ended.pop(pid, None)
+            if not self._ended:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._has_ended)
+        return ended
 
     # ---- what the notebook sends
 

@@ -39,7 +39,7 @@ from typing import IO, Any, cast
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, StartupFailed
 from nbaccel.base.optional_packages import is_installed
-from nbaccel.base.ports import LOOPBACK_ADDRESSES, listen
+from nbaccel.base.processes import LOOPBACK_ADDRESSES, listen
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.plan.contracts.host_engine import Host, NodeCrew
 

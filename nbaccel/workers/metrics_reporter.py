@@ -1,4 +1,4 @@
-"""What a training loop reports, sent to the launch's dashboard.
+"""What a training loop reports, sent to the launch's dashboard: metrics, loops, progress bars.
 
     accelerator.log, accelerator.progress ─┐
     loops that are only seen (`loop_watch`) ┴► Reporter ── Metrics ──► notebook: panel
@@ -6,18 +6,33 @@
 Without a launch there is no reporter, and each call costs one comparison. With one, a message goes
 out at most four times a second, and never waits: a busy notebook delays no worker. What has not
 been sent when the function returns is sent then, so that the last value is never lost.
+
+A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over
+epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch.
+
+Progress bars of tqdm are told to the panel by tqdm's own methods instead of drawn:
+
+    tqdm(...)       writes nowhere, where it would write to this process's own streams
+    bar.display()   how far it is, at tqdm's own pace
+    bar.close()     it makes room for the next one
+
+A widget (`tqdm.notebook`) is drawn as ever; its numbers tell how much is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import itertools
 import numbers
 import os
 import re
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +40,8 @@ import torch.distributed as dist
 
 from nbaccel.base import spent_time
 from nbaccel.base.metric_history import MetricHistory
-from nbaccel.base.training_metrics import Metrics
+from nbaccel.base.training_metrics import Metrics, OuterLoop, ProgressBar
 from nbaccel.plan.contracts.device import Device
-from nbaccel.workers.training_loops import ProgressBars, RunningLoop, TrainingLoops
 
 REPORT_INTERVAL_S = 0.25
 _MAX_METRICS = 16
@@ -353,3 +367,366 @@ def flush() -> None:
     """Send the last values."""
     if _process_reporter is not None:
         _process_reporter.flush()
+
+
+# ------------------------------------------------------------------------- loops
+
+_MOST_LOOPS = 2
+"""Other loops that an epoch may have beside its first one."""
+_DIGITS = re.compile(r"\d+")
+
+
+_LoopKey = tuple[int, str, "int | None", "str | None"]
+"""Depth, name without numbers, length, and of one that was only seen what it reads from."""
+
+
+class EpochCount:
+    """Counts the epochs of one training, by the clock of this process."""
+
+    def __init__(self, total: int, began_at: float, began_steps: int) -> None:
+        self.total = total
+        self.done = 0
+        self.within: EpochCount | None = None
+        """Counts the epochs of one of these, where they are rounds of an outer loop (folds)."""
+        self.began_at = self._done_at = began_at
+        self._began_steps = self._done_steps = began_steps
+
+    def note_done(self, current_time: float, steps: int) -> None:
+        """One more is over."""
+        self.done = self.done + 1
+        self._done_at = current_time
+        self._done_steps = steps
+
+    def progress(self, current_time: float, steps: int) -> OuterLoop:
+        """How far it is."""
+        total, done, done_at, done_steps = self.in_epochs()
+        return OuterLoop(
+            total=total,
+            done=done,
+            done_s=done_at - self.began_at,
+            round_s=current_time - done_at,
+            done_steps=done_steps - self._began_steps,
+            round_steps=steps - done_steps,
+        )
+
+    def in_epochs(self) -> tuple[int, int, float, int]:
+        """Epochs in all and those done, of all levels; when, and at what step, the last one ended.
+
+        All rounds of an outer loop are taken to have as many epochs as the latest one.
+        """
+        if self.within is None:
+            return self.total, self.done, self._done_at, self._done_steps
+        total, done, done_at, done_steps = self.within.in_epochs()
+        # That of a round which is over is counted with the round.
+        if not done or self.within.began_at < self._done_at:
+            done = 0
+            done_at = self._done_at
+            done_steps = self._done_steps
+        return self.total * total, self.done * total + done, done_at, done_steps
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RunningLoop:
+    """A loop that is under way, or was last."""
+
+    name: str = ""
+    is_seen: bool = False
+    """Whether it was seen from outside, and did not say itself that it begins."""
+    began_at_step: int = 0
+    epoch: int = 0
+    """How many of its kind have begun, this one included."""
+    batches: int = 0
+    total_batches: int | None = None
+    epochs: EpochCount | None = None
+    """Of a loop of known length: for the case that other loops begin within it."""
+    holds_loops: bool = False
+    """Whether its rounds are no batches, as others have begun within them."""
+    had_loops: bool = False
+    uncounted: int = 0
+
+
+class TrainingLoops:
+    """All loops of one function that have a bar."""
+
+    def __init__(self) -> None:
+        self.latest = RunningLoop()
+        self._open: list[RunningLoop] = []
+        self._begun: dict[_LoopKey, int] = {}
+        self._around: EpochCount | None = None
+        self._given_key: _LoopKey | None = None
+        """The loop whose number of epochs was given, if that is where it is known from."""
+        self._since_given = 0
+        """Other loops since that one has begun last."""
+
+    def begin(
+        self,
+        name: str,
+        total_batches: int | None,
+        *,
+        epochs: int | None,
+        current_time: float,
+        steps: int,
+        source: str | None = None,
+    ) -> RunningLoop:
+        """A loop begins; one that was only seen is told by what it reads from."""
+        self._note_within(current_time, steps)
+        outermost = next(
+            (loop.epochs for loop in self._open if loop.holds_loops and loop.epochs is not None),
+            None,
+        )
+        # By its place and length, not by the loader, of which there may be a new one for each
+        # epoch; `epoch 1` and `epoch 2` are the same loop.
+        key = (len(self._open), _DIGITS.sub("#", name), total_batches, source)
+        self._begun[key] = self._begun.get(key, 0) + 1
+        if outermost is not None:
+            self._around = outermost
+            self._given_key = None
+        elif epochs:
+            self._count_given(key, epochs, current_time, steps)
+        elif self._given_key is not None and key[0] == self._given_key[0]:
+            self._since_given += 1
+        elif self._given_key is None and not self._open:
+            self._around = None  # an earlier loop over epochs is over
+        loop = RunningLoop(
+            name=name,
+            is_seen=source is not None,
+            began_at_step=steps,
+            epoch=self._begun[key],
+            total_batches=total_batches,
+            epochs=EpochCount(total_batches, current_time, steps) if total_batches else None,
+        )
+        self._open.append(loop)
+        self.latest = loop
+        return loop
+
+    def _note_within(self, current_time: float, steps: int) -> None:
+        """Another loop begins within the innermost one."""
+        if not self._open:
+            return
+        parent = self._open[-1]
+        if parent.batches and parent.total_batches and not (parent.had_loops or parent.holds_loops):
+            # Rounds without others were before: batches, or epochs that are skipped when a training
+            # goes on. The next round tells.
+            parent.epochs = EpochCount(parent.total_batches - parent.batches, current_time, steps)
+        parent.had_loops = True
+        parent.holds_loops = parent.holds_loops or not parent.batches
+        if parent.holds_loops and len(self._open) > 1 and parent.epochs is not None:
+            around_parent = self._open[-2].epochs
+            if self._open[-2].holds_loops and around_parent is not None:
+                around_parent.within = parent.epochs
+
+    def _count_given(self, key: _LoopKey, epochs: int, current_time: float, steps: int) -> None:
+        """Count the epochs of a loop of which it was said how many there are."""
+        self._since_given += 1
+        is_resumed = self._begun[key] == 2 and self._given_key and self._begun[self._given_key] == 1
+        if is_resumed and self._around is not None:
+            # The first one was the rest of an epoch, and shorter.
+            self._given_key = key
+            self._around.done = 1
+        if key == self._given_key and self._around is not None:
+            self._since_given = 0
+            self._around.note_done(current_time, steps)
+            is_over = self._around.done >= epochs
+        else:
+            # A loop for validation says the same number, and begins as often as the first one.
+            is_over = self._given_key is None or (
+                self._begun[key] == 1
+                and self._around is not None
+                and self._around.done + 1 >= self._around.total
+                and self._around.total > 1
+            )
+        if is_over:
+            self._begun[key] = 1
+            self._given_key = key
+            self._since_given = 0
+            self._around = EpochCount(epochs, current_time, steps)
+
+    def round_done(self, loop: RunningLoop | None, current_time: float, steps: int) -> bool:
+        """A round of a loop is over."""
+        done = loop or self.latest
+        had_loops = done.had_loops
+        done.had_loops = False
+        # One that has begun later may run on at the end of a round (`zip`, threads).
+        if done in self._open and self._open[-1] is not done:
+            self._let_be_over_batches(done)
+            return False
+        if done.holds_loops and had_loops:
+            done.uncounted += 1
+            if done.epochs is not None:
+                done.epochs.note_done(current_time, steps)
+            return False
+        if had_loops:
+            # One with a validation now and then, or one over epochs of which some were skipped.
+            done.holds_loops = True
+            if done.epochs is not None:
+                done.epochs.note_done(current_time, steps)
+        elif done.holds_loops:
+            self._let_be_over_batches(done)
+        done.batches += 1
+        if loop in self._open:
+            self.latest = done
+        return True
+
+    def _let_be_over_batches(self, loop: RunningLoop) -> None:
+        """Its rounds are no epochs, though other loops have begun within one."""
+        if loop.epochs is not None and self._around is loop.epochs:
+            self._around = None
+        for open_loop in self._open:
+            if open_loop.epochs is not None and open_loop.epochs.within is loop.epochs:
+                open_loop.epochs.within = None
+        loop.batches += loop.uncounted
+        loop.holds_loops = False
+        loop.epochs = None
+        loop.uncounted = 0
+
+    def end(self, loop: RunningLoop) -> None:
+        """A loop is over, or was left."""
+        if loop in self._open:
+            # Loops within it that were left without an end are over, too.
+            del self._open[self._open.index(loop) :]
+
+    def around(self, current_time: float, steps: int) -> OuterLoop | None:
+        """How far the epochs of the training are; None where it is not known how many there are."""
+        if self._around is None:
+            return None
+        if (
+            self._given_key is not None
+            and not self._around.done
+            and self._since_given > _MOST_LOOPS
+        ):
+            return None  # no loop is like another one: none tells when an epoch is over
+        return self._around.progress(current_time, steps)
+
+
+# ------------------------------------------------------------------------- bars of tqdm
+
+_MOST_KEPT = 16  # a function may leave any number of bars without closing them
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _KnownBar:
+    bar: ProgressBar
+    rounds: float
+    total: float | None
+    began_steps: int
+    moved_at: float
+    """When its number was another one, and what the training had come to then."""
+    moved_s: float = 0.0
+    moved_steps: int = 0
+    is_closed: bool = False
+
+
+class ProgressBars:
+    """The bars of one function."""
+
+    def __init__(self) -> None:
+        self._bars: dict[int, _KnownBar] = {}
+        """By the id of tqdm's object, the outer one first."""
+
+    def note(self, tqdm_bar: Any, now: float, steps: int, *, is_elsewhere: bool = False) -> bool:
+        """A bar would draw itself now; returns whether it is a new one."""
+        found = _numbers_of(tqdm_bar, is_elsewhere=is_elsewhere)
+        known = self._bars.get(id(tqdm_bar))
+        is_new = known is None or known.is_closed
+        if known is None or known.is_closed:
+            # A loop that is through is of no interest once another one has begun.
+            self._bars = {key: one for key, one in self._bars.items() if not one.is_closed}
+            known = _KnownBar(
+                bar=found,
+                rounds=tqdm_bar.n,
+                total=tqdm_bar.total,
+                began_steps=steps,
+                moved_at=now,
+                moved_steps=steps,
+            )
+            self._bars[id(tqdm_bar)] = known
+            for oldest in list(self._bars)[:-_MOST_KEPT]:
+                del self._bars[oldest]
+        elif known.rounds != tqdm_bar.n:
+            known.moved_at = now
+            known.moved_s = found.elapsed_s
+            known.moved_steps = steps
+        known.bar = found
+        known.rounds = tqdm_bar.n
+        known.total = tqdm_bar.total
+        return is_new
+
+    def close(self, tqdm_bar: Any) -> None:
+        """A bar is through, or was left; it is shown until another one begins."""
+        if known := self._bars.get(id(tqdm_bar)):
+            known.is_closed = True
+
+    def shown(self) -> tuple[ProgressBar, ...]:
+        """The outermost and the innermost."""
+        bars = [known.bar for known in self._bars.values()]
+        return tuple(bars if len(bars) < 3 else (bars[0], bars[-1]))
+
+    def around(self, loop: RunningLoop, now: float, steps: int) -> OuterLoop | None:
+        """How far the loop is whose bar is around the loop over batches; None without one."""
+        outer = next(iter(self._bars.values()), None)
+        if outer is None or not outer.total or not _is_around(outer, loop, len(self._bars)):
+            return None
+        return OuterLoop(
+            total=int(outer.total),
+            done=int(outer.rounds),
+            done_s=outer.moved_s,
+            round_s=now - outer.moved_at,
+            done_steps=outer.moved_steps - outer.began_steps,
+            round_steps=steps - outer.moved_steps,
+        )
+
+
+def _is_around(outer: _KnownBar, loop: RunningLoop, num_bars: int) -> bool:
+    """Whether it is the bar of a loop around another one, and not one that was left half done."""
+    if loop.is_seen and outer.total == loop.total_batches:
+        return False  # it is the bar of that loop
+    if loop.epoch:
+        # An epoch's loop may be over before the bar around it moves.
+        return loop.epoch - 1 <= outer.rounds <= loop.epoch
+    return num_bars > 1
+
+
+def _numbers_of(tqdm_bar: Any, *, is_elsewhere: bool) -> ProgressBar:
+    facts = tqdm_bar.format_dict
+    done = facts["n"]
+    total = facts["total"]
+    elapsed_s = facts["elapsed"]
+    rate = facts["rate"] or ((done - facts["initial"]) / elapsed_s if elapsed_s else None)
+    text_of: Callable[[Any], str] = str
+    if facts["unit_scale"] is True:
+        text_of = functools.partial(tqdm_bar.format_sizeof, divisor=facts["unit_divisor"])
+    return ProgressBar(
+        description=(facts["prefix"] or "").removesuffix(": "),
+        done=text_of(done),
+        total=text_of(total) if total else "",
+        fraction=min(1.0, done / total) if total else None,
+        left_s=max(0.0, (total - done) / rate) if total and rate else None,
+        elapsed_s=elapsed_s,
+        is_elsewhere=is_elsewhere,
+    )
+
+
+class _Nowhere(io.TextIOBase):
+    """Where a bar writes that the panel shows."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+NOWHERE = _Nowhere()
+
+
+def release_lock() -> None:
+    """Give back the lock of all bars, where an exception in a bar has left it to this thread.
+
+    tqdm 4.70 does not release it when drawing is interrupted (`tqdm.refresh` in its `std.py`): bars
+    of other threads and of forked processes then wait forever. No bar of this thread may be drawing
+    itself now.
+    """
+    bar_class = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    # A lock that the user has set is the user's own.
+    for lock in getattr(bar_class.get_lock(), "locks", ()) if bar_class is not None else ():
+        # Each kind has its own error for a lock that this thread does not hold.
+        with contextlib.suppress(RuntimeError, AssertionError, ValueError):
+            while True:
+                lock.release()

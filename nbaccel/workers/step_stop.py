@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbaccel.base import env
-from nbaccel.config.variables import MOST_STEPS_VARIABLE
+from nbaccel.plan.topology import MOST_STEPS_VARIABLE
 from nbaccel.workers import loop_watch, messaging, time_limits
 
 

@@ -21,6 +21,7 @@ import builtins
 import contextlib
 import faulthandler
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -124,17 +125,14 @@ def run_worker(
             reaping.run_exit_functions(time_limits.EXIT_S)
         # What is missed here becomes the template's child, and the template ends it.
         with contextlib.suppress(Exception):
-            _end_what_it_started()
+            if left := end_descendants():
+                sys.stderr.write(
+                    f"nbaccel: ended what this rank had started and left running: "
+                    f"{', '.join(left)}. Start what is to outlive the workers from the notebook "
+                    "itself.\n"
+                )
         flush_streams()
         os._exit(exit_status)
-
-
-def _end_what_it_started() -> None:
-    if left := end_descendants():
-        sys.stderr.write(
-            f"nbaccel: ended what this rank had started and left running: {', '.join(left)}. "
-            "Start what is to outlive the workers from the notebook itself.\n"
-        )
 
 
 def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
@@ -175,7 +173,9 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
     for name, streams in before.items():
         worker_output.move_handlers(streams, getattr(sys, name))
     sys.excepthook = sys.__excepthook__
-    worker_output.forget_prompts()
+    for name in ("ps1", "ps2", "ps3"):
+        # Nobody types here, though it looks so in a kernel: Lightning would refuse to run.
+        vars(sys).pop(name, None)
     faulthandler.enable(file=ends.stack, all_threads=True)
     faulthandler.register(messaging.STACK_SIGNAL, file=ends.stack, all_threads=True)
 
@@ -270,26 +270,24 @@ def serve_call(
         context = set_up_process(assignment, descriptors)
         worker_output.forward_displays(channel.send)
         context.begin_reports(channel)
-        rendezvous.join_store(context.place, rendezvous.group_names())
+        numbers = itertools.count()
+        rendezvous.join_store(context.place, lambda: f"group_{next(numbers)}")
     except BaseException as error:  # the notebook waits for a report, whatever it is
         report(channel, error, Topology.from_json(assignment.topology).rank)
     else:
+
+        def interrupt(_number: int, _frame: Any) -> NoReturn:
+            # One packet per message, so this cannot tear a message that the interrupted code sends.
+            channel.send(messaging.Word.INTERRUPTING)
+            raise KeyboardInterrupt
+
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
-        signal.signal(signal.SIGINT, _interrupt(channel))
+        signal.signal(signal.SIGINT, interrupt)
         Work(channel, context, task.body, job_descriptors, forked_call).run()
     # Until then this worker may serve the store, which slower ranks need. A stop may have come too
     # late to be read.
     while channel.receive()[0] is not messaging.Word.LEAVE:
         continue
-
-
-def _interrupt(channel: messaging.Channel) -> Callable[[int, Any], NoReturn]:
-    def on_interrupt(_number: int, _frame: Any) -> NoReturn:
-        # One packet per message, so this cannot tear a message that the interrupted code sends.
-        channel.send(messaging.Word.INTERRUPTING)
-        raise KeyboardInterrupt
-
-    return on_interrupt
 
 
 @dataclass

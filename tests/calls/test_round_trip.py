@@ -14,7 +14,7 @@ from nbaccel import Pool
 from nbaccel.calls import supervisor
 from nbaccel.output.panel.display import DashboardUpdater
 from nbaccel.transfer import library_settings
-from nbaccel.workers import messaging, starters
+from nbaccel.workers import messaging, worker_processes
 
 
 class Counts(dict[str, int]):
@@ -35,7 +35,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         (messaging, "pack_message"),
         (messaging.Channel, "send_packet"),
         (messaging.Channel, "receive"),
-        (starters, "process_use"),
+        (worker_processes, "process_use"),
         (DashboardUpdater, "_rows"),
         (threading.Thread, "start"),
     ):

@@ -39,7 +39,7 @@ from nbaccel.plan.contracts.device import Device
 
 if TYPE_CHECKING:
     from nbaccel.output.console import Console
-    from nbaccel.workers.worker_handle import WorkerHandle
+    from nbaccel.workers.worker_processes import WorkerHandle
 
 
 FIRST_S = 1.0

@@ -143,7 +143,7 @@ def test_one_process_is_seen_and_leaves_no_hook(seen: Seen, capsys: object) -> N
         for inputs, _ in loader():
             net(inputs).mean().backward()
             optimizer.step()
-        return loop_watch.__dict__["_watch"] is not None
+        return loop_watch.__dict__["_watch"].is_on
 
     results = notebook_launcher(train, (nn.Linear(2, 1),), 1)
     assert results == [True]
