@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, notebook_launcher
 from nbaccel.base import spent_time
-from nbaccel.workers import loop_watch
+from nbaccel.loops import loop_watch
 
 MODELS = {  # widths of the layers, rows per batch, steps per block
     # Short blocks: what else the machine does changes from second to second.

@@ -268,6 +268,8 @@ _WRAPPERS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 _scan = _PackageScan()
 _CHECKED: dict[tuple[Any, ...], str] = {}
 """Changes that are there → why they cannot be sent; empty for those that can."""
+_of_this_cell: tuple[PackageChange | LateChange, ...] | None = None
+"""None where no cell has looked for them yet; a program that is no notebook is one cell."""
 
 
 def _current_scan() -> _PackageScan:
@@ -293,9 +295,20 @@ def sendable_changes() -> tuple[PackageChange | LateChange, ...]:
                     f"{_CHECKED[identity]}. Do it in the launched function, or use "
                     'start_method="fork".\n'
                 )
-    return tuple(
+    global _of_this_cell  # noqa: PLW0603 - as `_scan`
+    _of_this_cell = tuple(
         _when_needed(change) for identity, change in changes.items() if not _CHECKED[identity]
     )
+    return _of_this_cell
+
+
+def changes_of_this_cell() -> tuple[PackageChange | LateChange, ...]:
+    """The changes as they were when this cell first called workers, or a module was imported.
+
+    Looking for them takes milliseconds, and a cell may call live workers a thousand times.
+    """
+    known = None if _current_scan().is_behind() else _of_this_cell
+    return sendable_changes() if known is None else known
 
 
 def _when_needed(change: PackageChange) -> PackageChange | LateChange:
@@ -313,6 +326,8 @@ def _when_needed(change: PackageChange) -> PackageChange | LateChange:
 
 
 def _after_cell(_result: object = None) -> None:
+    global _of_this_cell  # noqa: PLW0603 - as `_scan`
+    _of_this_cell = None
     # Modules that were imported are looked at now: a launch would wait for it.
     scan = _current_scan()
     if scan.is_behind():

@@ -225,7 +225,7 @@ def observing_here(plan: Plan, title: str = "") -> Iterator[RunBoard]:
         clean_up.callback(lambda: channel.end(ending))
         # Else nothing can report: torch takes a second to import, and the function need not use it.
         if "torch" in sys.modules:
-            from nbaccel.workers import loop_watch
+            from nbaccel.loops import loop_watch
 
             hardware = registry.device(plan.device)
             device_name = str(hardware.torch_device(0))

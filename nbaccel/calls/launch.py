@@ -38,7 +38,11 @@ from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few, format_bytes
 from nbaccel.calls import launched_functions, outcome
-from nbaccel.calls.changed_packages import sendable_changes, tell_of_edits
+from nbaccel.calls.changed_packages import (
+    changes_of_this_cell,
+    sendable_changes,
+    tell_of_edits,
+)
 from nbaccel.calls.group import Group, LaunchHosts
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.call_arguments import call_title
@@ -58,6 +62,7 @@ from nbaccel.transfer.object_walk import (
     outermost_modules,
     reached_modules,
 )
+from nbaccel.transfer.package_changes import LateChange, PackageChange
 from nbaccel.transfer.weight_receiver import WeightReceiver
 from nbaccel.transfer.weight_writer import WeightReport
 from nbaccel.workers import fork_safety, messaging, template, worker
@@ -357,7 +362,7 @@ def pack_for_running_workers(function: Callable[..., Any], args: tuple[Any, ...]
     """Make the call ready for workers that exist already: whatever it needs has to travel."""
     sharing = _shared(find_modules(args))
     try:
-        packed = _pickled_call(function, args, sharing, None)
+        packed = _pickled_call(function, args, sharing, None, changes_of_this_cell)
         for used in packed.arenas.values():
             # Live workers keep it, and follow what is written to it.
             used.leave_file()
@@ -372,8 +377,9 @@ def _pickled_call(
     args: tuple[Any, ...],
     sharing: arena.Sharing,
     limit_bytes: int | None,
+    find_changes: Callable[[], tuple[PackageChange | LateChange, ...]] = sendable_changes,
 ) -> PackedCall:
-    changes = sendable_changes()
+    changes = find_changes()
     is_again = False
     while True:
         sender = pickling.Sender(sharing.stand_ins)

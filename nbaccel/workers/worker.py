@@ -39,12 +39,14 @@ import torch
 from nbaccel.base import (
     accelerate_library,
     env,
+    leftovers,
     lightning_library,
     torch_private,
     transformers_library,
 )
 from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
 from nbaccel.base.units import shorten_text
+from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.topology import Topology
@@ -54,9 +56,7 @@ from nbaccel.transfer.package_changes import AppliedChanges, LateChange, Package
 from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.workers import (
     failure,
-    loop_watch,
     messaging,
-    metrics_reporter,
     precision_check,
     reaping,
     rendezvous,
@@ -198,6 +198,13 @@ class WorkerContext:
         """Report to the notebook how far the call that begins is."""
         has_panel = self.assignment.has_cells and env.flag("NBACCEL_DASHBOARD") is not False
         loop_watch.begin(channel, self.hardware, self.device, shows_bars=has_panel)
+
+        def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
+            # The notebook is gone, so there is no reader.
+            with contextlib.suppress(OSError):
+                channel.send(messaging.Leaves(leftover, is_there))
+
+        leftovers.listen_for_leftovers(leave)
 
     def go_to(self, folder: str) -> None:
         """Work in a folder of the notebook; on another host only if it is there, too."""

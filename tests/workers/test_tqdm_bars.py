@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from nbaccel.base.training_metrics import Metrics, ProgressBar
 from nbaccel.devices.cpu import CpuDevice
-from nbaccel.workers import loop_watch, metrics_reporter
-from nbaccel.workers.metrics_reporter import RunningLoop
+from nbaccel.loops import loop_watch, metrics_reporter
+from nbaccel.loops.metrics_reporter import RunningLoop
 
 
 class Told:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, notebook_launcher
-from nbaccel.workers import loop_watch
+from nbaccel.loops import loop_watch
 from tests.output.panel.conftest import Seen
 
 SAMPLES, EPOCHS, BATCH = 64, 3, 8

@@ -32,14 +32,14 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from nbaccel.base import env, leftovers, spent_time, torch_private
+from nbaccel.base import env, spent_time, torch_private
 from nbaccel.base.errors import StoppedAtStep
 from nbaccel.base.import_patches import patch_module
 from nbaccel.base.log import write_notice
 from nbaccel.config.capabilities import device_row
+from nbaccel.loops import metrics_reporter
+from nbaccel.loops.metrics_reporter import MetricsChannel, Reporter, RunningLoop
 from nbaccel.plan.contracts.device import Device
-from nbaccel.workers import messaging, metrics_reporter
-from nbaccel.workers.metrics_reporter import MetricsChannel, Reporter, RunningLoop
 
 SWITCH = "NBACCEL_WATCH_LOOPS"
 _MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
@@ -207,18 +207,11 @@ class _Watch:
 _watch = _Watch()
 
 
-def begin(channel: messaging.Channel, hardware: Device, device: str, *, shows_bars: bool) -> None:
+def begin(channel: MetricsChannel, hardware: Device, device: str, *, shows_bars: bool) -> None:
     """Let this worker report to the notebook from now on; steps are counted from here."""
     metrics_reporter.report_by(Reporter(channel, hardware, device, shows_bars=shows_bars))
     _count_waits()
     _watch_loops()
-
-    def leave(leftover: leftovers.LeftoverFolders, is_there: bool) -> None:
-        # The notebook is gone, so there is no reader.
-        with contextlib.suppress(OSError):
-            channel.send(messaging.Leaves(leftover, is_there))
-
-    leftovers.listen_for_leftovers(leave)
 
 
 @contextlib.contextmanager
