@@ -28,11 +28,12 @@ from nbaccel.base.frames import Frame
 from nbaccel.base.optional_packages import require
 from nbaccel.base.units import count_noun
 from nbaccel.calls.process_groups import ProcessGroups
+from nbaccel.precision import precision_check
 from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.worker_namespace import Namespace
-from nbaccel.workers import messaging, precision_check
+from nbaccel.workers import messaging
 from nbaccel.workers.worker import (
     Work,
     WorkerCall,

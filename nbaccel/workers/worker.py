@@ -50,6 +50,7 @@ from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.topology import Topology
+from nbaccel.precision import precision_check
 from nbaccel.transfer import arena, memfd, pickling, sharded_tensors
 from nbaccel.transfer.library_settings import LibrarySettings, restore_random_states
 from nbaccel.transfer.package_changes import AppliedChanges, LateChange, PackageChange
@@ -57,7 +58,6 @@ from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.workers import (
     failure,
     messaging,
-    precision_check,
     reaping,
     rendezvous,
     step_stop,
