@@ -67,8 +67,9 @@ def line_chart(
     y_axis = _Axis(heights, _HEIGHT - 20, top)
     y_ticks = _log_ticks(y_axis) if log_y else _linear_ticks(y_axis)
     left = 10 + _CHAR_WIDTH * max((len(label) for _, label in y_ticks), default=0)
-    x_axis = _Axis([x for curve in curves for x, _ in curve], left, _WIDTH - 8)
-    marks = [mark for mark in marks if x_axis.low <= mark[0] <= x_axis.high]
+    steps = [x for curve in curves for x, _ in curve]
+    x_axis = _Axis(steps, left, _WIDTH - 8)
+    marks = [mark for mark in marks if min(steps) <= mark[0] <= max(steps)]
     looks = [_look(line, number) for number, line in enumerate(lines)]
     elements = [*_axes(x_axis, y_axis, y_ticks), *_marks(x_axis, y_axis, marks)]
     for curve, look in reversed([*zip(curves, looks, strict=True)]):
