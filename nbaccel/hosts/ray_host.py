@@ -32,7 +32,8 @@ services.start_api_server = lambda *_, **__: ("", None)
 from ray.scripts.scripts import main
 address = sys.argv[2].removeprefix("--address=")
 host, _, port = address.rpartition(":")
-while host:
+deadline = time.monotonic() + 120
+while host and time.monotonic() < deadline:
     try:
         socket.create_connection((host, int(port)), timeout=1).close()
         if GcsClient(address=address).get_all_node_info(timeout=5):
@@ -44,8 +45,8 @@ main()
 """
 OWN_PATH = str(Path(__file__).with_name("ray_path"))
 """Where Ray's processes look for packages first."""
-_START_S = 100.0
-"""For a node to start: it waits a minute for its raylet (RAY_raylet_start_wait_time_s)."""
+_START_S = 200.0
+"""For a node to start: it waits for the head, and then a minute for its raylet."""
 
 
 def main() -> NoReturn:
