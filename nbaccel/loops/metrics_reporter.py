@@ -4,7 +4,7 @@
     loops that are only seen (`loop_watch`) ┴► Reporter ── Metrics ──► notebook: panel
 
 Without a launch there is no reporter, and each call costs one comparison. With one, a message goes
-out at most four times a second, and never waits: a busy notebook delays no worker. What has not
+out at most twice a second, and never waits: a busy notebook delays no worker. What has not
 been sent when the function returns is sent then, so that the last value is never lost.
 
 A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over
@@ -43,7 +43,7 @@ from nbaccel.base.metric_history import MetricHistory
 from nbaccel.base.training_metrics import Metrics, OuterLoop, ProgressBar
 from nbaccel.plan.contracts.device import Device
 
-REPORT_INTERVAL_S = 0.25
+REPORT_INTERVAL_S = 0.5
 _MAX_METRICS = 16
 """Metrics that are shown; a loop that logs a thousand has a tracker for them."""
 _MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
